@@ -1,0 +1,63 @@
+"""The one exception tree: every class carries the exit code of the command line's contract.
+
+Messages say what went wrong (with the values), where (the user's module path or file position),
+why, and what to try next. Anything that is not a `ParloomError` is a bug and exits with 1.
+"""
+
+
+class ParloomError(Exception):
+    """Base of all errors that a user can cause or mend."""
+
+    exit_code = 2
+
+
+class InputError(ParloomError):
+    """Bad usage or a bad input file: unknown name, wrong shape, malformed document."""
+
+
+class NotYetError(ParloomError):
+    """A documented feature that this version does not have."""
+
+
+class InfeasibleError(ParloomError):
+    """No plan fits the memory that there is."""
+
+    exit_code = 3
+
+
+class CaptureError(ParloomError):
+    """The model cannot be captured as a graph, or uses an operator without a rule."""
+
+    exit_code = 4
+
+
+class FingerprintError(ParloomError):
+    """A plan was made for another model, batch or optimizer."""
+
+    exit_code = 5
+
+
+class GapError(ParloomError):
+    """The quality asked for with --require-gap was not reached."""
+
+    exit_code = 6
+
+
+class EqualityError(ParloomError):
+    """The parallel program does not equal the single-device one."""
+
+    exit_code = 7
+
+
+class LaunchError(ParloomError):
+    """The environment cannot run the plan: world size, backend, a rank that died."""
+
+    exit_code = 8
+
+
+class VerifyError(ParloomError):
+    """An invariant of a graph, plan or parallel graph is broken (`ir.verify` names it)."""
+
+
+class LayoutError(ParloomError):
+    """A layout does not divide, names an unknown axis, or uses an axis twice."""

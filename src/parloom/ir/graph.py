@@ -1,0 +1,239 @@
+"""The graph: what the user's model computes, on one device.
+
+A graph is functions (one per kind of repeated block) plus a main function that calls them with the
+block's own parameters; unfolding is a view. Values are named once (SSA), bodies are in execution
+order, every node knows the user's module path and source line. Parameters, buffers, batch tensors
+and constants are the inputs of main; the loss is inside.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from parloom.errors import VerifyError
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype (torch's name without the prefix) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return "float" in self.dtype or "complex" in self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a value of the same function."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """An argument that is a dtype."""
+
+    name: str
+
+
+Arg = Ref | Dtype | None | bool | int | float | str | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor's name and spec where it is defined."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call.
+
+    `op` is a key of `ops.OPS` (for ATen operators the packet name: `add`, `linear`); `path` is the
+    module path below the function's own prefix, and `index` counts nodes of equal (path, op).
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    results: tuple[Value, ...]
+    path: str = ""
+    index: int = 0
+    source: str = ""
+
+    @property
+    def key(self) -> str:
+        """`attention.query:linear#0`: unique within the function."""
+        return f"{self.path}:{self.op}#{self.index}"
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """Names of tensor arguments, in order, with repeats."""
+        return tuple(iter_refs((*self.args, *(v for _, v in self.kwargs))))
+
+    def kwarg(self, name: str, default: Arg = None) -> Arg:
+        return next((v for k, v in self.kwargs if k == name), default)
+
+    def arg(self, position: int, name: str, default: Arg = None) -> Arg:
+        """An argument that may be given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwarg(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a block function; `prefix` is the module path of this instance of the block."""
+
+    function: str
+    prefix: str
+    args: tuple[str, ...]
+    results: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A block kind: formal inputs, body in execution order, names of the values it returns."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    body: tuple[Node | Call, ...]
+    outputs: tuple[str, ...]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Spec of every value defined in this function."""
+        found = {v.name: v.spec for v in self.inputs}
+        for item in self.body:
+            found.update((v.name, v.spec) for v in item.results)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of main.
+
+    `kind` is parameter, buffer, batch or constant; `target` the user's name of it (state-dict name
+    or batch key); `aliases` other names of a tied parameter; `data` the nested values of a
+    constant.
+    """
+
+    value: Value
+    kind: str
+    target: str
+    trainable: bool = False
+    aliases: tuple[str, ...] = ()
+    data: Arg = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured program.
+
+    `loss` names a scalar value of main; `outputs` are (user's name, value) pairs for evaluation;
+    `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
+    that was captured.
+    """
+
+    name: str
+    functions: tuple[Function, ...]
+    main: Function
+    inputs: tuple[Input, ...]
+    loss: str | None
+    outputs: tuple[tuple[str, str], ...] = ()
+    updates: tuple[tuple[str, str], ...] = ()
+    training: bool = True
+
+    @cached_property
+    def by_name(self) -> dict[str, Function]:
+        return {f.name: f for f in self.functions}
+
+    def of_kind(self, kind: str) -> tuple[Input, ...]:
+        return tuple(i for i in self.inputs if i.kind == kind)
+
+    def unfolded(self) -> Iterator[tuple[str, Node]]:
+        """(decision key, node) of every operator call, in execution order."""
+
+        def visit(function: Function, prefix: str) -> Iterator[tuple[str, Node]]:
+            for item in function.body:
+                if isinstance(item, Call):
+                    yield from visit(self.by_name[item.function], item.prefix)
+                else:
+                    yield node_key(prefix, item), item
+
+        yield from visit(self.main, "")
+
+
+def node_key(prefix: str, node: Node) -> str:
+    """The user's name of a node: module path, operator, ordinal."""
+    path = ".".join(part for part in (prefix, node.path) if part)
+    return f"{path}:{node.op}#{node.index}"
+
+
+def iter_refs(args: tuple[Arg, ...]) -> Iterator[str]:
+    """Names of all values mentioned in `args`, depth first."""
+    for arg in args:
+        if isinstance(arg, Ref):
+            yield arg.name
+        elif isinstance(arg, tuple):
+            yield from iter_refs(arg)
+
+
+def rename_args(args: tuple[Arg, ...], names: dict[str, str]) -> tuple[Arg, ...]:
+    """`args` with values renamed; names not in `names` stay."""
+
+    def visit(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(names.get(arg.name, arg.name))
+        if isinstance(arg, tuple):
+            return tuple(visit(a) for a in arg)
+        return arg
+
+    return tuple(visit(a) for a in args)
+
+
+def rename_node(node: Node, names: dict[str, str]) -> Node:
+    """A node with its arguments and results renamed."""
+    return replace(
+        node,
+        args=rename_args(node.args, names),
+        kwargs=tuple((k, rename_args((v,), names)[0]) for k, v in node.kwargs),
+        results=tuple(Value(names.get(v.name, v.name), v.spec) for v in node.results),
+    )
+
+
+def numbered(body: tuple[Node | Call, ...]) -> tuple[Node | Call, ...]:
+    """The body with every node's `index` counted anew over equal (path, op)."""
+    seen: dict[tuple[str, str], int] = {}
+    result: list[Node | Call] = []
+    for item in body:
+        if isinstance(item, Node):
+            count = seen.get((item.path, item.op), 0)
+            seen[item.path, item.op] = count + 1
+            item = replace(item, index=count)
+        result.append(item)
+    return tuple(result)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `VerifyError` unless `condition` holds."""
+    if not condition:
+        raise VerifyError(message)

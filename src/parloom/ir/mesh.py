@@ -1,0 +1,169 @@
+"""Clusters and logical meshes.
+
+A cluster's devices factor into *prime axes*, ordered from the fastest link (stride 1) to the
+slowest. A logical mesh axis is a product of prime axes, so it knows which level of the topology
+each collective over it crosses. Ranks are numbered so that the prime axis of stride 1 varies
+fastest.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from parloom.errors import InputError, LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a link: bandwidth and the latency of one message."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator: dense peak rate per dtype name, memory size and memory bandwidth."""
+
+    name: str
+    flops_per_s: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bytes_per_s: float
+
+    def rate(self, dtype: str) -> float:
+        """Peak FLOP/s for `dtype`; a dtype the device does not list runs at its slowest rate."""
+        rates = dict(self.flops_per_s)
+        return rates.get(dtype, min(rates.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the topology: `size` children joined by `link` (per device, per direction)."""
+
+    name: str
+    size: int
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class PrimeAxis:
+    """A prime factor of the device count: its size, rank stride and topology level index."""
+
+    size: int
+    stride: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A homogeneous cluster: a device type and its levels, innermost (fastest) first."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    backend: str = "nccl"
+
+    @property
+    def num_devices(self) -> int:
+        return prod(level.size for level in self.levels)
+
+    def prime_axes(self) -> tuple[PrimeAxis, ...]:
+        """Prime axes from the fastest link to the slowest."""
+        axes: list[PrimeAxis] = []
+        stride = 1
+        for index, level in enumerate(self.levels):
+            for prime in prime_factors(level.size):
+                axes.append(PrimeAxis(prime, stride, index))
+                stride *= prime
+        return tuple(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """A logical axis: its name and its prime axes, most significant first.
+
+    An axis in time (microbatches) has no primes and `steps` > 0: every rank visits all of it.
+    """
+
+    name: str
+    primes: tuple[PrimeAxis, ...] = ()
+    steps: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.steps or prod(p.size for p in self.primes)
+
+    @property
+    def level(self) -> int:
+        """The slowest topology level that a collective over this axis crosses."""
+        return max((p.level for p in self.primes), default=0)
+
+    def coordinate(self, rank: int) -> int:
+        """Position of `rank` along this axis, in [0, size)."""
+        index = 0
+        for prime in self.primes:
+            index = index * prime.size + rank // prime.stride % prime.size
+        return index
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A logical mesh: axes, outermost first, whose sizes multiply to the number of ranks.
+
+    At most one axis is in time; it does not count towards the ranks.
+    """
+
+    axes: tuple[MeshAxis, ...]
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) != len(names):
+            raise LayoutError(f"mesh axis names repeat: {names}")
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(axis.size for axis in self.axes if not axis.steps)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    def __getitem__(self, name: str) -> MeshAxis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise LayoutError(f"no mesh axis {name!r}; the mesh has {list(self.names)}")
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Product of the sizes of the named axes."""
+        return prod(self[name].size for name in names)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinate of `rank` along every axis."""
+        return {axis.name: axis.coordinate(rank) for axis in self.axes if not axis.steps}
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Prime factors of `number` >= 1 in ascending order, with multiplicity."""
+    if number < 1:
+        raise InputError(f"a level needs at least one device, got {number}")
+    factors: list[int] = []
+    divisor = 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return tuple(factors)
+
+
+def grid(sizes: dict[str, int]) -> Mesh:
+    """A mesh from axis sizes, outermost first, on one topology level (for tests and tools)."""
+    axes: list[MeshAxis] = []
+    stride = prod(sizes.values())
+    for name, size in sizes.items():
+        primes: list[PrimeAxis] = []
+        for prime in prime_factors(size):
+            stride //= prime
+            primes.append(PrimeAxis(prime, stride, 0))
+        axes.append(MeshAxis(name, tuple(primes)))
+    return Mesh(tuple(axes))

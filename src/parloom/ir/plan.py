@@ -1,0 +1,164 @@
+"""The plan: decisions only; everything else is derived by `lower`.
+
+Decisions are keyed by the user's names: `transformer.h.0.attn:addmm#0` for an operator, the
+state-dict name for a parameter, the module path of a block call for its activations. A key that is
+missing has the default: replicated compute, storage equal to the compute layout, activations kept.
+"""
+
+from dataclasses import dataclass, field
+
+from parloom.ir.mesh import Mesh
+
+FORMAT = "parloom.plan"
+VERSION = "1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDecision:
+    """Factor -> mesh axes (outermost first) of one operator; `submesh` fixes coordinates."""
+
+    key: str
+    factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    submesh: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a stored tensor is chunked beyond its compute layout.
+
+    Dim `dim` of the local compute shard is cut into ceil-chunks over the ranks of `axes` (which the
+    compute layout replicates); `memory` is `device` or `host`.
+    """
+
+    axes: tuple[str, ...] = ()
+    dim: int = 0
+    memory: str = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDecision:
+    """Storage of a parameter's weight, its gradient and its optimizer state (ZeRO 1-3)."""
+
+    name: str
+    weight: Storage = Storage()
+    gradient: Storage = Storage()
+    optimizer: Storage = Storage()
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationDecision:
+    """What a block call does with its activations: keep, recompute or offload."""
+
+    prefix: str
+    policy: str = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage: the block prefixes it owns and its ranks. One stage owns everything."""
+
+    prefixes: tuple[str, ...] = ()
+    submesh: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a schedule, printed `F0`, `B0`, `REDUCE`, `STEP`, `GATHER`."""
+
+    kind: str
+    microbatch: int | None = None
+    stage: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.microbatch is None else f"{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """The optimizer's class name (torch.optim) and the defaults it was planned with."""
+
+    name: str = "adamw"
+    num_states: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """Everything that the search chooses."""
+
+    mesh: Mesh
+    nodes: tuple[NodeDecision, ...] = ()
+    parameters: tuple[ParameterDecision, ...] = ()
+    activations: tuple[ActivationDecision, ...] = ()
+    num_microbatches: int = 1
+    stages: tuple[Stage, ...] = (Stage(),)
+    schedule: str = "one_stage"
+    rewrites: tuple[str, ...] = ()
+    batch_semantics: str = "global"
+    batch_norm: str = "global"
+    master_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def node(self, key: str) -> NodeDecision | None:
+        return next((n for n in self.nodes if n.key == key), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the cost layer expects of one step; `source` is spec, calibrated or measured."""
+
+    step_s: float
+    peak_bytes: int
+    memory: tuple[tuple[str, int], ...] = ()
+    source: str = "spec"
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another candidate that was priced."""
+
+    name: str
+    step_s: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the model came from, so that `verify` and `run` can build it again."""
+
+    spec: str
+    batch: int | None = None
+    seq: int | None = None
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A saved answer: the question (fingerprint, source, cluster), the decisions, the prediction.
+
+    `graph` is the captured program as text (`ir.text`), so that no rank captures again.
+    """
+
+    source: ModelSource
+    cluster: str
+    fingerprint: str
+    optimizer: Optimizer
+    method: str
+    decisions: Decisions
+    graph: str
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    seed: int = 0
+    bound_s: float | None = None
+    solver_gap: float | None = None
+    version: str = VERSION
+    notes: tuple[str, ...] = field(default=())
+
+
+def actions(num_microbatches: int) -> tuple[Action, ...]:
+    """The one-stage schedule: forward and backward per microbatch, then the step program."""
+    passes = [
+        Action(kind, microbatch) for microbatch in range(num_microbatches) for kind in ("F", "B")
+    ]
+    return (*passes, Action("REDUCE"), Action("STEP"), Action("GATHER"))
