@@ -1,0 +1,99 @@
+"""Quantities with units: exact values, refusals, and round trips."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parloom.cost import units
+from parloom.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("70GB", 70 * 10**9),
+        ("8kbit", 1000),
+        ("4096B", 4096),
+        (" 1.5 KiB ", 1536),
+    ],
+)
+def test_bytes(text: str, expected: int) -> None:
+    assert units.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("25Gbit/s", 3.125e9), ("3.35TB/s", 3.35e12), ("100Mbit/s", 12.5e6), ("1e3B/s", 1e3)],
+)
+def test_bandwidth(text: str, expected: float) -> None:
+    assert units.parse_bandwidth(text) == pytest.approx(expected, rel=1e-12)
+
+
+def test_seconds_and_flops() -> None:
+    assert units.parse_seconds("5us") == pytest.approx(5e-6)
+    assert units.parse_seconds("0.3 ms") == pytest.approx(3e-4)
+    assert units.parse_flops_per_s("989TFLOP/s") == pytest.approx(989e12)
+
+
+@pytest.mark.parametrize("text", ["25Gb/s", "25 Gbps", "25GBps"])
+def test_ambiguous_bandwidth_shows_two_readings(text: str) -> None:
+    with pytest.raises(InputError, match=r"ambiguous.*write 25Gbit/s or 25GB/s"):
+        units.parse_bandwidth(text)
+
+
+def test_ambiguous_size_shows_two_readings() -> None:
+    with pytest.raises(InputError, match=r"'80Gb' is ambiguous.*write 80Gbit or 80GB"):
+        units.parse_bytes("80Gb")
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80", "-3GB", "80 gigabytes", "1.5B", "nanGB", "0x1B"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(InputError, match=r"unit|quantity|whole number"):
+        units.parse_bytes(text)
+
+
+def test_zero_bandwidth() -> None:
+    with pytest.raises(InputError, match="greater than zero"):
+        units.parse_bandwidth("0GB/s")
+
+
+@given(st.integers(0, 2**20), st.sampled_from(sorted(units.PREFIXES)))
+def test_whole_sizes_are_exact(number: int, prefix: str) -> None:
+    assert units.parse_bytes(f"{number}{prefix}B") == number * units.PREFIXES[prefix]
+
+
+@given(st.floats(1e-3, 1e6), st.sampled_from(sorted(units.PREFIXES)))
+def test_bits_are_an_eighth_of_bytes(number: float, prefix: str) -> None:
+    bits = units.parse_bandwidth(f"{number!r}{prefix}bit/s")
+    assert bits * 8 == pytest.approx(units.parse_bandwidth(f"{number!r}{prefix}B/s"), rel=1e-12)
+
+
+@given(st.text(max_size=12))
+def test_any_text_parses_or_is_refused_politely(text: str) -> None:
+    for parse in (
+        units.parse_bytes,
+        units.parse_bandwidth,
+        units.parse_seconds,
+        units.parse_flops_per_s,
+    ):
+        with contextlib.suppress(InputError):
+            assert parse(text) >= 0
+
+
+@given(st.floats(1.0, 2**50))
+def test_printed_bytes_read_back(size: float) -> None:
+    text = units.format_bytes(size).replace(" ", "")
+    number = float(text.rstrip("BKMGTPi"))
+    unit = text[len(text.rstrip("BKMGTPi")) : -1]
+    assert number * units.PREFIXES[unit] == pytest.approx(size, rel=0.51 if size < 10 else 0.06)
+
+
+def test_printing() -> None:
+    assert units.format_bytes(1.2 * 2**30) == "1.2 GiB"
+    assert units.format_seconds(0.412) == "412 ms"
+    assert units.format_seconds(5e-6) == "5 us"
+    assert units.format_rate(450e9, "B/s") == "450 GB/s"
+    assert units.format_count(41234) == "41.2k"
