@@ -4,6 +4,9 @@ Messages say what went wrong (with the values), where (the user's module path or
 why, and what to try next. Anything that is not a `ParloomError` is a bug and exits with 1.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class ParloomError(Exception):
     """Base of all errors that a user can cause or mend."""
@@ -61,3 +64,13 @@ class VerifyError(ParloomError):
 
 class LayoutError(ParloomError):
     """A layout does not divide, names an unknown axis, or uses an axis twice."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint with the nearest known names, or all of them when none is near."""
+    names = list(known)
+    lower = {candidate.lower(): candidate for candidate in names}
+    near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
+    if near:
+        return "; did you mean " + " or ".join(repr(lower[n]) for n in near) + "?"
+    return f"; known: {', '.join(names)}"

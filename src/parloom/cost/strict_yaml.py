@@ -1,0 +1,128 @@
+"""Strict YAML: every key is expected, every complaint has file:line:column.
+
+Only nodes are composed; nothing is constructed, so a tag in the file can run nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import yaml
+
+from parloom.errors import InputError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One mapping of a file: its values are read by key and parsed on the way."""
+
+    where: str
+    node: yaml.MappingNode
+
+    def error(self, node: yaml.Node, message: str) -> InputError:
+        mark = node.start_mark
+        return InputError(f"{self.where}:{mark.line + 1}:{mark.column + 1}: {message}")
+
+    def check(self, required: Iterable[str], optional: Iterable[str] = ()) -> None:
+        """Raise `InputError` for a key that is unknown, repeated or missing."""
+        needed = tuple(required)
+        known = (*needed, *optional)
+        seen: set[str] = set()
+        for key, _ in self.node.value:
+            name = self._scalar(key)
+            if name not in known:
+                raise self.error(key, f"unknown key {name!r}{nearest(name, known)}")
+            if name in seen:
+                raise self.error(key, f"key {name!r} is given twice")
+            seen.add(name)
+        missing = [name for name in needed if name not in seen]
+        if missing:
+            raise self.error(self.node, f"missing key {missing[0]!r}; known keys: {list(known)}")
+
+    def names(self) -> tuple[str, ...]:
+        """The keys, in file order."""
+        return tuple(self._scalar(key) for key, _ in self.node.value)
+
+    def has(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def parse(self, name: str, parser: Callable[[str], T]) -> T:
+        """The scalar at `name` through `parser`, whose `InputError` gets the position."""
+        node = self.get(name)
+        try:
+            return parser(self._scalar(node))
+        except InputError as error:
+            raise self.error(node, f"{name}: {error}") from None
+
+    def text(self, name: str) -> str:
+        return self.parse(name, str)
+
+    def text_or(self, name: str, default: str) -> str:
+        return self.text(name) if self.has(name) else default
+
+    def integer(self, name: str) -> int:
+        """A whole number >= 1."""
+        text = self.text(name)
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
+            raise self.error(self.get(name), f"{name}: expected a whole number >= 1, got {text!r}")
+        return int(text)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of scalars; a missing key is an empty list."""
+        return tuple(self._scalar(node) for node in self._items(name)) if self.has(name) else ()
+
+    def section(self, name: str) -> "Section":
+        return self._section(self.get(name), name)
+
+    def sections(self, name: str) -> tuple["Section", ...]:
+        return tuple(self._section(node, name) for node in self._items(name))
+
+    def is_mapping(self, name: str) -> bool:
+        return isinstance(self._find(name), yaml.MappingNode)
+
+    def get(self, name: str) -> yaml.Node:
+        node = self._find(name)
+        if node is None:
+            raise self.error(self.node, f"missing key {name!r}")
+        return node
+
+    def _find(self, name: str) -> yaml.Node | None:
+        for key, value in self.node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value == name:
+                found: yaml.Node = value
+                return found
+        return None
+
+    def _items(self, name: str) -> tuple[yaml.Node, ...]:
+        node = self.get(name)
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            raise self.error(node, f"{name}: expected a list with at least one entry")
+        return tuple(node.value)
+
+    def _section(self, node: yaml.Node, name: str) -> "Section":
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{name}: expected keys and values")
+        return Section(self.where, node)
+
+    def _scalar(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.error(node, "expected a plain value")
+        return str(node.value)
+
+
+def read(text: str, where: str) -> Section:
+    """The root mapping of a YAML document; raises `InputError` with the position."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        position = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise InputError(f"{where}{position}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError) else "too deep"
+        raise InputError(f"{where}: not YAML: {reason}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{where}:1:1: expected keys and values, as in `name: lab`")
+    return Section(where, node)
