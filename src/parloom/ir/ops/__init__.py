@@ -1,0 +1,36 @@
+"""The operator registry: one entry per operator (`docs/add-an-op.md` shows how to add one)."""
+
+from types import MappingProxyType
+
+from parloom.errors import CaptureError
+from parloom.ir.graph import Node
+from parloom.ir.ops import (
+    attention, conv, elementwise, factory, index, loss, matmul, norm, random, reduce, shape,
+)  # fmt: skip
+from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.rule import Assignment, Rule, Site, no_flops, opaque
+
+_MODULES = (
+    elementwise, matmul, shape, reduce, factory, index, norm, attention, conv, loss, random,
+)  # fmt: skip
+
+OPS = MappingProxyType({op.name: op for module in _MODULES for op in module.OPS})
+
+__all__ = ["OPS", "Assignment", "Emission", "OpDef", "Rule", "Site", "op_of"]
+
+
+def op_of(node: Node) -> OpDef:
+    """The entry of a node's operator; operators without one are opaque: replicated, never split.
+
+    Raises `CaptureError` for random and mutating operators, which cannot be replicated blindly.
+    """
+    known = OPS.get(node.op)
+    if known is not None:
+        return known
+    if node.op in random.UNKEYED or (node.op.endswith("_") and not node.op.endswith("__")):
+        raise CaptureError(
+            f"operator {node.op!r} in module {node.path or '(top)'!r} ({node.source}) is random or"
+            " mutates its input and has no rule; use torch.nn.functional.dropout for random masks,"
+            " draw random inputs in the batch, or add an entry (docs/add-an-op.md)"
+        )
+    return OpDef(node.op, opaque, lambda e: e.call(f"torch.ops.aten.{node.op}"), no_flops)

@@ -1,0 +1,104 @@
+"""Scaled dot-product attention: batch and head factors are free, queries know their position."""
+
+from math import prod
+
+from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build
+
+
+def _lead(site: Site) -> list[str]:
+    return [f"d{i}" for i in range(len(site.operands[0].shape) - 2)]
+
+
+def _grouped(site: Site) -> bool:
+    return bool(site.node.kwarg("enable_gqa", False)) and len(site.operands[0].shape) == 4
+
+
+def _attention_rule(site: Site) -> Rule:
+    """q[..., s, d] k[..., t, d] v[..., t, e] -> [..., s, e]; keys are whole."""
+    lead = _lead(site)
+    q, k = site.operands[0], site.operands[1]
+    kinds = {"t": WHOLE, "d": WHOLE} | ({"s": OFFSET} if _causal(site) else {})
+    if site.arg(4, "dropout_p", 0.0):
+        kinds["e"] = WHOLE  # the dropout mask belongs to the weights, which e does not index
+    operands = [[*lead, "s", "d"], [*lead, "t", "d"], [*lead, "t", "e"]]
+    for mask in site.operands[3:]:
+        operands.append([*lead, "s", "t"][len(lead) + 2 - len(mask.shape) :])
+    if not _grouped(site) or q.shape[1] == k.shape[1]:
+        return build(operands, [[*lead, "s", "e"]], site, kinds)
+    return _grouped_rule(site, operands, kinds)
+
+
+def _grouped_rule(site: Site, operands: list[list[str]], kinds: dict[str, str]) -> Rule:
+    """Grouped KV heads: the head dim of q and the result is (g, r), that of k and v is g."""
+    q, k = site.operands[0], site.operands[1]
+    plain = [[n if n != "d1" else f"h{i}" for n in names] for i, names in enumerate(operands)]
+    rule = build(plain, [["d0", "hr", "s", "e"]], site, kinds)
+    groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
+    sizes = [p for p in rule.sizes if p[0][0] != "h"] + [("g", groups), ("r", repeat)]
+    have = {n for n, size in sizes if size > 1}
+
+    def head(index: int, dims: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        both = tuple(n for n in (("g",) if index in (1, 2) else ("g", "r")) if n in have)
+        return tuple(both if any(n[0] == "h" for n in dim) else dim for dim in dims)
+
+    return Rule(
+        tuple(p for p in sizes if p[1] > 1),
+        tuple(head(i, dims) for i, dims in enumerate(rule.operands)),
+        tuple(head(0, dims) for dims in rule.results),
+        tuple(kv for kv in rule.kinds if kv[0] in have),
+    )
+
+
+def _causal(site: Site) -> bool:
+    return bool(site.arg(5, "is_causal", False))
+
+
+def _attention(e: Emission) -> str:
+    q, k, v = (e.arg(i) for i in range(3))
+    mask = e.arg(3, "attn_mask")
+    dropout = e.site.arg(4, "dropout_p", 0.0) or 0.0
+    scale = e.site.node.kwarg("scale")
+    causal = _causal(e.site)
+    if causal and any(f.startswith("s") and axes for f, axes in e.assignment.items()):
+        rank = len(e.site.operands[0].shape)
+        keys = e.site.operands[1].shape[-2]
+        mask = f"rt.causal_mask(ctx, {e.operand_digits(rank - 2)}, {keys})"
+        causal = False
+    grouped = _grouped(e.site)
+    parts = [q, k, v]
+    if mask != "None":
+        parts.append(f"attn_mask={mask}")
+    if causal:
+        parts.append("is_causal=True")
+    if scale is not None:
+        parts.append(f"scale={scale!r}")
+    if grouped:
+        parts.append("enable_gqa=True")
+    if not dropout:
+        return f"F.scaled_dot_product_attention({', '.join(parts)})"
+    spec = e.site.results[0]
+    shape = (*spec.shape[:-1], e.site.operands[1].shape[-2])
+    weights = e.all_digits(type(spec)(shape, spec.dtype), e.result_layouts[0])
+    return (
+        f"rt.attention({', '.join(parts)}, ctx=ctx, dropout_p={dropout!r}, key={e.key},"
+        f" dims={weights})"
+    )
+
+
+def _flops(site: Site, rule: Rule) -> float:
+    """Two products over (lead, s, t): q k^T and the weighted sum of v."""
+    q, v = site.operands[0].shape, site.operands[2].shape
+    return 2.0 * prod(q[:-1]) * v[-2] * (q[-1] + v[-1])
+
+
+OPS: tuple[OpDef, ...] = (
+    OpDef(
+        "scaled_dot_product_attention",
+        _attention_rule,
+        _attention,
+        _flops,
+        2.5,  # the backward pass recomputes q k^T: 5 products for 2 (FlashAttention, section 3)
+        (("operand", 0), ("operand", 1), ("operand", 2), ("result", 0)),
+    ),
+)

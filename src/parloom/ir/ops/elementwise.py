@@ -1,0 +1,60 @@
+"""Elementwise operators: factors are the dims of the result, size-1 dims broadcast."""
+
+from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
+from parloom.ir.ops.rule import broadcast
+
+BOTH: SavedTensors = (("operand", 0), ("operand", 1))
+FIRST: SavedTensors = (("operand", 0),)
+RESULT: SavedTensors = (("result", 0),)
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "gt": ">", "ge": ">=", "__and__": "&", "__or__": "|", "__xor__": "^", "bitwise_and": "&",
+    "bitwise_or": "|", "remainder": "%",
+}  # fmt: skip
+_SAVED = {"mul": BOTH, "div": BOTH}
+_NOT_DIFFERENTIABLE = {"eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__",
+                       "bitwise_and", "bitwise_or"}  # fmt: skip
+
+
+def _infix(symbol: str, function: str) -> OpDef:
+    def emit(e: Emission) -> str:
+        if e.site.node.kwargs or len(e.site.node.args) != 2:
+            return e.call(f"torch.{function}")
+        return f"{e.arg(0)} {symbol} {e.arg(1)}"
+
+    return OpDef(
+        function, broadcast, emit, saved=_SAVED.get(function, ()),
+        differentiable=function not in _NOT_DIFFERENTIABLE,
+    )  # fmt: skip
+
+
+def _to_copy(e: Emission) -> str:
+    return f"{e.arg(0)}.to({e.code(e.site.node.kwarg('dtype'))})"
+
+
+def _clone(e: Emission) -> str:
+    contiguous = e.site.node.kwarg("memory_format") == "contiguous_format"
+    return f"{e.arg(0)}.contiguous()" if contiguous else f"{e.arg(0)}.clone()"
+
+
+def _unary(names: str, saved: SavedTensors, prefix: str = "torch.") -> tuple[OpDef, ...]:
+    return tuple(OpDef(name, broadcast, prefix + name, saved=saved) for name in names.split())
+
+
+OPS: tuple[OpDef, ...] = (
+    *(_infix(symbol, name) for name, symbol in _INFIX.items()),
+    *_unary("exp rsqrt sqrt tanh sigmoid reciprocal", RESULT),
+    *_unary("log sin cos abs pow erf square log1p expm1 maximum minimum clamp atan2", FIRST),
+    *_unary("gelu silu softplus elu leaky_relu hardtanh hardswish mish", FIRST, "F."),
+    *_unary("relu", RESULT, "F."),
+    *_unary("neg floor ceil round sign floor_divide logical_not logical_and logical_or isnan", ()),
+    *_unary("bitwise_not", (), "torch."),
+    OpDef("where", broadcast, "torch.where", saved=FIRST),
+    OpDef("masked_fill", broadcast, ".masked_fill", saved=(("operand", 1),)),
+    OpDef("_to_copy", broadcast, _to_copy),
+    OpDef("clone", broadcast, _clone),
+    OpDef("detach", broadcast, ".detach", differentiable=False, view=True),
+    OpDef("lerp", broadcast, "torch.lerp", saved=BOTH),
+    OpDef("addcmul", broadcast, "torch.addcmul", saved=BOTH),
+)

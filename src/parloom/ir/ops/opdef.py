@@ -1,0 +1,130 @@
+"""`OpDef`: everything about one operator in one entry, and `Emission`: how its code is written."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from parloom.ir.graph import Arg, Dtype, Function, Ref, TensorSpec
+from parloom.ir.layout import Layout, Shape, digits, local_shape
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops.rule import Assignment, Rule, Site, elementwise_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What an entry needs to write one rank's code for one call.
+
+    `names` maps operand values to Python expressions; `key` is an expression for the operator's
+    name at run time (it differs between calls of a block function); layouts are those the rule
+    requires and produces, so every local size is derived, never matched.
+    """
+
+    site: Site
+    rule: Rule
+    assignment: Assignment
+    mesh: Mesh
+    names: Mapping[str, str]
+    key: str
+    operand_layouts: tuple[Layout, ...]
+    result_layouts: tuple[Layout, ...]
+    halo: tuple[tuple[int, int], ...] = ()
+
+    def arg(self, position: int, name: str = "", default: Arg = None) -> str:
+        """Code of one argument."""
+        return self.code(self.site.arg(position, name, default))
+
+    def code(self, arg: Arg) -> str:
+        """Code of any argument."""
+        if isinstance(arg, Ref):
+            return self.names[arg.name]
+        if isinstance(arg, Dtype):
+            return f"torch.{arg.name}"
+        if isinstance(arg, tuple):
+            inner = ", ".join(self.code(a) for a in arg)
+            return f"({inner},)" if len(arg) == 1 else f"({inner})"
+        if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
+            return f'float("{arg}")'
+        return repr(arg)
+
+    def call(self, function: str) -> str:
+        """`function(...)` with the node's own arguments."""
+        node = self.site.node
+        parts = [self.code(a) for a in node.args]
+        parts += [f"{k}={self.code(v)}" for k, v in node.kwargs]
+        return f"{function}({', '.join(parts)})"
+
+    def result_shape(self, index: int = 0) -> Shape:
+        """Local shape of a result."""
+        return local_shape(self.result_layouts[index], self.site.results[index].shape, self.mesh)
+
+    def operand_shape(self, index: int = 0) -> Shape:
+        """Local shape of an operand."""
+        return local_shape(self.operand_layouts[index], self.site.operands[index].shape, self.mesh)
+
+    def result_digits(self, dim: int, index: int = 0) -> str:
+        """Code of the digits of a result's dim."""
+        spec, layout = self.site.results[index], self.result_layouts[index]
+        return self.code(digits(layout, dim, spec.shape[dim], self.mesh))
+
+    def operand_digits(self, dim: int, index: int = 0) -> str:
+        """Code of the digits of an operand's dim."""
+        spec, layout = self.site.operands[index], self.operand_layouts[index]
+        return self.code(digits(layout, dim, spec.shape[dim], self.mesh))
+
+    def all_digits(self, spec: TensorSpec, layout: Layout) -> str:
+        """Code of the digits of all dims."""
+        dims = tuple(digits(layout, d, n, self.mesh) for d, n in enumerate(spec.shape))
+        return self.code(dims)
+
+    def axes_missing(self, index: int) -> tuple[str, ...]:
+        """Axes in use whose factor operand `index` lacks and every result lacks (contracted)."""
+        have = {f for dims in self.rule.results for dim in dims for f in dim}
+        have |= {f for dim in self.rule.operands[index] for f in dim}
+        return tuple(a for f, axes in self.assignment.items() if f not in have for a in axes)
+
+    def once(self, arg: Arg) -> str:
+        """Code of an addend that must count once in a partial sum: zero on all ranks but one."""
+        index = self.site.operand(arg)
+        if index is None or not (axes := self.axes_missing(index)):
+            return self.code(arg)
+        return f"rt.once({self.code(arg)}, ctx, {axes!r})"
+
+
+Emit = Callable[[Emission], str] | str
+SavedTensors = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpDef:
+    """One operator.
+
+    `rule` gives its factors; `emit` is a function name that takes the node's arguments, `.method`
+    for a method of the first, or a function that writes the expression; `flops` the forward work
+    over the global index space (an axis on any factor divides it; the backward pass costs
+    `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index);
+    `expand` gives the simpler operators that replace the call where a `local` factor is sharded;
+    `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
+    operand's memory.
+    """
+
+    name: str
+    rule: Callable[[Site], Rule]
+    emit: Emit
+    flops: Callable[[Site, Rule], float] = elementwise_flops
+    backward_ratio: float = 1.0
+    saved: SavedTensors = ()
+    expand: Callable[[Site, frozenset[str]], Function] | None = None
+    halo: Callable[[Site], Mapping[str, tuple[int, int, int]]] | None = None
+    view: bool = False
+    random: bool = False
+    differentiable: bool = True
+
+    def source(self, emission: Emission) -> str:
+        """The expression that one rank runs."""
+        if callable(self.emit):
+            return self.emit(emission)
+        if self.emit.startswith("."):
+            first, *rest = emission.site.node.args
+            parts = [emission.code(a) for a in rest]
+            parts += [f"{k}={emission.code(v)}" for k, v in emission.site.node.kwargs]
+            return f"{emission.code(first)}{self.emit}({', '.join(parts)})"
+        return emission.call(self.emit)

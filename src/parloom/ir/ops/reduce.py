@@ -1,0 +1,129 @@
+"""Reductions over dims: the reduced factors are contracted, the result is partial over them."""
+
+from collections.abc import Callable
+from math import prod
+
+from parloom.ir.graph import Function, Node, Ref, TensorSpec, Value
+from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, along, build
+
+
+def reduced_dims(site: Site) -> tuple[int, ...]:
+    """Dims that a reduction removes: all of them where none are given."""
+    rank = len(site.operands[0].shape)
+    dims = site.integers(1, "dim") if len(site.node.args) > 1 else ()
+    return tuple(d % max(rank, 1) for d in dims) or tuple(range(rank))
+
+
+def _reduction(reduction: str, *, whole: bool = False) -> Callable[[Site], Rule]:
+    def rule(site: Site) -> Rule:
+        rank = len(site.operands[0].shape)
+        gone = reduced_dims(site)
+        names = [f"d{i}" for i in range(rank)]
+        if len(site.results[0].shape) == rank:  # keepdim
+            out = ["1" if i in gone else n for i, n in enumerate(names)]
+        else:
+            out = [n for i, n in enumerate(names) if i not in gone]
+        kinds = {names[d]: WHOLE for d in gone} if whole else None
+        return build([names], [out] * len(site.results), site, kinds, reduction)
+
+    return rule
+
+
+def _mean(e: Emission) -> str:
+    split = [f for f, axes in e.assignment.items() if axes]
+    gone = reduced_dims(e.site)
+    contracted = {f for d in gone for f in e.rule.operands[0][d]}
+    if not contracted & set(split):
+        return e.call("torch.mean")
+    count = prod(e.site.operands[0].shape[d] for d in gone)
+    keep = len(e.site.results[0].shape) == len(e.site.operands[0].shape)
+    dtype = e.site.node.kwarg("dtype")
+    extra = f", dtype={e.code(dtype)}" if dtype else ""
+    return f"{e.arg(0)}.sum({e.code(gone)}, keepdim={keep}{extra}) / {count}"
+
+
+def _softmax_rule(site: Site) -> Rule:
+    rank = len(site.operands[0].shape)
+    names = [f"d{i}" for i in range(rank)]
+    return build([names], [names], site, {names[site.dim(1, rank)]: LOCAL})
+
+
+def expand_softmax(site: Site, sharded: frozenset[str]) -> Function:
+    """Softmax (or its log) over a sharded dim: max and sum leave the shards as reductions."""
+    spec = site.operands[0]
+    dim = site.dim(1, len(spec.shape))
+    one = TensorSpec(tuple(1 if d == dim else n for d, n in enumerate(spec.shape)), spec.dtype)
+    body = Body(site.node.path)
+    top = body.add("amax", one, body.add("detach", spec, "x"), (dim,), True)
+    shifted = body.add("sub", spec, "x", top)
+    exps = body.add("exp", spec, shifted)
+    total = body.add("sum", one, exps, (dim,), True)
+    if site.node.op in ("softmax", "_softmax"):
+        out = body.add("div", spec, exps, total)
+    else:
+        out = body.add("sub", spec, shifted, body.add("log", one, total))
+    return Function("softmax", (Value("x", spec),), tuple(body.nodes), (out,))
+
+
+class Body:
+    """Collects the nodes of an expansion; string arguments that name values become references."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.nodes: list[Node] = []
+
+    def add(self, op: str, spec: TensorSpec, *args: object, **kwargs: object) -> str:
+        """Append a node with one result; returns the result's name."""
+        name = f"{op.strip('_')}_{len(self.nodes)}"
+        self.nodes.append(
+            Node(
+                op,
+                tuple(Ref(a) if isinstance(a, str) else a for a in args),  # type: ignore[misc]
+                tuple(kwargs.items()),  # type: ignore[arg-type]
+                (Value(name, spec),),
+                self.path,
+                len(self.nodes),
+            )
+        )
+        return name
+
+
+def _arg_rule(site: Site) -> Rule:
+    rank = len(site.operands[0].shape)
+    return _reduction("sum", whole=True)(site) if rank else along(site, frozenset())
+
+
+def _scan_rule(site: Site) -> Rule:
+    rank = len(site.operands[0].shape)
+    return along(site, frozenset({site.dim(1, rank)}))
+
+
+def _topk_rule(site: Site) -> Rule:
+    rank = len(site.operands[0].shape)
+    position = 2 if site.node.op == "topk" else 1
+    return along(site, frozenset({site.dim(position, rank)}))
+
+
+_X = (("operand", 0),)
+_Y = (("result", 0),)
+
+OPS: tuple[OpDef, ...] = (
+    OpDef("sum", _reduction("sum"), "torch.sum"),
+    OpDef("mean", _reduction("sum"), _mean),
+    OpDef("amax", _reduction("max"), "torch.amax", differentiable=False),
+    OpDef("amin", _reduction("min"), "torch.amin", differentiable=False),
+    OpDef("any", _arg_rule, "torch.any", differentiable=False),
+    OpDef("all", _arg_rule, "torch.all", differentiable=False),
+    OpDef("argmax", _arg_rule, "torch.argmax", differentiable=False),
+    OpDef("argmin", _arg_rule, "torch.argmin", differentiable=False),
+    OpDef("prod", _arg_rule, "torch.prod", saved=_X),
+    OpDef("logsumexp", _arg_rule, "torch.logsumexp", saved=(*_X, *_Y)),
+    OpDef("cumsum", _scan_rule, "torch.cumsum"),
+    OpDef("sort", _topk_rule, "torch.sort", saved=(("result", 1),)),
+    OpDef("topk", _topk_rule, "torch.topk", saved=(("result", 1),)),
+    *(
+        OpDef(n, _softmax_rule, f"torch.{n.strip('_')}", saved=_Y, expand=expand_softmax)
+        for n in ("softmax", "log_softmax")
+    ),
+)

@@ -1,0 +1,294 @@
+"""Sharding rules: einsum-like over named factors.
+
+`b s k, n k -> b s n` says all there is to know about how a linear layer may be split: an axis on a
+factor shards every operand and result that has it; a result that lacks it is *partial*; an operand
+that lacks it is replicated and its gradient is partial. SOAP is a reading of the rule: samples are
+`b`, parameters `n`, reductions `k`, attributes spatial factors. The degree rules of FlexFlow and
+Unity's operators are instances.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from parloom.errors import LayoutError
+from parloom.ir.graph import Arg, Node, Ref, TensorSpec, iter_refs
+from parloom.ir.layout import Layout, Shard
+from parloom.ir.mesh import Mesh
+
+Dims = tuple[tuple[str, ...], ...]
+Assignment = Mapping[str, tuple[str, ...]]
+
+WHOLE = "whole"  # never sharded
+OFFSET = "offset"  # sharded; the local code needs the global index of its elements
+LOCAL = "local"  # sharded by expanding the operator into simpler ones
+HALO = "halo"  # sharded after an exchange of border rows with the neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An operator call with the global specs of its tensors, as the entries of `OPS` see it."""
+
+    node: Node
+    operands: tuple[TensorSpec, ...]
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        return tuple(v.spec for v in self.node.results)
+
+    def arg(self, position: int, name: str = "", default: Arg = None) -> Arg:
+        return self.node.arg(position, name, default)
+
+    def operand(self, arg: Arg) -> int | None:
+        """Index among `operands` of a tensor argument; None if the argument is no tensor."""
+        return self.node.refs.index(arg.name) if isinstance(arg, Ref) else None
+
+    def spec(self, arg: Arg) -> TensorSpec:
+        """Spec of a tensor argument."""
+        index = self.operand(arg)
+        if index is None:
+            raise LayoutError(f"{self.node.key}: argument {arg!r} is no tensor")
+        return self.operands[index]
+
+    def integer(self, position: int, name: str = "", default: int = 0) -> int:
+        """An integer argument."""
+        value = self.arg(position, name, default)
+        if not isinstance(value, int):
+            raise LayoutError(f"{self.node.key}: {name} must be an integer, got {value!r}")
+        return value
+
+    def integers(self, position: int, name: str = "", default: Arg = ()) -> tuple[int, ...]:
+        """An argument that is one integer or a list of them."""
+        value = self.arg(position, name, default)
+        values = value if isinstance(value, tuple) else (value,)
+        return tuple(v for v in values if isinstance(v, int))
+
+    def dim(self, position: int, rank: int, default: int = -1, name: str = "dim") -> int:
+        """A dim argument, made non-negative for a tensor with `rank` dims."""
+        return self.integer(position, name, default) % max(rank, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Factors of every operand's and result's dims.
+
+    `operands` follow `node.refs` (an operand named twice stands twice); a dim's factors are listed
+    outermost first, a dim of size 1 has none. `kinds` names the factors that are not plain;
+    `reduction` is how results combine over a factor that they lack.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    kinds: tuple[tuple[str, str], ...] = ()
+    reduction: str = "sum"
+
+    def size(self, factor: str) -> int:
+        return dict(self.sizes)[factor]
+
+    def kind(self, factor: str) -> str:
+        return dict(self.kinds).get(factor, "plain")
+
+    @property
+    def shardable(self) -> tuple[str, ...]:
+        """Factors that an axis may be put on."""
+        whole = {f for f, kind in self.kinds if kind == WHOLE}
+        return tuple(f for f, size in self.sizes if f not in whole and size > 1)
+
+    def check(self, assignment: Assignment, mesh: Mesh, where: str) -> None:
+        """Raise `LayoutError` unless `assignment` is legal for this rule."""
+        used: list[str] = []
+        for factor, axes in assignment.items():
+            if factor not in self.shardable:
+                names = ", ".join(self.shardable) or "none"
+                raise LayoutError(f"{where}: factor {factor!r} cannot be sharded; there is: {names}")
+            used += axes
+            if self.size(factor) % mesh.size(axes):
+                raise LayoutError(
+                    f"{where}: factor {factor!r} of size {self.size(factor)} does not divide by"
+                    f" {'x'.join(axes)} = {mesh.size(axes)}"
+                )
+        if len(set(used)) != len(used):
+            raise LayoutError(f"{where}: an axis is assigned twice: {used}")
+
+    def operand_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
+        """The layout that operand `index` must have."""
+        return Layout(_shards(self, self.operands[index], assignment, mesh))
+
+    def result_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
+        """The layout that result `index` comes out with."""
+        dims = self.results[index]
+        have = {f for dim in dims for f in dim}
+        partial = tuple(
+            (axis, self.reduction)
+            for factor, axes in assignment.items()
+            if factor not in have
+            for axis in axes
+        )
+        return Layout(_shards(self, dims, assignment, mesh), partial)
+
+    def varying(self, index: int, assignment: Assignment) -> tuple[str, ...]:
+        """Axes over which the gradient of operand `index` leaves the operator partial."""
+        have = {f for dim in self.operands[index] for f in dim}
+        return tuple(a for f, axes in assignment.items() if f not in have for a in axes)
+
+    def split(self, parts: Mapping[str, tuple[int, ...]]) -> "Rule":
+        """The rule with factors cut into parts (outermost first), named `n0`, `n1`, ..."""
+        names = {f: tuple(f"{f}{i}" for i in range(len(p))) for f, p in parts.items() if len(p) > 1}
+        if not names:
+            return self
+        sizes: list[tuple[str, int]] = []
+        for factor, size in self.sizes:
+            if factor in names:
+                sizes += zip(names[factor], parts[factor], strict=True)
+            else:
+                sizes.append((factor, size))
+
+        def rename(dims: Dims) -> Dims:
+            return tuple(tuple(n for f in dim for n in names.get(f, (f,))) for dim in dims)
+
+        return Rule(
+            tuple(sizes),
+            tuple(rename(d) for d in self.operands),
+            tuple(rename(d) for d in self.results),
+            tuple((n, kind) for f, kind in self.kinds for n in names.get(f, (f,))),
+            self.reduction,
+        )
+
+
+def _shards(rule: Rule, dims: Dims, assignment: Assignment, mesh: Mesh) -> tuple[Shard, ...]:
+    shards: list[Shard] = []
+    for dim, factors in enumerate(dims):
+        unit = 1
+        for factor in reversed(factors):
+            size = rule.size(factor)
+            axes = assignment.get(factor, ())
+            stride = unit * size // mesh.size(axes)
+            for axis in reversed(axes):
+                shards.append(Shard(axis, dim, stride))
+                stride *= mesh[axis].size
+            unit *= size
+    return tuple(shards)
+
+
+def build(
+    operands: Sequence[Sequence[str]],
+    results: Sequence[Sequence[str]],
+    site: Site,
+    kinds: Mapping[str, str] | None = None,
+    reduction: str = "sum",
+) -> Rule:
+    """A rule with one factor per dim; sizes come from the specs.
+
+    A dim named `1`, or of size 1 where the factor is larger elsewhere, has no factor (broadcast).
+    """
+    sizes: dict[str, int] = {}
+    pairs = [
+        *zip(operands, site.operands, strict=True),
+        *zip(results, site.results, strict=True),
+    ]
+    for names, spec in pairs:
+        if len(names) != len(spec.shape):
+            raise LayoutError(f"{site.node.key}: rule {names} does not match shape {spec.shape}")
+        for name, size in zip(names, spec.shape, strict=True):
+            if name != "1":
+                sizes[name] = max(sizes.get(name, 0), size)
+
+    def dims(names: Sequence[str], spec: TensorSpec) -> Dims:
+        found: list[tuple[str, ...]] = []
+        for name, size in zip(names, spec.shape, strict=True):
+            found.append(() if name == "1" or size != sizes[name] or size == 1 else (name,))
+        return tuple(found)
+
+    return Rule(
+        tuple(sizes.items()),
+        tuple(dims(n, s) for n, s in zip(operands, site.operands, strict=True)),
+        tuple(dims(n, s) for n, s in zip(results, site.results, strict=True)),
+        tuple((f, k) for f, k in (kinds or {}).items() if f in sizes),
+        reduction,
+    )
+
+
+def einsum(text: str, **kinds: str) -> Callable[[Site], Rule]:
+    """A rule from text, e.g. `... k, n k, n -> ... n`.
+
+    `...` stands for the leading dims of the first operand that has it, named d0, d1, ...; trailing
+    operands that a call does not give are dropped.
+    """
+    left, right = text.split("->")
+    operand_names = [part.split() for part in left.split(",")]
+    result_names = [part.split() for part in right.split(",")]
+
+    def rule(site: Site) -> Rule:
+        given = operand_names[: len(site.operands)]
+        lead = 0
+        for names, spec in zip(given, site.operands, strict=True):
+            if "..." in names:
+                lead = max(lead, len(spec.shape) - len(names) + 1)
+
+        def expand(names: list[str]) -> list[str]:
+            if "..." not in names:
+                return names
+            at = names.index("...")
+            return [*names[:at], *(f"d{i}" for i in range(lead)), *names[at + 1 :]]
+
+        return build(
+            [expand(n) for n in given], [expand(n) for n in result_names], site, kinds or None
+        )
+
+    return rule
+
+
+def broadcast(site: Site) -> Rule:
+    """Elementwise with broadcasting: factors d0, d1, ... are the dims of the result."""
+    rank = len(site.results[0].shape)
+    names = [f"d{i}" for i in range(rank)]
+    operands = [names[rank - len(spec.shape) :] for spec in site.operands]
+    return build(operands, [names] * len(site.results), site)
+
+
+def opaque(site: Site) -> Rule:
+    """Nothing can be sharded: every dim is a whole factor of its own."""
+    return along(site, frozenset(), shared=False)
+
+
+def along(site: Site, whole: frozenset[int], *, shared: bool = True) -> Rule:
+    """Operands and results of one shape, elementwise except along the dims in `whole`."""
+    counter = 0
+    kinds: dict[str, str] = {}
+
+    def names(spec: TensorSpec) -> list[str]:
+        nonlocal counter
+        found = []
+        for dim in range(len(spec.shape)):
+            if shared and dim not in whole:
+                found.append(f"d{dim}")
+            else:
+                found.append(f"w{counter}")
+                kinds[f"w{counter}"] = WHOLE
+                counter += 1
+        return found
+
+    return build(
+        [names(s) for s in site.operands], [names(s) for s in site.results], site, kinds
+    )
+
+
+def contraction_flops(site: Site, rule: Rule) -> float:
+    """2 x the size of the iteration space: multiply-adds of an einsum."""
+    return 2.0 * prod(size for _, size in rule.sizes)
+
+
+def elementwise_flops(site: Site, rule: Rule) -> float:
+    """One operation per element of the largest tensor."""
+    return float(max(s.num_elements for s in (*site.operands, *site.results)))
+
+
+def no_flops(site: Site, rule: Rule) -> float:
+    """Movement of data or views only."""
+    return 0.0
+
+
+def tensor_args(site: Site) -> tuple[str, ...]:
+    """Names of the tensor arguments in order."""
+    return tuple(iter_refs(site.node.args))
