@@ -1,0 +1,48 @@
+# make demo   plan, prove and train a small GPT-2 on four processes (about five minutes, no GPU)
+# make test   the tests
+# make lint   ruff, mypy, import contracts
+#
+# Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
+# settings (PIP_INDEX_URL, pip.conf) say where packages come from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Extra arguments: make test ARGS="-k zoo"
+ARGS ?=
+
+# One thread per process: the tests and the demo start several processes on few cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: demo test lint format clean
+
+demo: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The stamp is written last, so an interrupted install is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "parloom needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (two to three minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --no-input -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --no-input -c constraints.txt -e '.[hf,dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,101 @@
+"""The project keeps its own promises: one version, one set of pins, layers that hold."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parloom
+
+ROOT = Path(__file__).parents[2]
+
+if not (ROOT / "pyproject.toml").exists():
+    pytest.skip("not a source checkout", allow_module_level=True)
+
+
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in pairs}
+
+
+def test_version_has_one_source() -> None:
+    table = project()
+    assert table["project"]["dynamic"] == ["version"]
+    assert table["tool"]["hatch"]["version"]["path"] == "src/parloom/__init__.py"
+    assert version("parloom") == parloom.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[(Unreleased|{re.escape(parloom.__version__)})\]", changelog, re.M)
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    table = project()["project"]
+    groups = (table["dependencies"], *table["optional-dependencies"].values())
+    wanted = [item for group in groups for item in group]
+    names = {re.split(r"[<>=!~\[; ]", item)[0].lower() for item in wanted}
+    assert names <= pins().keys()
+
+
+def test_torch_is_pinned_exactly_and_the_wheel_is_not_looser() -> None:
+    assert pins()["torch"] == "2.13.0"
+    assert "torch>=2.13,<2.14" in project()["project"]["dependencies"]
+
+
+def test_every_install_uses_the_constraints() -> None:
+    installs = [
+        line
+        for file in ("Makefile", ".ci/run")
+        for line in (ROOT / file).read_text().splitlines()
+        if "pip install" in line and not line.lstrip().startswith("#")
+    ]
+    assert installs
+    assert all("-c constraints.txt" in line for line in installs)
+
+
+def test_import_contracts_hold() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_brain_imports_without_torch() -> None:
+    """The contracts see imports in the text; this sees what really gets loaded."""
+    code = (
+        "import sys, pkgutil, importlib, parloom\n"
+        "for layer in ('ir', 'rewrite', 'cost', 'search'):\n"
+        "    package = importlib.import_module(f'parloom.{layer}')\n"
+        "    for m in pkgutil.walk_packages(package.__path__, f'parloom.{layer}.'):\n"
+        "        importlib.import_module(m.name)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def test_files_stay_small() -> None:
+    lines = {str(file.relative_to(ROOT)): file.read_text().count("\n") for file in SOURCES}
+    assert {file: n for file, n in lines.items() if n > 520} == {}
+
+
+def test_functions_stay_small() -> None:
+    long = {
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": length
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > 70
+    }
+    assert long == {}
