@@ -1,0 +1,107 @@
+"""Where in the user's code something happened: module path, file and line, from what torch keeps.
+
+Absolute paths never leave this file: a source is `modeling_gpt2.py:123`.
+"""
+
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+OWN_FOLDER = str(Path(__file__).parent)
+FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+)', re.MULTILINE)
+CALL_ORDINAL = re.compile(r"@\d+$")
+DATA_DEPENDENT = re.compile(
+    r"data.dependent|GuardOnDataDependent|unbacked|\bu\d+\b|_local_scalar_dense", re.IGNORECASE
+)
+
+WAYS_ON = (
+    "use torch.where instead of the branch, move it out of forward, or make it depend on a Python"
+    " value fixed at construction"
+)
+
+
+def source_of(stack_trace: str | None) -> str:
+    """`file.py:line` of the innermost frame of a recorded stack that is not torch's, or ``""``."""
+    frames = FRAME.findall(stack_trace or "")
+    return next((f"{Path(f).name}:{line}" for f, line in reversed(frames) if is_user_file(f)), "")
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file is the user's or a model library's, rather than torch's or ours."""
+    if filename.startswith(("<", TORCH_FOLDER, OWN_FOLDER)):
+        return False
+    return "site-packages" in filename or not filename.startswith(STANDARD_LIBRARY)
+
+
+def module_path(stack: Mapping[str, tuple[str, Any]]) -> str:
+    """The user's path of the innermost module, from a recorded module stack.
+
+    The wrapper's own name is cut off; a module that is called again has the ordinal of the call,
+    `layer@1`, at the outermost repeated level (deeper ordinals count calls of all its parents).
+    """
+    names = [(key, str(entry[0])) for key, entry in stack.items()]
+    if not names:
+        return ""
+    path = names[-1][1]
+    for key, name in names:
+        ordinal = CALL_ORDINAL.search(key)
+        if ordinal:
+            path = name + ordinal.group() + path[len(name) :]
+            break
+    return without_wrapper(path)
+
+
+def without_wrapper(name: str) -> str:
+    """A name below the traced wrapper as the user knows it."""
+    return "" if name == "model" else name.removeprefix("model.")
+
+
+def explain(model: nn.Module, err: BaseException) -> str:
+    """One message for a failed trace: where, what line, why, and the ways on."""
+    path, source = locate(model, err)
+    where = f"{type(model).__name__}{'.' + path if path else ''}"
+    line = f" ({source})" if source else ""
+    text = str(err).strip()
+    reason = text.splitlines()[0].strip() if text else type(err).__name__
+    if DATA_DEPENDENT.search(f"{type(err).__name__} {text}"):
+        return (
+            f"cannot capture {where}{line}: what it does next depends on the values of a tensor"
+            f" ({reason}); {WAYS_ON}"
+        )
+    return (
+        f"cannot capture {where}{line}: {type(err).__name__}: {reason}; check that the model runs"
+        " on this batch, and that forward uses only operations torch.export can trace"
+    )
+
+
+def locate(model: nn.Module, err: BaseException) -> tuple[str, str]:
+    """(module path, source line) of the innermost user frame that an exception passed through."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path, source = "", ""
+    for frame, line in frames(err):
+        owner = frame.f_locals.get("self")
+        if id(owner) in names and names[id(owner)].startswith(path):
+            path = names[id(owner)]
+        if is_user_file(frame.f_code.co_filename):
+            source = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return path, source
+
+
+def frames(err: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Frames of an exception and of what it was raised from, outermost first."""
+    chain: list[BaseException] = []
+    current: BaseException | None = err
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for item in reversed(chain):
+        yield from walk_tb(item.__traceback__)

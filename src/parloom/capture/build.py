@@ -1,0 +1,235 @@
+"""`capture`: from a model and a batch to a folded, readable graph with the loss inside."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+
+from parloom.capture.blame import without_wrapper
+from parloom.capture.program import Loss, Traced, trace
+from parloom.capture.translate import Translator, spec_of
+from parloom.errors import CaptureError
+from parloom.ir.fold import fold
+from parloom.ir.graph import Arg, Function, Graph, Input, Node, Value, numbered
+from parloom.ir.naming import readable
+from parloom.ir.simplify import without_dead_nodes, without_idle_detach
+
+MAX_CONSTANT_ELEMENTS = 4096
+STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss: Loss | None = None,
+    training: bool = True,
+) -> Graph:
+    """What the model computes on this batch, as a graph with the loss inside.
+
+    `batch` holds the model's keyword arguments (meta tensors will do). The loss is
+    `loss(output, batch)`, or the output's `.loss`, or its first tensor. In training only the loss
+    and the buffer updates are kept; otherwise the model's outputs are too, and there may be no loss.
+
+    Raises: CaptureError where the model cannot be traced, InputError for an unusable batch.
+    """
+    return readable(fold(*capture_flat(model, batch, loss=loss, training=training)))
+
+
+def capture_flat(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss: Loss | None = None,
+    training: bool = True,
+) -> tuple[Graph, dict[str, str]]:
+    """The graph before folding, with raw value names, and the class name of every module path."""
+    traced = trace(model, batch, loss, training)
+    state = State.of(model)
+    translator = translator_for(traced, state, batch)
+    translator.translate(traced.program.graph.nodes)
+    loss_name, outputs, updates = results_of(traced, translator, state)
+    inputs = tuple(inputs_of(traced, translator, state, batch))
+    returned = (*([loss_name] if loss_name else []), *(v for _, v in (*outputs, *updates)))
+    main = Function(
+        "main",
+        tuple(i.value for i in inputs),
+        numbered(tuple(translator.nodes)),
+        tuple(dict.fromkeys(returned)),
+    )
+    graph = Graph(type(model).__name__, (), main, inputs, loss_name, outputs, updates, training)
+    graph = without_dead_nodes(without_idle_detach(graph))
+    check_loss(graph)
+    return without_unused_constants(graph), translator.classes
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Parameters and buffers of the user's model, by canonical name, and every name's canonical."""
+
+    tensors: dict[str, Tensor]
+    names: dict[str, tuple[str, ...]]
+    canonical: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "State":
+        """Tied tensors are one tensor under the first of its names."""
+        found: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        every = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in every:
+            found.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        return cls(
+            {names[0]: tensors[key] for key, names in found.items()},
+            {names[0]: tuple(names) for names in found.values()},
+            {name: names[0] for names in found.values() for name in names},
+        )
+
+
+def translator_for(traced: Traced, state: State, batch: Mapping[str, Tensor]) -> Translator:
+    """A translator that knows the value name and spec of every placeholder.
+
+    Tied parameters come as one placeholder per name; all of them get one value.
+    """
+    program = traced.program
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    names = {}
+    specs = {}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        name = value_name(spec, state)
+        names[node] = name
+        if isinstance(node.meta.get("val"), Tensor):
+            specs[name] = spec_of(node.meta["val"])
+    return Translator(names, specs, traced.hidden)
+
+
+def value_name(spec: InputSpec, state: State) -> str:
+    """A raw name for a placeholder, unique by its kind and the user's name of it."""
+    if spec.kind in STATE_KINDS:
+        return f"state:{state.canonical[without_wrapper(spec.target or '')]}"
+    if spec.kind is InputKind.USER_INPUT:
+        return f"batch:{spec.arg.name}"
+    if spec.kind is InputKind.CONSTANT_TENSOR:
+        return f"constant:{without_wrapper(spec.target or '')}"
+    raise CaptureError(f"the model uses an object that is no tensor: {spec.target}")
+
+
+def inputs_of(
+    traced: Traced, translator: Translator, state: State, batch: Mapping[str, Tensor]
+) -> Iterator[Input]:
+    """Main's inputs: parameters, buffers, batch tensors, constants."""
+    for target, tensor in state.tensors.items():
+        value = Value(f"state:{target}", spec_of(tensor))
+        aliases = state.names[target][1:]
+        if isinstance(tensor, nn.Parameter):
+            yield Input(value, "parameter", target, tensor.requires_grad, aliases)
+        else:
+            yield Input(value, "buffer", target, False, aliases)
+    for name, tensor in batch.items():
+        yield Input(Value(f"batch:{name}", spec_of(tensor)), "batch", name)
+    for spec in traced.program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            name = value_name(spec, state)
+            target = without_wrapper(spec.target or "")
+            used = any(name in node.refs for node in translator.nodes)
+            data = constant_data(target, traced.program.constants[spec.target]) if used else None
+            yield Input(Value(name, translator.specs[name]), "constant", target, data=data)
+
+
+def constant_data(target: str, tensor: Tensor) -> Arg:
+    """The values of a constant as nested tuples."""
+    if tensor.numel() > MAX_CONSTANT_ELEMENTS:
+        raise CaptureError(
+            f"tensor {target!r} of {tensor.numel()} elements is neither parameter nor buffer;"
+            f" a constant may have {MAX_CONSTANT_ELEMENTS}: register it with register_buffer"
+        )
+    if tensor.device.type == "meta" or tensor.is_complex():
+        raise CaptureError(
+            f"tensor {target!r} ({tensor.dtype}, {tensor.device}) is neither parameter nor buffer"
+            " and has no plain values: register it with register_buffer"
+        )
+    return nested(tensor.detach().tolist())
+
+
+def nested(data: object) -> Arg:
+    """Nested lists as nested tuples."""
+    if isinstance(data, list):
+        return tuple(nested(item) for item in data)
+    if isinstance(data, bool | int | float):
+        return data
+    raise CaptureError(f"a constant holds a {type(data).__name__}")
+
+
+def results_of(
+    traced: Traced, translator: Translator, state: State
+) -> tuple[str | None, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """(loss, outputs, updates) in terms of value names."""
+    program = traced.program
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    returned = output.args[0]
+    names = iter(traced.names)
+    loss: str | None = None
+    outputs: list[tuple[str, str]] = []
+    updates: list[tuple[str, str]] = []
+    for node, spec in zip(returned, program.graph_signature.output_specs, strict=True):
+        target = without_wrapper(spec.target or "")
+        if spec.kind is OutputKind.USER_OUTPUT:
+            name, value = next(names), translator.value(node)
+            if name:
+                outputs.append((name, value))
+            else:
+                loss = value
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            target = state.canonical[target]
+            value = translator.value(node)
+            if value != f"state:{target}":
+                updates.append((target, value))
+        else:
+            kind = spec.kind.name.lower().replace("_", " ")
+            raise CaptureError(
+                f"the model writes to {target or spec.arg.name!r} in forward ({kind}); only buffers"
+                " may be written to: register it with register_buffer"
+            )
+    return loss, tuple(outputs), tuple(sorted(updates))
+
+
+def check_loss(graph: Graph) -> None:
+    """A training program needs a loss that some trainable parameter reaches."""
+    if not graph.training:
+        return
+    used = {name for item in graph.main.body if isinstance(item, Node) for name in item.refs}
+    trainable = [i for i in graph.inputs if i.trainable]
+    if not any(i.value.name in used or i.value.name == graph.loss for i in trainable):
+        raise CaptureError(
+            f"the loss of {graph.name} depends on no trainable parameter"
+            f" ({len(trainable)} are trainable); check requires_grad and detach"
+        )
+
+
+def without_unused_constants(graph: Graph) -> Graph:
+    """The graph without constants that nothing reads."""
+    used = {name for item in graph.main.body if isinstance(item, Node) for name in item.refs}
+    used.update(graph.main.outputs)
+    inputs = tuple(i for i in graph.inputs if i.kind != "constant" or i.value.name in used)
+    main = Function(
+        graph.main.name, tuple(i.value for i in inputs), graph.main.body, graph.main.outputs
+    )
+    return Graph(
+        graph.name, graph.functions, main, inputs, graph.loss, graph.outputs, graph.updates,
+        graph.training,
+    )  # fmt: skip
+
+
+def parameters_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
+    """The model's own parameters and buffers, by the targets of the graph's inputs."""
+    state = State.of(model)
+    wanted = [i.target for i in graph.inputs if i.kind in ("parameter", "buffer")]
+    missing = [t for t in wanted if t not in state.tensors]
+    if missing:
+        raise CaptureError(f"the model has no {missing[0]!r}; was it captured from another model?")
+    return {target: state.tensors[target] for target in wanted}

@@ -1,0 +1,280 @@
+"""From an nn.Module to a functional ATen graph: what is traced, and what stops it.
+
+The model is wrapped so that exactly one flat tuple of tensors comes out (the loss first), traced
+with `torch.export`, and made functional with `run_decompositions({})`, the level that keeps
+`linear`, `scaled_dot_product_attention` and their like whole.
+
+`torch.no_grad` regions are higher-order operators in the traced graph, and decomposition would
+inline them and forget that they stop gradients; so they are inlined here first, with `detach` on
+what leaves them.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from parloom.capture.blame import explain
+from parloom.errors import CaptureError, InputError
+
+Loss = Callable[[Any, dict[str, Tensor]], Tensor]
+
+# What user code, torch's tracer and its guards raise; anything else is a bug of ours.
+TRACE_FAILURES = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError,
+    ArithmeticError, ImportError,
+)  # fmt: skip
+
+NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+@dataclass(slots=True)
+class Traced:
+    """A functional exported program, the names of its user outputs, and lost node metadata.
+
+    The loss, when there is one, is the first output and named `""`. `hidden` holds, per autocast
+    region, the metadata of the nodes inside it, which decomposition drops.
+    """
+
+    program: ExportedProgram
+    names: tuple[str, ...]
+    hidden: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+
+class OutputNames:
+    """Where a trace leaves the names of its outputs (torch.export undoes attribute writes)."""
+
+    def __init__(self) -> None:
+        self.found: tuple[str, ...] = ()
+
+
+class LossProgram(nn.Module):
+    """The traced wrapper: batch in, (loss, other outputs...) out, as one flat tuple."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, training: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.keep_outputs = not training
+        self.names = OutputNames()
+
+    def forward(self, **batch: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(**batch)
+        flat = list(named_tensors(output))
+        loss = select_loss(output, flat, batch, self.loss, required=not self.keep_outputs)
+        results = [] if loss is None else [("", loss)]
+        if self.keep_outputs:
+            results += [(name, tensor) for name, tensor in flat if tensor is not loss]
+        if not results:
+            raise CaptureError(f"the model returns no tensor ({type(output).__name__})")
+        self.names.found = tuple(name for name, _ in results)
+        return tuple(tensor for _, tensor in results)
+
+
+def named_tensors(output: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(user's name, tensor) of everything in a model's output, depth first."""
+    if isinstance(output, Tensor):
+        yield name or "output_0", output
+    elif isinstance(output, Mapping):
+        for key, item in output.items():
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+        for key in output._fields:
+            yield from named_tensors(getattr(output, key), f"{name}.{key}" if name else key)
+    elif isinstance(output, tuple | list):
+        for index, item in enumerate(output):
+            yield from named_tensors(item, f"{name}.{index}" if name else f"output_{index}")
+    elif is_dataclass(output):
+        for key in output.__dataclass_fields__:
+            yield from named_tensors(getattr(output, key), f"{name}.{key}" if name else key)
+
+
+def select_loss(
+    output: object,
+    flat: list[tuple[str, Tensor]],
+    batch: dict[str, Tensor],
+    loss: Loss | None,
+    *,
+    required: bool,
+) -> Tensor | None:
+    """The scalar to minimise: the user's function, `.loss`, or the first output tensor."""
+    if loss is not None:
+        chosen: object = loss(output, batch)
+    else:
+        chosen = getattr(output, "loss", None)
+        if chosen is None and isinstance(output, Mapping):
+            chosen = output.get("loss")
+        if chosen is None:
+            chosen = flat[0][1] if flat else None
+            if not required and (not isinstance(chosen, Tensor) or chosen.shape):
+                return None
+    if not isinstance(chosen, Tensor):
+        raise CaptureError(f"the loss is a {type(chosen).__name__}, not a tensor")
+    if chosen.shape:
+        raise CaptureError(
+            f"the loss has shape {tuple(chosen.shape)}, but training needs a scalar; return"
+            " `.loss`, make the first output the loss, or give a loss function"
+        )
+    return chosen
+
+
+@contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in the mode asked for, every submodule's own flag restored afterwards.
+
+    A model already in that mode is left alone, so frozen batch norms stay frozen.
+    """
+    flags = {module: module.training for module in model.modules()}
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def trace(
+    model: nn.Module, batch: Mapping[str, Tensor], loss: Loss | None, training: bool
+) -> Traced:
+    """Export the model and make it functional.
+
+    Raises: CaptureError naming module path, source line and reason; InputError for a bad batch.
+    """
+    example = example_batch(model, batch)
+    wrapper = LossProgram(model, loss, training)
+    with mode(model, training), torch.enable_grad(), warnings.catch_warnings():
+        # torch's own use of a class that torch deprecates, once per copied tree.
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        wrapper.train(training) if model.training != training else None
+        try:
+            exported = torch.export.export(wrapper, (), example, strict=False)
+        except CaptureError:
+            raise
+        except TRACE_FAILURES as err:
+            raise CaptureError(explain(model, err)) from err
+        inline_grad_regions(exported.graph_module, training)
+        hidden = autocast_metadata(exported.graph_module)
+        try:
+            functional = exported.run_decompositions({})
+        except TRACE_FAILURES as err:
+            raise CaptureError(explain(model, err)) from err
+    return Traced(functional, wrapper.names.found, hidden)
+
+
+def example_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Separate copies of the batch tensors, on the meta device when the model is.
+
+    Two entries that share one tensor would be traced as one input.
+    """
+    if not batch:
+        raise InputError("the batch is empty; give the model's keyword arguments as tensors")
+    devices = {p.device.type for p in model.parameters()}
+    copies: dict[str, Tensor] = {}
+    for name, tensor in batch.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"batch entry {name!r} is a {type(tensor).__name__}, not a tensor;"
+                " bind other arguments in the model itself"
+            )
+        if devices == {"meta"} and tensor.device.type != "meta":
+            copies[name] = torch.empty_like(tensor, device="meta")
+        else:
+            copies[name] = tensor.detach().clone()
+    return copies
+
+
+def inline_grad_regions(module: fx.GraphModule, training: bool) -> None:
+    """Replace every grad-mode region of the graph by its body, detaching what leaves it."""
+    while True:
+        region = next((n for n in module.graph.nodes if n.target is NO_GRAD), None)
+        if region is None:
+            break
+        inline_region(module, region, training)
+    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
+    module.recompile()
+
+
+def inline_region(module: fx.GraphModule, region: fx.Node, training: bool) -> None:
+    """Inline one region; gradients stop at its outputs, or at its operands if it writes to them."""
+    enabled, body_ref, *operands = region.args
+    body = getattr(module, body_ref.target)
+    stops = training and not enabled
+    mutates = any(is_mutating(n) for n in body.graph.nodes)
+    copied: dict[fx.Node, Any] = {}
+    remaining = iter(operands)
+    with module.graph.inserting_before(region):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                operand = next(remaining)
+                if stops and mutates and is_float(operand):
+                    operand = derived(module, torch.ops.aten.detach.default, operand)
+                copied[node] = operand
+            elif node.op == "get_attr":
+                name = f"{body_ref.target}_{node.target}".replace(".", "_")
+                setattr(module, name, getattr(body, node.target))
+                copied[node] = module.graph.get_attr(name)
+            elif node.op == "output":
+                results = fx.node.map_arg(node.args[0], copied.__getitem__)
+            else:
+                if node.target is NO_GRAD and node.args[0] and stops:
+                    raise CaptureError(
+                        "torch.enable_grad inside torch.no_grad is not supported; move the inner"
+                        " region out"
+                    )
+                copied[node] = module.graph.node_copy(node, copied.__getitem__)
+        detach = torch.ops.aten.detach.default if stops else torch.ops.aten.alias.default
+        for user in list(region.users):
+            if user.target is not getitem:
+                raise CaptureError(f"a grad-mode region is used by {user.target}")
+            name = user.name
+            left = derived(module, detach, results[user.args[1]])
+            user.replace_all_uses_with(left)
+            module.graph.erase_node(user)
+            # The signature names outputs by node.
+            left._rename(name)
+    module.graph.erase_node(region)
+
+
+def derived(module: fx.GraphModule, target: Any, source: fx.Node) -> fx.Node:
+    """A call of a one-argument operator that keeps its operand's metadata."""
+    node = module.graph.call_function(target, (source,))
+    node.meta = dict(source.meta)
+    return node
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether an operator writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def autocast_metadata(module: fx.GraphModule) -> dict[str, dict[str, dict[str, Any]]]:
+    """Metadata of the nodes inside each autocast region, by region name and node name."""
+    hidden: dict[str, dict[str, dict[str, Any]]] = {}
+    for node in module.graph.nodes:
+        if node.target is AUTOCAST:
+            hidden[node.name] = dict(inner_metadata(module, node))
+    return hidden
+
+
+def inner_metadata(owner: fx.GraphModule, region: fx.Node) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, metadata) of all nodes in a region and in the regions nested in it."""
+    references = [a for a in region.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+    for reference in references:
+        body = getattr(owner, str(reference.target))
+        for node in body.graph.nodes:
+            yield node.name, node.meta
+            if node.target in (AUTOCAST, NO_GRAD):
+                yield from inner_metadata(body, node)

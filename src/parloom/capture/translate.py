@@ -1,0 +1,302 @@
+"""From a functional ATen graph to graph nodes: one spelling for everything that means the same.
+
+Operators are named by their ATen packet. Assertions, aliases and other no-ops disappear (with the
+same bits coming out), shapes are written out, devices are dropped, results get values of their own
+instead of `getitem`. Whether an operator is *supported* is not decided here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parloom.capture.blame import module_path, source_of, without_wrapper
+from parloom.errors import CaptureError
+from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
+
+NOISE = frozenset({
+    "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "_functional_assert_async",
+    "sym_constrain_range", "sym_constrain_range_for_size", "_print",
+})  # fmt: skip
+DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "non_blocking"})
+ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "lift", "detach_copy"})
+RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "view_copy"})
+BATCH_NORM = "_native_batch_norm_legit_functional"
+BATCH_NORM_NO_STATS = "_native_batch_norm_legit"
+BATCH_NORM_EVAL = "_native_batch_norm_legit_no_training"
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Shape and dtype; raises where a dim is symbolic."""
+    for size in tensor.shape:
+        if not isinstance(size, int):
+            raise CaptureError(f"a shape depends on data: {tuple(tensor.shape)}")
+    return TensorSpec(tuple(int(size) for size in tensor.shape), dtype_name(tensor.dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Translator:
+    """Translates nodes in order; `names` maps what has been seen to value names."""
+
+    def __init__(self, names: Mapping[fx.Node, str], specs: Mapping[str, TensorSpec],
+                 hidden: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:  # fmt: skip
+        self.names: dict[fx.Node, str | tuple[str, ...]] = dict(names)
+        self.specs = dict(specs)
+        self.hidden = hidden
+        self.nodes: list[Node] = []
+        self.classes: dict[str, str] = {}
+
+    def translate(self, nodes: Iterable[fx.Node]) -> None:
+        """Translate every call; placeholders must be in `names` already."""
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is getitem:
+                self.take_item(node)
+                continue
+            overload = node.target
+            if not isinstance(overload, torch._ops.OpOverload):
+                raise self.refusal(node, f"operator {overload} is not a plain tensor operator")
+            name = packet_name(overload)
+            if name not in NOISE:
+                self.operator(node, overload, name)
+
+    def value(self, node: fx.Node) -> str:
+        """The name of a node's single result."""
+        name = self.names[node]
+        if not isinstance(name, str):
+            raise self.refusal(node, f"{node.target} is used as one tensor but has {len(name)}")
+        return name
+
+    def take_item(self, node: fx.Node) -> None:
+        source, index = node.args
+        results = self.names[source]  # type: ignore[index]
+        if isinstance(results, str) or not isinstance(index, int):
+            raise self.refusal(node, "an item of a tensor list is chosen at run time")
+        self.names[node] = results[index]
+
+    def operator(self, node: fx.Node, overload: torch._ops.OpOverload, name: str) -> None:
+        """Translate one ATen call, by special rule where there is one."""
+        if self.simplified(node, name):
+            return
+        if name == "native_dropout":
+            self.dropout(node)
+        elif name in (BATCH_NORM, BATCH_NORM_EVAL, BATCH_NORM_NO_STATS):
+            self.batch_norm(node, name)
+        elif name == "view" and overload._overloadname == "dtype":
+            self.emit(node, "view_dtype", self.arguments(node, node.args))
+        elif name in RESHAPES:
+            self.emit(node, "view", (self.argument(node, node.args[0]), self.shape(node)))
+        elif name == "expand":
+            self.emit(node, "expand", (self.argument(node, node.args[0]), self.shape(node)))
+        elif name == "slice":
+            self.emit(node, "slice", self.slice_arguments(node))
+        elif name == "copy":
+            self.copy(node)
+        else:
+            self.emit(node, name, self.arguments(node, node.args), self.kwargs(node, overload))
+
+    def simplified(self, node: fx.Node, name: str) -> bool:
+        """Drop a node that returns its first argument unchanged; whether it was one."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not isinstance(self.names.get(source), str):
+            return False
+        same = self.specs[self.value(source)] == self.spec(node)
+        plain = not node.kwargs.get("memory_format")
+        kwargs_name_shape = name in RESHAPES or name == "expand"
+        if (
+            name in ALIASES
+            or (same and plain and name in ("clone", "_to_copy"))
+            or (same and kwargs_name_shape and not self.is_bitcast(node))
+            or (same and name == "slice" and self.slice_arguments(node)[4] == 1)
+        ):
+            self.names[node] = self.value(source)
+            return True
+        return False
+
+    def is_bitcast(self, node: fx.Node) -> bool:
+        return getattr(node.target, "_overloadname", "") == "dtype"
+
+    def spec(self, node: fx.Node) -> TensorSpec | None:
+        """The spec of a node's single result, if it has one."""
+        value = node.meta.get("val")
+        return self.checked_spec(node, value) if isinstance(value, Tensor) else None
+
+    def checked_spec(self, node: fx.Node, tensor: Tensor) -> TensorSpec:
+        try:
+            return spec_of(tensor)
+        except CaptureError as err:
+            raise self.refusal(node, str(err)) from err
+
+    def shape(self, node: fx.Node) -> Arg:
+        """The resolved shape of a node's result."""
+        spec = self.spec(node)
+        return None if spec is None else spec.shape
+
+    def slice_arguments(self, node: fx.Node) -> tuple[Arg, ...]:
+        """(x, dim, start, end, step) with dim and bounds resolved against the operand's shape."""
+        source = node.args[0]
+        given = [*node.args[1:], *[None] * 4][:4]
+        dim, start, end, step = given
+        shape = self.specs[self.value(source)].shape  # type: ignore[arg-type]
+        axis = int(dim or 0) % len(shape)  # type: ignore[call-overload]
+        begin, stop, stride = slice(start, end, step or 1).indices(shape[axis])
+        return (self.argument(node, source), axis, begin, max(begin, stop), stride)
+
+    def dropout(self, node: fx.Node) -> None:
+        """`dropout(x, p)`, or the operator as it is where the mask is used."""
+        x, p, train = node.args
+        masks = [u for u in node.users if u.target is getitem and u.args[1] == 1 and u.users]
+        if train is False or p == 0:
+            if not masks:
+                self.names[node] = (self.value(x), "")  # type: ignore[arg-type]
+                return
+        if masks:
+            self.emit(node, "native_dropout", self.arguments(node, node.args))
+            return
+        out = node.meta["val"][0]
+        self.append(node, "dropout", self.arguments(node, (x, p)), (), (out,), (0,))
+
+    def batch_norm(self, node: fx.Node, name: str) -> None:
+        """`batch_norm(x, weight, bias, mean, var, training, momentum, eps)`.
+
+        Results: the output, and in training with running statistics their new values.
+        """
+        values = node.meta["val"]
+        if name == BATCH_NORM:
+            args, kept = node.args, (0, 3, 4)
+        elif name == BATCH_NORM_EVAL:
+            args, kept = (*node.args[:5], False, *node.args[5:]), (0,)
+        elif len(node.args) == 6:
+            args, kept = (*node.args[:3], None, None, *node.args[3:]), (0,)
+        else:
+            args, kept = node.args, (0,)
+        results = tuple(values[i] for i in kept)
+        self.append(node, "batch_norm", self.arguments(node, args), (), results, kept)
+
+    def copy(self, node: fx.Node) -> None:
+        """`copy(target, source)` has no derivative; a cast and an expand of the source are equal."""
+        source = self.value(node.args[1])  # type: ignore[arg-type]
+        spec = self.spec(node)
+        if spec is None:
+            raise self.refusal(node, "copy of something that is no tensor")
+        path, line = self.origin(node)
+        if self.specs[source].dtype != spec.dtype:
+            cast = Value(f"{node.name}.cast", replace(self.specs[source], dtype=spec.dtype))
+            kwargs = (("dtype", Dtype(spec.dtype)),)
+            self.nodes.append(Node("_to_copy", (Ref(source),), kwargs, (cast,), path, 0, line))
+            self.specs[cast.name] = cast.spec
+            source = cast.name
+        if self.specs[source].shape == spec.shape:
+            self.names[node] = source
+            return
+        value = node.meta["val"]
+        self.append(node, "expand", (Ref(source), spec.shape), (), (value,), None)
+
+    def emit(self, node: fx.Node, op: str, args: tuple[Arg, ...],
+             kwargs: tuple[tuple[str, Arg], ...] = ()) -> None:  # fmt: skip
+        """Append a node whose results are those of the ATen call."""
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            self.append(node, op, args, kwargs, (value,), None)
+        elif isinstance(value, tuple | list) and all(isinstance(v, Tensor) for v in value):
+            self.append(node, op, args, kwargs, tuple(value), tuple(range(len(value))))
+        else:
+            kind = "nothing" if value is None else type(value).__name__
+            raise self.refusal(node, f"operator {op} returns {kind} instead of a tensor")
+
+    def append(self, node: fx.Node, op: str, args: tuple[Arg, ...],
+               kwargs: tuple[tuple[str, Arg], ...], tensors: tuple[Tensor, ...],
+               positions: tuple[int, ...] | None) -> None:  # fmt: skip
+        """Append a node; `positions` are its results' indices in the ATen call's result tuple."""
+        path, source = self.origin(node)
+        if positions is None:
+            names: tuple[str, ...] = (node.name,)
+            self.names[node] = node.name
+        else:
+            names = tuple(f"{node.name}.{i}" for i in positions)
+            by_position = dict(zip(positions, names, strict=True))
+            size = max(len(node.meta["val"]), 1)
+            self.names[node] = tuple(by_position.get(i, "") for i in range(size))
+        results = tuple(
+            Value(name, self.checked_spec(node, tensor))
+            for name, tensor in zip(names, tensors, strict=True)
+        )
+        self.specs.update((value.name, value.spec) for value in results)
+        self.nodes.append(Node(op, args, kwargs, results, path, 0, source))
+
+    def arguments(self, node: fx.Node, args: Iterable[Any]) -> tuple[Arg, ...]:
+        return tuple(self.argument(node, a) for a in args)
+
+    def argument(self, node: fx.Node, arg: Any) -> Arg:
+        """One argument of an ATen call as a plain value."""
+        if isinstance(arg, fx.Node):
+            return self.reference(node, arg)
+        if isinstance(arg, tuple | list):
+            return tuple(self.argument(node, a) for a in arg)
+        if isinstance(arg, torch.dtype):
+            return Dtype(dtype_name(arg))
+        if isinstance(arg, torch.memory_format):
+            return str(arg).removeprefix("torch.")
+        if isinstance(arg, torch.device | torch.layout):
+            return None
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        raise self.refusal(node, f"an argument is a {type(arg).__name__}: {arg}")
+
+    def reference(self, node: fx.Node, arg: fx.Node) -> Arg:
+        name = self.names.get(arg)
+        if name is None:
+            raise self.refusal(node, f"it depends on {arg.target}, which is no tensor")
+        return Ref(name) if isinstance(name, str) else tuple(Ref(n) for n in name)
+
+    def kwargs(self, node: fx.Node, overload: torch._ops.OpOverload) -> tuple[tuple[str, Arg], ...]:
+        """Keyword arguments that differ from the defaults; a factory's dtype is always said.
+
+        Without it the dtype would depend on torch's default dtype of the day.
+        """
+        schema = overload._schema.arguments
+        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+        kept: list[tuple[str, Arg]] = []
+        for name, value in node.kwargs.items():
+            same = name in defaults and type(defaults[name]) is type(value)
+            if name in DROPPED_KWARGS or (same and defaults[name] == value):
+                continue
+            kept.append((name, self.argument(node, value)))
+        takes_dtype = any(a.name == "dtype" for a in schema)
+        if takes_dtype and not node.kwargs.get("dtype") and not node.all_input_nodes:
+            spec = self.spec(node)
+            if spec is not None:
+                kept.append(("dtype", Dtype(spec.dtype)))
+        return tuple(kept)
+
+    def origin(self, node: fx.Node) -> tuple[str, str]:
+        """(module path, source line), looking into autocast regions for what they hid."""
+        meta: Mapping[str, Any] = node.meta
+        trace = str(meta.get("stack_trace") or "")
+        if "<eval_with_key>" in trace:
+            inner = trace.strip().splitlines()[-1].split("=")[0].strip()
+            for step in meta.get("from_node", ()):
+                meta = self.hidden.get(step.name, {}).get(inner, meta)
+        stack = meta.get("nn_module_stack") or {}
+        for _, (path, kind) in stack.items():
+            self.classes[without_wrapper(path)] = str(kind).rsplit(".", 1)[-1]
+        return module_path(stack), source_of(meta.get("stack_trace"))
+
+    def refusal(self, node: fx.Node, reason: str) -> CaptureError:
+        """The error for a node that cannot be translated: where it is and why."""
+        path, source = self.origin(node)
+        where = " ".join(part for part in (path, f"({source})" if source else "") if part)
+        return CaptureError(f"cannot capture {where or node.name}: {reason}")
+
+
+def packet_name(overload: torch._ops.OpOverload) -> str:
+    """`add` for `aten.add.Tensor`; other namespaces keep theirs: `transformers.grouped_mm`."""
+    namespace, name = overload._schema.name.split("::")
+    return name if namespace == "aten" else f"{namespace}.{name}"

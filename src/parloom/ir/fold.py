@@ -1,0 +1,280 @@
+"""Repeated blocks as functions and calls, and back.
+
+A block is what one module of a list computes: a run of nodes below a path `anything.N`. Runs with
+one signature (operators, arguments up to the names of values, shapes, dtypes, paths below the
+block) that occur at least twice become a function with a call for each. Outermost lists are tried
+first; what does not repeat there is tried one list further in, and else stays inline.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from parloom.ir.graph import (
+    Call,
+    Function,
+    Graph,
+    Input,
+    Node,
+    Value,
+    numbered,
+    rename_node,
+)
+from parloom.ir.naming import Names, snake_case
+
+MIN_NODES = 2
+ORDINAL = re.compile(r"@\d+")
+ENTRY = re.compile(r"\d+(@\d+)?")
+Body = tuple[Node | Call, ...]
+Signature = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """All nodes below one block prefix, with where they start in the body."""
+
+    prefix: str
+    start: int
+    nodes: tuple[Node, ...]
+
+    @property
+    def defined(self) -> tuple[str, ...]:
+        return tuple(v.name for n in self.nodes for v in n.results)
+
+    def operands(self) -> tuple[str, ...]:
+        """Values from outside, in order of first use."""
+        own = set(self.defined)
+        refs = (name for node in self.nodes for name in node.refs)
+        return tuple(dict.fromkeys(name for name in refs if name not in own))
+
+
+def fold(graph: Graph, classes: Mapping[str, str] | None = None) -> Graph:
+    """The graph with repeated blocks as functions; `classes` maps module paths to class names.
+
+    Evaluates the same operators in the same order. A function's inputs are activations first, then
+    the block's parameters and buffers, named as below its prefix.
+    """
+    folder = Folder(graph, classes or {})
+    depth = 1
+    while folder.has_depth(depth):
+        folder.fold_depth(depth)
+        depth += 1
+    main = replace(graph.main, body=numbered(folder.body))
+    return replace(graph, functions=tuple(folder.functions), main=main)
+
+
+class Folder:
+    """The state of folding one graph: the body so far and the functions found."""
+
+    def __init__(self, graph: Graph, classes: Mapping[str, str]) -> None:
+        self.body: Body = graph.main.body
+        self.functions: list[Function] = list(graph.functions)
+        self.names = Names(frozenset(f.name for f in graph.functions))
+        self.classes = classes
+        self.inputs = {i.value.name: i for i in graph.inputs}
+        self.specs = graph.main.specs()
+        self.returned = set(graph.main.outputs)
+
+    def has_depth(self, depth: int) -> bool:
+        return any(isinstance(i, Node) and block_prefix(i.path, depth) for i in self.body)
+
+    def fold_depth(self, depth: int) -> None:
+        """Fold all repeated segments whose prefix has `depth` list entries."""
+        groups: dict[Signature, list[Segment]] = {}
+        for segment in segments(self.body, depth):
+            if len(segment.nodes) >= MIN_NODES:
+                groups.setdefault(self.signature(segment), []).append(segment)
+        users = readers(self.body)
+        replaced: dict[int, tuple[Call, int]] = {}
+        for group in groups.values():
+            if len(group) > 1:
+                function, calls = self.make_function(group, users)
+                self.functions.append(function)
+                for segment, call in zip(group, calls, strict=True):
+                    replaced[segment.start] = (call, len(segment.nodes))
+        self.body = tuple(substituted(self.body, replaced))
+
+    def signature(self, segment: Segment) -> Signature:
+        """Equal for segments that one function can stand for."""
+        local = {name: f"%{i}" for i, name in enumerate(segment.defined)}
+        operands = segment.operands()
+        local.update((name, f"@{i}") for i, name in enumerate(operands))
+        nodes = []
+        for node in segment.nodes:
+            renamed = rename_node(node, local)
+            arguments = (exact(renamed.args), exact(renamed.kwargs))
+            nodes.append((node.op, arguments, renamed.results, below(node.path, segment.prefix)))
+        roles = tuple((self.role(name, segment.prefix), self.specs[name]) for name in operands)
+        return (self.class_of(segment.prefix), roles, tuple(nodes))
+
+    def role(self, name: str, prefix: str) -> tuple[str, str]:
+        """(kind, name below the prefix) of an operand; all activations are alike."""
+        found = self.inputs.get(name)
+        if found is None or found.kind in ("batch", "constant"):
+            return ("activation", "")
+        return (found.kind, state_name(found, prefix))
+
+    def class_of(self, prefix: str) -> str:
+        return self.classes.get(ORDINAL.sub("", prefix), "")
+
+    def make_function(
+        self, group: list[Segment], users: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Function, list[Call]]:
+        """The function for a group of equal segments, and the call for each of them.
+
+        It returns what any of its instances needs outside.
+        """
+        first = group[0]
+        positions = [i for i in range(len(first.defined)) if self.escapes(group, i, users)]
+        operands = first.operands()
+        roles = [self.role(name, first.prefix) for name in operands]
+        order = sorted(range(len(operands)), key=lambda i: roles[i][0] != "activation")
+        local = self.local_names(first, operands, roles, order)
+        body = tuple(
+            replace(rename_node(n, local), path=below(n.path, first.prefix)) for n in first.nodes
+        )
+        stem = snake_case(self.class_of(first.prefix)) or "block"
+        function = Function(
+            self.names.take(stem),
+            tuple(Value(local[operands[i]], self.specs[operands[i]]) for i in order),
+            numbered(body),
+            tuple(first.defined[p] for p in positions),
+        )
+        calls = []
+        for segment in group:
+            actual = segment.operands()
+            results = tuple(
+                Value(segment.defined[p], self.specs[segment.defined[p]]) for p in positions
+            )
+            args = tuple(actual[i] for i in order)
+            calls.append(Call(function.name, segment.prefix, args, results))
+        return function, calls
+
+    def escapes(
+        self, group: list[Segment], position: int, users: Mapping[str, tuple[int, ...]]
+    ) -> bool:
+        """Whether the value at `position` is read outside of its segment in some instance."""
+        for segment in group:
+            name = segment.defined[position]
+            inside = range(segment.start, segment.start + len(segment.nodes))
+            if name in self.returned or any(i not in inside for i in users.get(name, ())):
+                return True
+        return False
+
+    def local_names(
+        self,
+        segment: Segment,
+        operands: tuple[str, ...],
+        roles: list[tuple[str, str]],
+        order: list[int],
+    ) -> dict[str, str]:
+        """Names inside the function: operands get readable ones, results keep theirs."""
+        names = Names(frozenset(segment.defined))
+        local: dict[str, str] = {}
+        for index in order:
+            kind, relative = roles[index]
+            spec = self.specs[operands[index]]
+            wish = relative if kind != "activation" else "hidden" if spec.is_float else "index"
+            if kind == "activation" and spec.dtype == "bool":
+                wish = "mask"
+            local[operands[index]] = names.take(wish)
+        return local
+
+
+def exact(arg: object) -> object:
+    """An argument in a form whose equality tells 1, 1.0 and True apart and knows nan."""
+    if isinstance(arg, tuple):
+        return tuple(exact(a) for a in arg)
+    return (type(arg).__name__, repr(arg))
+
+
+def state_name(found: Input, prefix: str) -> str:
+    """The name of a parameter below the block's prefix, by whichever of its names is below it.
+
+    A parameter of another module keeps its whole name.
+    """
+    plain = ORDINAL.sub("", prefix)
+    for name in (found.target, *found.aliases):
+        if name.startswith(plain + "."):
+            return name[len(plain) + 1 :]
+    return found.target
+
+
+def block_prefix(path: str, depth: int) -> str:
+    """The path up to its `depth`-th list entry (`h.3`), or ``""`` if it has fewer."""
+    parts = path.split(".")
+    entries = [i for i, part in enumerate(parts) if i > 0 and ENTRY.fullmatch(part)]
+    return ".".join(parts[: entries[depth - 1] + 1]) if len(entries) >= depth else ""
+
+
+def below(path: str, prefix: str) -> str:
+    """A path relative to a block prefix."""
+    return path[len(prefix) + 1 :]
+
+
+def segments(body: Body, depth: int) -> Iterator[Segment]:
+    """Blocks of the body whose nodes are contiguous (others would give a name to two calls)."""
+    runs: dict[str, list[tuple[int, list[Node]]]] = {}
+    previous = ""
+    for position, item in enumerate(body):
+        prefix = block_prefix(item.path, depth) if isinstance(item, Node) else ""
+        if prefix and isinstance(item, Node):
+            found = runs.setdefault(prefix, [])
+            if prefix != previous:
+                found.append((position, []))
+            found[-1][1].append(item)
+        previous = prefix
+    for prefix, found in runs.items():
+        if len(found) == 1:
+            start, nodes = found[0]
+            yield Segment(prefix, start, tuple(nodes))
+
+
+def readers(body: Body) -> dict[str, tuple[int, ...]]:
+    """Positions in the body that read each value."""
+    users: dict[str, tuple[int, ...]] = {}
+    for position, item in enumerate(body):
+        for name in dict.fromkeys(item.refs if isinstance(item, Node) else item.args):
+            users[name] = (*users.get(name, ()), position)
+    return users
+
+
+def substituted(body: Body, replaced: Mapping[int, tuple[Call, int]]) -> Iterator[Node | Call]:
+    """The body with calls in place of the nodes they stand for."""
+    position = 0
+    while position < len(body):
+        if position in replaced:
+            call, length = replaced[position]
+            yield call
+            position += length
+        else:
+            yield body[position]
+            position += 1
+
+
+def unfold(graph: Graph) -> Graph:
+    """The graph as one flat main, every call replaced by its function's body."""
+    names = Names(frozenset(graph.main.specs()))
+    body = tuple(inlined(graph, graph.main.body, {}, "", names))
+    return replace(graph, functions=(), main=replace(graph.main, body=numbered(body)))
+
+
+def inlined(
+    graph: Graph, body: Body, bound: dict[str, str], prefix: str, names: Names
+) -> Iterator[Node]:
+    """Nodes of a body with values renamed by `bound`, paths below `prefix`, and calls inlined."""
+    for item in body:
+        if isinstance(item, Node):
+            path = ".".join(part for part in (prefix, item.path) if part)
+            yield replace(rename_node(item, bound), path=path)
+            continue
+        callee = graph.by_name[item.function]
+        actual = [bound.get(a, a) for a in item.args]
+        inner = dict(zip((v.name for v in callee.inputs), actual, strict=True))
+        outer = [bound.get(v.name, v.name) for v in item.results]
+        inner.update(zip(callee.outputs, outer, strict=True))
+        for name in callee.specs():
+            if name not in inner:
+                inner[name] = names.take(name)
+        below_prefix = ".".join(part for part in (prefix, item.prefix) if part)
+        yield from inlined(graph, callee.body, inner, below_prefix, names)
