@@ -1,0 +1,292 @@
+"""Collectives over groups of mesh axes: one protocol, and torch.distributed behind it.
+
+Every collective is launched at once and returns a `Work`; its tensors belong to it until `wait`.
+Tensors are contiguous. A stacked tensor `[p, ...]` has one row per member, in the order of the
+group (first axis most significant), which need not be the order of global ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parloom.errors import LaunchError
+from parloom.runtime.mesh import Mesh
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when the results may be read on the current stream."""
+        ...
+
+
+class Group(Protocol):
+    """The ranks that differ along a tuple of mesh axes only; this rank is member `index`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        """Reduce `tensor` in place with `sum`, `max` or `min`."""
+        ...
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """Fill `output` [p, ...] with every member's `tensor` [...]."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        """Fill `output` [...] with the sum over members of row `index` of `tensor` [p, ...]."""
+        ...
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_rows: list[int] | None = None,
+        rows: list[int] | None = None,
+    ) -> Work:
+        """Send `rows[i]` leading rows of `tensor` to member i; equal parts where not given."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        """Overwrite `tensor` with that of member 0."""
+        ...
+
+
+class Comm(Protocol):
+    """One rank's way to the others."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The group of `axes`; every rank asks for new groups in the same order."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        ...
+
+
+class Done:
+    """A collective that was over when it was launched."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class SingleGroup:
+    """A group of one rank: reductions are identities, exchanges are copies."""
+
+    __slots__ = ()
+    size = 1
+    index = 0
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        return DONE
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor.unsqueeze(0))
+        return DONE
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor[0])
+        return DONE
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_rows: list[int] | None = None,
+        rows: list[int] | None = None,
+    ) -> Work:
+        output.copy_(tensor)
+        return DONE
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        return DONE
+
+
+@dataclass(frozen=True, slots=True)
+class SingleComm:
+    """The only rank of a program."""
+
+    mesh: Mesh
+    rank: int = 0
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        return SingleGroup()
+
+    def barrier(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Then:
+    """A collective followed by a local copy."""
+
+    work: Work
+    copy: Callable[[], object]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.copy()
+
+
+class DistributedGroup:
+    """A group on top of a torch.distributed process group.
+
+    Process groups number their members by ascending global rank. Where the order of the axes is
+    another one, `order[i]` is the process-group rank of member i and stacked tensors are permuted.
+    """
+
+    __slots__ = ("_ops", "index", "members", "order", "process_group", "size")
+
+    def __init__(self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
+        self.process_group = process_group
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        self.members = ranks
+        ascending = sorted(ranks)
+        order = [ascending.index(member) for member in ranks]
+        self.order = None if order == list(range(self.size)) else order
+        self._ops: dict[str, Any] = {
+            "sum": dist.ReduceOp.SUM,
+            "max": dist.ReduceOp.MAX,
+            "min": dist.ReduceOp.MIN,
+        }
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        return _started(
+            dist.all_reduce(tensor, self._ops[op], group=self.process_group, async_op=True)
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if self.order is None:
+            return self._all_gather(output, tensor)
+        order, received = self.order, torch.empty_like(output)
+        work = self._all_gather(received, tensor)
+        return _Then(work, lambda: output.copy_(received[order]))
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        # Flat tensors: gloo concatenates along dim 0 and refuses a stacked output.
+        return _started(
+            dist.all_gather_into_tensor(
+                output.view(-1), tensor.view(-1), group=self.process_group, async_op=True
+            )
+        )
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        rows = tensor if self.order is None else tensor[_inverse(self.order)]
+        return _started(
+            dist.reduce_scatter_tensor(
+                output.view(-1), rows.view(-1), group=self.process_group, async_op=True
+            )
+        )
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_rows: list[int] | None = None,
+        rows: list[int] | None = None,
+    ) -> Work:
+        if self.order is None:
+            return self._all_to_all(output, tensor, output_rows, rows)
+        incoming = output_rows or [output.shape[0] // self.size] * self.size
+        outgoing = rows or [tensor.shape[0] // self.size] * self.size
+        inverse = _inverse(self.order)
+        pieces = torch.split(tensor, outgoing)
+        received = torch.empty_like(output)
+        work = self._all_to_all(
+            received,
+            torch.cat([pieces[member] for member in inverse]),
+            [incoming[member] for member in inverse],
+            [outgoing[member] for member in inverse],
+        )
+        arrived = torch.split(received, [incoming[member] for member in inverse])
+        order = self.order
+        return _Then(work, lambda: torch.cat([arrived[rank] for rank in order], out=output))
+
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, output_rows: list[int] | None, rows: list[int] | None
+    ) -> Work:
+        return _started(
+            dist.all_to_all_single(
+                output, tensor, output_rows, rows, group=self.process_group, async_op=True
+            )
+        )
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        return _started(
+            dist.broadcast(tensor, src=self.members[0], group=self.process_group, async_op=True)
+        )
+
+
+class DistributedComm:
+    """Process groups of torch.distributed, made for `groups` at once, for others when first asked.
+
+    Raises `LaunchError` when the default process group has another number of ranks than `mesh`.
+    """
+
+    def __init__(self, mesh: Mesh, groups: tuple[tuple[str, ...], ...] = ()) -> None:
+        self.mesh = mesh
+        self.rank = dist.get_rank()
+        if dist.get_world_size() != mesh.num_ranks:
+            raise LaunchError(
+                f"the program was made for {mesh.num_ranks} ranks, {dist.get_world_size()} were"
+                " started; start as many ranks as the plan has devices"
+            )
+        everyone = tuple(range(mesh.num_ranks))
+        self._process_groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+        self._groups: dict[tuple[str, ...], Group] = {}
+        for axes in groups:
+            self.group(axes)
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        group = self._groups.get(axes)
+        if group is None:
+            group = self._groups[axes] = self._make(axes)
+        return group
+
+    def _make(self, axes: tuple[str, ...]) -> Group:
+        ranks = self.mesh.group(axes, self.rank)
+        if len(ranks) == 1:
+            return SingleGroup()
+        if tuple(sorted(ranks)) not in self._process_groups:
+            # Making a group is collective over all ranks, members or not.
+            for rank in range(self.mesh.num_ranks):
+                members = tuple(sorted(self.mesh.group(axes, rank)))
+                if members not in self._process_groups:
+                    self._process_groups[members] = dist.new_group(list(members))
+        return DistributedGroup(self._process_groups[tuple(sorted(ranks))], ranks, self.rank)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def _inverse(order: list[int]) -> list[int]:
+    inverse = [0] * len(order)
+    for member, rank in enumerate(order):
+        inverse[rank] = member
+    return inverse
+
+
+def _started(work: Work | None) -> Work:
+    return work if work is not None else DONE

@@ -1,0 +1,87 @@
+"""What a generated function is given besides its tensors: where and when it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parloom.runtime.comm import Comm, Group
+from parloom.runtime.mesh import Mesh
+
+
+class Weights(Protocol):
+    """Where compute-layout weights and buffers come from (`runtime.store`)."""
+
+    def weight(self, name: str) -> Tensor: ...
+
+    def buffer(self, name: str) -> Tensor: ...
+
+    def call(
+        self,
+        ctx: "Context",
+        function: Callable[..., Any],
+        prefix: str,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[str, ...],
+        recompute: bool,
+    ) -> Any: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """One rank's place in the mesh, the moment in training, and its weights.
+
+    `exact_random` draws random masks for the global tensor and slices them, so that every layout
+    sees the same ones; otherwise each shard draws its own.
+    """
+
+    comm: Comm
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+    exact_random: bool = False
+    store: Weights | None = None
+    cached_indices: dict[object, Tensor] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.comm.mesh
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's coordinate along every axis, the axis in time included."""
+        return self.comm.mesh.coordinates(self.comm.rank, self.microbatch)
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The ranks that differ from this one along `axes` only."""
+        return self.comm.group(axes)
+
+    def weight(self, name: str) -> Tensor:
+        """The parameter `name` in its compute layout."""
+        return self._weights().weight(name)
+
+    def buffer(self, name: str) -> Tensor:
+        """The buffer `name` in its compute layout."""
+        return self._weights().buffer(name)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        prefix: str,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[str, ...],
+        recompute: bool = False,
+    ) -> Any:
+        """`function(ctx, prefix, *inputs, *weights)` with its weights gathered for the call.
+
+        With `recompute` its activations are dropped and computed again in the backward pass.
+        """
+        return self._weights().call(self, function, prefix, inputs, weights, recompute)
+
+    def _weights(self) -> Weights:
+        if self.store is None:
+            raise LookupError("this context has no parameter store")
+        return self.store

@@ -1,0 +1,101 @@
+"""A generated program: specs of its tensors, its schedule, and the functions that compute."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from parloom.runtime.context import Context
+from parloom.runtime.mesh import Mesh
+from parloom.runtime.sharding import Dims
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor by its global shape, torch dtype name, and the digits of each dim.
+
+    A dim's digits multiply to its size, outermost first: the name of the axis that owns a digit, or
+    the size of a local one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    dims: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Axes over which a parameter's home shard is cut into ceil-chunks along `dim`.
+
+    One of (), (), () [replicated]; (), (), A [ZeRO-1]; (), A, A [ZeRO-2]; A, A, A [ZeRO-3, FSDP].
+    """
+
+    weight: tuple[str, ...] = ()
+    gradient: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter: its home shard (`dims`), its storage, and how its gradient becomes whole.
+
+    `reduce` are the axes over which the local gradient is a partial sum. `valid` is the shape that
+    the user knows when `shape` was padded with zeros. `master_dtype` is that of the optimizer's
+    copy, when it keeps one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    dims: Dims
+    reduce: tuple[str, ...] = ()
+    storage: Storage = field(default_factory=Storage)
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+    master_dtype: str | None = None
+    valid: tuple[int, ...] | None = None
+
+    @property
+    def user_shape(self) -> tuple[int, ...]:
+        """The shape under which the user saves and loads it."""
+        return self.shape if self.valid is None else self.valid
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one forward pass leaves: this microbatch's share of the global loss, new buffers."""
+
+    loss: Tensor
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+Forward = Callable[[Context, dict[str, Tensor], tuple[Tensor, ...]], Result]
+Prologue = Callable[[Context, dict[str, Tensor]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's program; all ranks run the same one.
+
+    `units` are (prefix, parameter names): what is gathered together, in order of first use; the
+    root unit is "". `actions` is the schedule of one step. `groups` are the axis tuples that need a
+    process group. `prologue` computes values of the inputs only, which are summed over microbatches
+    and handed to every `forward`.
+    """
+
+    name: str
+    mesh: Mesh
+    inputs: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    forward: Forward
+    buffers: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    units: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    num_microbatches: int = 1
+    actions: tuple[str, ...] = ("F0", "B0", "REDUCE", "STEP", "GATHER")
+    groups: tuple[tuple[str, ...], ...] = ()
+    prologue: Prologue | None = None
+    reduce_dtype: str | None = None

@@ -1,0 +1,180 @@
+"""Many ranks as threads of one process: the same collectives in microseconds, for tests.
+
+A collective is a rendezvous: every member lays down its tensor, all wait, each reads what it
+needs, all wait again. Autograd runs a CPU backward pass in the thread that called it, so backward
+collectives meet in the same way.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from parloom.runtime.comm import DONE, Comm, Group, SingleGroup, Work
+from parloom.runtime.mesh import Mesh
+
+T = TypeVar("T")
+
+_REDUCE: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+@dataclass(slots=True)
+class _Table:
+    """Where the members of one group meet."""
+
+    barrier: threading.Barrier
+    slots: list[list[Tensor]]
+
+
+@dataclass(slots=True)
+class ThreadWorld:
+    """What the threads of one run share."""
+
+    mesh: Mesh
+    timeout_s: float = 60.0
+    tables: dict[tuple[int, ...], _Table] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    failed: bool = False
+
+    def table(self, ranks: tuple[int, ...]) -> _Table:
+        with self.lock:
+            if ranks not in self.tables:
+                size = len(ranks)
+                barrier = threading.Barrier(size, timeout=self.timeout_s)
+                self.tables[ranks] = _Table(barrier, [[]] * size)
+                if self.failed:
+                    barrier.abort()
+            return self.tables[ranks]
+
+    def abort(self) -> None:
+        """Wake every rank that waits for others; all later rendezvous fail at once."""
+        with self.lock:
+            self.failed = True
+            for table in self.tables.values():
+                table.barrier.abort()
+
+
+class ThreadGroup:
+    """A group of threads."""
+
+    def __init__(self, table: _Table, size: int, index: int) -> None:
+        self._table = table
+        self.size = size
+        self.index = index
+
+    def _exchange(self, pieces: list[Tensor], read: Callable[[list[list[Tensor]]], T]) -> T:
+        """Lay down `pieces`; `read` what every member laid down, in the order of the group."""
+        self._table.slots[self.index] = [piece.detach() for piece in pieces]
+        self._table.barrier.wait()
+        result = read(self._table.slots)
+        self._table.barrier.wait()
+        return result
+
+    def _column(self, tensor: Tensor, part: int | None, op: str = "sum") -> Tensor:
+        """Every member's tensor (or its row `part`), reduced; all must agree on the shape."""
+
+        def read(slots: list[list[Tensor]]) -> Tensor:
+            tensors = [slot[0] for slot in slots]
+            if len({(t.dtype, t.shape) for t in tensors}) > 1:
+                raise ValueError(f"ranks disagree: {[(t.dtype, tuple(t.shape)) for t in tensors]}")
+            stacked = torch.stack([t if part is None else t[part] for t in tensors])
+            return stacked if op == "none" else _REDUCE[op](stacked, 0)
+
+        return self._exchange([tensor], read)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        tensor.detach().copy_(self._column(tensor, None, op))
+        return DONE
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(self._column(tensor, None, "none"))
+        return DONE
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(self._column(tensor, self.index))
+        return DONE
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_rows: list[int] | None = None,
+        rows: list[int] | None = None,
+    ) -> Work:
+        sent = rows or [tensor.shape[0] // self.size] * self.size
+        output.copy_(
+            self._exchange(
+                list(torch.split(tensor, sent)),
+                lambda slots: torch.cat([s[self.index] for s in slots]),
+            )
+        )
+        return DONE
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        tensor.detach().copy_(self._exchange([tensor], lambda slots: slots[0][0].clone()))
+        return DONE
+
+
+class ThreadComm:
+    """One thread's way to the others."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.mesh = world.mesh
+        self.rank = rank
+        self._world = world
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        group = self._groups.get(axes)
+        if group is None:
+            ranks = self.mesh.group(axes, self.rank)
+            if len(ranks) == 1:
+                group = SingleGroup()
+            else:
+                table = self._world.table(ranks)
+                group = ThreadGroup(table, len(ranks), ranks.index(self.rank))
+            self._groups[axes] = group
+        return group
+
+    def barrier(self) -> None:
+        everyone = tuple(range(self.mesh.num_ranks))
+        if len(everyone) > 1:
+            self._world.table(everyone).barrier.wait()
+
+
+def run_threads(mesh: Mesh, function: Callable[[Comm], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `function` on every rank of `mesh`, one thread each; results in rank order.
+
+    The first exception of a rank ends all of them and is raised here, with its rank as a note.
+    """
+    world = ThreadWorld(mesh, timeout_s)
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadComm(world, rank))
+        except BaseException as error:  # carried to the caller below: nothing is swallowed
+            with world.lock:
+                failures.append((rank, error))
+            world.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(mesh.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        # A broken barrier is what the others see of the first failure.
+        causes = [f for f in failures if not isinstance(f[1], threading.BrokenBarrierError)]
+        rank, error = (causes or failures)[0]
+        error.add_note(f"on rank {rank} of {mesh.num_ranks}")
+        raise error
+    return [results[rank] for rank in range(mesh.num_ranks)]
