@@ -3,14 +3,38 @@
 Decisions are keyed by the user's names: `transformer.h.0.attn:addmm#0` for an operator, the
 state-dict name for a parameter, the module path of a block call for its activations. A key that is
 missing has the default: replicated compute, storage equal to the compute layout, activations kept.
+
+Maps are tuples sorted by key (numbers inside a key count as numbers), so that equal decisions are
+equal values and equal files.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from parloom.errors import VerifyError
 from parloom.ir.mesh import Mesh
+
+T = TypeVar("T")
 
 FORMAT = "parloom.plan"
 VERSION = "1.0"
+
+
+def _sorted(items: tuple[T, ...], key: Callable[[T], str], where: str) -> tuple[T, ...]:
+    """`items` by name, `h.2` before `h.10`; raises `VerifyError` for a name given twice."""
+    names = [key(item) for item in items]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise VerifyError(f"{twice!r} is decided twice in {where}")
+    return tuple(sorted(items, key=lambda item: _natural(key(item))))
+
+
+def _natural(name: str) -> tuple[str | int, ...]:
+    """Text and numbers alternate, so that equal positions compare equal types."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +44,10 @@ class NodeDecision:
     key: str
     factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     submesh: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", _sorted(self.factors, lambda f: f[0], self.key))
+        object.__setattr__(self, "submesh", _sorted(self.submesh, lambda a: a[0], self.key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +88,9 @@ class Stage:
     prefixes: tuple[str, ...] = ()
     submesh: tuple[tuple[str, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "submesh", _sorted(self.submesh, lambda a: a[0], "a stage"))
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -97,6 +128,15 @@ class Decisions:
     batch_norm: str = "global"
     master_dtype: str | None = None
     reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", _sorted(self.nodes, lambda n: n.key, "nodes"))
+        object.__setattr__(
+            self, "parameters", _sorted(self.parameters, lambda p: p.name, "parameters")
+        )
+        object.__setattr__(
+            self, "activations", _sorted(self.activations, lambda a: a.prefix, "activations")
+        )
 
     def node(self, key: str) -> NodeDecision | None:
         return next((n for n in self.nodes if n.key == key), None)

@@ -1,0 +1,347 @@
+"""Plan files: versioned JSON that a person can read and diff, and that nothing can run from.
+
+Writing is canonical: maps are sorted, short values stay on one line, the graph is a list of its
+lines. Reading trusts nothing: syntax, schema and meaning are checked in that order, and every
+complaint says file:line:column, what is wrong there, and what to do.
+"""
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from parloom.errors import InputError, nearest
+from parloom.ir import plan_schema as schema
+from parloom.ir.graph import DTYPE_BYTES
+from parloom.ir.json_text import line_and_column, render
+from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
+from parloom.ir.plan import (
+    FORMAT,
+    VERSION,
+    ActivationDecision,
+    Alternative,
+    Decisions,
+    ModelSource,
+    NodeDecision,
+    Optimizer,
+    ParameterDecision,
+    Plan,
+    Prediction,
+    Stage,
+    Storage,
+)
+
+Path = tuple[str | int, ...]
+Names = tuple[tuple[str, int], ...]
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan's canonical text: equal plans give equal bytes, in UTF-8 with a final newline."""
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "version": plan.version,
+        "method": plan.method,
+        "source": {
+            "spec": plan.source.spec,
+            "batch": plan.source.batch,
+            "seq": plan.source.seq,
+            "dtype": plan.source.dtype,
+        },
+        "cluster": plan.cluster,
+        "optimizer": {"name": plan.optimizer.name, "num_states": plan.optimizer.num_states},
+        "seed": plan.seed,
+        "fingerprint": plan.fingerprint,
+        "prediction": _prediction(plan.prediction),
+        "bound_s": plan.bound_s,
+        "solver_gap": plan.solver_gap,
+        "alternatives": [
+            {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
+            for a in plan.alternatives
+        ],
+        "assumptions": list(plan.assumptions),
+        "notes": list(plan.notes),
+        "decisions": _decisions(plan.decisions),
+        "graph": plan.graph.split("\n"),
+    }
+    return render(document) + "\n"
+
+
+def plan_from_json(text: str | bytes, where: str) -> Plan:
+    """The plan in `text`; `where` is the file's name for messages.
+
+    Raises `InputError` (file:line:column) for anything that `plan_to_json` would not have written:
+    other formats and versions, truncation, unknown keys, axes that the mesh does not have.
+    """
+    if isinstance(text, bytes):
+        text = _decoded(text, where)
+    return _Reader(text, where).plan()
+
+
+def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
+    if prediction is None:
+        return None
+    return {
+        "step_s": prediction.step_s,
+        "peak_bytes": prediction.peak_bytes,
+        "memory": dict(prediction.memory),
+        "source": prediction.source,
+    }
+
+
+def _read_prediction(document: schema.PredictionDocument | None) -> Prediction | None:
+    if document is None:
+        return None
+    memory = tuple(document.memory.items())
+    return Prediction(document.step_s, document.peak_bytes, memory, document.source)
+
+
+def _decisions(decisions: Decisions) -> dict[str, Any]:
+    return {
+        "mesh": [_axis(axis) for axis in decisions.mesh.axes],
+        "num_microbatches": decisions.num_microbatches,
+        "schedule": decisions.schedule,
+        "batch_semantics": decisions.batch_semantics,
+        "batch_norm": decisions.batch_norm,
+        "master_dtype": decisions.master_dtype,
+        "reduce_dtype": decisions.reduce_dtype,
+        "rewrites": list(decisions.rewrites),
+        "stages": [
+            {"prefixes": list(s.prefixes), "submesh": dict(s.submesh)} for s in decisions.stages
+        ],
+        "nodes": {n.key: {f: list(axes) for f, axes in n.factors} for n in decisions.nodes},
+        "submeshes": {n.key: dict(n.submesh) for n in decisions.nodes if n.submesh},
+        "parameters": {p.name: _parameter(p) for p in decisions.parameters},
+        "activations": {a.prefix: a.policy for a in decisions.activations},
+    }
+
+
+def _axis(axis: MeshAxis) -> dict[str, Any]:
+    if axis.steps:
+        return {"axis": axis.name, "steps": axis.steps}
+    primes = [{"size": p.size, "stride": p.stride, "level": p.level} for p in axis.primes]
+    return {"axis": axis.name, "primes": primes}
+
+
+def _parameter(parameter: ParameterDecision) -> dict[str, Any]:
+    """Storage that is the default is left out."""
+    result: dict[str, Any] = {}
+    for role in ("weight", "gradient", "optimizer"):
+        storage: Storage = getattr(parameter, role)
+        if storage != Storage():
+            result[role] = {"axes": list(storage.axes), "dim": storage.dim}
+            if storage.memory != "device":
+                result[role]["memory"] = storage.memory
+    return result
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        kind = "a pickle" if data[:1] == b"\x80" else "a zip archive" if data[:2] == b"PK" else ""
+        raise InputError(
+            f"{where}: not a plan: {kind or 'a binary file'}, and plans are JSON text; parloom "
+            f"never unpickles. Make a new one with `parloom plan`"
+        ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"key {twice!r} is given twice")
+    return result
+
+
+def _no_constant(name: str) -> float:
+    raise InputError(f"{name} is no JSON number")
+
+
+class _Reader:
+    """One reading of one text, so that every complaint can name its line."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text = text
+        self.where = where
+
+    def error(self, path: Path, message: str, *, at_key: bool = False) -> InputError:
+        place = line_and_column(self.text, path, at_key=at_key)
+        position = f":{place[0]}:{place[1]}" if place else ""
+        name = ".".join(str(part) for part in path) or "the document"
+        return InputError(
+            f"{self.where}{position}: {name}: {message}. If the file was edited by hand, undo "
+            f"that; otherwise make a new one with `parloom plan`"
+        )
+
+    def plan(self) -> Plan:
+        raw = self._syntax()
+        self._version(raw)
+        try:
+            document = schema.PlanDocument.model_validate(raw)
+        except ValidationError as error:
+            raise self._schema_error(error) from None
+        decisions = self._decisions(document.decisions)
+        return Plan(
+            source=ModelSource(**document.source.model_dump()),
+            cluster=document.cluster,
+            fingerprint=document.fingerprint,
+            optimizer=Optimizer(**document.optimizer.model_dump()),
+            method=document.method,
+            decisions=decisions,
+            graph="\n".join(document.graph),
+            prediction=_read_prediction(document.prediction),
+            alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
+            assumptions=tuple(document.assumptions),
+            seed=document.seed,
+            bound_s=document.bound_s,
+            solver_gap=document.solver_gap,
+            version=document.version,
+            notes=tuple(document.notes),
+        )
+
+    def _syntax(self) -> dict[str, Any]:
+        try:
+            raw = json.loads(self.text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        except json.JSONDecodeError as error:
+            early = not self.text[error.pos :].strip() or error.msg.startswith("Unterminated")
+            what = "the file ends too early (truncated?)" if early else f"not JSON: {error.msg}"
+            raise InputError(
+                f"{self.where}:{error.lineno}:{error.colno}: {what}. "
+                f"Make a new one with `parloom plan`"
+            ) from None
+        except (InputError, ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise InputError(f"{self.where}: not a plan: {reason}") from None
+        if not isinstance(raw, dict):
+            raise InputError(f"{self.where}:1:1: not a plan: expected an object in braces")
+        return raw
+
+    def _version(self, raw: dict[str, Any]) -> None:
+        if raw.get("format") != FORMAT:
+            found = repr(raw["format"]) if "format" in raw else "none"
+            raise InputError(
+                f"{self.where}: not a plan: format is {found}, expected {FORMAT!r}; "
+                f"make one with `parloom plan`"
+            )
+        if raw.get("version") != VERSION:
+            raise InputError(
+                f"{self.where}: plan version {raw.get('version')!r}, and this parloom reads "
+                f"{VERSION!r}; install the parloom that wrote it, or plan anew"
+            )
+
+    def _schema_error(self, error: ValidationError) -> InputError:
+        first = error.errors(include_url=False)[0]
+        path: Path = first["loc"]
+        if first["type"] == "extra_forbidden":
+            known = schema.known_keys(path[:-1])
+            return self.error(path, f"unknown key{nearest(str(path[-1]), known)}", at_key=True)
+        if first["type"] == "missing":
+            return self.error(path[:-1], f"key {path[-1]!r} is missing")
+        return self.error(path, f"{first['msg']}, got {first['input']!r:.60}")
+
+    def _decisions(self, document: schema.DecisionsDocument) -> Decisions:
+        mesh = self._mesh(document.mesh)
+        if any(axis.steps not in (0, document.num_microbatches) for axis in mesh.axes):
+            path = ("decisions", "num_microbatches")
+            raise self.error(path, "differs from the steps of the mesh axis in time")
+        for role in ("master_dtype", "reduce_dtype"):
+            dtype = getattr(document, role)
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                message = f"unknown dtype {dtype!r}{nearest(dtype, DTYPE_BYTES)}"
+                raise self.error(("decisions", role), message)
+        return Decisions(
+            mesh=mesh,
+            nodes=self._nodes(document, mesh),
+            parameters=tuple(
+                self._parameter(name, parameter, mesh)
+                for name, parameter in document.parameters.items()
+            ),
+            activations=tuple(ActivationDecision(*item) for item in document.activations.items()),
+            num_microbatches=document.num_microbatches,
+            stages=tuple(
+                Stage(
+                    tuple(s.prefixes),
+                    self._submesh(("decisions", "stages", index, "submesh"), s.submesh, mesh),
+                )
+                for index, s in enumerate(document.stages)
+            ),
+            schedule=document.schedule,
+            rewrites=tuple(document.rewrites),
+            batch_semantics=document.batch_semantics,
+            batch_norm=document.batch_norm,
+            master_dtype=document.master_dtype,
+            reduce_dtype=document.reduce_dtype,
+        )
+
+    def _mesh(self, document: list[schema.AxisDocument]) -> Mesh:
+        """A mesh numbers every rank once: sorted by stride, each stride is the product so far."""
+        path: Path = ("decisions", "mesh")
+        names = [axis.axis for axis in document]
+        for index, axis in enumerate(document):
+            if names.index(axis.axis) != index:
+                raise self.error((*path, index), f"axis {axis.axis!r} is given twice")
+            if bool(axis.steps) == bool(axis.primes):
+                raise self.error((*path, index), "an axis has either primes or steps")
+        if sum(bool(axis.steps) for axis in document) > 1:
+            raise self.error(path, "more than one axis in time")
+        unit = 1
+        for prime in sorted((p for a in document for p in a.primes), key=lambda p: p.stride):
+            if prime.stride != unit:
+                message = f"strides do not number the ranks: expected {unit}, got {prime.stride}"
+                raise self.error(path, message)
+            unit *= prime.size
+        return Mesh(
+            tuple(
+                MeshAxis(
+                    axis.axis,
+                    tuple(PrimeAxis(p.size, p.stride, p.level) for p in axis.primes),
+                    axis.steps,
+                )
+                for axis in document
+            )
+        )
+
+    def _nodes(self, document: schema.DecisionsDocument, mesh: Mesh) -> tuple[NodeDecision, ...]:
+        for key in document.submeshes:
+            if key not in document.nodes:
+                message = f"no such node in nodes{nearest(key, list(document.nodes)[:2000])}"
+                raise self.error(("decisions", "submeshes", key), message, at_key=True)
+        result: list[NodeDecision] = []
+        for key, factors in document.nodes.items():
+            for factor, axes in factors.items():
+                self._axes(("decisions", "nodes", key, factor), axes, mesh)
+            submesh = self._submesh(
+                ("decisions", "submeshes", key), document.submeshes.get(key, {}), mesh
+            )
+            pairs = tuple((factor, tuple(axes)) for factor, axes in factors.items())
+            result.append(NodeDecision(key, pairs, submesh))
+        return tuple(result)
+
+    def _parameter(
+        self, name: str, document: schema.ParameterDocument, mesh: Mesh
+    ) -> ParameterDecision:
+        storages: dict[str, Storage] = {}
+        for role in ("weight", "gradient", "optimizer"):
+            storage: schema.StorageDocument = getattr(document, role)
+            self._axes(("decisions", "parameters", name, role, "axes"), storage.axes, mesh)
+            storages[role] = Storage(tuple(storage.axes), storage.dim, storage.memory)
+        return ParameterDecision(name, **storages)
+
+    def _axes(self, path: Path, axes: list[str], mesh: Mesh) -> None:
+        for index, axis in enumerate(axes):
+            if axis not in mesh.names:
+                message = f"unknown mesh axis {axis!r}{nearest(axis, mesh.names)}"
+                raise self.error((*path, index), message)
+            if axes.index(axis) != index:
+                raise self.error((*path, index), f"mesh axis {axis!r} is given twice")
+
+    def _submesh(self, path: Path, submesh: dict[str, int], mesh: Mesh) -> Names:
+        for axis, coordinate in submesh.items():
+            if axis not in mesh.names:
+                message = f"unknown mesh axis{nearest(axis, mesh.names)}"
+                raise self.error((*path, axis), message, at_key=True)
+            if not 0 <= coordinate < mesh[axis].size:
+                message = f"coordinate {coordinate} is not on an axis of size {mesh[axis].size}"
+                raise self.error((*path, axis), message)
+        return tuple(submesh.items())

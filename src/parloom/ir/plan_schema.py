@@ -1,0 +1,154 @@
+"""The shape of a plan file: which keys there are, and of what type. Meaning is checked elsewhere.
+
+Strict: nothing is coerced and an unknown key is an error, so a typing error cannot become a
+default.
+"""
+
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1, le=2**63)]
+Index = Annotated[int, Field(ge=0, le=2**63)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Document(BaseModel):
+    """Base of every object in a plan file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class PrimeDocument(Document):
+    """One prime factor of a mesh axis."""
+
+    size: Annotated[int, Field(ge=2, le=2**31)]
+    stride: Count
+    level: Index
+
+
+class AxisDocument(Document):
+    """A mesh axis: over ranks (`primes`) or in time (`steps`)."""
+
+    axis: Name
+    primes: list[PrimeDocument] = []
+    steps: Index = 0
+
+
+class StorageDocument(Document):
+    """How a stored tensor is chunked beyond its compute layout."""
+
+    axes: list[Name] = []
+    dim: Index = 0
+    memory: Literal["device", "host"] = "device"
+
+
+class ParameterDocument(Document):
+    """Storage of a weight, its gradient and its optimizer state."""
+
+    weight: StorageDocument = StorageDocument()
+    gradient: StorageDocument = StorageDocument()
+    optimizer: StorageDocument = StorageDocument()
+
+
+class StageDocument(Document):
+    """A pipeline stage."""
+
+    prefixes: list[str]
+    submesh: dict[Name, Index]
+
+
+class DecisionsDocument(Document):
+    """Everything that the search chose, keyed by the user's names."""
+
+    mesh: list[AxisDocument]
+    num_microbatches: Count
+    schedule: Name
+    batch_semantics: Literal["global", "microbatch"]
+    batch_norm: Literal["global", "local"]
+    master_dtype: str | None
+    reduce_dtype: str | None
+    rewrites: list[Name]
+    stages: Annotated[list[StageDocument], Field(min_length=1)]
+    nodes: dict[Name, dict[Name, list[Name]]]
+    submeshes: dict[Name, dict[Name, Index]]
+    parameters: dict[Name, ParameterDocument]
+    activations: dict[str, Literal["keep", "recompute", "offload"]]
+
+
+class SourceDocument(Document):
+    """Where the model came from."""
+
+    spec: Name
+    batch: Count | None
+    seq: Count | None
+    dtype: Name
+
+
+class OptimizerDocument(Document):
+    """The optimizer's class and how many states it keeps."""
+
+    name: Name
+    num_states: Index
+
+
+class PredictionDocument(Document):
+    """What one step was expected to cost."""
+
+    step_s: Number
+    peak_bytes: Index
+    memory: dict[Name, Index]
+    source: Literal["spec", "calibrated", "measured"]
+
+
+class AlternativeDocument(Document):
+    """Another candidate."""
+
+    name: Name
+    step_s: Number
+    peak_bytes: Index
+    fits: bool
+
+
+class PlanDocument(Document):
+    """A whole plan file."""
+
+    format: Literal["parloom.plan"]
+    version: str
+    method: Name
+    source: SourceDocument
+    cluster: Name
+    optimizer: OptimizerDocument
+    seed: int
+    fingerprint: str
+    prediction: PredictionDocument | None
+    bound_s: Number | None
+    solver_gap: Number | None
+    alternatives: list[AlternativeDocument]
+    assumptions: list[str]
+    notes: list[str]
+    decisions: DecisionsDocument
+    graph: list[str]
+
+
+def known_keys(path: tuple[str | int, ...]) -> tuple[str, ...]:
+    """The keys that the object at `path` may have."""
+    kind: Any = PlanDocument
+    for part in path:
+        kind = _bare(kind)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind = kind.model_fields[str(part)].annotation
+        else:
+            kind = get_args(kind)[-1]
+    kind = _bare(kind)
+    fields = isinstance(kind, type) and issubclass(kind, BaseModel)
+    return tuple(kind.model_fields) if fields else ()
+
+
+def _bare(kind: Any) -> Any:
+    """A type without its constraints and without `None`."""
+    while get_origin(kind) in (Annotated, Union, types.UnionType):
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    return kind

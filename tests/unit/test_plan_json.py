@@ -1,0 +1,253 @@
+"""Plan files: exact round trips, one line for one change, and a place in every complaint."""
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parloom.errors import InputError, VerifyError
+from parloom.ir.mesh import Mesh, MeshAxis, grid
+from parloom.ir.plan import (
+    ActivationDecision,
+    Alternative,
+    Decisions,
+    ModelSource,
+    NodeDecision,
+    Optimizer,
+    ParameterDecision,
+    Plan,
+    Prediction,
+    Stage,
+    Storage,
+)
+from parloom.ir.plan_json import plan_from_json, plan_to_json
+
+AXES = ("x", "y")
+SHARDED = Storage(("y",), 0)
+
+
+def example() -> Plan:
+    mesh = Mesh((*grid({"x": 2, "y": 3}).axes, MeshAxis("micro", (), 4)))
+    decisions = Decisions(
+        mesh=mesh,
+        nodes=(
+            NodeDecision("transformer.h.10.attn:addmm#0", (("n1", ("x",)), ("b", ("y", "micro")))),
+            NodeDecision("transformer.h.2.attn:addmm#0", (("n1", ("x",)),), (("y", 1),)),
+        ),
+        parameters=(
+            ParameterDecision("transformer.wte.weight", SHARDED, SHARDED, SHARDED),
+            ParameterDecision("lm_head.bias", optimizer=Storage(("x", "y"), 1, "host")),
+        ),
+        activations=(ActivationDecision("transformer.h.2", "recompute"),),
+        num_microbatches=4,
+        stages=(Stage(("transformer",), (("x", 0),)),),
+        master_dtype="float32",
+    )
+    return Plan(
+        source=ModelSource("zoo:gpt", 8, 16, "bfloat16"),
+        cluster="6xcpu",
+        fingerprint="9f3c",
+        optimizer=Optimizer(),
+        method="fsdp",
+        decisions=decisions,
+        graph="graph GPT {\n  %a = f32[2]\n}\n",
+        prediction=Prediction(0.1 + 0.2, 10**9, (("weights", 7), ("gradients", 8))),
+        alternatives=(Alternative("fsdp", 0.398, 7, True),),
+        assumptions=("links as usual",),
+        notes=("ü",),
+    )
+
+
+def test_round_trip_is_exact() -> None:
+    plan = example()
+    text = plan_to_json(plan)
+    assert plan_from_json(text, "plan.json") == plan
+    assert plan_to_json(plan_from_json(text.encode(), "plan.json")) == text
+
+
+def test_text_is_readable() -> None:
+    text = plan_to_json(example())
+    assert '      "transformer.h.2.attn:addmm#0": {"n1": ["x"]},\n' in text
+    assert text.index("h.2.attn") < text.index("h.10.attn")
+    assert '    "  %a = f32[2]",\n' in text
+    assert '    {"name": "fsdp", "step_s": 0.398, "peak_bytes": 7, "fits": true}\n' in text
+    assert '"transformer.h.2": "recompute"' in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_one_decision_is_one_line() -> None:
+    plan = example()
+    nodes = (NodeDecision("transformer.h.10.attn:addmm#0"), *plan.decisions.nodes[:1])
+    other = replace(plan, decisions=replace(plan.decisions, nodes=nodes))
+    before, after = plan_to_json(plan).splitlines(), plan_to_json(other).splitlines()
+    assert len([1 for old, new in zip(before, after, strict=True) if old != new]) == 1
+
+
+def test_order_of_maps_has_no_meaning() -> None:
+    decisions = example().decisions
+    shuffled = replace(
+        decisions, nodes=decisions.nodes[::-1], parameters=decisions.parameters[::-1]
+    )
+    assert shuffled == decisions
+
+
+def test_a_name_decided_twice_is_refused() -> None:
+    node = NodeDecision("a:b#0")
+    with pytest.raises(VerifyError, match="'a:b#0' is decided twice"):
+        Decisions(grid({"x": 2}), nodes=(node, node))
+
+
+names = st.text(min_size=1, max_size=8)
+axes = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
+storages = st.builds(Storage, axes, st.integers(0, 3), st.sampled_from(["device", "host"]))
+factors = st.dictionaries(names, axes, max_size=3).map(lambda d: tuple(d.items()))
+submeshes = st.dictionaries(st.sampled_from(AXES), st.integers(0, 1)).map(
+    lambda d: tuple(d.items())
+)
+numbers = st.floats(0, 1e6)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    nodes = draw(st.lists(st.builds(NodeDecision, names, factors, submeshes), max_size=4))
+    parameters = draw(
+        st.lists(st.builds(ParameterDecision, names, storages, storages, storages), max_size=4)
+    )
+    decisions = Decisions(
+        mesh=grid({"x": 2, "y": 3}),
+        nodes=tuple({n.key: n for n in nodes}.values()),
+        parameters=tuple({p.name: p for p in parameters}.values()),
+        activations=tuple(
+            ActivationDecision(*item)
+            for item in draw(
+                st.dictionaries(st.text(max_size=5), st.sampled_from(["keep", "offload"]))
+            ).items()
+        ),
+        num_microbatches=draw(st.integers(1, 64)),
+        rewrites=tuple(draw(st.lists(names, max_size=2))),
+        stages=(Stage(tuple(draw(st.lists(st.text(max_size=4)))), draw(submeshes)),),
+    )
+    return replace(
+        example(),
+        decisions=decisions,
+        graph=draw(st.text(max_size=60)),
+        seed=draw(st.integers(0, 2**62)),
+        bound_s=draw(st.none() | numbers),
+        prediction=draw(st.none() | st.builds(Prediction, numbers, st.integers(0, 2**50))),
+        notes=tuple(draw(st.lists(st.text(max_size=9), max_size=2))),
+    )
+
+
+@given(plans())
+def test_any_plan_round_trips(plan: Plan) -> None:
+    text = plan_to_json(plan)
+    again = plan_from_json(text.encode("utf-8"), "plan.json")
+    assert again == plan
+    assert plan_to_json(again) == text
+
+
+def test_every_truncation_is_refused_with_a_place() -> None:
+    text = plan_to_json(example())
+    for end in range(len(text.rstrip()) - 1, 0, -97):
+        with pytest.raises(InputError, match=r"^plan.json:\d+:\d+: .*(truncated|not JSON)"):
+            plan_from_json(text[:end], "plan.json")
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> str:
+    document = json.loads(plan_to_json(example()))
+    change(document)
+    return json.dumps(document, indent=1)
+
+
+def node(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["decisions"]["nodes"]["transformer.h.2.attn:addmm#0"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(sead=1), r"\d+:2: sead: unknown key; did you mean 'seed'"),
+        (lambda d: d.pop("method"), r"key 'method' is missing"),
+        (lambda d: d.update(version="2.0"), r"plan version '2.0', and this parloom reads '1.0'"),
+        (lambda d: d.update(format="other"), r"format is 'other', expected 'parloom.plan'"),
+        (lambda d: d.pop("format"), r"format is none"),
+        (lambda d: d.update(seed="1"), r"\d+:10: seed: .*valid integer, got '1'"),
+        (lambda d: d.update(seed=True), r"seed: .*valid integer"),
+        (lambda d: node(d).update(n1=["z"]), r"\d+:6: .*n1.0: unknown mesh axis 'z'; known: x, y"),
+        (lambda d: node(d).update(n1=["mirco"]), r"did you mean 'micro'"),
+        (lambda d: node(d).update(n1=["x", "x"]), r"mesh axis 'x' is given twice"),
+        (lambda d: node(d).update(n1="x"), r"n1: .*valid list"),
+        (lambda d: d["decisions"].update(num_microbatches=3), r"differs from the steps"),
+        (lambda d: d["decisions"].update(num_microbatches=0), r"num_microbatches: "),
+        (lambda d: d["decisions"].update(master_dtype="float31"), r"did you mean 'float32'"),
+        (lambda d: d["decisions"].update(batch_norm="none"), r"batch_norm: .*'global' or 'local'"),
+        (lambda d: d["decisions"]["mesh"][0]["primes"][0].update(stride=5), r"strides do not numb"),
+        (lambda d: d["decisions"]["mesh"][0].update(axis="y"), r"axis 'y' is given twice"),
+        (lambda d: d["decisions"]["mesh"][0].update(steps=2), r"either primes or steps"),
+        (lambda d: d["decisions"]["submeshes"].update(q={"x": 0}), r"no such node in nodes"),
+        (lambda d: d["decisions"]["stages"][0]["submesh"].update(x=2), r"coordinate 2 is not on"),
+        (lambda d: d["decisions"]["stages"][0]["submesh"].update(q=0), r"unknown mesh axis; known"),
+        (
+            lambda d: d["decisions"]["parameters"]["lm_head.bias"]["optimizer"].update(axs=1),
+            r"lm_head.bias.optimizer.axs: unknown key; did you mean 'axes'",
+        ),
+        (lambda d: d["decisions"]["activations"].update(a="burn"), r"activations.a: "),
+        (lambda d: d["prediction"].update(step_s=-1), r"prediction.step_s: "),
+        (lambda d: d.update(graph="x"), r"graph: .*valid list"),
+    ],
+)
+def test_hand_edited_nonsense_is_refused(
+    change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    with pytest.raises(InputError, match=r"^plan.json:.*" + message) as caught:
+        plan_from_json(edited(change), "plan.json")
+    assert "parloom" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "ends too early"),
+        ("[]", "expected an object"),
+        ("{} {}", "not JSON: Extra data"),
+        ('{"format": 1, "format": 2}', "key 'format' is given twice"),
+        ('{"format": NaN}', "NaN is no JSON number"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "not a plan"),
+    ],
+)
+def test_what_is_no_plan(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=rf"^plan.json.*{message}"):
+        plan_from_json(text, "plan.json")
+
+
+class Planted:
+    """What an attacker would pickle: unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_planted_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
+    marker = tmp_path / "ran"
+    data = pickle.dumps(Planted(marker), protocol)
+    with pytest.raises(InputError, match=r"^plan.json:.*not (a plan|JSON)"):
+        plan_from_json(data, "plan.json")
+    assert not marker.exists()
+
+
+def test_a_binary_file_is_named() -> None:
+    with pytest.raises(InputError, match="a zip archive, and plans are JSON"):
+        plan_from_json(b"PK\x03\x04\xff\xfe", "plan.json")
