@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ def test_the_brain_imports_without_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_wheel_holds_what_planning_needs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    subprocess.run([*command, str(tmp_path), str(ROOT)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob(f"parloom-{parloom.__version__}-py3-none-any.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    sources = ROOT / "src"
+    wanted = [f for f in (sources / "parloom").rglob("*") if f.suffix in (".py", ".yaml", ".typed")]
+    assert {f.relative_to(sources).as_posix() for f in wanted} <= inside
+    assert {name.split("/")[0] for name in inside} == {
+        "parloom", f"parloom-{parloom.__version__}.dist-info",
+    }  # fmt: skip
 
 
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
