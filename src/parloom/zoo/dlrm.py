@@ -22,17 +22,17 @@ class DLRM(nn.Module):
 
     def __init__(self, dense: int, tables: int, rows: int, width: int, hidden: int) -> None:
         super().__init__()
-        bags = [nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables)]
-        for bag in bags:
-            nn.init.uniform_(bag.weight, -(rows**-0.5), rows**-0.5)
-        self.tables = nn.ModuleList(bags)
+        embeddings = [nn.Embedding(rows, width) for _ in range(tables)]
+        for embedding in embeddings:
+            nn.init.uniform_(embedding.weight, -(rows**-0.5), rows**-0.5)
+        self.tables = nn.ModuleList(embeddings)
         self.bottom = perceptron([dense, hidden, width], last_relu=True)
         pairs = (tables + 1) * tables // 2
         self.top = perceptron([width + pairs, hidden, hidden, 1], last_relu=False)
 
     def forward(self, dense: Tensor, sparse: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         bottom = self.bottom(dense)
-        bags = [table(sparse[:, i]) for i, table in enumerate(self.tables)]
+        bags = [table(sparse[:, i]).sum(1) for i, table in enumerate(self.tables)]
         features_BTE = stack([bottom, *bags], dim=1)
         products_BTT = features_BTE @ features_BTE.transpose(1, 2)
         count = features_BTE.shape[1]

@@ -3,7 +3,7 @@
 Shape suffixes: B batch, S sequence, D model width, H query heads, G key heads, K head width.
 """
 
-from torch import Tensor, arange, cat, nn, ones, outer, rsqrt
+from torch import Tensor, arange, cat, nn, ones, rsqrt
 from torch.nn import functional as F
 
 from parloom.zoo.batches import tokens
@@ -98,7 +98,7 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.tokens(input_ids)
         positions = arange(input_ids.shape[1], device=x.device, dtype=x.dtype)
-        angles = outer(positions, self.frequencies.to(x.dtype))
+        angles = positions[:, None] * self.frequencies.to(x.dtype)
         angles_SK = cat((angles, angles), dim=-1)
         cos_SK, sin_SK = angles_SK.cos(), angles_SK.sin()
         for block in self.blocks:
