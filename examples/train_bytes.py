@@ -106,7 +106,7 @@ def main() -> int:
     trainer = parallelize(
         build_model(),
         args.plan,
-        optimizer=lambda parameters: torch.optim.AdamW((p for _, p in parameters), lr=args.lr),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=args.lr),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / args.warmup)
         ),
