@@ -7,6 +7,8 @@ import os
 import pickle
 import shutil
 import signal
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
 from parloom.errors import InputError, LaunchError, VerifyError
-from parloom.execute import checkpoint, safetensors_storage
+from parloom.execute import checkpoint, safetensors_storage, weights
 from parloom.execute.box_planner import BoxLoadPlanner, BoxSavePlanner, by_name
 from parloom.execute.manifest import (
     MANIFEST,
@@ -655,3 +658,224 @@ def test_files_are_plain_safetensors(saved: Path) -> None:
     assert {key: value.tolist() for key, value in first.items()} == {
         "w@0,0": [[0.0, 1.0], [4.0, 5.0], [8.0, 9.0]]
     }
+
+
+# --- real ranks -------------------------------------------------------------------------------
+
+
+def forked(num_ranks: int, action: Callable[[int], object], tmp_path: Path) -> None:
+    """Run the action on forked gloo ranks; each must come through."""
+    rendezvous = tmp_path / f"rendezvous-{len(list(tmp_path.iterdir()))}"
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
+                )
+                action(rank)
+                dist.destroy_process_group()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * num_ranks
+    rendezvous.unlink(missing_ok=True)
+
+
+WHOLE = torch.arange(48.0, dtype=torch.float64).reshape(6, 8)
+MEGATRON = Layout((("x", 2), ("y", 2)), ((6,), (2, "x", 2)), ("y",))
+ZERO = Layout((("x", 3),), ((6,), (8,)), ("x",), 1)
+
+
+def test_forked_ranks_save_and_load_through_torch(tmp_path: Path) -> None:
+    folder = tmp_path / "step-3"
+
+    def saves(rank: int) -> None:
+        trainer = FakeTrainer([MEGATRON.shard("w", WHOLE, rank)], {"step": 3})
+        assert checkpoint.save(trainer, folder).wait() == folder
+
+    def loads(rank: int) -> None:
+        trainer = FakeTrainer([ZERO.shard("w", torch.zeros_like(WHOLE), rank)])
+        checkpoint.load(trainer, folder)
+        assert torch.equal(trainer.held[0].tensor, ZERO.shard("w", WHOLE, rank).tensor)
+        assert trainer.state == {"step": 3}
+        wrong = FakeTrainer([ZERO.shard("w", torch.zeros(6, 8, dtype=torch.int64), rank)])
+        with pytest.raises(InputError, match=r"rank 0: w is torch\.float64"):
+            checkpoint.load(wrong, folder)
+        if rank == 0:
+            (folder / MANIFEST).unlink()
+        dist.barrier()
+        with pytest.raises(InputError, match=r"has no checkpoint\.json"):
+            checkpoint.load(trainer, folder)
+
+    forked(4, saves, tmp_path)
+    forked(3, loads, tmp_path)
+
+
+def test_async_save_is_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training overwrites everything while the writers are held back."""
+
+    def runs(rank: int) -> None:
+        trained = threading.Event()
+        write_data = BoxWriter.write_data
+
+        def held_back(*args: Any) -> Any:
+            assert trained.wait(60)
+            return write_data(*args)
+
+        monkeypatch.setattr(BoxWriter, "write_data", held_back)
+        trainer = FakeTrainer([MEGATRON.shard("w", WHOLE, rank)], {"step": 1, "lr": [0.5]})
+        first = checkpoint.save(trainer, tmp_path / "step-1", asynchronous=True)
+        trainer.held[0].tensor.fill_(float("nan"))
+        trainer.state["lr"][0] = 0.25
+        trainer.state["step"] = 2
+        # Training goes on talking over its own group, and may even save again.
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1000))
+        second = checkpoint.save(trainer, tmp_path / "step-2", asynchronous=True)
+        assert not first.done()
+        with pytest.raises(TimeoutError):
+            first.wait(0.01)
+        trained.set()
+        assert first.wait() == tmp_path / "step-1"
+        second.wait()
+        assert first.done()
+        target = FakeTrainer([MEGATRON.shard("w", torch.zeros_like(WHOLE), rank)])
+        checkpoint.load(target, tmp_path / "step-1")
+        assert torch.equal(target.held[0].tensor, MEGATRON.shard("w", WHOLE, rank).tensor)
+        assert target.state == {"step": 1, "lr": [0.5]}
+        checkpoint.load(target, tmp_path / "step-2")
+        assert target.held[0].tensor.isnan().all()
+        assert target.state == {"step": 2, "lr": [0.25]}
+
+    forked(4, runs, tmp_path)
+
+
+def test_failure_of_one_rank_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(rank: int) -> None:
+        trainer = FakeTrainer([MEGATRON.shard("w", WHOLE, rank)])
+        write_data = BoxWriter.write_data
+
+        def fails(*args: Any) -> Any:
+            if rank == 2:
+                raise OSError(28, "No space left on device")
+            return write_data(*args)
+
+        monkeypatch.setattr(BoxWriter, "write_data", fails)
+        for asynchronous in (False, True):
+            with pytest.raises(LaunchError, match=r"rank 2: cannot save .*No space left"):
+                checkpoint.save(trainer, tmp_path / "a", asynchronous=asynchronous).wait()
+
+    forked(4, runs, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the user's weights -----------------------------------------------------------------------
+
+
+@dataclass
+class FakeExport:
+    held: list[FakeShard]
+
+    def weight_shards(self) -> Iterator[FakeShard]:
+        yield from self.held
+
+
+def test_hugging_face_model_goes_out_and_in(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=12, n_layer=1, n_head=2, tie_word_embeddings=True
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path)
+    halves = (("x", 2),)
+    layouts = {
+        name: Layout(halves, ((p.shape[0],), *((n,) for n in p.shape[1:])), ("x",))
+        for name, p in model.named_parameters()
+    }
+
+    def exports(rank: int) -> None:
+        shards = [
+            layouts[name].shard(name, p.detach(), rank) for name, p in model.named_parameters()
+        ]
+        written = weights.export_safetensors(FakeExport(shards), tmp_path)
+        assert written == tmp_path / "model.safetensors"
+        weights.export_safetensors(FakeExport(shards), tmp_path / "cut", max_file_bytes=4000)
+
+    forked(2, exports, tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    shutil.copy(tmp_path / "config.json", tmp_path / "cut")
+    for folder in (tmp_path, tmp_path / "cut"):
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        for (name, value), (other, found) in zip(
+            model.state_dict().items(), loaded.state_dict().items(), strict=True
+        ):
+            assert name == other
+            assert torch.equal(value, found)
+        read = weights.import_safetensors(folder)
+        for name, p in model.named_parameters():
+            assert torch.equal(read(name), p)
+            box = read.box(name, [0] * p.dim(), [1] * p.dim())
+            assert torch.equal(box, p[(slice(0, 1),) * p.dim()])
+    assert len(list((tmp_path / "cut").glob("model-*.safetensors"))) > 2
+    assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
+
+
+def test_export_replaces_an_export_of_another_form(tmp_path: Path) -> None:
+    def export(value: float, max_file_bytes: int) -> list[str]:
+        shards = [one(torch.full((4,), value), name) for name in ("a", "b", "c")]
+        weights.export_safetensors(FakeExport(shards), tmp_path, max_file_bytes=max_file_bytes)
+        read = weights.import_safetensors(tmp_path)
+        assert read.names == ("a", "b", "c")
+        assert [read(name).tolist() for name in "abc"] == [[value] * 4] * 3
+        return sorted(p.name for p in tmp_path.iterdir())
+
+    three = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    two = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert export(1.0, 16) == [*three, "model.safetensors.index.json"]
+    assert export(2.0, 32) == [*two, "model.safetensors.index.json"]
+    assert export(3.0, 1000) == ["model.safetensors"]
+    assert export(4.0, 16) == [*three, "model.safetensors.index.json"]
+    file = tmp_path / "mine.safetensors"
+    shards = [one(torch.ones(4), name) for name in ("a", "b")]
+    assert weights.export_safetensors(FakeExport(shards), file, max_file_bytes=16) == file
+    assert sorted(load_file(file)) == ["a", "b"]
+    assert (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_bad_weights_are_refused(tmp_path: Path) -> None:
+    exploded = tmp_path / "exploded"
+    bomb = pickle.dumps(Bomb(exploded))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(bomb)
+    with pytest.raises(InputError, match=r"pytorch_model\.bin is pickled and never opened"):
+        weights.import_safetensors(folder)
+    with pytest.raises(InputError, match="pickled weights are never opened"):
+        weights.import_safetensors(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").write_bytes(bomb)
+    with pytest.raises(InputError, match="no whole safetensors file"):
+        weights.import_safetensors(folder)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    for file in ("../x.safetensors", "/x.safetensors", "x.bin", "a/b.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"w": file}}))
+        with pytest.raises(InputError, match=r"weight_map\.w"):
+            weights.import_safetensors(folder)
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "x.safetensors"}})[:-4])
+    with pytest.raises(InputError, match="download or export the model again"):
+        weights.import_safetensors(folder)
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "x.safetensors"}}))
+    read = weights.import_safetensors(folder)
+    with pytest.raises(InputError, match=r"nearest: wte\.weight"):
+        read("wte.weigth")
+    with pytest.raises(InputError, match=r"x\.safetensors is missing"):
+        read("wte.weight")
+    with pytest.raises(InputError, match="no such file or folder"):
+        weights.import_safetensors(tmp_path / "nowhere")
+    assert not exploded.exists()

@@ -146,9 +146,8 @@ def load(trainer: Checkpointed, folder: Folder) -> None:
         InputError: no checkpoint, a damaged one, or one of another model or optimizer.
     """
     target = resolve(Path(folder).absolute())
-    group = _new_group()
-    try:
-        manifest = _everywhere(group, lambda: read_manifest(target))
+    with temporary_group() as group:
+        manifest = everywhere(group, lambda: read_manifest(target))
         with _explained("load", target), _quiet_alone(group):
             dcp_load(
                 by_name(trainer.shards()),
@@ -156,8 +155,6 @@ def load(trainer: Checkpointed, folder: Folder) -> None:
                 planner=BoxLoadPlanner(),
                 process_group=group,
             )
-    finally:
-        _destroy(group)
     trainer.load_extra_state(dict(manifest.state))
 
 
@@ -227,7 +224,17 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
         dist.destroy_process_group(group)
 
 
-def _everywhere(group: dist.ProcessGroup | None, read: Callable[[], T]) -> T:
+@contextmanager
+def temporary_group() -> Iterator[dist.ProcessGroup | None]:
+    """A gloo group of all ranks for one save or load; None in a process without a group."""
+    group = _new_group()
+    try:
+        yield group
+    finally:
+        _destroy(group)
+
+
+def everywhere(group: dist.ProcessGroup | None, read: Callable[[], T]) -> T:
     """The value of `read`; where it fails on one rank it fails on all, so that none waits."""
     value: list[T] = []
     problem: str | None = None
