@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -239,7 +240,7 @@ def tiling_problem(
     for offsets, sizes in boxes:
         count[
             tuple(
-                slice(np.searchsorted(c, o), np.searchsorted(c, o + n))
+                slice(bisect_left(c, o), bisect_left(c, o + n))
                 for c, o, n in zip(cuts, offsets, sizes, strict=True)
             )
         ] += 1

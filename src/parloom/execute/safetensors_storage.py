@@ -57,6 +57,9 @@ from parloom.execute.manifest import (
     resolve,
 )
 
+# A longer header is refused by safetensors when the file is read (its MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+
 
 def box_key(name: str, offsets: Iterable[int]) -> str:
     """The key of a box in its file: the user's name and the box's offsets, `wte.weight@0,48`."""
@@ -91,6 +94,11 @@ def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[st
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise InputError(
+            f"{path}: its {len(ordered)} boxes need a header of {len(text)} bytes, safetensors reads"
+            f" {MAX_HEADER_BYTES}: the plan interleaves the shards of a long dim; shard blocks of it"
+        )
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
