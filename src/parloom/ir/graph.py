@@ -210,6 +210,19 @@ def rename_args(args: tuple[Arg, ...], names: dict[str, str]) -> tuple[Arg, ...]
     return tuple(visit(a) for a in args)
 
 
+def with_operands(node: Node, names: tuple[str, ...]) -> Node:
+    """The node with its tensor arguments replaced one by one, in the order of `refs`."""
+    left = iter(names)
+
+    def visit(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(next(left))
+        return tuple(visit(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    args = tuple(visit(a) for a in node.args)
+    return replace(node, args=args, kwargs=tuple((k, visit(v)) for k, v in node.kwargs))
+
+
 def rename_node(node: Node, names: dict[str, str]) -> Node:
     """A node with its arguments and results renamed."""
     return replace(

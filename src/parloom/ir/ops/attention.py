@@ -81,8 +81,8 @@ def _attention(e: Emission) -> str:
     shape = (*spec.shape[:-1], e.site.operands[1].shape[-2])
     weights = e.all_digits(type(spec)(shape, spec.dtype), e.result_layouts[0])
     return (
-        f"rt.attention({', '.join(parts)}, ctx=ctx, dropout_p={dropout!r}, key={e.key},"
-        f" dims={weights})"
+        f"rt.attention({q}, {k}, {v}, ctx, {mask}, {dropout!r}, {scale!r}, {e.key},"
+        f" {weights}, {causal})"
     )
 
 

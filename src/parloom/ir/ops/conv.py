@@ -70,11 +70,13 @@ def _spatial_dims(rule: Rule, site: Site, spatial: list[tuple[str, int, int]]) -
         source[2 + i] = (factor, *inner)
         for result in results:
             result[2 + i] = (factor,)
+    operands = (tuple(source), *rule.operands[1:])
+    used = {f for dims in (*operands, *results) for dim in dims for f in dim}
     return Rule(
-        tuple(sizes),
-        (tuple(source), *rule.operands[1:]),
+        tuple(p for p in sizes if p[0] in used),
+        operands,
         tuple(tuple(r) for r in results),
-        tuple(kinds),
+        tuple(p for p in kinds if p[0] in used),
         rule.reduction,
     )
 

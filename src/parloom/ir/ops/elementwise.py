@@ -13,6 +13,7 @@ _INFIX = {
     "bitwise_or": "|", "remainder": "%",
 }  # fmt: skip
 _SAVED = {"mul": BOTH, "div": BOTH}
+_LINEAR = {"mul": "either", "div": "first", "add": "joint", "sub": "joint"}
 _NOT_DIFFERENTIABLE = {"eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__",
                        "bitwise_and", "bitwise_or"}  # fmt: skip
 
@@ -25,7 +26,7 @@ def _infix(symbol: str, function: str) -> OpDef:
 
     return OpDef(
         function, broadcast, emit, saved=_SAVED.get(function, ()),
-        differentiable=function not in _NOT_DIFFERENTIABLE,
+        differentiable=function not in _NOT_DIFFERENTIABLE, linear=_LINEAR.get(function, ""),
     )  # fmt: skip
 
 
@@ -48,12 +49,13 @@ OPS: tuple[OpDef, ...] = (
     *_unary("log sin cos abs pow erf square log1p expm1 maximum minimum clamp atan2", FIRST),
     *_unary("gelu silu softplus elu leaky_relu hardtanh hardswish mish", FIRST, "F."),
     *_unary("relu", RESULT, "F."),
-    *_unary("neg floor ceil round sign floor_divide logical_not logical_and logical_or isnan", ()),
+    OpDef("neg", broadcast, "torch.neg", linear="first"),
+    *_unary("floor ceil round sign floor_divide logical_not logical_and logical_or isnan", ()),
     *_unary("bitwise_not", (), "torch."),
     OpDef("where", broadcast, "torch.where", saved=FIRST),
     OpDef("masked_fill", broadcast, ".masked_fill", saved=(("operand", 1),)),
-    OpDef("_to_copy", broadcast, _to_copy),
-    OpDef("clone", broadcast, _clone),
+    OpDef("_to_copy", broadcast, _to_copy, linear="first"),
+    OpDef("clone", broadcast, _clone, linear="first"),
     OpDef("detach", broadcast, ".detach", differentiable=False, view=True),
     OpDef("lerp", broadcast, "torch.lerp", saved=BOTH),
     OpDef("addcmul", broadcast, "torch.addcmul", saved=BOTH),

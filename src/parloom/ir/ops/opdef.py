@@ -103,7 +103,8 @@ class OpDef:
     `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index);
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
-    operand's memory.
+    operand's memory; `linear` where the result is linear in the first operand ("first"), in either of two
+    ("either") or in all together ("joint"), so that partial sums may pass through.
     """
 
     name: str
@@ -117,6 +118,17 @@ class OpDef:
     view: bool = False
     random: bool = False
     differentiable: bool = True
+    linear: str = ""
+
+    def passes_partial(self, partial: tuple[bool, ...]) -> bool:
+        """Whether the result is a partial sum when just the marked operands are."""
+        if not any(partial):
+            return False
+        if self.linear == "joint":
+            return all(partial) and len(partial) > 1
+        if self.linear == "either":
+            return sum(partial) == 1
+        return self.linear == "first" and partial[0] and not any(partial[1:])
 
     def source(self, emission: Emission) -> str:
         """The expression that one rank runs."""

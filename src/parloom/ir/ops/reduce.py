@@ -109,8 +109,8 @@ _X = (("operand", 0),)
 _Y = (("result", 0),)
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("sum", _reduction("sum"), "torch.sum"),
-    OpDef("mean", _reduction("sum"), _mean),
+    OpDef("sum", _reduction("sum"), "torch.sum", linear="first"),
+    OpDef("mean", _reduction("sum"), _mean, linear="first"),
     OpDef("amax", _reduction("max"), "torch.amax", differentiable=False),
     OpDef("amin", _reduction("min"), "torch.amin", differentiable=False),
     OpDef("any", _arg_rule, "torch.any", differentiable=False),

@@ -259,14 +259,14 @@ def _tri_rule(site: Site) -> Rule:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("view", _view_rule, _view, no_flops, view=True),
-    OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True),
-    OpDef("permute", _permute_rule, ".permute", no_flops, view=True),
-    OpDef("t", _t_rule, ".t", no_flops, view=True),
-    OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True),
-    OpDef("squeeze", _squeeze_rule, ".squeeze", no_flops, view=True),
-    OpDef("expand", broadcast, _expand, no_flops, view=True),
-    OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True),
+    OpDef("view", _view_rule, _view, no_flops, view=True, linear="first"),
+    OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True, linear="first"),
+    OpDef("permute", _permute_rule, ".permute", no_flops, view=True, linear="first"),
+    OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first"),
+    OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True, linear="first"),
+    OpDef("squeeze", _squeeze_rule, ".squeeze", no_flops, view=True, linear="first"),
+    OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first"),
+    OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first"),
     OpDef("slice", _slice_rule, _slice, no_flops, view=True),
     OpDef("split", _split_rule, _split, no_flops, view=True),
     OpDef("split_with_sizes", _split_rule, _split, no_flops, view=True),

@@ -1,0 +1,305 @@
+"""Plan -> source: one readable Python module that every rank runs.
+
+One function per lowered block, one `forward`, and the tables that the runtime needs (mesh,
+parameters, units). Statements stand in the user's order under comments with the user's module path;
+each one says the layout of what it makes. Nothing is dispatched: operators are plain torch calls on
+local tensors, movements are calls of `parloom.runtime` that name their adjoint.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from parloom.codegen.tables import tables
+from parloom.errors import VerifyError
+from parloom.ir.graph import Input, Node
+from parloom.ir.layout import describe
+from parloom.ir.mesh import Mesh
+from parloom.ir.moves import ADJOINTS
+from parloom.ir.ops import Emission, Site, op_of
+from parloom.ir.pcg import PCG, Compute, Item, Movement, PCall, PFunction, PValue
+
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+WIDTH = 100
+
+
+def generate(pcg: PCG, title: str) -> str:
+    """The source of the program; `title` becomes the module's docstring."""
+    weights = _Weights(pcg)
+    parts = [_header(title)]
+    parts += [_function(pcg, f, weights) for f in pcg.functions]
+    if pcg.prologue:
+        parts.append(_prologue(pcg))
+    parts.append(_forward(pcg, weights))
+    parts.append(tables(pcg, _units(pcg, weights)))
+    return "\n\n\n".join(parts) + "\n"
+
+
+def _header(title: str) -> str:
+    clean = title.replace("\\", "/").replace('"""', "'''")
+    return (
+        f'"""{clean}"""\n\n'
+        "import torch\nimport torch.nn.functional as F\nfrom torch import Tensor\n\n"
+        "from parloom import runtime as rt"
+    )
+
+
+def identifier(name: str) -> str:
+    """`name`, refused unless it is an identifier: names come from files."""
+    if not IDENTIFIER.match(name):
+        raise VerifyError(f"{name!r} is no identifier")
+    return name
+
+
+class _Weights:
+    """Which formal inputs of each lowered function are gathered weights of the call's own unit."""
+
+    def __init__(self, pcg: PCG) -> None:
+        self.parameters = {p.input.value.name: p for p in pcg.parameters}
+        calls = [i for i in pcg.main.body if isinstance(i, PCall)]
+        readers: dict[str, set[str]] = {}
+        for item in pcg.main.body:
+            values = item.args if isinstance(item, PCall) else _operands(item)
+            for value in values:
+                reader = f"call {id(item)}" if isinstance(item, PCall) else ""
+                readers.setdefault(value.name, set()).add(reader)
+        self.formal: dict[str, tuple[bool, ...]] = {}
+        for call in calls:
+            own = tuple(
+                a.name in self.parameters and len(readers[a.name]) == 1 for a in call.args
+            )
+            before = self.formal.get(call.function, own)
+            self.formal[call.function] = tuple(x and y for x, y in zip(own, before, strict=True))
+
+    def split(self, call: PCall) -> tuple[list[PValue], list[PValue]]:
+        """(inputs, weights of the call's unit)."""
+        flags = self.formal[call.function]
+        inputs = [a for a, f in zip(call.args, flags, strict=True) if not f]
+        return inputs, [a for a, f in zip(call.args, flags, strict=True) if f]
+
+    def target(self, value: PValue) -> str:
+        return self.parameters[value.name].input.target
+
+
+def _units(pcg: PCG, weights: _Weights) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(prefix, parameter names) gathered together: "" for those that main reads itself."""
+    calls = [
+        (item.prefix, tuple(weights.target(w) for w in weights.split(item)[1]))
+        for item in pcg.main.body
+        if isinstance(item, PCall)
+    ]
+    owned = {name for _, names in calls for name in names}
+    root = tuple(p.input.target for p in pcg.parameters if p.input.target not in owned)
+    return (("", root), *((prefix, names) for prefix, names in calls if names))
+
+
+def _operands(item: Item) -> tuple[PValue, ...]:
+    if isinstance(item, Movement):
+        return (item.operand,)
+    return item.operands if isinstance(item, Compute) else item.args
+
+
+def _results(item: Item) -> tuple[PValue, ...]:
+    return (item.result,) if isinstance(item, Movement) else item.results
+
+
+def _function(pcg: PCG, function: PFunction, weights: _Weights) -> str:
+    flags = weights.formal[function.name]
+    inputs = [v for v, f in zip(function.inputs, flags, strict=True) if not f]
+    own = [v for v, f in zip(function.inputs, flags, strict=True) if f]
+    arguments = ", ".join(f"{identifier(v.name)}: Tensor" for v in (*inputs, *own))
+    count = len(function.outputs)
+    returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+    head = f"def {identifier(function.name)}(ctx: rt.Context, prefix: str, {arguments}) -> {returns}:"
+    lines = [head if len(head) <= WIDTH else _wrapped(head)]
+    lines += _layout_lines(pcg.mesh, (*inputs, *own))
+    kept = {v.name for v in function.outputs}
+    lines += _statements(pcg, function.body, kept, prefix=None, weights=weights)
+    lines.append(f"    return {', '.join(v.name for v in function.outputs)}")
+    return "\n".join(lines)
+
+
+def _wrapped(head: str) -> str:
+    opening, rest = head.split("(", 1)
+    arguments, closing = rest.rsplit(")", 1)
+    lines, line = [f"{opening}("], "   "
+    for argument in re.split(r", (?=\w+: )", arguments):
+        if len(line) + len(argument) + 2 > WIDTH:
+            lines.append(line)
+            line = "   "
+        line += f" {argument},"
+    return "\n".join([*lines, line, f"){closing}"])
+
+
+def _layout_lines(mesh: Mesh, values: Iterable[PValue]) -> Iterator[str]:
+    if mesh.num_ranks > 1:
+        for value in values:
+            yield f"    # {value.name}: {describe(value.layout, value.spec.shape, mesh)}"
+
+
+def _prologue(pcg: PCG) -> str:
+    lines = [
+        "def prologue(ctx: rt.Context, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:",
+        '    """Values of the batch alone, summed over microbatches by the executor."""',
+    ]
+    kept = {made.name for made, _ in pcg.hoisted}
+    lines += _main_statements(pcg, pcg.prologue, kept, None)
+    lines.append(f"    return ({', '.join(made.name for made, _ in pcg.hoisted)},)")
+    return "\n".join(lines)
+
+
+def _forward(pcg: PCG, weights: _Weights) -> str:
+    lines = [
+        "def forward(",
+        "    ctx: rt.Context, batch: dict[str, Tensor], hoisted: tuple[Tensor, ...]",
+        ") -> rt.Result:",
+    ]
+    lines += [
+        f"    {identifier(value.name)} = hoisted[{i}]" for i, (_, value) in enumerate(pcg.hoisted)
+    ]
+    named = (*pcg.updates, *pcg.outputs)
+    kept = {value.name for _, value in named} | ({pcg.loss.name} if pcg.loss else set())
+    lines += _main_statements(pcg, pcg.main.body, kept, weights)
+    parts = [f"loss={pcg.loss.name}" if pcg.loss else "loss=torch.zeros(())"]
+    for field, pairs in (("updates", pcg.updates), ("outputs", pcg.outputs)):
+        if pairs:
+            entries = ", ".join(f"{name!r}: {value.name}" for name, value in pairs)
+            parts.append(f"{field}={{{entries}}}")
+    lines.append(f"    return rt.Result({', '.join(parts)})")
+    return "\n".join(lines)
+
+
+def _main_statements(
+    pcg: PCG, body: Iterable[Item], kept: set[str], weights: _Weights | None
+) -> list[str]:
+    """Statements of main: each input is fetched where it is first read."""
+    items = tuple(body)
+    fetched: set[str] = set()
+    fetch = {i.value.name: i for i in pcg.graph.inputs}
+    lines: list[str] = []
+    before: dict[int, list[str]] = {}
+    for index, item in enumerate(items):
+        values = weights.split(item)[0] if isinstance(item, PCall) and weights else _operands(item)
+        for value in values:
+            if value.name in fetch and value.name not in fetched:
+                fetched.add(value.name)
+                before.setdefault(index, []).append(_fetch(fetch[value.name]))
+    for name in sorted(kept - fetched):
+        if name in fetch:
+            before.setdefault(len(items), []).append(_fetch(fetch[name]))
+    lines += _statements(pcg, items, kept, prefix="", weights=weights, before=before)
+    return lines
+
+
+def _fetch(entry: Input) -> str:
+    """The statement that brings an input of main into a local name."""
+    name = identifier(entry.value.name)
+    if entry.kind == "constant":
+        dtype = f"torch.{identifier(entry.value.spec.dtype)}"
+        return f"{name} = torch.tensor({entry.data!r}, dtype={dtype}, device=ctx.device)"
+    getter = {"parameter": "ctx.weight({!r})", "buffer": "ctx.buffer({!r})", "batch": "batch[{!r}]"}
+    return f"{name} = {getter[entry.kind].format(entry.target)}"
+
+
+def _statements(
+    pcg: PCG,
+    body: Iterable[Item],
+    kept: set[str],
+    *,
+    prefix: str | None,
+    weights: _Weights | None,
+    before: dict[int, list[str]] | None = None,
+) -> list[str]:
+    """One line per item; values are deleted after the section in which they are last read."""
+    items = tuple(body)
+    last = {v.name: i for i, item in enumerate(items) for v in (*_results(item), *_operands(item))}
+    lines: list[str] = []
+    section = None
+    dead: list[str] = []
+    made: set[str] = set()
+    for index, item in enumerate(items):
+        title = _section(item)
+        if title is not None and title != section:
+            if dead:
+                lines.append(f"    del {', '.join(dead)}")
+                dead = []
+            section = title
+            lines += ["", f"    # {title}"] if lines else [f"    # {title}"]
+        lines += [f"    {line}" for line in (before or {}).get(index, ())]
+        lines += [f"    {line}" for line in _statement(pcg, item, prefix, weights)]
+        made.update(v.name for v in _results(item))
+        read = {v.name for v in (*_results(item), *_operands(item))} & made - kept
+        dead += sorted(name for name in read if last[name] == index)
+    lines += [f"    {line}" for line in (before or {}).get(len(items), ())]
+    return lines
+
+
+def _section(item: Item) -> str | None:
+    if isinstance(item, Compute):
+        source = f"  ({item.node.source})" if item.node.source else ""
+        return f"{item.node.path or '(top)'}{source}"
+    return item.prefix if isinstance(item, PCall) else None
+
+
+def _statement(
+    pcg: PCG, item: Item, prefix: str | None, weights: _Weights | None
+) -> Iterator[str]:
+    targets = ", ".join(identifier(v.name) for v in _results(item))
+    if isinstance(item, Compute):
+        code = _compute(pcg, item, prefix)
+        if len(item.results) == 1 and _returns_tuple(item.node):
+            targets += ","
+    elif isinstance(item, Movement):
+        code = _movement(item)
+    else:
+        assert weights is not None
+        inputs, own = weights.split(item)
+        names = ", ".join(v.name for v in inputs) + ("," if len(inputs) == 1 else "")
+        units = tuple(weights.target(v) for v in own)
+        tail = ", recompute=True" if item.policy == "recompute" else ""
+        code = f"ctx.call({item.function}, {item.prefix!r}, ({names}), {units!r}{tail})"
+    line = f"{targets} = {code}"
+    if pcg.mesh.num_ranks > 1 and not isinstance(item, PCall):
+        first = _results(item)[0]
+        line += f"  # {describe(first.layout, first.spec.shape, pcg.mesh)}"
+    yield line
+
+
+def _returns_tuple(node: Node) -> bool:
+    return node.op in ("split", "split_with_sizes", "chunk", "unbind", "batch_norm")
+
+
+def _compute(pcg: PCG, item: Compute, prefix: str | None) -> str:
+    node = item.node
+    site = Site(node, tuple(v.spec for v in item.operands))
+    path = ".".join(p for p in (prefix, node.path) if p)
+    tail = f"{path}:{node.op}#{node.index}"
+    joint = "." if node.path else ""
+    key = repr(tail) if prefix is not None else "prefix + " + repr(f"{joint}{tail}")
+    emission = Emission(
+        site,
+        item.rule,
+        dict(item.assignment),
+        pcg.mesh,
+        {v.name: identifier(v.name) for v in item.operands},
+        key,
+        tuple(v.layout for v in item.operands),
+        tuple(v.layout for v in item.results),
+    )
+    return op_of(node).source(emission)
+
+
+def _movement(item: Movement) -> str:
+    step = item.step
+    adjoint = ADJOINTS[step.row]
+    name = step.row.removesuffix("_varying")
+    x = identifier(item.operand.name)
+    parts = [x, "ctx", repr(step.axes)]
+    if name in ("partition", "combine", "reduce_scatter"):
+        parts += [f"dim={step.dim}", f"inner={step.inner}"]
+    elif name == "all_to_all":
+        parts += [f"gather={(step.dim, step.inner)!r}", f"split={step.split!r}"]
+    elif name == "halo_exchange":
+        parts += [f"dim={step.dim}", f"before={step.halo[0]}", f"after={step.halo[1]}"]
+    elif name == "reduce" and step.reduction != "sum":
+        parts.append(f"op={step.reduction!r}")
+    return f'rt.{name}({", ".join(parts)}, backward="{adjoint.backward}")'

@@ -1,0 +1,100 @@
+"""The tables at the end of a generated program: mesh, tensors, parameters, units, schedule."""
+
+from parloom.ir.layout import Layout, digits
+from parloom.ir.mesh import Mesh
+from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue
+from parloom.ir.plan import actions
+
+Units = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def tables(pcg: PCG, units: Units) -> str:
+    """`MESH` and `PROGRAM` as source."""
+    lines = ["MESH = rt.Mesh(", "    ("]
+    for axis in pcg.mesh.axes:
+        primes = tuple((p.size, p.stride) for p in axis.primes)
+        lines.append(f"        rt.Axis({axis.name!r}, {axis.size}, {primes!r}),")
+    lines += ["    )", ")", "", "PROGRAM = rt.Program(", f"    name={pcg.graph.name!r},"]
+    lines.append("    mesh=MESH,")
+    batch = {v.name: v for v in pcg.main.inputs}
+    lines += _block(
+        "inputs",
+        [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("batch")],
+    )
+    lines += _block(
+        "buffers",
+        [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("buffer")],
+    )
+    lines += _block("outputs", [_tensor(n, v, pcg.mesh) for n, v in pcg.outputs])
+    lines += _block("parameters", [_parameter(p, pcg.mesh) for p in pcg.parameters])
+    lines += _block("units", [repr(unit) for unit in units])
+    lines.append(f"    num_microbatches={pcg.num_microbatches},")
+    lines.append(f"    actions={tuple(str(a) for a in actions(pcg.num_microbatches))!r},")
+    lines += _block("groups", [repr(group) for group in groups(pcg)])
+    lines.append("    forward=forward,")
+    if pcg.prologue:
+        lines.append("    prologue=prologue,")
+    lines.append(")")
+    return "\n".join(lines)
+
+
+def _block(name: str, entries: list[str]) -> list[str]:
+    if not entries:
+        return []
+    return [f"    {name}=(", *(f"        {e}," for e in entries), "    ),"]
+
+
+def _dims(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> str:
+    return repr(tuple(digits(layout, d, n, mesh) for d, n in enumerate(shape)))
+
+
+def _tensor(name: str, value: PValue, mesh: Mesh) -> str:
+    spec = value.spec
+    dims = _dims(value.layout, spec.shape, mesh)
+    return f"rt.TensorSpec({name!r}, {spec.shape!r}, {spec.dtype!r}, {dims})"
+
+
+def _parameter(parameter: PParameter, mesh: Mesh) -> str:
+    entry, decision = parameter.input, parameter.decision
+    spec = entry.value.spec
+    parts = [repr(entry.target), repr(spec.shape), repr(spec.dtype)]
+    parts.append(_dims(parameter.layout, spec.shape, mesh))
+    reduce = tuple(a for a in parameter.reduce if not mesh[a].steps)
+    if reduce:
+        parts.append(f"reduce={reduce!r}")
+    stored = [
+        (kind, storage.axes)
+        for kind, storage in (
+            ("weight", decision.weight),
+            ("gradient", decision.gradient),
+            ("optimizer", decision.optimizer),
+        )
+        if storage.axes
+    ]
+    if stored:
+        inner = ", ".join(f"{kind}={axes!r}" for kind, axes in stored)
+        dim = decision.optimizer.dim
+        parts.append(f"storage=rt.Storage({inner}, dim={dim})")
+    if not entry.trainable:
+        parts.append("trainable=False")
+    if entry.aliases:
+        parts.append(f"aliases={entry.aliases!r}")
+    return f"rt.ParameterSpec({', '.join(parts)})"
+
+
+def groups(pcg: PCG) -> tuple[tuple[str, ...], ...]:
+    """Every axis tuple over which the program communicates, in order of first use."""
+    found: dict[tuple[str, ...], None] = {}
+    for function in (pcg.main, *pcg.functions):
+        for item in function.body:
+            if isinstance(item, Movement):
+                found.setdefault(item.step.axes)
+            elif isinstance(item, Compute):
+                for _, axes in item.assignment:
+                    found.setdefault(axes)
+    for parameter in pcg.parameters:
+        found.setdefault(parameter.reduce)
+        for storage in (parameter.decision.weight, parameter.decision.optimizer):
+            found.setdefault(storage.axes)
+    space = [a.name for a in pcg.mesh.axes if not a.steps]
+    return tuple(g for g in found if g and all(a in space for a in g))

@@ -1,0 +1,207 @@
+"""Factors across the graph: where one operator cuts a dim, its neighbours can cut there too.
+
+A view that splits 3.heads.head_dim lets the linear layer before it shard heads, three operators
+away. `factorize` carries such cuts along values and through rules, in both directions and across
+block calls, to a fixed point; every operator's rule is then split into the finest factors that
+some neighbour understands. Cuts of one factor must form a divisibility chain; a cut that does not
+fit is dropped (only granularity is lost, never correctness).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from parloom.ir.graph import Call, Function, Graph, Node, TensorSpec
+from parloom.ir.layout import Layout
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops import Rule, Site, op_of
+from parloom.ir.ops.rule import HALO, WHOLE, Dims
+
+Cuts = frozenset[int]  # strides at which a dim may be cut
+DimKey = tuple[str, str, int]  # function, value, dim
+
+
+@dataclass(frozen=True)
+class Factored:
+    """The refined rule of every node, by (function name, node key)."""
+
+    graph: Graph
+    rules: Mapping[tuple[str, str], Rule]
+
+    def rule(self, function: str, node: Node) -> Rule:
+        return self.rules[function, node.key]
+
+
+def site_of(node: Node, specs: Mapping[str, TensorSpec]) -> Site:
+    """The node with the specs of its operands."""
+    return Site(node, tuple(specs[name] for name in node.refs))
+
+
+def factorize(graph: Graph) -> Factored:
+    """Refined rules for every node of `graph`; raises `CaptureError` for operators without one."""
+    functions = {f.name: f for f in (graph.main, *graph.functions)}
+    cuts: dict[DimKey, Cuts] = {}
+    base: dict[tuple[str, str], Rule] = {}
+    for function in functions.values():
+        specs = function.specs()
+        for item in function.body:
+            if isinstance(item, Node):
+                base[function.name, item.key] = op_of(item).rule(site_of(item, specs))
+    changed = True
+    while changed:
+        changed = False
+        for function in functions.values():
+            for body in (function.body, tuple(reversed(function.body))):
+                for item in body:
+                    if isinstance(item, Call):
+                        changed |= _through_call(cuts, function, item, functions[item.function])
+                    else:
+                        rule = base[function.name, item.key]
+                        changed |= _through_node(cuts, function.name, item, rule)
+    rules = {
+        (function.name, item.key): _refine(cuts, function.name, item, base[function.name, item.key])
+        for function in functions.values()
+        for item in function.body
+        if isinstance(item, Node)
+    }
+    return Factored(graph, rules)
+
+
+def _through_call(
+    cuts: dict[DimKey, Cuts], function: Function, call: Call, callee: Function
+) -> bool:
+    changed = False
+    actual = (*call.args, *(v.name for v in call.results))
+    formal = (*(v.name for v in callee.inputs), *callee.outputs)
+    specs = callee.specs()
+    for outer, inner in zip(actual, formal, strict=True):
+        for dim, size in enumerate(specs[inner].shape):
+            keys = (function.name, outer, dim), (callee.name, inner, dim)
+            for key, other in (keys, keys[::-1]):
+                old = cuts.get(key, frozenset())
+                new = _extend(old, cuts.get(other, frozenset()), size)
+                if new != old:
+                    cuts[key] = new
+                    changed = True
+    return changed
+
+
+def _occurrences(function: str, node: Node, rule: Rule) -> list[tuple[DimKey, tuple[str, ...]]]:
+    found: list[tuple[DimKey, tuple[str, ...]]] = []
+    tensors: list[tuple[str, Dims]] = [
+        *zip(node.refs, rule.operands, strict=True),
+        *zip((v.name for v in node.results), rule.results, strict=True),
+    ]
+    for name, dims in tensors:
+        found += (((function, name, dim), factors) for dim, factors in enumerate(dims))
+    return found
+
+
+def _units(rule: Rule, factors: tuple[str, ...]) -> list[tuple[str, int]]:
+    """(factor, stride of its unit in the dim), outermost first."""
+    sizes = [rule.size(f) for f in factors]
+    return [(f, prod(sizes[i + 1 :])) for i, f in enumerate(factors)]
+
+
+def _through_node(cuts: dict[DimKey, Cuts], function: str, node: Node, rule: Rule) -> bool:
+    inner = _inner_cuts(cuts, function, node, rule)
+    changed = False
+    for key, factors in _occurrences(function, node, rule):
+        mine: set[int] = set()
+        size = 1
+        for factor, unit in _units(rule, factors):
+            mine |= {unit * c for c in inner[factor]} | {unit}
+            size *= rule.size(factor)
+        old = cuts.get(key, frozenset())
+        new = _extend(old, frozenset(mine), size)
+        if new != old:
+            cuts[key] = new
+            changed = True
+    return changed
+
+
+def _inner_cuts(
+    cuts: Mapping[DimKey, Cuts], function: str, node: Node, rule: Rule
+) -> dict[str, Cuts]:
+    """Cuts inside each factor, in units of the factor."""
+    inner: dict[str, set[int]] = {f: set() for f, _ in rule.sizes}
+    for key, factors in _occurrences(function, node, rule):
+        for factor, unit in _units(rule, factors):
+            top = unit * rule.size(factor)
+            for cut in cuts.get(key, frozenset()):
+                if unit < cut < top and cut % unit == 0 and top % cut == 0:
+                    inner[factor].add(cut // unit)
+    return {f: _extend(frozenset(), frozenset(c), rule.size(f)) for f, c in inner.items()}
+
+
+def _extend(old: Cuts, added: Cuts, size: int) -> Cuts:
+    """`old` with every cut of `added` that keeps it a divisibility chain of divisors of `size`."""
+    kept = set(old)
+    for cut in sorted(added - old):
+        if 1 < cut < size and size % cut == 0:
+            if all(cut % k == 0 or k % cut == 0 for k in kept):
+                kept.add(cut)
+    return frozenset(kept)
+
+
+def _refine(cuts: Mapping[DimKey, Cuts], function: str, node: Node, rule: Rule) -> Rule:
+    inner = _inner_cuts(cuts, function, node, rule)
+    parts = {
+        factor: _parts(inner[factor], size)
+        for factor, size in rule.sizes
+        if rule.kind(factor) not in (HALO, WHOLE)
+    }
+    return rule.split(parts)
+
+
+def _parts(cuts: Cuts, size: int) -> tuple[int, ...]:
+    bounds = [*sorted(cuts), size]
+    sizes, low = [], 1
+    for high in bounds:
+        sizes.append(high // low)
+        low = high
+    return tuple(reversed(sizes))
+
+
+def follow(rule: Rule, operands: tuple[Layout, ...], mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The assignment that takes operands as they lie: each axis goes to the factor it shards.
+
+    The first operand that shards an axis decides; axes that lie on no shardable factor, or do not
+    divide there, are left out (the operand is then gathered).
+    """
+    chosen: dict[str, list[tuple[int, str]]] = {}
+    used: set[str] = set()
+    for layout, dims in zip(operands, rule.operands, strict=True):
+        for shard in layout.shards:
+            if shard.axis in used:
+                continue
+            for factor, unit in _units(rule, dims[shard.dim]):
+                top = unit * rule.size(factor)
+                if unit <= shard.stride < top and factor in rule.shardable:
+                    chosen.setdefault(factor, []).append((-shard.stride, shard.axis))
+                    used.add(shard.axis)
+    assignment = {}
+    for factor, axes in chosen.items():
+        names: tuple[str, ...] = ()
+        for _, axis in sorted(axes):
+            if rule.size(factor) % mesh.size((*names, axis)) == 0:
+                names = (*names, axis)
+        if names:
+            assignment[factor] = names
+    return assignment
+
+
+def cut_to(rule: Rule, operands: tuple[Layout, ...], mesh: Mesh) -> Rule:
+    """`rule` with factors split where the operands' shards begin, so that `follow` is exact."""
+    cuts: dict[str, set[int]] = {}
+    for layout, dims in zip(operands, rule.operands, strict=True):
+        for shard in layout.shards:
+            for factor, unit in _units(rule, dims[shard.dim]):
+                top = unit * rule.size(factor)
+                if unit <= shard.stride < top and rule.kind(factor) not in (HALO, WHOLE):
+                    cuts.setdefault(factor, set()).add(shard.stride * mesh[shard.axis].size // unit)
+    parts = {
+        f: _parts(_extend(frozenset(), frozenset(c), rule.size(f)), rule.size(f))
+        for f, c in cuts.items()
+    }
+    return rule.split(parts)

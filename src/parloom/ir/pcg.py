@@ -1,0 +1,112 @@
+"""The parallel computation graph: every movement is a node, every layout is derived.
+
+`lower(graph, decisions)` (`ir.lower`) makes it; simulator, cost and code generation read it. The
+name and the idea are Unity's (OSDI'22 section 3).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from parloom.ir.graph import Graph, Input, Node, TensorSpec
+from parloom.ir.layout import Layout
+from parloom.ir.mesh import Mesh
+from parloom.ir.moves import Step
+from parloom.ir.ops import Rule
+from parloom.ir.plan import ParameterDecision
+
+TIME = "micro"  # the mesh axis in time: microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class PValue:
+    """A distributed tensor: global spec, layout, and axes over which its cotangent is partial.
+
+    `halo` holds extra border rows (dim, below, above) that the local tensor carries.
+    """
+
+    name: str
+    spec: TensorSpec
+    layout: Layout = Layout()
+    varying: tuple[str, ...] = ()
+    differentiable: bool = False
+    halo: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One operator on local shards: `operands` are values in the order of `node.refs`."""
+
+    node: Node
+    rule: Rule
+    assignment: tuple[tuple[str, tuple[str, ...]], ...]
+    operands: tuple[PValue, ...]
+    results: tuple[PValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One movement of a value (a row of `moves.ADJOINTS`)."""
+
+    step: Step
+    operand: PValue
+    result: PValue
+
+
+@dataclass(frozen=True, slots=True)
+class PCall:
+    """A call of a lowered block function."""
+
+    function: str
+    prefix: str
+    args: tuple[PValue, ...]
+    results: tuple[PValue, ...]
+    policy: str = "keep"
+
+
+Item = Compute | Movement | PCall
+
+
+@dataclass(frozen=True, slots=True)
+class PFunction:
+    """A lowered function; one block kind has a variant per distinct set of decisions."""
+
+    name: str
+    kind: str
+    inputs: tuple[PValue, ...]
+    body: tuple[Item, ...]
+    outputs: tuple[PValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PParameter:
+    """A parameter: its compute layout, the axes its gradient is partial over, its storage."""
+
+    input: Input
+    layout: Layout
+    reduce: tuple[str, ...]
+    decision: ParameterDecision
+
+
+@dataclass(frozen=True)
+class PCG:
+    """A lowered program.
+
+    `prologue` computes, per microbatch and from the batch alone, the values named `hoisted`, which
+    the executor sums over microbatches before the first forward pass.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    functions: tuple[PFunction, ...]
+    main: PFunction
+    parameters: tuple[PParameter, ...]
+    loss: PValue | None
+    outputs: tuple[tuple[str, PValue], ...]
+    updates: tuple[tuple[str, PValue], ...]
+    prologue: tuple[Item, ...] = ()
+    hoisted: tuple[tuple[PValue, PValue], ...] = ()
+    num_microbatches: int = 1
+
+    @cached_property
+    def by_name(self) -> dict[str, PFunction]:
+        return {f.name: f for f in self.functions}
