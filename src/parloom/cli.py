@@ -1,0 +1,394 @@
+"""The `parloom` command: flags in, results on stdout, progress on stderr, exit codes as documented.
+
+0 done, 1 a bug, 2 bad usage or input, 3 nothing fits, 4 cannot be captured, 5 plan of another
+model, 6 gap not reached, 7 numbers differ, 8 environment unusable, 130 interrupted. torch is
+imported by the commands that need it, when they run.
+"""
+
+import hashlib
+import json
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from parloom import __version__
+from parloom.cost import units
+from parloom.cost.clusters import resolve_cluster
+from parloom.errors import InputError, NotYetError, ParloomError, nearest
+
+METHODS = ("auto", "data_parallel", "fsdp", "megatron", "random")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+app = typer.Typer(
+    name="parloom",
+    help="Plan, prove, predict and run parallel training of an unmodified PyTorch model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+cluster_app = typer.Typer(no_args_is_help=True, help="Look at a cluster spec or file.")
+app.add_typer(cluster_app, name="cluster")
+
+
+class Objective(StrEnum):
+    """What the search makes small."""
+
+    TIME = "time"
+    COST = "cost"
+    MEMORY = "memory"
+
+
+class Dtype(StrEnum):
+    """The floating-point type of parameters and activations."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Details, and tracebacks of errors.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="zoo:NAME, a Hugging Face config.json, folder or Hub id, pkg.module:factory, "
+            "file.py:factory, or a .pt2 file.",
+        ),
+    ],
+    cluster: Annotated[
+        str, typer.Option(metavar="C", help="2x8xH100, 8xH100, 4xcpu, or a YAML file.")
+    ],
+    batch: Annotated[int | None, typer.Option(min=1, help="Global batch size.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Sequence length.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Type of parameters and activations.")] = Dtype.FP32,
+    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, as adamw.")] = "adamw",
+    method: Annotated[
+        str, typer.Option(help=f"{', '.join(METHODS)}, or a plan file to take decisions from.")
+    ] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory to use per device, as 70GB.")
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
+    forbid: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
+    objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
+    budget: Annotated[str | None, typer.Option(metavar="WORK", help="Not yet.")] = None,
+    require_gap: Annotated[float | None, typer.Option(metavar="G", help="Not yet.")] = None,
+    batch_semantics: Annotated[str, typer.Option(help="global; microbatch: not yet.")] = "global",
+    batch_norm: Annotated[str, typer.Option(help="global; local: not yet.")] = "global",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the fastest plan that fits and save it with its generated source."""
+    _refuse(
+        {
+            "--pin": pin,
+            "--forbid": forbid,
+            f"--objective {objective.value}": objective is not Objective.TIME,
+            "--budget": budget,
+            "--require-gap": require_gap is not None,
+            f"--batch-semantics {batch_semantics}": batch_semantics != "global",
+            f"--batch-norm {batch_norm}": batch_norm != "global",
+        }
+    )
+    loaded = resolve_cluster(cluster)
+    limit = _memory(memory)
+    _check_method(method)
+    from parloom import api
+    from parloom.report import terminal
+
+    started = time.monotonic()
+    found = api.plan(
+        model,
+        cluster=cluster,
+        batch=batch,
+        seq=seq,
+        dtype=DTYPES[dtype.value],
+        optimizer=optimizer,
+        method=method,
+        memory=limit,
+        microbatches=microbatches,
+        seed=seed,
+        progress=_say,
+    )
+    search_s = time.monotonic() - started
+    folder = out or _folder(model, cluster, found)
+    paths = _named(api.save(found, folder))
+    if as_json:
+        _print_json(terminal.plan_document(found, search_s, str(paths["plan"])))
+    else:
+        _print(terminal.plan_screen(found, loaded.cluster, paths))
+
+
+@app.command()
+def verify(
+    path: PlanPath,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Prove a small copy of a big model.")
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Prove that the plan's program equals the model on one device (exit 7 where it does not)."""
+    from parloom import api
+
+    report = api.verify(api.load(path), shrink=shrink, progress=_say)
+    if as_json:
+        _print_json(asdict(report))
+    else:
+        _print(str(report))
+    if not report.passed:
+        raise typer.Exit(7)
+
+
+@app.command()
+def run(
+    path: PlanPath,
+    script: Annotated[
+        list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
+    ],
+    verbose: Verbose = False,
+) -> None:
+    """Start a training script on every rank of the plan with torchrun."""
+    from parloom import api
+
+    raise typer.Exit(api.run(path, script, progress=_say, verbose=verbose))
+
+
+@cluster_app.command("show")
+def cluster_show(
+    cluster: Annotated[
+        str | None, typer.Argument(metavar="C", help="A spec or a YAML file.")
+    ] = None,
+    known: Annotated[bool, typer.Option("--known", help="List the known devices.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print the levels and links of a cluster, and what had to be assumed."""
+    from parloom.report import terminal
+
+    if known or cluster is None:
+        _print_known(as_json)
+        return
+    loaded = resolve_cluster(cluster)
+    if as_json:
+        _print_json(terminal.cluster_document(loaded.cluster, loaded.assumptions))
+    else:
+        _print(terminal.cluster_screen(loaded.cluster, loaded.assumptions))
+
+
+@cluster_app.command("check")
+def cluster_check(
+    cluster: Annotated[str, typer.Argument(metavar="C", help="A spec or a YAML file.")],
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Read a cluster strictly: exit 0, or 2 with the line and column of the first fault."""
+    loaded = resolve_cluster(cluster)
+    name, number = loaded.cluster.name, loaded.cluster.num_devices
+    if as_json:
+        document = {"ok": True, "name": name, "num_devices": number}
+        _print_json(document | {"assumptions": list(loaded.assumptions)})
+    else:
+        _print(f"{cluster}: fine: {name}, {number} x {loaded.cluster.device.name}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False, verbose: Verbose = False) -> None:
+    """Versions, backends, processors and memory, ready to paste (exit 8 where nothing can run)."""
+    from parloom.execute import doctor as diagnosis
+
+    found = diagnosis.diagnose()
+    if as_json:
+        _print_json(found)
+    else:
+        _print("\n".join(diagnosis.lines(found)))
+    diagnosis.check(found)
+
+
+@app.command()
+def simulate(
+    path: PlanPath,
+    trace: Annotated[Path | None, typer.Option(metavar="F")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Not yet: play the plan's step and print the timeline."""
+    _refuse({"simulate": True})
+
+
+@app.command()
+def explain(
+    path: PlanPath,
+    name: Annotated[str | None, typer.Argument(metavar="NAME")] = None,
+    versus: Annotated[str | None, typer.Option(metavar="METHOD|PLAN")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Not yet: say why a tensor is placed as it is."""
+    _refuse({"explain": True})
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path | None, typer.Option(metavar="F")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Not yet: measure this cluster's rates."""
+    _refuse({"calibrate": True})
+
+
+@app.command()
+def report(path: PlanPath, as_json: AsJson = False, verbose: Verbose = False) -> None:
+    """Not yet: write one HTML page about the plan."""
+    _refuse({"report": True})
+
+
+@app.command()
+def export(
+    path: PlanPath,
+    to: Annotated[str | None, typer.Option(metavar="...")] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Not yet: write the plan as another tool's settings."""
+    _refuse({"export": True})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code of the contract."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    verbose = "-v" in own or "--verbose" in own
+    if own == ["--version"]:
+        _print(f"parloom {__version__}")
+        return 0
+    try:
+        app(arguments, prog_name="parloom")
+    except SystemExit as stop:
+        if stop.code == 130:
+            _say("interrupted")
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except ParloomError as error:
+        if verbose:
+            traceback.print_exc()
+        _say(f"error: {error}")
+        return error.exit_code
+    except Exception as error:
+        return _bug(error, arguments, verbose)
+    return 0
+
+
+def _bug(error: Exception, arguments: list[str], verbose: bool) -> int:
+    """One line for the user, everything else in a file for the issue."""
+    text = traceback.format_exc()
+    if verbose:
+        print(text, file=sys.stderr)
+    first = str(error).strip().splitlines()[:1]
+    what = f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", prefix="parloom-bug-", suffix=".txt", delete=False
+    ) as file:
+        file.write(f"parloom {__version__}, Python {sys.version}\n{arguments}\n\n{text}")
+    _say(f"internal error: {what}. This is a bug; please report it with {file.name}")
+    return 1
+
+
+def _refuse(asked: Mapping[str, object]) -> None:
+    """Raise `NotYetError` for what is documented but still to come."""
+    for name, given in asked.items():
+        if given:
+            what = f"`parloom {name}`" if not name.startswith("--") else name
+            raise NotYetError(f"not yet: {what} is still to come; parloom {__version__} is without")
+
+
+def _memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = units.parse_bytes(text)
+    except InputError as error:
+        raise InputError(f"--memory: {error}") from None
+    if not size:
+        raise InputError("--memory: must be greater than zero")
+    return size
+
+
+def _check_method(method: str) -> None:
+    if method not in METHODS and not Path(method).exists():
+        raise InputError(f"--method: no method or plan file {method!r}{nearest(method, METHODS)}")
+
+
+def _folder(model: str, cluster: str, found: Any) -> Path:
+    """`runs/<model>-<cluster>-<method>-<id>`: the same plan has the same folder."""
+    from parloom.ir.plan_json import plan_to_json
+
+    digest = hashlib.sha256(plan_to_json(found).encode("utf-8")).hexdigest()[:8]
+    names = (Path(model).name, Path(cluster).stem if "/" in cluster else cluster, found.method)
+    words = [re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") for name in names]
+    return Path("runs") / "-".join([*words, digest])
+
+
+def _named(paths: Any) -> dict[str, Path]:
+    """Saved paths by what they are; a plain list is named by its files."""
+    if isinstance(paths, Mapping):
+        return {str(name): Path(path) for name, path in paths.items()}
+    return {Path(path).stem: Path(path) for path in paths}
+
+
+def _print_known(as_json: bool) -> None:
+    from parloom.cost.clusters import known_devices
+
+    devices = known_devices()
+    if as_json:
+        _print_json([{"name": d.device.name, "short": list(d.short)} for d in devices])
+        return
+    for device in devices:
+        _print(f"{device.device.name:<20} {', '.join(device.short)}".rstrip())
+
+
+def _say(text: str) -> None:
+    """A line of progress or an error: never on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(what: str | RenderableType) -> None:
+    if isinstance(what, str):
+        print(what)
+        return
+    console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        # Pipes have no width; a narrow default would break paths.
+        console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False, width=120)
+    console.print(what, soft_wrap=False)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False))

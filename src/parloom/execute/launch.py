@@ -1,0 +1,226 @@
+"""Start a training script on every rank of a plan, and say in one message why it died.
+
+The processes are torchrun's, so everything that works under torchrun works here, and a script that
+somebody else's torchrun started works as well.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from parloom.cost.clusters import load_cluster
+from parloom.errors import InputError, LaunchError
+from parloom.execute import rank as rank_module
+from parloom.ir.plan import Plan
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Why a rank ended: `exit_code` as a shell shows it, `notes` say what it was doing."""
+
+    rank: int
+    exit_code: int
+    cause: str
+    notes: tuple[str, ...] = ()
+    traceback: str = ""
+
+
+def run(
+    plan: Plan,
+    argv: Sequence[str],
+    *,
+    plan_path: Path | None = None,
+    say: Say = lambda text: print(text, file=sys.stderr, flush=True),
+    verbose: bool = False,
+) -> int:
+    """Run `argv` (a script or `-m module`, and its arguments) on every rank; the exit code.
+
+    The script finds the plan's path in `PARLOOM_PLAN`. Raises `LaunchError` where this machine or
+    the surrounding torchrun has not the plan's ranks, `InputError` where there is no such script.
+    """
+    _check_script(argv)
+    ranks = plan.decisions.mesh.num_ranks
+    backend = load_cluster(plan.cluster).backend
+    path = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        check_world_size(plan, int(os.environ["WORLD_SIZE"]))
+        with _environment(path):
+            rank_module.run_script(argv)
+        return 0
+    if backend == "nccl":
+        _check_devices(plan, ranks)
+    log_dir = Path(tempfile.mkdtemp(prefix="parloom-run-"))
+    command = launch_command(ranks, argv, log_dir)
+    settings = path | _defaults(backend, ranks)
+    said = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    say(f"{said} {shlex.join(command)}".strip())
+    with _environment(settings), _quiet(verbose):
+        return _launch(command, ranks, log_dir, say, verbose)
+
+
+def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
+    """The torchrun command for this machine, with the interpreter that runs parloom."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        f"--log-dir={log_dir}",
+        "-m",
+        "parloom.execute.rank",
+        *argv,
+    ]
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raise `LaunchError` unless the plan was made for that many ranks."""
+    ranks = plan.decisions.mesh.num_ranks
+    if world_size != ranks:
+        raise LaunchError(
+            f"the plan is for {ranks} ranks ({plan.cluster}) and this job has {world_size}; start "
+            f"{ranks} processes, or plan for {world_size}: parloom plan {plan.source.spec} "
+            f"--cluster ..."
+        )
+
+
+def first_death(error: ChildFailedError) -> Death:
+    """The root cause: a rank that a signal killed, else the rank that raised first.
+
+    When a rank is killed, the others raise because their peer is gone, and write error files; so a
+    signal that torchrun did not send (SIGTERM) comes first.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+        failure = item[1]
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        return not killed, float(_extra(failure).get("time_s", failure.timestamp))
+
+    rank, failure = min(error.failures.items(), key=order)
+    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    extra = _extra(failure)
+    return Death(
+        rank,
+        code,
+        _cause(failure),
+        tuple(extra.get("notes", ())),
+        extra.get("py_callstack", ""),
+    )
+
+
+def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bool) -> int:
+    try:
+        # torch.distributed.run has no annotations.
+        torchrun.run(torchrun.parse_args(command[3:]))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        death = first_death(error)
+        say(_message(death, ranks, log_dir, verbose))
+        return death.exit_code
+    except SignalException as stop:
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        say(f"{stop.sigval.name} stopped the run; every rank was ended")
+        return 128 + int(stop.sigval)
+    return 0
+
+
+def _message(death: Death, ranks: int, log_dir: Path, verbose: bool) -> str:
+    doing = f" ({'; '.join(death.notes)})" if death.notes else ""
+    text = f"error: rank {death.rank} of {ranks} died{doing}: {death.cause}"
+    if ranks > 1:
+        text += "; the other ranks were stopped"
+    if not death.traceback:
+        return text
+    if verbose:
+        return f"{text}\n{death.traceback}"
+    file = log_dir / f"rank-{death.rank}-traceback.txt"
+    file.write_text(death.traceback, encoding="utf-8")
+    return f"{text}\ntraceback: {file}"
+
+
+def _cause(failure: ProcessFailure) -> str:
+    message = failure.error_file_data.get("message")
+    if failure.exitcode < 0:
+        hint = ""
+        if failure.exitcode == -signal.SIGKILL:
+            hint = " (often the kernel, when host memory runs out; try `parloom plan --memory`)"
+        return f"killed by {failure.signal_name()}{hint}"
+    if isinstance(message, dict):
+        return str(message.get("message", "unknown")).strip()
+    return f"the script ended with exit code {failure.exitcode}"
+
+
+def _extra(failure: ProcessFailure) -> dict[str, Any]:
+    message = failure.error_file_data.get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    return extra if isinstance(extra, dict) else {}
+
+
+def _check_script(argv: Sequence[str]) -> None:
+    if not argv or list(argv) == ["-m"]:
+        raise InputError("no training script: write `parloom run PLAN -- train.py ...`")
+    if argv[0] != "-m" and not Path(argv[0]).is_file():
+        raise InputError(f"no training script {argv[0]!r} in {Path.cwd()}")
+
+
+def _check_devices(plan: Plan, ranks: int) -> None:
+    devices = torch.cuda.device_count()
+    if devices < ranks:
+        raise LaunchError(
+            f"the plan needs {ranks} GPUs ({plan.cluster}) and this machine has {devices}; on a "
+            f"cluster start its ranks with torchrun on every node, and without GPUs prove the plan "
+            f"with `parloom verify --shrink`"
+        )
+
+
+def _defaults(backend: str, ranks: int) -> dict[str, str]:
+    """Settings that the user did not make."""
+    if backend == "nccl":
+        # Fragmentation is what most often separates the planned peak from the real one.
+        wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    else:
+        # More threads than cores make gloo ranks stop each other.
+        wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """`settings` in the environment that the processes inherit."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """Silence torchrun's own log: what matters of it is in our one message."""
+    before = logging.root.manager.disable
+    if not verbose:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

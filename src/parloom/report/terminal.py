@@ -1,0 +1,210 @@
+"""A plan on one screen: what was decided, what it should cost, what was assumed, what is next."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parloom.cost.units import format_bytes, format_seconds
+from parloom.ir.mesh import Cluster, MeshAxis
+from parloom.ir.plan import Decisions, Plan, Storage
+
+BAR_WIDTH = 32
+ERROR_SOURCES = {
+    "spec": "from data sheets, not calibrated on this cluster: expect tens of per cent of error",
+    "calibrated": "from rates measured on this cluster",
+    "measured": "measured",
+}
+
+
+def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> RenderableType:
+    """The answer to `parloom plan`, ready to print."""
+    parts: list[RenderableType] = [Text(_title(plan, cluster), style="bold"), Text("")]
+    parts.append(_facts(plan, cluster))
+    if plan.prediction is not None:
+        parts += [Text(""), Text("memory per device"), _memory(plan, cluster)]
+    if plan.alternatives:
+        parts += [Text(""), _alternatives(plan)]
+    for title, lines in (("assumed", plan.assumptions), ("notes", plan.notes)):
+        if lines:
+            parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
+    parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
+    if "plan" in paths:
+        parts += [Text(""), Text(f"next: parloom verify {paths['plan']}", style="bold")]
+    return Group(*parts)
+
+
+def plan_document(plan: Plan, search_s: float, path: str) -> dict[str, Any]:
+    """What `plan --json` prints; the keys are the command line's contract."""
+    prediction = plan.prediction
+    step_s = prediction.step_s if prediction else None
+    gap = None
+    if plan.bound_s and step_s is not None:
+        gap = (step_s - plan.bound_s) / plan.bound_s
+    return {
+        "step_s": step_s,
+        "bound_s": plan.bound_s,
+        "gap": gap,
+        "solver_gap": plan.solver_gap,
+        "peak_bytes": prediction.peak_bytes if prediction else None,
+        "memory": [dict(prediction.memory)] if prediction else [],
+        "prediction_source": prediction.source if prediction else None,
+        "search_s": search_s,
+        "method": plan.method,
+        "mesh": [{"axis": a.name, "size": a.size} for a in plan.decisions.mesh.axes],
+        "stages": [
+            {"prefixes": list(s.prefixes), "submesh": dict(s.submesh)}
+            for s in plan.decisions.stages
+        ],
+        "num_microbatches": plan.decisions.num_microbatches,
+        "schedule": plan.decisions.schedule,
+        "alternatives": [
+            {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
+            for a in plan.alternatives
+        ],
+        "assumptions": list(plan.assumptions),
+        "notes": list(plan.notes),
+        "plan": path,
+    }
+
+
+def cluster_screen(cluster: Cluster, assumptions: tuple[str, ...]) -> RenderableType:
+    """Levels and links of a cluster, ready to print."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("level", "devices", "bandwidth", "latency"):
+        table.add_column(column, justify="left" if column == "level" else "right")
+    for row in cluster_document(cluster, ())["levels"]:
+        table.add_row(
+            row["name"],
+            str(row["size"]),
+            f"{row['bandwidth_bytes_per_s'] / 1e9:g} GB/s",
+            format_seconds(row["latency_s"]),
+        )
+    device = cluster.device
+    lines = [
+        Text(f"{cluster.name}: {cluster.num_devices} x {device.name}, {cluster.backend}", "bold"),
+        Text(f"memory per device {format_bytes(device.memory_bytes)}"),
+        Text(""),
+    ]
+    notes = [Text(""), Text("assumed"), *(Text(f"  {line}") for line in assumptions)]
+    return Group(*lines, table, *(notes if assumptions else []))
+
+
+def cluster_document(cluster: Cluster, assumptions: tuple[str, ...]) -> dict[str, Any]:
+    """What `cluster show --json` prints."""
+    return {
+        "name": cluster.name,
+        "num_devices": cluster.num_devices,
+        "backend": cluster.backend,
+        "device": {
+            "name": cluster.device.name,
+            "memory_bytes": cluster.device.memory_bytes,
+            "memory_bytes_per_s": cluster.device.memory_bytes_per_s,
+            "flops_per_s": dict(cluster.device.flops_per_s),
+        },
+        "levels": [
+            {
+                "name": level.name,
+                "size": level.size,
+                "bandwidth_bytes_per_s": level.link.bandwidth_bytes_per_s,
+                "latency_s": level.link.latency_s,
+            }
+            for level in cluster.levels
+        ],
+        "assumptions": list(assumptions),
+    }
+
+
+def words(decisions: Decisions) -> tuple[str, ...]:
+    """The decisions in words: per mesh axis what it splits, and how parameters are stored."""
+    lines = [_axis_words(axis, decisions) for axis in decisions.mesh.axes]
+    stored = Counter(
+        (role, storage.axes, storage.memory)
+        for parameter in decisions.parameters
+        for role, storage in (
+            ("weights", parameter.weight),
+            ("gradients", parameter.gradient),
+            ("optimizer state", parameter.optimizer),
+        )
+        if storage != Storage()
+    )
+    for (role, axes, memory), count in stored.items():
+        over = f"cut over {', '.join(axes)}" if axes else "whole"
+        where = " in host memory" if memory == "host" else ""
+        lines.append(f"{role} of {count} parameters {over}{where}")
+    if not stored:
+        lines.append("parameters stored as they are computed with")
+    policies = Counter(a.policy for a in decisions.activations if a.policy != "keep")
+    lines += [f"{policy} activations of {count} blocks" for policy, count in policies.items()]
+    return tuple(lines)
+
+
+def _title(plan: Plan, cluster: Cluster) -> str:
+    devices = f"{cluster.num_devices} x {cluster.device.name}"
+    return f"{plan.source.spec} on {plan.cluster} ({devices}): {plan.method}"
+
+
+def _axis_words(axis: MeshAxis, decisions: Decisions) -> str:
+    factors = Counter(
+        factor for node in decisions.nodes for factor, axes in node.factors if axis.name in axes
+    )
+    if axis.steps:
+        return f"{axis.name} = {axis.size} microbatches one after the other"
+    splits = ", ".join(f"{name} in {count}" for name, count in factors.most_common(3))
+    more = f" and {len(factors) - 3} more factors" if len(factors) > 3 else ""
+    what = f"splits {splits}{more} operators" if factors else "splits no operator"
+    return f"axis {axis.name} over {axis.size} devices {what}"
+
+
+def _facts(plan: Plan, cluster: Cluster) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for index, line in enumerate(words(plan.decisions)):
+        table.add_row("" if index else "plan", Text(line))
+    table.add_row("", Text(f"{plan.decisions.num_microbatches} microbatch(es), one stage"))
+    if plan.prediction is not None:
+        source = ERROR_SOURCES[plan.prediction.source]
+        table.add_row("step time", Text(f"{format_seconds(plan.prediction.step_s)} ({source})"))
+        share = plan.prediction.peak_bytes / cluster.device.memory_bytes
+        peak, room = plan.prediction.peak_bytes, cluster.device.memory_bytes
+        text = f"{format_bytes(peak)} of {format_bytes(room)} per device ({share:.0%})"
+        table.add_row("peak", Text(text))
+    return table
+
+
+def _memory(plan: Plan, cluster: Cluster) -> Table:
+    """One bar per component, the largest at full width; the share is of the device's memory."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(min_width=BAR_WIDTH)
+    table.add_column(justify="right")
+    memory = plan.prediction.memory if plan.prediction else ()
+    full = max([size for _, size in memory] + [1])
+    for name, size in memory:
+        bar = "█" * round(BAR_WIDTH * size / full) or ("▏" if size else "")
+        share = f"{size / cluster.device.memory_bytes:.1%}"
+        table.add_row(f"  {name}", Text(bar), Text(f"{format_bytes(size)}  {share}"))
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("alternatives")
+    for column in ("step time", "against plan", "peak", "fits"):
+        table.add_column(column, justify="right")
+    chosen = plan.prediction.step_s if plan.prediction else 0.0
+    for other in plan.alternatives:
+        against = f"{other.step_s / chosen - 1:+.1%}" if chosen else ""
+        table.add_row(
+            f"  {other.name}",
+            format_seconds(other.step_s),
+            against,
+            format_bytes(other.peak_bytes),
+            "yes" if other.fits else "no",
+        )
+    return table

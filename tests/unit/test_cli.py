@@ -1,0 +1,331 @@
+"""The command line: exit codes, what goes to stdout and stderr, and every refusal's text.
+
+The main path is a fake here: these tests are about the command line alone, and import no torch.
+"""
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parloom
+from parloom import cli, errors
+from parloom.execute.files import read_plan, write_atomic
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_to_json
+from tests.unit.test_plan_json import example
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    """As much of a verification report as the command line reads."""
+
+    passed: bool
+    first: str = ""
+
+    def __str__(self) -> str:
+        return "PASS" if self.passed else f"FAIL: first tensor that differs: {self.first}"
+
+
+class FakeApi(types.ModuleType):
+    """Stands in for `parloom.api`; every test may replace one function."""
+
+    def __init__(self) -> None:
+        super().__init__("parloom.api")
+        self.asked: dict[str, Any] = {}
+        self.report = FakeReport(True)
+        self.fault: BaseException | None = None
+
+    def plan(self, model: str, **asked: Any) -> Plan:
+        self.asked = {"model": model, **asked}
+        asked["progress"]("captured 12 operators")
+        if self.fault:
+            raise self.fault
+        return replace(example(), cluster=asked["cluster"])
+
+    def save(self, plan: Plan, out: Path) -> dict[str, Path]:
+        program = write_atomic(out / "program.py", "PROGRAM = None\n")
+        return {"plan": write_atomic(out / "plan.json", plan_to_json(plan)), "program": program}
+
+    def load(self, path: Path) -> Plan:
+        return read_plan(path)
+
+    def verify(self, plan: Plan, *, shrink: bool, progress: Callable[[str], None]) -> FakeReport:
+        progress(f"verifying, shrink={shrink}")
+        return self.report
+
+    def run(self, path: Path, argv: list[str], **_: Any) -> int:
+        self.asked = {"argv": argv}
+        return 3
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeApi:
+    fake = FakeApi()
+    monkeypatch.setitem(sys.modules, "parloom.api", fake)
+    monkeypatch.setattr(parloom, "api", fake, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def plan_file(folder: Path) -> str:
+    return str(write_atomic(folder / "plan.json", plan_to_json(example())))
+
+
+def flat(text: str) -> str:
+    """Panels wrap: compare words, not lines."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_plan_prints_a_summary_and_saves(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--memory", "2GiB"]) == 0
+    result = capsys.readouterr()
+    for text in (
+        "zoo:gpt on 6xcpu (6 x cpu): fsdp",
+        "axis x over 2 devices splits n1 in 2 operators",
+        "300 ms (from data sheets, not calibrated",
+        "alternatives",
+        "links as usual",
+        "next: parloom verify runs/",
+    ):
+        assert text in result.out, text
+    assert result.err == "captured 12 operators\n"
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("zoo-gpt-6xcpu-fsdp-")
+    assert sorted(p.name for p in folder.iterdir()) == ["plan.json", "program.py"]
+    assert api.asked["memory"] == 2 * 2**30
+    assert api.asked["dtype"] == "float32"
+    assert api.asked["method"] == "auto"
+
+
+def test_plan_json_is_one_document_with_the_promised_keys(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--json", "--out", "here"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) >= {
+        "step_s", "bound_s", "gap", "solver_gap", "peak_bytes", "memory", "search_s", "method",
+        "mesh", "stages", "num_microbatches", "schedule", "alternatives", "assumptions", "plan",
+    }  # fmt: skip
+    assert document["memory"] == [{"weights": 7, "gradients": 8}]
+    assert document["gap"] is None
+    assert document["alternatives"][0].keys() == {"name", "step_s", "peak_bytes", "fits"}
+    assert document["plan"] == "here/plan.json"
+
+
+def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
+    arguments = ["plan", "zoo:gpt", "--cluster", "6xcpu"]
+    assert cli.main(arguments) == 0
+    (file,) = tmp_path.glob("runs/*/plan.json")
+    before = file.read_bytes()
+    assert cli.main(arguments) == 0
+    assert list(tmp_path.glob("runs/*/plan.json")) == [file]
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "m", "--clustr", "4xcpu"], "No such option: --clustr (Possible options: --clus"),
+        (["plna", "m"], "No such command 'plna'. Did you mean 'plan'?"),
+        (["plan"], "Missing argument 'MODEL'"),
+        (["plan", "m"], "Missing option '--cluster'"),
+        (["plan", "m", "--cluster", "2x8xH1000"], "unknown device 'H1000'; did you mean"),
+        (["plan", "m", "--cluster", "lots"], "write nodes x devices x device as 2x8xH100"),
+        (["plan", "m", "--cluster", "none.yaml"], "cannot read the cluster file none.yaml"),
+        (["plan", "m", "--cluster", "4xcpu", "--memory", "70Gb"], "--memory: '70Gb' is ambiguous"),
+        (["plan", "m", "--cluster", "4xcpu", "--memory", "0GB"], "greater than zero"),
+        (["plan", "m", "--cluster", "4xcpu", "--method", "fdsp"], "'fdsp'; did you mean 'fsdp'"),
+        (["plan", "m", "--cluster", "4xcpu", "--dtype", "bf61"], "bf61"),
+        (["plan", "m", "--cluster", "4xcpu", "--batch", "0"], "batch"),
+        (["cluster", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["verify", "none.json"], "cannot read the plan none.json: No such file"),
+    ],
+)
+def test_bad_usage(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(arguments) == 2
+    result = capsys.readouterr()
+    assert message in flat(result.err)
+    assert result.out == ""
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--pin", "lm_head=replicate"],
+        ["--forbid", "pipeline"],
+        ["--objective", "memory"],
+        ["--budget", "1000"],
+        ["--require-gap", "0.1"],
+        ["--batch-semantics", "microbatch"],
+        ["--batch-norm", "local"],
+    ],
+)
+def test_later_flags_are_not_yet(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "4xcpu", *flags]) == 2
+    result = capsys.readouterr()
+    assert result.err.startswith(f"error: not yet: {flags[0]}")
+    assert api.asked == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "p.json", "--trace", "t.json"],
+        ["explain", "p.json", "lm_head", "--versus", "fsdp"],
+        ["calibrate", "--out", "c.yaml"],
+        ["report", "p.json"],
+        ["export", "p.json", "--to", "slurm"],
+    ],
+)
+def test_later_verbs_are_not_yet(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: not yet: `parloom {arguments[0]}`")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (errors.InputError("batch of 7 does not divide by 4"), 2),
+        (errors.InfeasibleError("nothing fits"), 3),
+        (errors.CaptureError("data-dependent branch in model.rotary"), 4),
+        (errors.FingerprintError("another model"), 5),
+        (errors.GapError("gap"), 6),
+        (errors.EqualityError("wte.weight differs"), 7),
+        (errors.LaunchError("no backend"), 8),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], fault: BaseException, code: int
+) -> None:
+    api.fault = fault
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "4xcpu"]) == code
+    result = capsys.readouterr()
+    assert result.out == ""
+    last = result.err.splitlines()[-1]
+    assert last == ("interrupted" if code == 130 else f"error: {fault}")
+    assert not Path("runs").exists()
+
+
+def test_traceback_only_with_v(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.fault = errors.InputError("bad batch")
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "4xcpu"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "4xcpu", "-v"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_is_one_line_and_a_file(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.fault = ZeroDivisionError("inside\nthe planner")
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "4xcpu"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("internal error: ZeroDivisionError: inside. This is a bug")
+    file = Path(line.split()[-1])
+    text = file.read_text(encoding="utf-8")
+    file.unlink()
+    assert "Traceback" in text
+    assert "zoo:gpt" in text
+
+
+def test_verify_passes_or_exits_7(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_file(tmp_path)
+    assert cli.main(["verify", path, "--shrink"]) == 0
+    result = capsys.readouterr()
+    assert (result.out, result.err) == ("PASS\n", "verifying, shrink=True\n")
+    api.report = FakeReport(False, "transformer.wte.weight")
+    assert cli.main(["verify", path]) == 7
+    assert "transformer.wte.weight" in capsys.readouterr().out
+    assert cli.main(["verify", path, "--json"]) == 7
+    assert json.loads(capsys.readouterr().out)["first"] == "transformer.wte.weight"
+
+
+def test_verify_refuses_damaged_plans(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(plan_file(tmp_path))
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[: len(whole) // 2], encoding="utf-8")
+    assert cli.main(["verify", str(path)]) == 2
+    assert "truncated" in capsys.readouterr().err
+    path.write_bytes(b"\x80\x04\x95planted")
+    assert cli.main(["verify", str(path)]) == 2
+    assert "never unpickles" in capsys.readouterr().err
+
+
+def test_run_passes_arguments_and_the_exit_code_on(api: FakeApi, tmp_path: Path) -> None:
+    path = plan_file(tmp_path)
+    assert cli.main(["run", path, "--", "train.py", "--lr", "0.1", "-v"]) == 3
+    assert api.asked["argv"] == ["train.py", "--lr", "0.1", "-v"]
+
+
+def test_cluster_show_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cluster", "show", "2x8xH100"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 nodes x 8 devices = 16 x H100-SXM5-80GB" in shown
+    assert "450 GB/s" in shown
+    assert cli.main(["cluster", "show", "2x8xH100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_devices"] == 16
+    assert cli.main(["cluster", "show", "--known"]) == 0
+    assert "A100-SXM4-80GB" in capsys.readouterr().out
+    file = tmp_path / "lab.yaml"
+    file.write_text("device: H100\nlevels: [{name: a, size: 2, bandwith: 1GB/s}]\n")
+    assert cli.main(["cluster", "check", str(file)]) == 2
+    assert "lab.yaml:2:29: unknown key 'bandwith'; did you mean 'bandwidth'?" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["cluster", "check", "4xcpu"]) == 0
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"parloom {parloom.__version__}\n"
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    verbs = "plan verify run simulate explain calibrate cluster report export doctor"
+    assert all(verb in shown for verb in verbs.split())
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = (
+        "import sys; from parloom.cli import main; code = main(['cluster', 'show', '4xcpu']); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0
+
+
+def test_write_atomic_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_atomic(tmp_path / "deep" / "plan.json", "old")
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(errors.InputError, match=r"cannot write .*plan.json: No space left"):
+        write_atomic(path, "new")
+    assert path.read_text(encoding="utf-8") == "old"
+    assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_writing_where_a_file_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(errors.InputError, match="choose another folder with --out"):
+        write_atomic(tmp_path / "runs" / "plan.json", "new")

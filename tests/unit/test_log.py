@@ -1,0 +1,32 @@
+"""The step line and the JSON-lines log."""
+
+import io
+import json
+from pathlib import Path
+
+from parloom.execute.log import StepLog, StepRecord, step_line
+
+RECORD = StepRecord(12, 2.9131, 0.412, 16974, "tok", 1288490189, 0.398)
+
+
+def test_step_line() -> None:
+    assert step_line(RECORD) == (
+        "step 12 loss 2.913 | 412 ms (predicted 398, +3.5 %) | 41.2k tok/s | 1.2 GiB"
+    )
+    plain = StepRecord(0, 1.0, 12.0, 24, "samples")
+    assert step_line(plain) == "step 0 loss 1 | 12 s | 2 samples/s"
+
+
+def test_rank_0_writes_both_and_others_nothing(tmp_path: Path) -> None:
+    console = io.StringIO()
+    file = tmp_path / "run" / "log.jsonl"
+    with StepLog(0, file, console=console, every=2) as log:
+        log.write(RECORD, lr=0.1)
+        log.write(StepRecord(13, float("nan"), 0.4, 1))
+    with StepLog(1, tmp_path / "other.jsonl", console=console) as log:
+        log.write(RECORD)
+    assert len(console.getvalue().splitlines()) == 1
+    first, second = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert (first["step"], first["lr"], first["unit"]) == (12, 0.1, "tok")
+    assert second["loss"] == "nan"
+    assert not (tmp_path / "other.jsonl").exists()
