@@ -1,0 +1,227 @@
+"""Gradients of weights that are autograd leaves: buckets that overlap with the backward pass.
+
+A *whole* bucket all-reduces the gradients of home shards once a step, in the last microbatch; its
+flat memory is where they accumulate. A *chunked* bucket is reduced in every microbatch and leaves
+only the owned chunks (`runtime.chunked`).
+
+Buckets are built after the first backward pass, in the order in which gradients became ready (rank
+0's order, told to all), and are launched in that order. So parameters that no loss reaches are in
+no bucket, and all ranks launch the same collectives in the same order.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from parloom.errors import VerifyError
+from parloom.runtime.chunked import ChunkedReduction, Traffic
+from parloom.runtime.chunks import Pool
+from parloom.runtime.comm import Comm, Work
+from parloom.runtime.held import Held
+
+FIRST_BUCKET_BYTES = 1 << 20  # torch DDP's sizes: a small one first, to start early
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    """A leaf weight, and the memory where its gradient collects over the microbatches.
+
+    `place` is in the reduce dtype; where that is the weight's own, it is also `weight.grad`.
+    """
+
+    held: Held
+    weight: Tensor
+    dtype: torch.dtype
+    bucket: "_Bucket | None" = None
+    place: Tensor | None = None
+    filled: bool = False
+
+    @property
+    def chunked(self) -> bool:
+        return bool(self.held.spec.storage.gradient)
+
+    def collect(self) -> None:
+        """Bring the gradient that autograd left in `weight.grad` to its place."""
+        gradient = self.weight.grad
+        if gradient is None or gradient is self.place:
+            return
+        if self.place is None:
+            self.place = gradient.to(self.dtype)
+        elif self.filled:
+            self.place.add_(gradient)
+        else:
+            self.place.copy_(gradient)
+        self.filled = True
+        self.weight.grad = self.place if self.dtype == gradient.dtype else None
+
+    def move(self, place: Tensor) -> None:
+        """Collect in `place` from now on."""
+        if self.place is not None:
+            place.copy_(self.place)
+        if self.weight.grad is not None:
+            self.weight.grad = place
+        self.place = place
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients that travel together."""
+
+    leaves: list[_Leaf]
+    flat: Tensor | None
+    chunked: ChunkedReduction | None
+    missing: int = 0
+    work: Work | None = None
+
+
+class LeafGradients:
+    """Reduces the gradients of all trainable leaf weights of a store."""
+
+    def __init__(
+        self, helds: Sequence[Held], comm: Comm, pool: Pool, traffic: Traffic, dtype: str | None
+    ) -> None:
+        self._comm = comm
+        self._pool = pool
+        self._traffic = traffic
+        self._leaves: list[_Leaf] = []
+        self._local: list[tuple[Held, Tensor]] = []
+        self._arrived: list[int] = []
+        self._buckets: list[_Bucket] | None = None
+        self._next = 0
+        self._last = True
+        for held in helds:
+            if held.weight is None or not held.spec.trainable:
+                continue
+            if comm.group(held.spec.reduce).size == 1 and not held.spec.storage.gradient:
+                self._local.append((held, held.weight))
+                continue
+            leaf = _Leaf(held, held.weight, getattr(torch, dtype or held.spec.dtype))
+            ready = partial(self._ready, len(self._leaves), leaf)
+            held.weight.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+            self._leaves.append(leaf)
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for leaf in self._leaves:
+            leaf.weight.grad = None
+            leaf.filled = False
+        for _, weight in self._local:
+            weight.grad = None
+
+    def begin_backward(self, last: bool) -> None:
+        """`last`: no microbatch of this step comes after."""
+        self._last = last
+        self._next = 0
+        for bucket in self._buckets or ():
+            bucket.missing = len(bucket.leaves)
+
+    def end_backward(self) -> None:
+        """Check that every bucket was launched; after the first backward pass, build them.
+
+        Raises `VerifyError` when a gradient is missing that was there in the first step.
+        """
+        if self._buckets is None:
+            self._buckets = self._build()
+            self._launch()
+        if self._next < len(self._buckets):
+            names = [leaf.held.name for leaf in self._buckets[self._next].leaves]
+            raise VerifyError(f"a gradient did not arrive that did before, one of {names}")
+
+    def finish(self) -> None:
+        """Wait, and give every owner its whole gradient."""
+        for bucket in self._buckets or ():
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        for leaf in self._leaves:
+            if leaf.filled and leaf.place is not None:
+                _hand_over(leaf.held, leaf.place)
+        for held, weight in self._local:
+            if weight.grad is not None and weight is not held.owned:
+                _hand_over(held, weight.grad)
+
+    def _ready(self, index: int, leaf: _Leaf, weight: Tensor) -> None:
+        """Autograd has left a gradient in `weight.grad`."""
+        if not leaf.chunked:
+            leaf.collect()
+        if self._buckets is None:
+            if index not in self._arrived:
+                self._arrived.append(index)
+            return
+        if leaf.bucket is None:
+            raise VerifyError(f"{leaf.held.name} got a gradient that the first step did not give")
+        leaf.bucket.missing -= 1
+        self._launch()
+
+    def _launch(self) -> None:
+        """Launch the buckets that are complete, in order."""
+        buckets = self._buckets or []
+        while self._next < len(buckets) and buckets[self._next].missing == 0:
+            bucket = buckets[self._next]
+            self._next += 1
+            if bucket.chunked is not None:
+                self._traffic.launch(bucket.chunked, [leaf.weight.grad for leaf in bucket.leaves])
+                for leaf in bucket.leaves:
+                    leaf.weight.grad = None
+            elif bucket.flat is not None and self._last:
+                group = self._comm.group(bucket.leaves[0].held.spec.reduce)
+                bucket.work = group.all_reduce(bucket.flat)
+
+    def _build(self) -> list[_Bucket]:
+        order = [self._leaves[index] for index in self._agreed_order()]
+        buckets: list[_Bucket] = []
+        for leaves in _grouped(order):
+            helds, dtype = [leaf.held for leaf in leaves], leaves[0].dtype
+            if leaves[0].chunked:
+                chunked = ChunkedReduction(helds, self._comm, self._pool, dtype)
+                bucket = _Bucket(leaves, None, chunked)
+            else:
+                bucket = _Bucket(leaves, _flatten(leaves), None)
+            for leaf in leaves:
+                leaf.bucket = bucket
+            buckets.append(bucket)
+        return buckets
+
+    def _agreed_order(self) -> list[int]:
+        """Rank 0's order of arrival; -1 fills up for leaves that got no gradient."""
+        unreached = len(self._leaves) - len(self._arrived)
+        order = torch.tensor(
+            [*self._arrived, *[-1] * unreached], dtype=torch.int64, device=self._pool.device
+        )
+        self._comm.group(self._comm.mesh.space).broadcast(order).wait()
+        return [index for index in order.tolist() if index >= 0]
+
+
+def _hand_over(held: Held, home: Tensor) -> None:
+    held.owned.grad = held.part(home).to(held.owned.dtype)
+
+
+def _flatten(leaves: list[_Leaf]) -> Tensor:
+    """Flat memory in which the leaves collect their gradients from now on."""
+    sizes = [prod(leaf.held.home) for leaf in leaves]
+    flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].weight.device)
+    for leaf, piece in zip(leaves, torch.split(flat, sizes), strict=True):
+        leaf.move(piece.view(leaf.held.home))
+    return flat
+
+
+def _grouped(order: Iterable[_Leaf]) -> list[list[_Leaf]]:
+    """Leaves that can share a collective, cut where a bucket is full."""
+    full: list[list[_Leaf]] = []
+    filling: dict[object, list[_Leaf]] = {}
+    limits: dict[object, int] = {}
+    for leaf in order:
+        storage = leaf.held.spec.storage.gradient
+        key = (leaf.held.spec.reduce, storage, leaf.dtype)
+        bucket = filling.setdefault(key, [])
+        bucket.append(leaf)
+        size = sum(prod(member.held.home) for member in bucket) * leaf.dtype.itemsize
+        if size >= limits.get(key, FIRST_BUCKET_BYTES):
+            limits[key] = BUCKET_BYTES
+            full.append(filling.pop(key))
+    return [*full, *filling.values()]

@@ -1,0 +1,107 @@
+"""Random masks that do not depend on the layout.
+
+A mask is keyed by (seed, operator, step). The exact mode draws the mask of the whole tensor on the
+CPU and slices it, so every layout of the same program drops the same elements; the fast mode draws
+each shard from its own stream. Either way ranks that hold the same shard agree, and a recomputed
+forward pass draws the same mask again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parloom.runtime.context import Context
+from parloom.runtime.sharding import Dims, axes_of, global_shape, local_shape, take
+
+
+def global_mask(seed: int, step: int, key: str, shape: tuple[int, ...], p: float) -> Tensor:
+    """Which elements of a whole tensor of `shape` survive dropout with probability `p`, as bool."""
+    generator = torch.Generator()
+    generator.manual_seed(_stream(seed, key, step))
+    return torch.rand(shape, generator=generator, dtype=torch.float32) >= p
+
+
+def keep_mask(ctx: Context, key: str, dims: Dims, p: float) -> Tensor:
+    """This rank's shard of the mask of the operator `key`; `dims` are the digits of its dims."""
+    coordinates = ctx.coordinates
+    if ctx.exact_random:
+        mask = global_mask(ctx.seed, ctx.step, key, global_shape(dims, ctx.mesh), p)
+        return take(mask, dims, ctx.mesh, coordinates).to(ctx.device)
+    owners = tuple(coordinates[axis] for axis in axes_of(dims))
+    generator = torch.Generator(ctx.device)
+    generator.manual_seed(_stream(ctx.seed, key, ctx.step, ctx.microbatch, owners))
+    shape = local_shape(dims)
+    return torch.rand(shape, generator=generator, device=ctx.device, dtype=torch.float32) >= p
+
+
+def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """`x` where `mask`, scaled to keep its mean; zero elsewhere."""
+    scale = 0.0 if p >= 1 else 1 / (1 - p)
+    # x * mask * scale in one pass, and only the one-byte mask is kept for the backward pass.
+    dropped: Tensor = torch.ops.aten.native_dropout_backward(x, mask, scale)
+    return dropped
+
+
+def dropout(x: Tensor, ctx: Context, p: float, key: str, dims: Dims) -> Tensor:
+    """Dropout of a shard whose whole tensor has the digits `dims`."""
+    if p == 0:
+        return x
+    return apply_mask(x, keep_mask(ctx, key, dims, p), p)
+
+
+def attention(  # noqa: PLR0917 - torch's own arguments, and where the shard lies
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: Context,
+    mask: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    key: str,
+    dims: Dims,
+    causal: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention; `dims` are the digits of its probabilities [.., q, k].
+
+    Keys with fewer heads than queries are shared by groups of queries. Without dropout this is
+    torch's own kernel. With dropout the probabilities are written out, so that their mask is keyed;
+    on a GPU in fast mode the fused kernel draws it from a keyed stream.
+    """
+    grouped = q.dim() > 3 and q.shape[-3] != k.shape[-3]
+    if dropout_p == 0 or (q.is_cuda and not ctx.exact_random):
+        owners = tuple(ctx.coordinates[axis] for axis in axes_of(dims))
+        with _keyed(q.device, dropout_p, (ctx.seed, key, ctx.step, ctx.microbatch, owners)):
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=grouped
+            )
+    if grouped:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    return dropout(torch.softmax(scores, -1), ctx, dropout_p, key, dims) @ v
+
+
+@contextmanager
+def _keyed(device: torch.device, p: float, key: tuple[object, ...]) -> Iterator[None]:
+    """Seed the default generator of a GPU for kernels that take no other; a no-op for p = 0."""
+    if p == 0:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device]):
+        torch.cuda.manual_seed(_stream(*key))
+        yield
+
+
+def _stream(*key: object) -> int:
+    """A stable 63-bit hash: Python's own differs between processes."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest()) >> 1

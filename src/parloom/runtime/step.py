@@ -1,0 +1,198 @@
+"""One training step: the program's action list, run by one rank.
+
+`F0 B0 F1 B1 .. REDUCE STEP GATHER`: forward and backward passes accumulate gradients over the
+microbatches; REDUCE makes them whole; STEP clips and updates the owned chunks; GATHER makes the
+weights whole again. The loss that a forward pass returns is its share of the global loss, so
+gradients and losses are summed, never averaged.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parloom.errors import InputError, VerifyError
+from parloom.runtime.comm import Comm
+from parloom.runtime.context import Context
+from parloom.runtime.held import Held
+from parloom.runtime.program import Program, Result
+from parloom.runtime.sharding import Dims, local_shape, take
+from parloom.runtime.store import Store
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The global loss before the update, and the gradient norm before clipping if one was asked."""
+
+    loss: Tensor
+    grad_norm: Tensor | None = None
+
+
+class Batches:
+    """Cuts a batch into this rank's microbatches."""
+
+    def __init__(self, program: Program, ctx: Context, batch: Batch, local: bool) -> None:
+        names = {spec.name for spec in program.inputs}
+        if names != set(batch):
+            raise InputError(
+                f"the batch has {sorted(batch)}, the program takes {sorted(names)}; they must agree"
+            )
+        self._ctx = ctx
+        self._tensors = {
+            spec.name: batch[spec.name].to(ctx.device, non_blocking=True) for spec in program.inputs
+        }
+        self._dims = {
+            spec.name: _in_time(spec.dims, ctx) if local else spec.dims for spec in program.inputs
+        }
+        for spec in program.inputs:
+            given, dims = self._tensors[spec.name], self._dims[spec.name]
+            shape = spec.shape if not local else _shape(dims, ctx)
+            if tuple(given.shape) != shape or given.dtype != getattr(torch, spec.dtype):
+                raise InputError(
+                    f"input {spec.name!r} is {str(given.dtype).removeprefix('torch.')}"
+                    f"{list(given.shape)}; the plan was made for {spec.dtype}{list(shape)}"
+                    f"{' on each rank' if local else ''}"
+                )
+
+    def microbatch(self, index: int) -> dict[str, Tensor]:
+        """This rank's part of microbatch `index`."""
+        mesh = self._ctx.mesh
+        coordinates = mesh.coordinates(self._ctx.comm.rank, index)
+        return {
+            name: take(tensor, self._dims[name], mesh, coordinates)
+            for name, tensor in self._tensors.items()
+        }
+
+
+def _in_time(dims: Dims, ctx: Context) -> Dims:
+    """The digits that a rank's own shard of a batch still has: local ones and the microbatch."""
+    time = ctx.mesh.time
+    return tuple(tuple(d for d in of_dim if isinstance(d, int) or d == time) for of_dim in dims)
+
+
+def _shape(dims: Dims, ctx: Context) -> tuple[int, ...]:
+    size = 1 if ctx.mesh.time is None else ctx.mesh[ctx.mesh.time].size
+    return tuple(
+        count * size ** sum(isinstance(digit, str) for digit in digits)
+        for count, digits in zip(local_shape(dims), dims, strict=True)
+    )
+
+
+class Step:
+    """Runs actions; one instance per step."""
+
+    def __init__(
+        self,
+        program: Program,
+        ctx: Context,
+        store: Store,
+        optimizer: Optimizer | None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self._program = program
+        self._ctx = ctx
+        self._store = store
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._results: dict[int, Result] = {}
+        self._hoisted: tuple[Tensor, ...] = ()
+        self._loss: Tensor | None = None
+        self._grad_norm: Tensor | None = None
+
+    def train(self, batches: Batches) -> StepResult:
+        """Run the whole action list."""
+        self._store.begin_step()
+        self._hoisted = hoist(self._program, self._ctx, batches)
+        backwards = [action for action in self._program.actions if action.startswith("B")]
+        once: dict[str, Callable[[], None]] = {
+            "REDUCE": self._store.finish_gradients,
+            "STEP": self._update,
+            "GATHER": self._store.gather_weights,
+        }
+        for action in self._program.actions:
+            if action in once:
+                once[action]()
+            elif action.startswith("F"):
+                self._forward(int(action[1:]), batches)
+            elif action.startswith("B"):
+                self._backward(int(action[1:]), last=action == backwards[-1])
+            else:
+                raise VerifyError(f"unknown action {action!r} in {self._program.actions}")
+        if self._loss is None:
+            raise VerifyError(f"no forward pass in {self._program.actions}")
+        return StepResult(self._loss, self._grad_norm)
+
+    def _forward(self, microbatch: int, batches: Batches) -> None:
+        self._ctx.microbatch = microbatch
+        self._store.begin_forward()
+        inputs = batches.microbatch(microbatch)
+        result = self._program.forward(self._ctx, inputs, self._hoisted)
+        self._results[microbatch] = result
+        loss = result.loss.detach()
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def _backward(self, microbatch: int, last: bool) -> None:
+        self._ctx.microbatch = microbatch
+        result = self._results.pop(microbatch)
+        self._store.begin_backward(last)
+        torch.autograd.backward(result.loss)
+        self._store.end_backward()
+        # Not before: a recomputed block reads the buffers of its own forward pass.
+        for name, value in result.updates.items():
+            self._store.buffers[name] = value.detach()
+
+    def _update(self) -> None:
+        helds = list(self._store.helds.values())
+        if self._clip_norm is not None:
+            self._grad_norm = clip(helds, self._ctx.comm, self._clip_norm, self._ctx.device)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._store.publish()
+
+
+def hoist(program: Program, ctx: Context, batches: Batches) -> tuple[Tensor, ...]:
+    """The prologue's values, summed over microbatches."""
+    if program.prologue is None:
+        return ()
+    totals: tuple[Tensor, ...] = ()
+    with torch.no_grad():
+        for index in range(program.num_microbatches):
+            ctx.microbatch = index
+            values = program.prologue(ctx, batches.microbatch(index))
+            totals = tuple(a + b for a, b in zip(totals, values, strict=True)) if index else values
+    return totals
+
+
+def grad_norm(helds: Sequence[Held], comm: Comm, device: torch.device) -> Tensor:
+    """The 2-norm of all gradients as one vector, each element counted once.
+
+    A chunk that n ranks hold counts 1/n on each of them, so one all-reduce over all ranks does.
+    """
+    mesh = comm.mesh
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    shares: dict[int, list[Tensor]] = {}
+    for held in helds:
+        if held.owned.grad is not None and held.owned.numel():
+            copies = mesh.num_ranks // mesh.size(held.axes)
+            shares.setdefault(copies, []).append(held.owned.grad)
+    for copies, gradients in shares.items():
+        norms = torch.stack([n.to(total.dtype) for n in torch._foreach_norm(gradients)])
+        total = total + norms.square().sum() / copies
+    comm.group(mesh.space).all_reduce(total).wait()
+    return total.sqrt()
+
+
+def clip(helds: Sequence[Held], comm: Comm, max_norm: float, device: torch.device) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; the norm before.
+
+    The arithmetic of torch.nn.utils.clip_grad_norm_.
+    """
+    norm = grad_norm(helds, comm, device)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in [held.owned.grad for held in helds if held.owned.grad is not None]:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
