@@ -90,7 +90,7 @@ def test_plan_prints_a_summary_and_saves(
     result = capsys.readouterr()
     for text in (
         "zoo:gpt on 6xcpu (6 x cpu): fsdp",
-        "axis x over 2 devices splits n1 in 2 operators",
+        "axis x over 2 devices splits n1 of 2 operators",
         "300 ms (from data sheets, not calibrated",
         "alternatives",
         "links as usual",

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -70,7 +71,10 @@ def run(
     said = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     say(f"{said} {shlex.join(command)}".strip())
     with _environment(settings), _quiet(verbose):
-        return _launch(command, ranks, log_dir, say, verbose)
+        code = _launch(command, ranks, log_dir, say, verbose)
+    if not code:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return code
 
 
 def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
@@ -100,27 +104,28 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 
 def first_death(error: ChildFailedError) -> Death:
-    """The root cause: a rank that a signal killed, else the rank that raised first.
+    """The root cause among all ranks that failed before torchrun stopped the rest.
 
-    When a rank is killed, the others raise because their peer is gone, and write error files; so a
-    signal that torchrun did not send (SIGTERM) comes first.
+    Ranks whose peer is gone raise, or abort in NCCL's watchdog, and torchrun ends the rest with
+    SIGTERM. So blame goes to a rank that another signal killed, then to one that left by itself,
+    then to the one that raised first.
     """
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         failure = item[1]
-        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-        return not killed, float(_extra(failure).get("time_s", failure.timestamp))
+        if failure.exitcode >= 0:
+            recorded = isinstance(failure.error_file_data.get("message"), dict)
+            blame = 2 if recorded else 1
+        else:
+            late = {signal.SIGABRT: 3, signal.SIGTERM: 4}
+            blame = late.get(signal.Signals(-failure.exitcode), 0)
+        return blame, float(_extra(failure).get("time_s", failure.timestamp))
 
     rank, failure = min(error.failures.items(), key=order)
     code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     extra = _extra(failure)
-    return Death(
-        rank,
-        code,
-        _cause(failure),
-        tuple(extra.get("notes", ())),
-        extra.get("py_callstack", ""),
-    )
+    notes = tuple(extra.get("notes", ()))
+    return Death(rank, code, _cause(failure), notes, extra.get("py_callstack", ""))
 
 
 def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bool) -> int:

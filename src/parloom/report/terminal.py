@@ -14,6 +14,7 @@ from parloom.ir.mesh import Cluster, MeshAxis
 from parloom.ir.plan import Decisions, Plan, Storage
 
 BAR_WIDTH = 32
+MOST = 6
 ERROR_SOURCES = {
     "spec": "from data sheets, not calibrated on this cluster: expect tens of per cent of error",
     "calibrated": "from rates measured on this cluster",
@@ -132,14 +133,18 @@ def words(decisions: Decisions) -> tuple[str, ...]:
         )
         if storage != Storage()
     )
-    for (role, axes, memory), count in stored.items():
+    for (role, axes, memory), count in stored.most_common(MOST):
         over = f"cut over {', '.join(axes)}" if axes else "whole"
         where = " in host memory" if memory == "host" else ""
-        lines.append(f"{role} of {count} parameters {over}{where}")
+        lines.append(f"{role} of {_count(count, 'parameter')} {over}{where}")
+    if len(stored) > MOST:
+        lines.append(f"and {len(stored) - MOST} more ways to store parameters")
     if not stored:
         lines.append("parameters stored as they are computed with")
     policies = Counter(a.policy for a in decisions.activations if a.policy != "keep")
-    lines += [f"{policy} activations of {count} blocks" for policy, count in policies.items()]
+    lines += [
+        f"{policy} activations of {_count(count, 'block')}" for policy, count in policies.items()
+    ]
     return tuple(lines)
 
 
@@ -154,10 +159,16 @@ def _axis_words(axis: MeshAxis, decisions: Decisions) -> str:
     )
     if axis.steps:
         return f"{axis.name} = {axis.size} microbatches one after the other"
-    splits = ", ".join(f"{name} in {count}" for name, count in factors.most_common(3))
-    more = f" and {len(factors) - 3} more factors" if len(factors) > 3 else ""
-    what = f"splits {splits}{more} operators" if factors else "splits no operator"
-    return f"axis {axis.name} over {axis.size} devices {what}"
+    splits = ", ".join(
+        f"{name} of {_count(count, 'operator')}" for name, count in factors.most_common(3)
+    )
+    more = f" and {_count(len(factors) - 3, 'more factor')}" if len(factors) > 3 else ""
+    what = f"splits {splits}{more}" if factors else "splits no operator"
+    return f"axis {axis.name} over {_count(axis.size, 'device')} {what}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _facts(plan: Plan, cluster: Cluster) -> Table:
@@ -166,7 +177,7 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
     table.add_column(overflow="fold")
     for index, line in enumerate(words(plan.decisions)):
         table.add_row("" if index else "plan", Text(line))
-    table.add_row("", Text(f"{plan.decisions.num_microbatches} microbatch(es), one stage"))
+    table.add_row("microbatches", Text(str(plan.decisions.num_microbatches)))
     if plan.prediction is not None:
         source = ERROR_SOURCES[plan.prediction.source]
         table.add_row("step time", Text(f"{format_seconds(plan.prediction.step_s)} ({source})"))

@@ -1,0 +1,202 @@
+"""Launching: real torchrun processes whose scripts need no torch, so that each test is short."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parloom.errors import InputError, LaunchError
+from parloom.execute import launch
+from parloom.ir.mesh import grid
+from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
+
+PLAN = Plan(
+    source=ModelSource("zoo:mlp"),
+    cluster="3xcpu",
+    fingerprint="f",
+    optimizer=Optimizer(),
+    method="data_parallel",
+    decisions=Decisions(grid({"x": 3})),
+    graph="",
+)
+
+
+class Said(list[str]):
+    """Collects what the launcher says."""
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@pytest.fixture(autouse=True)
+def no_surrounding_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text("import os, sys, time, json, signal\nRANK = int(os.environ['RANK'])\n" + text)
+    return str(path)
+
+
+def run(path: str, said: Said, *arguments: str, verbose: bool = False) -> int:
+    return launch.run(PLAN, [path, *arguments], say=said, verbose=verbose)
+
+
+def test_every_rank_runs_the_script_with_its_arguments(tmp_path: Path, said: Said) -> None:
+    text = (
+        "names = 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'PARLOOM_PLAN'\n"
+        "seen = {n: os.environ.get(n) for n in names} | {'argv': sys.argv[1:]}\n"
+        "open(sys.argv[1] + str(RANK), 'w').write(json.dumps(seen))\n"
+    )
+    prefix = str(tmp_path / "out")
+    arguments = [script(tmp_path, text), prefix, "--lr=1", "-v"]
+    assert launch.run(PLAN, arguments, plan_path=tmp_path / "plan.json", say=said) == 0
+    seen = [json.loads(Path(prefix + str(rank)).read_text()) for rank in range(3)]
+    assert [s["LOCAL_RANK"] for s in seen] == ["0", "1", "2"]
+    assert all(s["WORLD_SIZE"] == "3" and s["argv"] == arguments[1:] for s in seen)
+    assert all(s["OMP_NUM_THREADS"] == "1" for s in seen)
+    assert seen[0]["PARLOOM_PLAN"] == str(tmp_path / "plan.json")
+    assert "--standalone --nproc-per-node=3" in said[0]
+    assert sys.executable in said[0]
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_a_rank_that_raises_is_one_message_and_the_others_end(
+    tmp_path: Path, said: Said, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "if RANK != 1:\n    time.sleep(100)\n"
+        "error = ValueError('shard of 7 rows')\n"
+        "error.add_note('action B0, step 12')\nraise error\n"
+    )
+    started = time.monotonic()
+    assert run(script(tmp_path, text), said) == 1
+    assert time.monotonic() - started < 40
+    message = said[1].splitlines()
+    assert message[0] == (
+        "error: rank 1 of 3 died (action B0, step 12): ValueError: shard of 7 rows; "
+        "the other ranks were stopped"
+    )
+    trace = Path(message[1].removeprefix("traceback: ")).read_text()
+    assert "raise error" in trace
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_verbose_prints_the_traceback(tmp_path: Path, said: Said) -> None:
+    run(script(tmp_path, "raise KeyError('lr')\n"), said, verbose=True)
+    assert "Traceback" in said[1]
+
+
+def test_a_killed_rank_names_the_signal(tmp_path: Path, said: Said) -> None:
+    text = "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)\n"
+    assert run(script(tmp_path, text), said) == 128 + signal.SIGKILL
+    assert said[1].startswith("error: rank 2 of 3 died: killed by SIGKILL (often the kernel")
+
+
+def test_a_killed_rank_is_blamed_before_those_who_miss_it(tmp_path: Path, said: Said) -> None:
+    text = (
+        "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "raise RuntimeError('Connection closed by peer')\n"
+    )
+    assert run(script(tmp_path, text), said) in (1, 137)
+    assert said[1].startswith("error: rank ")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "cause"),
+    [
+        ("sys.exit(3)\n", 3, "the script ended with exit code 3"),
+        (
+            "from parloom.errors import FingerprintError\nraise FingerprintError('other model')\n",
+            5,
+            "FingerprintError: other model",
+        ),
+    ],
+)
+def test_the_exit_code_is_passed_on(
+    tmp_path: Path, said: Said, ending: str, code: int, cause: str
+) -> None:
+    assert run(script(tmp_path, ending), said) == code
+    assert cause in said[1]
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    path = script(
+        tmp_path, f"open({str(pids)!r} + str(RANK), 'w').write(str(os.getpid()))\ntime.sleep(100)\n"
+    )
+    code = (
+        "import sys; from tests.dist.test_launch import PLAN; from parloom.execute import launch; "
+        f"launch.run(PLAN, [{path!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    files = [Path(f"{pids}{rank}") for rank in range(3)]
+    while not all(f.exists() and f.read_text() for f in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    for file in files:
+        while _alive(int(file.read_text())):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_another_world_size_is_refused(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(LaunchError, match=r"plan is for 3 ranks \(3xcpu\) and this job has 4"):
+        run(script(tmp_path, ""), said)
+    assert LaunchError.exit_code == 8
+
+
+def test_under_another_torchrun_the_script_runs_here(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = "import pathlib; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n"
+    out = tmp_path / "out"
+    assert run(script(tmp_path, text), said, str(out)) == 0
+    assert out.read_text() == str(os.getpid())
+    assert said == []
+
+
+def test_missing_gpus_are_refused(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    plan = replace(PLAN, cluster="3xH100")
+    with pytest.raises(LaunchError, match=r"needs 3 GPUs \(3xH100\) and this machine has 1"):
+        launch.run(plan, [script(tmp_path, "")], say=said)
+
+
+@pytest.mark.parametrize("argv", [[], ["-m"], ["none.py"]])
+def test_no_script(argv: list[str], said: Said) -> None:
+    with pytest.raises(InputError, match="no training script"):
+        launch.run(PLAN, argv, say=said)
