@@ -233,6 +233,43 @@ def rename_node(node: Node, names: dict[str, str]) -> Node:
     )
 
 
+def widened(graph: Graph) -> Graph:
+    """The graph with every real floating dtype, casts included, replaced by float64.
+
+    Equality is proved on it: a model that casts to float32 inside is then compared to the gate's
+    1e-9, reference and parallel program alike.
+    """
+
+    def dtype(name: str) -> str:
+        return "float64" if name in ("float32", "bfloat16", "float16") else name
+
+    def value(v: Value) -> Value:
+        return Value(v.name, TensorSpec(v.spec.shape, dtype(v.spec.dtype)))
+
+    def arg(a: Arg) -> Arg:
+        if isinstance(a, Dtype):
+            return Dtype(dtype(a.name))
+        return tuple(arg(x) for x in a) if isinstance(a, tuple) else a
+
+    def item(i: Node | Call) -> Node | Call:
+        results = tuple(value(v) for v in i.results)
+        if isinstance(i, Call):
+            return replace(i, results=results)
+        kwargs = tuple((k, arg(v)) for k, v in i.kwargs)
+        return replace(i, args=tuple(arg(a) for a in i.args), kwargs=kwargs, results=results)
+
+    def function(f: Function) -> Function:
+        inputs = tuple(value(v) for v in f.inputs)
+        return replace(f, inputs=inputs, body=tuple(item(i) for i in f.body))
+
+    return replace(
+        graph,
+        functions=tuple(function(f) for f in graph.functions),
+        main=function(graph.main),
+        inputs=tuple(replace(i, value=value(i.value)) for i in graph.inputs),
+    )
+
+
 def numbered(body: tuple[Node | Call, ...]) -> tuple[Node | Call, ...]:
     """The body with every node's `index` counted anew over equal (path, op)."""
     seen: dict[tuple[str, str], int] = {}

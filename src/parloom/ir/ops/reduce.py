@@ -75,7 +75,7 @@ class Body:
 
     def add(self, op: str, spec: TensorSpec, *args: object, **kwargs: object) -> str:
         """Append a node with one result; returns the result's name."""
-        name = f"{op.strip('_')}_{len(self.nodes)}"
+        name = f"{op.strip('_').replace('.', '_')}_{len(self.nodes)}"
         self.nodes.append(
             Node(
                 op,
