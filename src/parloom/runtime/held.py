@@ -9,7 +9,7 @@ from parloom.errors import InputError
 from parloom.runtime.chunks import Section
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import ParameterSpec
-from parloom.runtime.sharding import Box, axes_of, boxes, chunk, local_shape, take
+from parloom.runtime.sharding import Box, axes_of, boxes, chunk, local_shape, take, untake
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,19 @@ class Held:
                 self.weight.copy_(home)
             self.owned.copy_(self.part(home))
             self.publish()
+
+    def whole(self, comm: Comm) -> Tensor:
+        """The full tensor, padding included, in the compute dtype; every rank must ask."""
+        home = self.weight
+        if home is None:
+            group, section = comm.group(self.spec.storage.weight), self.section
+            mine = self.stored.new_zeros(section.numel)
+            section.part(mine, self.index).copy_(self.stored)
+            buffer = mine.new_empty(self.parts, section.numel)
+            group.all_gather(buffer, mine).wait()
+            home = mine.new_empty(self.home)
+            section.unpack(buffer, home)
+        return untake(home.detach(), self.spec.dims, comm)
 
     def publish(self) -> None:
         """Copy the master to the stored chunk."""

@@ -44,6 +44,7 @@ class Store:
     def __init__(self, program: Program, source: Source, comm: Comm, device: torch.device) -> None:
         for axes in required_groups(program):
             comm.group(axes)
+        self._program = program
         self._comm = comm
         self._pool = Pool(device)
         self._traffic = Traffic()
@@ -155,9 +156,12 @@ class Store:
             gather.unpack(staging)
             self._pool.give(staging)
 
-    def load(self, name: str, full: Tensor) -> None:
-        """Overwrite a parameter from the user's full tensor; every rank's store must."""
-        self.helds[name].load(full, self._comm)
+    def load(self, source: Source) -> None:
+        """Overwrite all parameters and buffers from full tensors by the user's names."""
+        for held in self.helds.values():
+            held.load(_find(source, held.spec), self._comm)
+        for spec in self._program.buffers:
+            self.buffers[spec.name] = _buffer(spec, source, self._comm, self._pool.device)
 
 
 class _Gather:
@@ -240,7 +244,10 @@ def _find(source: Source, spec: ParameterSpec) -> Tensor:
 
 
 def _buffer(spec: TensorSpec, source: Source, comm: Comm, device: torch.device) -> Tensor:
-    full = source(spec.name)
+    try:
+        full = source(spec.name)
+    except KeyError:
+        raise InputError(f"no tensor named {spec.name} was given") from None
     if tuple(full.shape) != spec.shape:
         raise InputError(f"{spec.name} has shape {tuple(full.shape)}, the plan: {spec.shape}")
     local = take(full.detach(), spec.dims, comm.mesh, comm.mesh.coordinates(comm.rank))

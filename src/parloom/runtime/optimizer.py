@@ -1,0 +1,112 @@
+"""torch optimizers over shards: which ones may, and their state as boxes and JSON.
+
+An optimizer that treats every element alike computes on a shard what it computes on the whole; one
+that looks at a tensor as a matrix, or at all of them as one vector, does not.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parloom.errors import InputError
+
+NOT_ELEMENTWISE = {
+    "Adafactor": "it factors second moments by rows and columns",
+    "LBFGS": "it takes inner products over all parameters",
+    "Muon": "it orthogonalises whole matrices",
+}
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise `InputError` for an optimizer whose update of a shard needs the rest of the tensor."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in NOT_ELEMENTWISE:
+            raise InputError(
+                f"{kind.__name__} cannot update shards: {NOT_ELEMENTWISE[kind.__name__]};"
+                " use an elementwise optimizer such as AdamW or SGD"
+            )
+
+
+def state_tensors(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The parameter's state tensors that have its shape, by key."""
+    state = optimizer.state.get(parameter, {})
+    return {key: state[key] for key in state if _is_shaped(state[key], parameter)}
+
+
+def _is_shaped(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Scalars, the keys of state tensors, and group options, by the user's names (`id` -> name)."""
+    parameters: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        entry: dict[str, Any] = {"tensors": {}, "scalars": {}}
+        for key, value in state.items():
+            if _is_shaped(value, parameter):
+                entry["tensors"][key] = _dtype_name(value.dtype)
+            elif isinstance(value, Tensor):
+                entry["scalars"][key] = {"value": value.item(), "dtype": _dtype_name(value.dtype)}
+            else:
+                entry["scalars"][key] = {"value": value, "dtype": None}
+        parameters[names[id(parameter)]] = entry
+    groups = [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"]],
+            "options": {
+                key: _number(value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"parameters": parameters, "groups": groups}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, owned: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> None:
+    """Take over scalars and group options, and allocate the state tensors.
+
+    Raises `InputError` when a saved parameter is none of `owned`, or a parameter group is new.
+    """
+    optimizer.state.clear()
+    for name, entry in state["parameters"].items():
+        if name not in owned:
+            raise InputError(
+                f"the checkpoint has an optimizer state of {name!r}, the model has not"
+            )
+        parameter = owned[name]
+        loaded: dict[str, Any] = {}
+        for key, dtype in entry["tensors"].items():
+            loaded[key] = torch.zeros_like(parameter, dtype=getattr(torch, dtype)).detach()
+        for key, saved in entry["scalars"].items():
+            value, dtype = saved["value"], saved["dtype"]
+            loaded[key] = (
+                value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
+            )
+        optimizer.state[parameter] = loaded
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in optimizer.param_groups:
+        mine = {names[id(parameter)] for parameter in group["params"]}
+        saved_group = next((g for g in state["groups"] if mine & set(g["names"])), None)
+        if saved_group is None:
+            raise InputError(f"the checkpoint has no parameter group with any of {sorted(mine)}")
+        for key, value in saved_group["options"].items():
+            current = group.get(key)
+            group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def _number(value: Any) -> Any:
+    """A group option as a JSON value (a learning rate may be a tensor)."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
