@@ -144,6 +144,21 @@ class Input:
     data: Arg = None
 
 
+@dataclass(frozen=True, slots=True)
+class FlatNode:
+    """A node seen from the unfolded program: ids name values uniquely over all calls."""
+
+    function: str
+    prefix: str
+    node: Node
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return node_key(self.prefix, self.node)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured program.
@@ -169,17 +184,40 @@ class Graph:
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.kind == kind)
 
-    def unfolded(self) -> Iterator[tuple[str, Node]]:
-        """(decision key, node) of every operator call, in execution order."""
+    def flat(self) -> Iterator[FlatNode]:
+        """Every operator call in execution order; ids of main's values are their names."""
+        count = 0
 
-        def visit(function: Function, prefix: str) -> Iterator[tuple[str, Node]]:
+        def visit(function: Function, prefix: str, ids: dict[str, str]) -> Iterator[FlatNode]:
+            nonlocal count
             for item in function.body:
                 if isinstance(item, Call):
-                    yield from visit(self.by_name[item.function], item.prefix)
+                    callee = self.by_name[item.function]
+                    count += 1
+                    scope = f"{count}/"
+                    inner = {v.name: scope + v.name for i in callee.body for v in i.results}
+                    formal = (v.name for v in callee.inputs)
+                    inner |= {f: ids[a] for f, a in zip(formal, item.args, strict=True)}
+                    yield from visit(callee, item.prefix, inner)
+                    outer = zip(item.results, callee.outputs, strict=True)
+                    ids |= {value.name: inner[name] for value, name in outer}
                 else:
-                    yield node_key(prefix, item), item
+                    yield FlatNode(
+                        function.name,
+                        prefix,
+                        item,
+                        tuple(ids[r] for r in item.refs),
+                        tuple(ids[v.name] for v in item.results),
+                    )
 
-        yield from visit(self.main, "")
+        body = (v for item in self.main.body for v in item.results)
+        yield from visit(
+            self.main, "", {v.name: v.name for v in (*self.main.inputs, *body)}
+        )
+
+    def unfolded(self) -> Iterator[tuple[str, Node]]:
+        """(decision key, node) of every operator call, in execution order."""
+        return ((flat.key, flat.node) for flat in self.flat())
 
 
 def node_key(prefix: str, node: Node) -> str:

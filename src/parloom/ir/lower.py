@@ -17,7 +17,7 @@ from dataclasses import replace
 from parloom.errors import LayoutError, NotYetError
 from parloom.ir.factors import Factored, cut_to, factorize, follow, site_of
 from parloom.ir.graph import (
-    Call, Function, Graph, Node, TensorSpec, Value, node_key, with_operands,
+    Call, FlatNode, Function, Graph, Node, TensorSpec, Value, node_key, with_operands,
 )  # fmt: skip
 from parloom.ir.layout import Layout, Shard, check
 from parloom.ir.mesh import Mesh, MeshAxis
@@ -67,6 +67,10 @@ class _Lowering:
         self.hoist = _Hoist()
         if len(decisions.stages) > 1:
             raise NotYetError("pipeline stages are not yet executable; use one stage")
+        self.uses: dict[str, list[tuple[FlatNode, int]]] = {}
+        for flat in graph.flat():
+            for index, name in enumerate(flat.operands):
+                self.uses.setdefault(name, []).append((flat, index))
         self.parameters = _parameters(self, homes)
 
     def run(self) -> PCG:
@@ -112,9 +116,10 @@ class _Lowering:
 
     def first_use(self, name: str) -> Layout:
         """The layout that the first operator reading main's value `name` asks for."""
-        for function, prefix, node, index in uses(self.graph, name):
-            rule = self.factored.rule(function, node)
-            return rule.operand_layout(index, self.assignment(prefix, node), self.decisions.mesh)
+        for flat, index in self.uses.get(name, ()):
+            rule = self.factored.rule(flat.function, flat.node)
+            assignment = self.assignment(flat.prefix, flat.node)
+            return rule.operand_layout(index, assignment, self.decisions.mesh)
         return Layout()
 
     def decision(self, prefix: str, node: Node) -> NodeDecision:
@@ -191,8 +196,6 @@ class _Body:
             else:
                 rule = self.owner.factored.rule(self.function.name, item)
                 assignment = self.owner.assignment(self.prefix, item)
-                where = f"{node_key(self.prefix, item)} ({item.source})"
-                rule.check(assignment, self.owner.decisions.mesh, where)
                 self.lower_node(item, rule, assignment)
 
     def lower_call(self, call: Call) -> None:
@@ -209,8 +212,12 @@ class _Body:
     def lower_node(self, node: Node, rule: Rule, assignment: Assignment) -> None:
         sources = tuple(self.values[name] for name in node.refs)
         assignment = self.add_time(node, rule, assignment, sources)
+        rule.check(assignment, self.mesh, f"{node_key(self.prefix, node)} ({node.source})")
         op = op_of(node)
-        unsummed = tuple(TIME in v.layout.partial_axes for v in sources)
+        unsummed = tuple(
+            TIME in v.layout.partial_axes and (v.differentiable or v.name not in self.pure)
+            for v in sources
+        )
         passing = op.passes_partial(unsummed)
         kept = ((TIME, "sum"),) if passing else ()
         operands = []
@@ -422,26 +429,6 @@ def _ancestors(items: list[Item], name: str) -> list[Item]:
     return found[::-1]
 
 
-def uses(graph: Graph, name: str) -> list[tuple[str, str, Node, int]]:
-    """Every operator that reads main's value `name`: (function, prefix, node, operand index)."""
-    found: list[tuple[str, str, Node, int]] = []
-
-    def visit(function: Function, prefix: str, value: str) -> None:
-        for item in function.body:
-            if isinstance(item, Call):
-                callee = graph.by_name[item.function]
-                for formal, actual in zip(callee.inputs, item.args, strict=True):
-                    if actual == value:
-                        visit(callee, item.prefix, formal.name)
-            else:
-                found.extend(
-                    (function.name, prefix, item, i) for i, r in enumerate(item.refs) if r == value
-                )
-
-    visit(graph.main, "", name)
-    return found
-
-
 def _parameters(owner: _Lowering, homes: Homes) -> dict[str, PParameter]:
     """Compute layout and reduction axes of every parameter, from all its uses.
 
@@ -453,8 +440,9 @@ def _parameters(owner: _Lowering, homes: Homes) -> dict[str, PParameter]:
     for entry in graph.of_kind("parameter"):
         home = homes.get(entry.target)
         wanted: list[tuple[Layout, tuple[str, ...]]] = []
-        for function, prefix, node, index in uses(graph, entry.value.name):
-            rule, assignment = owner.factored.rule(function, node), owner.assignment(prefix, node)
+        for flat, index in owner.uses.get(entry.value.name, ()):
+            rule = owner.factored.rule(flat.function, flat.node)
+            assignment = owner.assignment(flat.prefix, flat.node)
             layout = rule.operand_layout(index, assignment, mesh)
             wanted.append((layout, rule.varying(index, assignment)))
         if home is None:
