@@ -1,5 +1,7 @@
 """nn.Module -> Graph."""
 
 from parloom.capture.build import capture, capture_flat, parameters_of
+from parloom.capture.fingerprint import fingerprint
+from parloom.capture.load import Loaded, load_model
 
-__all__ = ["capture", "capture_flat", "parameters_of"]
+__all__ = ["capture", "capture_flat", "parameters_of", "fingerprint", "load_model", "Loaded"]

@@ -30,7 +30,7 @@ def capture(
 
     `batch` holds the model's keyword arguments (meta tensors will do). The loss is
     `loss(output, batch)`, or the output's `.loss`, or its first tensor. In training only the loss
-    and the buffer updates are kept; otherwise the model's outputs are too, and there may be no loss.
+    and the buffer updates are kept; otherwise the outputs are too, and there may be no loss.
 
     Raises: CaptureError where the model cannot be traced, InputError for an unusable batch.
     """

@@ -153,7 +153,6 @@ def trace(
     with mode(model, training), torch.enable_grad(), warnings.catch_warnings():
         # torch's own use of a class that torch deprecates, once per copied tree.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        wrapper.train(training) if model.training != training else None
         try:
             exported = torch.export.export(wrapper, (), example, strict=False)
         except CaptureError:
@@ -204,7 +203,8 @@ def inline_grad_regions(module: fx.GraphModule, training: bool) -> None:
 
 def inline_region(module: fx.GraphModule, region: fx.Node, training: bool) -> None:
     """Inline one region; gradients stop at its outputs, or at its operands if it writes to them."""
-    enabled, body_ref, *operands = region.args
+    arguments: tuple[Any, ...] = region.args
+    enabled, body_ref, *operands = arguments
     body = getattr(module, body_ref.target)
     stops = training and not enabled
     mutates = any(is_mutating(n) for n in body.graph.nodes)
@@ -256,6 +256,7 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def is_float(node: fx.Node) -> bool:
+    """Whether a node is one tensor of a floating dtype."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
 

@@ -38,6 +38,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -75,8 +76,9 @@ class Translator:
         return name
 
     def take_item(self, node: fx.Node) -> None:
-        source, index = node.args
-        results = self.names[source]  # type: ignore[index]
+        arguments: tuple[Any, ...] = node.args
+        source, index = arguments
+        results = self.names[source]
         if isinstance(results, str) or not isinstance(index, int):
             raise self.refusal(node, "an item of a tensor list is chosen at run time")
         self.names[node] = results[index]
@@ -141,22 +143,21 @@ class Translator:
 
     def slice_arguments(self, node: fx.Node) -> tuple[Arg, ...]:
         """(x, dim, start, end, step) with dim and bounds resolved against the operand's shape."""
-        source = node.args[0]
-        given = [*node.args[1:], *[None] * 4][:4]
-        dim, start, end, step = given
-        shape = self.specs[self.value(source)].shape  # type: ignore[arg-type]
-        axis = int(dim or 0) % len(shape)  # type: ignore[call-overload]
+        arguments: tuple[Any, ...] = node.args
+        source, dim, start, end, step = (*arguments, None, None, None, None)[:5]
+        shape = self.specs[self.value(source)].shape
+        axis = int(dim or 0) % len(shape)
         begin, stop, stride = slice(start, end, step or 1).indices(shape[axis])
         return (self.argument(node, source), axis, begin, max(begin, stop), stride)
 
     def dropout(self, node: fx.Node) -> None:
         """`dropout(x, p)`, or the operator as it is where the mask is used."""
-        x, p, train = node.args
+        arguments: tuple[Any, ...] = node.args
+        x, p, train = arguments
         masks = [u for u in node.users if u.target is getitem and u.args[1] == 1 and u.users]
-        if train is False or p == 0:
-            if not masks:
-                self.names[node] = (self.value(x), "")  # type: ignore[arg-type]
-                return
+        if (train is False or p == 0) and not masks:
+            self.names[node] = (self.value(x), "")
+            return
         if masks:
             self.emit(node, "native_dropout", self.arguments(node, node.args))
             return
@@ -169,6 +170,8 @@ class Translator:
         Results: the output, and in training with running statistics their new values.
         """
         values = node.meta["val"]
+        args: tuple[Any, ...]
+        kept: tuple[int, ...]
         if name == BATCH_NORM:
             args, kept = node.args, (0, 3, 4)
         elif name == BATCH_NORM_EVAL:
@@ -181,8 +184,9 @@ class Translator:
         self.append(node, "batch_norm", self.arguments(node, args), (), results, kept)
 
     def copy(self, node: fx.Node) -> None:
-        """`copy(target, source)` has no derivative; a cast and an expand of the source are equal."""
-        source = self.value(node.args[1])  # type: ignore[arg-type]
+        """`copy(target, source)` has no derivative; a cast and expand of the source are equal."""
+        arguments: tuple[Any, ...] = node.args
+        source = self.value(arguments[1])
         spec = self.spec(node)
         if spec is None:
             raise self.refusal(node, "copy of something that is no tensor")

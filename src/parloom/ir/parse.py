@@ -18,7 +18,8 @@ INPUT = re.compile(r"input ([^=]*?) = (.*)\Z", re.DOTALL)
 RESULT = re.compile(rf"(output|update) ({STRING}) = (\w+)\Z")
 ASSIGNMENT = re.compile(r"((?:[A-Za-z_]\w*: [a-z]\w*\[[\d, ]*\](?:, )?)+) = ", re.ASCII)
 COMMENT = re.compile(
-    rf"#(?: (?P<path>{STRING}|[^\s\"@#]\S*))?(?: #(?P<index>\d+))?(?: @ (?P<source>{STRING}|\S+))?\Z"
+    rf"#(?: (?P<path>{STRING}|[^\s\"@#]\S*))?(?: #(?P<index>\d+))?"
+    rf"(?: @ (?P<source>{STRING}|\S+))?\Z"
 )
 KINDS = ("parameter", "buffer", "batch", "constant")
 MAX_TEXT_CHARS = 1 << 28
@@ -240,9 +241,10 @@ class Parser:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
             case ast.Call(
-                func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" | "nan" as word)],
+                func=ast.Name(id="float"),
+                args=[ast.Constant(value="inf" | "-inf" | "nan" as word)],
                 keywords=[],
-            ):  # fmt: skip
+            ):
                 return float(word)
         raise self.error(f"{type(node).__name__} is not allowed here")
 

@@ -17,8 +17,8 @@
 
     loss h_0
 
-Names are values, `dtype.float32` is a dtype, `float("inf")` what has no literal; the rest are Python
-literals. After `#` stand a node's module path (with `#2` for the third node of that path and
+Names are values, `dtype.float32` is a dtype, `float("inf")` what has no literal; the rest are
+Python literals. After `#` stand a node's module path (with `#2` for the third node of that path and
 operator) and `@` its source line.
 """
 

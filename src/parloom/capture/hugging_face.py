@@ -1,0 +1,127 @@
+"""Hugging Face models from their configuration: freshly initialised, with a batch made for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parloom.errors import InputError
+
+DEFAULT_BATCH = 8
+DEFAULT_SEQ = 1024
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_source_positions")
+
+
+def library() -> ModuleType:
+    """The transformers package.
+
+    Raises: InputError saying how to install it.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - optional, and slow to import
+    except ImportError as err:
+        raise InputError(
+            f"Hugging Face models need the transformers package ({err}): pip install 'parloom[hf]'"
+        ) from err
+    return transformers
+
+
+@contextmanager
+def quiet(transformers: ModuleType) -> Iterator[None]:
+    """Without transformers' remarks on the config, which are about weights nobody loads."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def read_config(spec: str) -> Any:
+    """The configuration in a file, in a folder, or of a Hub id (the local cache first)."""
+    path = Path(spec)
+    local = path.suffix == ".json" or path.is_dir()
+    if local and not (path / "config.json" if path.is_dir() else path).is_file():
+        raise InputError(f"no file {path / 'config.json' if path.is_dir() else path}")
+    transformers = library()
+    last: Exception | None = None
+    for cached_only in (True,) if local else (True, False):
+        try:
+            with quiet(transformers):
+                return transformers.AutoConfig.from_pretrained(spec, local_files_only=cached_only)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
+            last = err
+    reason = str(last).strip().splitlines()[0] if str(last).strip() else type(last).__name__
+    if local:
+        raise InputError(f"{spec}: not a Hugging Face config: {reason}") from last
+    raise InputError(
+        f"no model {spec!r}: it is no file or folder here, and as a Hub id its config could not be"
+        f" read: {reason}"
+    ) from last
+
+
+def build_from_config(
+    config: Any, batch: int | None, seq: int | None
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The architecture that the config names (else a causal language model) and a random batch.
+
+    Both come from torch's global generator. Generation caches are off.
+    """
+    transformers = library()
+    config.use_cache = False
+    names = list(getattr(config, "architectures", None) or [])
+    kind = getattr(transformers, names[0], None) if names else None
+    if names and kind is None:
+        raise InputError(f"transformers {transformers.__version__} has no architecture {names[0]}")
+    try:
+        with quiet(transformers):
+            if kind is None:
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            else:
+                model = kind(config)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as err:
+        label = names[0] if names else type(config).__name__
+        raise InputError(f"cannot build {label} from its config: {err}") from err
+    model.train()
+    return model, make_batch(model, config, batch, seq)
+
+
+def make_batch(
+    model: nn.Module, config: Any, batch: int | None, seq: int | None
+) -> dict[str, Tensor]:
+    """Random inputs and labels of the shapes that the model takes."""
+    size = DEFAULT_BATCH if batch is None else batch
+    inputs = image_inputs(config, size) if takes_images(model) else token_inputs(config, size, seq)
+    first = next(iter(inputs.values()))
+    if type(model).__name__.endswith(("SequenceClassification", "ImageClassification")):
+        inputs["labels"] = torch.randint(config.num_labels, (size,))
+    else:
+        inputs["labels"] = first.clone()
+    return inputs
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Whether the model is called with pixels rather than tokens."""
+    return getattr(model, "main_input_name", "") == "pixel_values"
+
+
+def image_inputs(config: Any, batch: int) -> dict[str, Tensor]:
+    """Normal pixels of the configured size."""
+    side = config.image_size
+    height, width = (side, side) if isinstance(side, int) else tuple(side)
+    return {"pixel_values": torch.randn(batch, config.num_channels, height, width)}
+
+
+def token_inputs(config: Any, batch: int, seq: int | None) -> dict[str, Tensor]:
+    """Uniform token ids; `seq` defaults to the model's positions, at most 1024."""
+    text = config.get_text_config()
+    limits = [getattr(text, key, None) for key in POSITION_KEYS]
+    limit = next((n for n in limits if isinstance(n, int)), None)
+    if seq is not None and limit is not None and seq > limit:
+        raise InputError(f"--seq {seq} is more than the model's {limit} positions")
+    length = seq if seq is not None else min(limit or DEFAULT_SEQ, DEFAULT_SEQ)
+    return {"input_ids": torch.randint(text.vocab_size, (batch, length))}

@@ -1,0 +1,254 @@
+"""MODEL, as a user names it, to a model and a batch.
+
+`zoo:NAME`, a Hugging Face `config.json` or its folder, `pkg.module:factory`, `file.py:factory`, or
+a Hub id (its config only). Weights are freshly initialised from the seed; on the meta device they
+take no memory.
+"""
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from traceback import extract_tb
+from types import MappingProxyType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parloom import zoo
+from parloom.capture.hugging_face import build_from_config, read_config
+from parloom.capture.program import Loss
+from parloom.errors import InputError, NotYetError, ParloomError
+
+DTYPES = MappingProxyType(
+    {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+)
+FORMS = (
+    "zoo:NAME, a Hugging Face config.json or its folder, pkg.module:factory, file.py:factory,"
+    " or a Hub id"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, the keyword arguments it is called with, and what a factory said about training.
+
+    `loss` is called with the model's output and the batch; `optimizer` is whatever the factory
+    returned for it: a class, a partial, a function of named parameters, or an instance.
+    """
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    loss: Loss | None = None
+    optimizer: Any = None
+
+
+def load_model(
+    spec: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Loaded:
+    """The model that `spec` names, with freshly initialised weights.
+
+    `batch` and `seq` apply to batches that are built here; a factory's own batch is taken as it is.
+    `dtype` (`fp32` or `float32`) is the model's floating dtype; None leaves it. `device` is `cpu`
+    or `meta`. Equal arguments give equal weights and batches.
+
+    Raises: InputError naming the nearest valid choice; NotYetError for saved programs.
+    """
+    target = None if dtype is None else torch_dtype(dtype)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        loaded, own_batch = build(spec, batch, seq)
+    if target is not None:
+        cast_model(loaded.model, target)
+        if own_batch:
+            loaded = replace(loaded, batch=cast_batch(loaded.batch, target))
+    return loaded
+
+
+def build(spec: str, batch: int | None, seq: int | None) -> tuple[Loaded, bool]:
+    """The model, and whether its batch was built here."""
+    path = Path(spec)
+    if spec.startswith("zoo:"):
+        return build_zoo(spec.removeprefix("zoo:"), batch, seq), True
+    if path.suffix == ".pt2":
+        raise NotYetError(
+            f"{spec}: saved programs are not read yet, because torch.export.load unpickles what the"
+            " file brings; name the factory that made the model instead (file.py:factory)"
+        )
+    if path.suffix == ".json" or path.is_dir():
+        return Loaded(*build_from_config(read_config(spec), batch, seq)), True
+    if ":" in spec:
+        return build_factory(spec), False
+    if spec in zoo.names():
+        raise InputError(f"no model {spec!r}; did you mean zoo:{spec}?")
+    if path.suffix == ".py":
+        raise InputError(f"{spec}: name the factory in the file: {spec}:FUNCTION")
+    if path.exists() or spec.startswith((".", "/")) or not spec:
+        raise InputError(f"cannot read a model from {spec!r}; a model is {FORMS}")
+    return Loaded(*build_from_config(read_config(spec), batch, seq)), True
+
+
+def build_zoo(name: str, batch: int | None, seq: int | None) -> Loaded:
+    """A benchmark model."""
+    if name not in zoo.names():
+        near = get_close_matches(name, zoo.names(), 1, 0.5)
+        hint = f"did you mean zoo:{near[0]}?" if near else f"there are {', '.join(zoo.names())}"
+        raise InputError(f"no model zoo:{name}; {hint}")
+    try:
+        return Loaded(*zoo.build(name, batch=batch, seq=seq))
+    except ValueError as err:
+        raise InputError(f"zoo:{name}: {err}") from err
+
+
+class UserCode(AbstractContextManager["UserCode"]):
+    """Turns whatever user code raises into an InputError with the line that raised it."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        err: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if err is None or isinstance(err, ParloomError | KeyboardInterrupt | GeneratorExit):
+            return
+        frames = extract_tb(trace)
+        own = str(Path(__file__).parent)
+        outside = [f for f in frames if not f.filename.startswith((own, "<frozen"))]
+        where = f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
+        if isinstance(err, SyntaxError) and err.filename:
+            where = f" at {err.filename}:{err.lineno}:{err.offset}"
+        raise InputError(f"{self.what} raised{where}: {type(err).__name__}: {err}") from err
+
+
+def build_factory(spec: str) -> Loaded:
+    """The model that a user's function returns."""
+    location, _, name = spec.rpartition(":")
+    module = load_file(Path(location)) if location.endswith(".py") else load_module(location)
+    factory = getattr(module, name, None)
+    if factory is None:
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = get_close_matches(name, public, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"{location} has no {name!r}{hint}")
+    if not callable(factory):
+        raise InputError(f"{spec} is a {type(factory).__name__}, not a function")
+    with UserCode(f"factory {spec}"):
+        made = factory()
+    return unpack(spec, made)
+
+
+def unpack(spec: str, made: object) -> Loaded:
+    """A factory's `(model, batch[, loss][, optimizer])`; None stands for one left out."""
+    expected = "return (model, batch), (model, batch, loss) or (model, batch, loss, optimizer)"
+    if not isinstance(made, tuple | list) or not 2 <= len(made) <= 4:
+        size = f" of {len(made)}" if isinstance(made, tuple | list) else ""
+        raise InputError(f"factory {spec} returned a {type(made).__name__}{size}; {expected}")
+    model, batch, *rest = made
+    if not isinstance(model, nn.Module):
+        raise InputError(f"factory {spec}: the model is a {type(model).__name__}; {expected}")
+    if not isinstance(batch, Mapping) or not all(isinstance(v, Tensor) for v in batch.values()):
+        raise InputError(
+            f"factory {spec}: the batch is a {type(batch).__name__}; it must be a dict of tensors,"
+            " the model's keyword arguments"
+        )
+    loss: Loss | None = None
+    optimizer: object = None
+    for item in rest:
+        if is_optimizer(item) or (len(rest) == 2 and item is rest[1]):
+            optimizer = item
+        elif item is not None and not callable(item):
+            raise InputError(f"factory {spec}: the loss is a {type(item).__name__}; {expected}")
+        else:
+            loss = item
+    return Loaded(model, {str(k): v for k, v in batch.items()}, loss, optimizer)
+
+
+def is_optimizer(item: object) -> bool:
+    """Whether a value is an optimizer, its class, or a partial of its class."""
+    if isinstance(item, partial):
+        item = item.func
+    kind = item if isinstance(item, type) else type(item)
+    return issubclass(kind, torch.optim.Optimizer)
+
+
+def load_module(name: str) -> ModuleType:
+    """An importable module; the working directory counts, as for `python -m`."""
+    put_on_path(Path.cwd())
+    with UserCode(f"import of {name}"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as err:
+            if err.name is not None and name.startswith(err.name):
+                raise InputError(f"no module {name!r}; a model is {FORMS}") from err
+            raise
+
+
+def load_file(path: Path) -> ModuleType:
+    """A file as a module; files beside it can be imported, as when it is run as a script."""
+    if not path.is_file():
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1, 0.5)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise InputError(f"no file {path}{hint}")
+    put_on_path(path.resolve().parent)
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_from_file"
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is no Python file")
+    module = module_from_spec(spec)
+    # Classes find their source text through sys.modules.
+    sys.modules[name] = module
+    with UserCode(f"{path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def put_on_path(folder: Path) -> None:
+    """Let imports find `folder`, first."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The floating dtype of that name (`bf16` or `bfloat16`)."""
+    if name not in DTYPES and name not in DTYPES.values():
+        choices = (*DTYPES, *DTYPES.values())
+        near = get_close_matches(name, choices, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(DTYPES)}"
+        raise InputError(f"no dtype {name!r}; {hint}")
+    found = getattr(torch, DTYPES.get(name, name))
+    assert isinstance(found, torch.dtype), "the table names dtypes"
+    return found
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast in place; computed tables (non-persistent buffers) are never narrowed.
+
+    Rotary frequencies in bfloat16 would move positions; libraries keep them in float32 too.
+    """
+    saved = set(model.state_dict(keep_vars=True))
+    tables = {n: b for n, b in model.named_buffers() if n not in saved and b.is_floating_point()}
+    model.to(dtype)
+    for name, table in tables.items():
+        if table.element_size() > dtype.itemsize:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = table
+
+
+def cast_batch(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating tensors of the batch in `dtype`."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}

@@ -1,0 +1,197 @@
+"""The reference: a captured graph evaluated on one device, operator by operator.
+
+It calls ATen by name on whole tensors and shares nothing with the code that emits parallel
+programs, so that the two can disagree. Autograd works through it. Randomness comes from torch, or
+from a hook that gives the masks, which is how a parallel run is compared bit by bit.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+from parloom.errors import InputError
+from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Node, Ref, node_key
+
+
+class DropoutHook(Protocol):
+    """Gives the keep mask (0 or 1) of a dropout by the decision key of its node.
+
+    For attention the shape is that of the weights, `[..., query, key]`.
+    """
+
+    def mask(self, key: str, shape: tuple[int, ...], p: float) -> Tensor: ...
+
+
+class Results(TypedDict):
+    """The loss (None in an evaluation program without one), outputs and new buffer values."""
+
+    loss: Tensor | None
+    outputs: dict[str, Tensor]
+    updates: dict[str, Tensor]
+
+
+def evaluate(
+    graph: Graph, tensors: Mapping[str, Tensor], *, dropout: DropoutHook | None = None
+) -> Results:
+    """Run the graph on `tensors`, one per input value name (constants may be left out).
+
+    Raises: InputError where a tensor is missing or has another shape.
+    """
+    values = dict(input_values(graph, tensors))
+    results = run_function(graph, graph.main, values, "", dropout)
+    return {
+        "loss": None if graph.loss is None else results[graph.loss],
+        "outputs": {name: results[value] for name, value in graph.outputs},
+        "updates": {name: results[value] for name, value in graph.updates},
+    }
+
+
+def input_values(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The value of every input, checked against its spec's shape."""
+    devices = [t.device for t in tensors.values()]
+    device = devices[0] if devices else torch.device("cpu")
+    values: dict[str, Tensor] = {}
+    for item in graph.inputs:
+        name, spec = item.value.name, item.value.spec
+        if name in tensors:
+            values[name] = tensors[name]
+        elif item.kind == "constant":
+            dtype = getattr(torch, spec.dtype)
+            values[name] = torch.tensor(item.data, dtype=dtype, device=device).reshape(spec.shape)
+        else:
+            raise InputError(f"no tensor for {item.kind} {item.target!r} (value {name!r})")
+        if tuple(values[name].shape) != spec.shape:
+            raise InputError(
+                f"{item.kind} {item.target!r} has shape {tuple(values[name].shape)};"
+                f" the program was captured with {spec.shape}"
+            )
+    return values
+
+
+def run_function(
+    graph: Graph,
+    function: Function,
+    values: dict[str, Tensor],
+    prefix: str,
+    dropout: DropoutHook | None,
+) -> dict[str, Tensor]:
+    """All values of a function, by name, given those of its inputs."""
+    values = dict(values)
+    for item in function.body:
+        if isinstance(item, Call):
+            callee = graph.by_name[item.function]
+            formals = (v.name for v in callee.inputs)
+            actuals = dict(zip(formals, (values[a] for a in item.args), strict=True))
+            inner = run_function(graph, callee, actuals, item.prefix, dropout)
+            returned = [inner[name] for name in callee.outputs]
+        else:
+            returned = run_node(item, node_key(prefix, item), values, dropout)
+        values.update(zip((v.name for v in item.results), returned, strict=True))
+    return values
+
+
+def run_node(
+    node: Node, key: str, values: Mapping[str, Tensor], dropout: DropoutHook | None
+) -> list[Tensor]:
+    """The results of one operator call."""
+    args = [torch_argument(a, values) for a in node.args]
+    kwargs = {name: torch_argument(a, values) for name, a in node.kwargs}
+    if "memory_format" in kwargs:
+        kwargs["memory_format"] = getattr(torch, str(kwargs["memory_format"]))
+    match node.op:
+        case "view":
+            result: object = torch.ops.aten.reshape(*args)
+        case "view_dtype":
+            result = torch.ops.aten.view.dtype(*args)
+        case "dropout":
+            result = drop(args[0], float(args[1]), key, dropout)
+        case "batch_norm":
+            return batch_norm(*args)
+        case "scaled_dot_product_attention" if dropout is not None and attention_p(node) > 0:
+            result = attention(args, kwargs, key, dropout)
+        case _:
+            result = packet(node.op)(*args, **kwargs)
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def packet(op: str) -> object:
+    """The operator packet: `aten` unless another namespace is named."""
+    namespace, _, name = op.rpartition(".")
+    try:
+        return getattr(getattr(torch.ops, namespace or "aten"), name)
+    except AttributeError as err:
+        raise InputError(f"torch {torch.__version__} has no operator {op!r}") from err
+
+
+def torch_argument(arg: Arg, values: Mapping[str, Tensor]) -> object:
+    """A graph argument as torch takes it."""
+    if isinstance(arg, Ref):
+        return values[arg.name]
+    if isinstance(arg, Dtype):
+        return getattr(torch, arg.name)
+    if isinstance(arg, tuple):
+        return [torch_argument(a, values) for a in arg]
+    return arg
+
+
+def drop(x: Tensor, p: float, key: str, hook: DropoutHook | None) -> Tensor:
+    """Inverted dropout: native, or with the hook's mask."""
+    if hook is None:
+        return torch.ops.aten.dropout(x, p, True)
+    mask = hook.mask(key, tuple(x.shape), p).to(x.dtype)
+    return x * mask / (1 - p) if p < 1 else x * 0
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> list[Tensor]:
+    """The output, and in training the new running statistics (ATen updates copies in place)."""
+    if mean is None or var is None:
+        return [torch.ops.aten.batch_norm(x, weight, bias, None, None, True, momentum, eps, True)]
+    mean, var = mean.detach().clone(), var.detach().clone()
+    out = torch.ops.aten.batch_norm(x, weight, bias, mean, var, training, momentum, eps, True)
+    return [out, mean, var] if training else [out]
+
+
+def attention_p(node: Node) -> float:
+    """The dropout probability of an attention node."""
+    p = node.arg(4, "dropout_p", 0.0)
+    return float(p) if isinstance(p, int | float) else 0.0
+
+
+def attention(
+    args: list[object], kwargs: Mapping[str, object], key: str, hook: DropoutHook
+) -> Tensor:
+    """softmax(q k^T * scale + mask) with the hook's dropout, times v."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    query, keys, values = (given[n] for n in names[:3])
+    assert isinstance(query, Tensor), "attention takes tensors"
+    assert isinstance(keys, Tensor), "attention takes tensors"
+    assert isinstance(values, Tensor), "attention takes tensors"
+    if given.get("enable_gqa"):
+        groups = query.shape[-3] // keys.shape[-3]
+        keys = keys.repeat_interleave(groups, dim=-3)
+        values = values.repeat_interleave(groups, dim=-3)
+    scale = given.get("scale")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ keys.transpose(-2, -1) * scale
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if isinstance(mask, Tensor):
+        allowed = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if allowed else scores + mask
+    weights = torch.softmax(scores, dim=-1)
+    p = given["dropout_p"]
+    assert isinstance(p, float), "attention's dropout probability is a number"
+    return drop(weights, p, key, hook) @ values
