@@ -51,11 +51,18 @@ def blank() -> FakeTrainer:
     return FakeTrainer([one(torch.zeros(3, 4))])
 
 
-def test_planted_pickles_are_not_opened(saved: Path, tmp_path: Path) -> None:
+def test_planted_pickles_are_not_opened(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exploded = tmp_path / "exploded"
     plant(saved, exploded)
     target = blank()
-    checkpoint.load(target, saved)
+    with monkeypatch.context() as patch:
+        for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads")):
+            patch.setattr(
+                module, name, partial(pytest.fail, f"{module.__name__}.{name} was called")
+            )
+        checkpoint.load(target, saved)
     assert checkpoint.latest(saved.parent) == saved
     assert target.held[0].tensor.flatten().tolist() == [float(i) for i in range(12)]
     assert not exploded.exists()
@@ -340,6 +347,15 @@ def test_disk_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patch.setattr(os, "fsync", full)
         with pytest.raises(LaunchError, match=r"No space left on device.*free space"):
             checkpoint.save(blank(), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_header_that_safetensors_would_refuse_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_storage, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(InputError, match="1 boxes need a header of .* in blocks"):
+        checkpoint.save(blank(), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

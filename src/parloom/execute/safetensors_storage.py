@@ -96,8 +96,9 @@ def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[st
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise InputError(
-            f"{path}: its {len(ordered)} boxes need a header of {len(text)} bytes, safetensors reads"
-            f" {MAX_HEADER_BYTES}: the plan interleaves the shards of a long dim; shard blocks of it"
+            f"{path}: its {len(ordered)} boxes need a header of {len(text)} bytes, safetensors"
+            f" reads {MAX_HEADER_BYTES}: the plan interleaves the shards of a long dim; shard it"
+            " in blocks"
         )
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
