@@ -1,7 +1,6 @@
 """A hand-written program trained under every storage equals the same model on one device."""
 
 import pytest
-import torch
 
 from parloom import runtime as rt
 from tests.dist import mlp

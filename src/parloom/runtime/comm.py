@@ -187,7 +187,7 @@ class DistributedGroup:
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         # Flat tensors: gloo concatenates along dim 0 and refuses a stacked output.
         return _started(
-            dist.all_gather_into_tensor(
+            dist.all_gather_single(
                 output.view(-1), tensor.view(-1), group=self.process_group, async_op=True
             )
         )
@@ -195,7 +195,7 @@ class DistributedGroup:
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         rows = tensor if self.order is None else tensor[_inverse(self.order)]
         return _started(
-            dist.reduce_scatter_tensor(
+            dist.reduce_scatter_single(
                 output.view(-1), rows.view(-1), group=self.process_group, async_op=True
             )
         )

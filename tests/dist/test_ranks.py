@@ -1,0 +1,120 @@
+"""Forked ranks: results, failures with their rank and cause, deaths, timeouts."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parloom import runtime as rt
+from parloom.errors import LaunchError
+from parloom.execute.ranks import RankError, fork_ranks
+from tests.dist import mlp
+
+
+def _sum_of_ranks(offset: int) -> torch.Tensor:
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return total
+
+
+def test_results_come_in_rank_order() -> None:
+    assert [int(t) for t in fork_ranks(3, _sum_of_ranks, 10)] == [33, 33, 33]
+
+
+def _one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such thing as rank one")
+    dist.barrier()
+
+
+def test_a_failing_rank_is_named_and_ends_the_others() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 3 failed: ValueError: no such thing") as caught:
+        fork_ranks(3, _one_raises)
+    assert caught.value.rank == 1
+    assert "_one_raises" in caught.value.traceback_text
+    assert time.monotonic() - started < 20
+
+
+def _one_dies() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_a_dead_rank_is_named() -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 failed: it ended without a result"):
+        fork_ranks(2, _one_dies)
+
+
+def _one_sleeps() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def test_a_slow_rank_times_out() -> None:
+    with pytest.raises(LaunchError, match=r"ranks \[1\] of 2 gave no result within 2 s"):
+        fork_ranks(2, _one_sleeps, timeout_s=2.0)
+
+
+LAYOUTS = [
+    mlp.Layout(("x", "y")),
+    mlp.Layout(("y", "x"), storage="zero3"),
+    mlp.Layout(("x",), ("y",), "zero2"),
+    mlp.Layout(("y", "x"), storage="zero1"),
+]
+
+
+def _train() -> list[mlp.Run]:
+    runs = []
+    for layout in LAYOUTS:
+        made = mlp.program(mlp.with_time(rt.grid({"x": 2, "y": 2}), 2), layout)
+        comm = rt.DistributedComm(made.mesh, rt.required_groups(made))
+        runs.append(mlp.parallel(comm, made, mlp.adamw, clip_norm=0.5))
+    return runs
+
+
+def test_training_over_gloo_equals_one_device() -> None:
+    expected = mlp.single_device(mlp.adamw, clip_norm=0.5)
+    for runs in fork_ranks(4, _train):
+        assert max(mlp.difference(run, expected) for run in runs) < 1e-9
+
+
+def _exchange() -> bool:
+    """Every collective of a group gives over gloo what it gives between threads."""
+    mesh = rt.grid({"x": 2, "y": 2})
+    comm = rt.DistributedComm(mesh)
+    for axes in (("x", "y"), ("y", "x"), ("y",), ("x",)):
+        group = comm.group(axes)
+        ranks = mesh.group(axes, comm.rank)
+        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
+            mine = torch.full((2, 3), comm.rank).to(dtype)
+            stacked = torch.empty(group.size, 2, 3, dtype=dtype)
+            group.all_gather(stacked, mine).wait()
+            assert torch.equal(
+                stacked, torch.stack([torch.full((2, 3), r) for r in ranks]).to(dtype)
+            )
+            sent = torch.stack([torch.full((2,), 10 * comm.rank + r) for r in ranks]).to(dtype)
+            received = torch.empty_like(sent)
+            group.all_to_all(received, sent).wait()
+            expected = torch.stack([torch.full((2,), 10 * r + comm.rank) for r in ranks])
+            assert torch.equal(received, expected.to(dtype))
+        scattered = torch.empty(2)
+        rows = torch.tensor(ranks, dtype=torch.float32).unsqueeze(1).repeat(1, 2)
+        group.reduce_scatter(scattered, rows + comm.rank).wait()
+        assert torch.equal(scattered, torch.full((2,), float(group.size * comm.rank + sum(ranks))))
+        counts = [1 + r % 2 for r in ranks]
+        out = torch.empty(group.size * (1 + comm.rank % 2), dtype=torch.int64)
+        sent = torch.cat([torch.full((n,), comm.rank) for n in counts])
+        group.all_to_all(out, sent, [1 + comm.rank % 2] * group.size, counts).wait()
+        assert out.tolist() == [r for r in ranks for _ in range(1 + comm.rank % 2)]
+        told = torch.tensor([comm.rank])
+        group.broadcast(told).wait()
+        assert told.item() == ranks[0]
+    return True
+
+
+def test_collectives_over_gloo() -> None:
+    assert all(fork_ranks(4, _exchange))
