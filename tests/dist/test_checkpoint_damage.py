@@ -354,7 +354,7 @@ def test_header_that_safetensors_would_refuse_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_storage, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(InputError, match="1 boxes need a header of .* in blocks"):
+    with pytest.raises(InputError, match=r"1 boxes need a header of .* in blocks"):
         checkpoint.save(blank(), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
