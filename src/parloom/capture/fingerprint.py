@@ -22,7 +22,7 @@ def fingerprint(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
             for n, p in model.named_parameters(remove_duplicate=False)
         ],
         [["buffer", *described(n, b)] for n, b in model.named_buffers(remove_duplicate=False)],
-        [["batch", *described(n, t)] for n, t in batch.items()],
+        [["batch", *described(n, t)] for n, t in sorted(batch.items())],
         sorted(set(sources(model))),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

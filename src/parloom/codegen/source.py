@@ -64,9 +64,7 @@ class _Weights:
                 readers.setdefault(value.name, set()).add(reader)
         self.formal: dict[str, tuple[bool, ...]] = {}
         for call in calls:
-            own = tuple(
-                a.name in self.parameters and len(readers[a.name]) == 1 for a in call.args
-            )
+            own = tuple(a.name in self.parameters and len(readers[a.name]) == 1 for a in call.args)
             before = self.formal.get(call.function, own)
             self.formal[call.function] = tuple(x and y for x, y in zip(own, before, strict=True))
 
@@ -109,7 +107,9 @@ def _function(pcg: PCG, function: PFunction, weights: _Weights) -> str:
     arguments = ", ".join(f"{identifier(v.name)}: Tensor" for v in (*inputs, *own))
     count = len(function.outputs)
     returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
-    head = f"def {identifier(function.name)}(ctx: rt.Context, prefix: str, {arguments}) -> {returns}:"
+    head = (
+        f"def {identifier(function.name)}(ctx: rt.Context, prefix: str, {arguments}) -> {returns}:"
+    )
     lines = [head if len(head) <= WIDTH else _wrapped(head)]
     lines += _layout_lines(pcg.mesh, (*inputs, *own))
     kept = {v.name for v in function.outputs}
@@ -240,9 +240,7 @@ def _section(item: Item) -> str | None:
     return item.prefix if isinstance(item, PCall) else None
 
 
-def _statement(
-    pcg: PCG, item: Item, prefix: str | None, weights: _Weights | None
-) -> Iterator[str]:
+def _statement(pcg: PCG, item: Item, prefix: str | None, weights: _Weights | None) -> Iterator[str]:
     targets = ", ".join(identifier(v.name) for v in _results(item))
     if isinstance(item, Compute):
         code = _compute(pcg, item, prefix)

@@ -1,5 +1,6 @@
 """The tables at the end of a generated program: mesh, tensors, parameters, units, schedule."""
 
+from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import Layout, digits
 from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue
@@ -26,11 +27,13 @@ def tables(pcg: PCG, units: Units) -> str:
         [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("buffer")],
     )
     lines += _block("outputs", [_tensor(n, v, pcg.mesh) for n, v in pcg.outputs])
-    lines += _block("parameters", [_parameter(p, pcg.mesh) for p in pcg.parameters])
+    lines += _block("parameters", [_parameter(p, pcg) for p in pcg.parameters])
     lines += _block("units", [repr(unit) for unit in units])
     lines.append(f"    num_microbatches={pcg.num_microbatches},")
     lines.append(f"    actions={tuple(str(a) for a in actions(pcg.num_microbatches))!r},")
     lines += _block("groups", [repr(group) for group in groups(pcg)])
+    if pcg.decisions.reduce_dtype:
+        lines.append(f"    reduce_dtype={pcg.decisions.reduce_dtype!r},")
     lines.append("    forward=forward,")
     if pcg.prologue:
         lines.append("    prologue=prologue,")
@@ -54,7 +57,8 @@ def _tensor(name: str, value: PValue, mesh: Mesh) -> str:
     return f"rt.TensorSpec({name!r}, {spec.shape!r}, {spec.dtype!r}, {dims})"
 
 
-def _parameter(parameter: PParameter, mesh: Mesh) -> str:
+def _parameter(parameter: PParameter, pcg: PCG) -> str:
+    mesh, master = pcg.mesh, pcg.decisions.master_dtype
     entry, decision = parameter.input, parameter.decision
     spec = entry.value.spec
     parts = [repr(entry.target), repr(spec.shape), repr(spec.dtype)]
@@ -79,6 +83,8 @@ def _parameter(parameter: PParameter, mesh: Mesh) -> str:
         parts.append("trainable=False")
     if entry.aliases:
         parts.append(f"aliases={entry.aliases!r}")
+    if master and spec.is_float and DTYPE_BYTES[spec.dtype] < DTYPE_BYTES[master]:
+        parts.append(f"master_dtype={master!r}")
     return f"rt.ParameterSpec({', '.join(parts)})"
 
 

@@ -211,9 +211,7 @@ class Graph:
                     )
 
         body = (v for item in self.main.body for v in item.results)
-        yield from visit(
-            self.main, "", {v.name: v.name for v in (*self.main.inputs, *body)}
-        )
+        yield from visit(self.main, "", {v.name: v.name for v in (*self.main.inputs, *body)})
 
     def unfolded(self) -> Iterator[tuple[str, Node]]:
         """(decision key, node) of every operator call, in execution order."""

@@ -102,9 +102,9 @@ class _Lowering:
         )  # fmt: skip
         main = PFunction("forward", "forward", tuple(inputs), tuple(body.items), ())
         return PCG(
-            self.graph, self.mesh, tuple(self.variants.values()), main,
+            self.graph, self.decisions, self.mesh, tuple(self.variants.values()), main,
             tuple(self.parameters.values()), loss, outputs, updates,
-            tuple(self.hoist.items), tuple(self.hoist.values), self.steps,
+            tuple(self.hoist.items), tuple(self.hoist.values),
         )  # fmt: skip
 
     def input_layout(self, kind: str, value: Value) -> Layout:
@@ -153,9 +153,7 @@ class _Lowering:
             body = _Body(self, function, call.prefix, formal)
             body.run()
             outputs = tuple(body.values[n] for n in function.outputs)
-            self.variants[key] = PFunction(
-                name, function.name, formal, tuple(body.items), outputs
-            )
+            self.variants[key] = PFunction(name, function.name, formal, tuple(body.items), outputs)
         return self.variants[key]
 
 
@@ -456,4 +454,3 @@ def _parameters(owner: _Lowering, homes: Homes) -> dict[str, PParameter]:
         decision = decisions.get(entry.target, ParameterDecision(entry.target))
         result[entry.value.name] = PParameter(entry, home, axes, decision)
     return result
-

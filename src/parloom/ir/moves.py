@@ -136,9 +136,7 @@ class _Planner:
             if want.axis in partial:
                 if dict(self.layout.partial)[want.axis] != "sum":
                     continue
-                return self._emit(
-                    "reduce_scatter", (want.axis,), self.layout.place(want), **place
-                )
+                return self._emit("reduce_scatter", (want.axis,), self.layout.place(want), **place)
             row = "partition_varying" if want.axis in self.varying else "partition"
             return self._emit(row, (want.axis,), self.layout.place(want), **place)
         return False

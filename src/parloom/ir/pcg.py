@@ -12,7 +12,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import Step
 from parloom.ir.ops import Rule
-from parloom.ir.plan import ParameterDecision
+from parloom.ir.plan import Decisions, ParameterDecision
 
 TIME = "micro"  # the mesh axis in time: microbatches
 
@@ -96,6 +96,7 @@ class PCG:
     """
 
     graph: Graph
+    decisions: Decisions
     mesh: Mesh
     functions: tuple[PFunction, ...]
     main: PFunction
@@ -105,7 +106,10 @@ class PCG:
     updates: tuple[tuple[str, PValue], ...]
     prologue: tuple[Item, ...] = ()
     hoisted: tuple[tuple[PValue, PValue], ...] = ()
-    num_microbatches: int = 1
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.decisions.num_microbatches
 
     @cached_property
     def by_name(self) -> dict[str, PFunction]:

@@ -10,7 +10,7 @@ equal values and equal files.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from parloom.errors import VerifyError
@@ -176,7 +176,8 @@ class ModelSource:
 class Plan:
     """A saved answer: the question (fingerprint, source, cluster), the decisions, the prediction.
 
-    `graph` is the captured program as text (`ir.text`), so that no rank captures again.
+    `graph` is the captured training program as text (`ir.text`), so that no rank captures again;
+    `evaluation_graph` the one captured in evaluation mode, empty where that is not possible.
     """
 
     source: ModelSource
@@ -193,7 +194,8 @@ class Plan:
     bound_s: float | None = None
     solver_gap: float | None = None
     version: str = VERSION
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    evaluation_graph: str = ""
 
 
 def actions(num_microbatches: int) -> tuple[Action, ...]:

@@ -62,6 +62,7 @@ def plan_to_json(plan: Plan) -> str:
         "notes": list(plan.notes),
         "decisions": _decisions(plan.decisions),
         "graph": plan.graph.split("\n"),
+        "evaluation_graph": plan.evaluation_graph.split("\n"),
     }
     return render(document) + "\n"
 
@@ -190,6 +191,7 @@ class _Reader:
             method=document.method,
             decisions=decisions,
             graph="\n".join(document.graph),
+            evaluation_graph="\n".join(document.evaluation_graph),
             prediction=_read_prediction(document.prediction),
             alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
             assumptions=tuple(document.assumptions),
@@ -286,7 +288,9 @@ class _Reader:
         if sum(bool(axis.steps) for axis in document) > 1:
             raise self.error(path, "more than one axis in time")
         unit = 1
-        for prime in sorted((p for a in document for p in a.primes), key=lambda p: p.stride):
+        for prime in sorted(
+            (p for a in document for p in a.primes), key=lambda p: (p.stride, p.size)
+        ):
             if prime.stride != unit:
                 message = f"strides do not number the ranks: expected {unit}, got {prime.stride}"
                 raise self.error(path, message)

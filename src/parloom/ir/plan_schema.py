@@ -22,9 +22,9 @@ class Document(BaseModel):
 
 
 class PrimeDocument(Document):
-    """One prime factor of a mesh axis."""
+    """One prime factor of a mesh axis; a cluster of one device has one of size 1."""
 
-    size: Annotated[int, Field(ge=2, le=2**31)]
+    size: Annotated[int, Field(ge=1, le=2**31)]
     stride: Count
     level: Index
 
@@ -131,6 +131,7 @@ class PlanDocument(Document):
     notes: list[str]
     decisions: DecisionsDocument
     graph: list[str]
+    evaluation_graph: list[str]
 
 
 def known_keys(path: tuple[str | int, ...]) -> tuple[str, ...]:

@@ -39,7 +39,9 @@ def _halo_rows(window: Window, i: int) -> tuple[int, int]:
     return padding, max(0, (kernel - 1) * dilation + 1 - stride - padding)
 
 
-def _spatial(site: Site, window: Window, fill_free: bool) -> tuple[list[tuple[str, int, int]], bool]:
+def _spatial(
+    site: Site, window: Window, fill_free: bool
+) -> tuple[list[tuple[str, int, int]], bool]:
     """(factor, output size, stride) per spatial dim that shards evenly: in = out x stride."""
     found = []
     for i, (size_in, size_out) in enumerate(
@@ -107,9 +109,7 @@ def _grouped(rule: Rule, site: Site, groups: int) -> Rule:
     names = {"c": ("g", "q"), "m": ("g", "m"), "q": ("q",)}
 
     def rename(dims: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            tuple(n for f in dim for n in names.get(f, (f,)) if n in have) for dim in dims
-        )
+        return tuple(tuple(n for f in dim for n in names.get(f, (f,)) if n in have) for dim in dims)
 
     kinds = dict(rule.kinds) | {n: WHOLE for n in ("q", "m") if n in have}
     return Rule(
@@ -131,9 +131,7 @@ def _halo(window: Callable[[Site], Window]) -> Callable[[Site], Mapping[str, tup
 
 def _padding(e: Emission, window: Window) -> tuple[int, ...]:
     """Padding left to the local call: none where the halo brought the border rows."""
-    return tuple(
-        0 if e.assignment.get(f"s{i}") else window[2][i] for i in range(len(window[2]))
-    )
+    return tuple(0 if e.assignment.get(f"s{i}") else window[2][i] for i in range(len(window[2])))
 
 
 def _conv(e: Emission) -> str:

@@ -60,7 +60,9 @@ def _index_rule(site: Site) -> Rule:
 
 def _index(e: Emission) -> str:
     indices = e.site.arg(1)
-    parts = [":" if i is None else e.code(i) for i in (indices if isinstance(indices, tuple) else ())]
+    parts = [
+        ":" if i is None else e.code(i) for i in (indices if isinstance(indices, tuple) else ())
+    ]
     return f"{e.arg(0)}[{', '.join(parts)}]"
 
 
@@ -68,7 +70,10 @@ def _gather_rule(site: Site) -> Rule:
     rank = len(site.operands[0].shape)
     dim = site.dim(1, rank)
     source, index = site.operands[0].shape, site.operands[1].shape
-    names = [f"d{i}" if d != dim and source[d] == index[d] else f"i{i}" for i, d in enumerate(range(rank))]
+    names = [
+        f"d{i}" if d != dim and source[d] == index[d] else f"i{i}"
+        for i, d in enumerate(range(rank))
+    ]
     table = [n if n[0] == "d" else f"w{n[1:]}" for n in names]
     kinds = {n: WHOLE for n in table if n[0] == "w"}
     kinds |= {n: WHOLE for i, n in enumerate(names) if n[0] == "i" and i != dim}

@@ -73,9 +73,7 @@ def expand_cross_entropy(site: Site, sharded: frozenset[str]) -> Function:
     return Function("cross_entropy", inputs, tuple(body.nodes), (out,))
 
 
-def _class_losses(
-    body: Body, x: str, shape: tuple[int, ...], dtype: str, smoothing: float
-) -> str:
+def _class_losses(body: Body, x: str, shape: tuple[int, ...], dtype: str, smoothing: float) -> str:
     samples, classes = shape
     full, row = TensorSpec(shape, dtype), TensorSpec((samples,), dtype)
     column = TensorSpec((samples, 1), dtype)

@@ -128,9 +128,7 @@ def expand_batch_norm(site: Site, sharded: frozenset[str]) -> Function:
         fresh = body.add("view", flat, body.add("detach", column, statistic), (channels,))
         assert isinstance(momentum, float)
         kept = body.add("mul", flat, given[position], 1.0 - momentum)
-        outputs.append(
-            body.add("add", flat, kept, body.add("mul", flat, fresh, momentum * factor))
-        )
+        outputs.append(body.add("add", flat, kept, body.add("mul", flat, fresh, momentum * factor)))
     return Function("batch_norm", inputs, tuple(body.nodes), tuple(outputs))
 
 

@@ -101,7 +101,9 @@ class Rule:
         for factor, axes in assignment.items():
             if factor not in self.shardable:
                 names = ", ".join(self.shardable) or "none"
-                raise LayoutError(f"{where}: factor {factor!r} cannot be sharded; there is: {names}")
+                raise LayoutError(
+                    f"{where}: factor {factor!r} cannot be sharded; there is: {names}"
+                )
             used += axes
             if self.size(factor) % mesh.size(axes):
                 raise LayoutError(
@@ -269,9 +271,7 @@ def along(site: Site, whole: frozenset[int], *, shared: bool = True) -> Rule:
                 counter += 1
         return found
 
-    return build(
-        [names(s) for s in site.operands], [names(s) for s in site.results], site, kinds
-    )
+    return build([names(s) for s in site.operands], [names(s) for s in site.results], site, kinds)
 
 
 def contraction_flops(site: Site, rule: Rule) -> float:

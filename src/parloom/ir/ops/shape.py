@@ -9,7 +9,9 @@ from parloom.ir.ops.rule import WHOLE, Dims, Rule, Site, along, broadcast, build
 Shape = tuple[int, ...]
 
 
-def view_factors(source: Shape, target: Shape) -> tuple[tuple[tuple[str, int], ...], Dims, Dims, set[str]]:
+def view_factors(
+    source: Shape, target: Shape
+) -> tuple[tuple[tuple[str, int], ...], Dims, Dims, set[str]]:
     """Common factors of two shapes of equal size: sizes, dims of each side, whole factors.
 
     Dims are grouped where the running products meet; inside a group the cuts of both sides must
@@ -31,9 +33,7 @@ def view_factors(source: Shape, target: Shape) -> tuple[tuple[tuple[str, int], .
                 sizes[names[low]] = high // low
             for shape, dims, out in ((source, a, left), (target, b, right)):
                 for dim, low in zip(dims, _strides(shape, dims), strict=True):
-                    out[dim] = tuple(
-                        n for c, n in names.items() if low <= c < low * shape[dim]
-                    )
+                    out[dim] = tuple(n for c, n in names.items() if low <= c < low * shape[dim])
         else:
             for shape, dims, out in ((source, a, left), (target, b, right)):
                 for dim in dims:

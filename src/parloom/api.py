@@ -1,0 +1,258 @@
+"""The main path on one screen: capture, plan, generate, verify, run, parallelize."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from parloom.capture import capture, fingerprint, load_model, parameters_of
+from parloom.cost.clusters import resolve_cluster
+from parloom.cost.step import predict
+from parloom.errors import CaptureError, FingerprintError, InfeasibleError, InputError
+from parloom.execute import launch
+from parloom.execute.files import read_plan, write_atomic
+from parloom.execute.optimizers import named_optimizer
+from parloom.execute.program import training_program
+from parloom.execute.train import NamedParameters, Trainer
+from parloom.execute.train import parallelize as _parallelize
+from parloom.execute.verify import VerifyReport
+from parloom.execute.verify import verify as _verify
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster
+from parloom.ir.plan import Alternative, Decisions, ModelSource, Plan, Prediction
+from parloom.ir.plan_json import plan_to_json
+from parloom.ir.text import parse_graph, print_graph
+from parloom.search.baselines import METHODS
+
+Say = Callable[[str], None]
+Batch = Mapping[str, Tensor]
+AUTO = ("data_parallel", "fsdp", "megatron")
+LOW_PRECISION = ("bfloat16", "float16")
+
+
+def _silent(text: str) -> None:
+    """Drop progress messages."""
+
+
+def plan(
+    model: str,
+    *,
+    cluster: str,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    method: str = "auto",
+    memory: int | None = None,
+    microbatches: int | None = None,
+    seed: int = 0,
+    progress: Say = _silent,
+) -> Plan:
+    """Capture `model`, price the candidates of `method` on `cluster`, and keep the fastest that
+    fits in `memory` bytes per device (default: the device's).
+
+    Raises `InputError`, `CaptureError` or `InfeasibleError` (nothing fits).
+    """
+    machine = resolve_cluster(cluster)
+    chosen = named_optimizer(optimizer)
+    progress(f"building {model}")
+    loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
+    progress("capturing the training program")
+    graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
+    evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
+    candidates = _candidates(graph, machine.cluster, method, microbatches, seed, dtype)
+    asked = Plan(
+        ModelSource(model, batch, seq, dtype),
+        cluster,
+        fingerprint(loaded.model, loaded.batch),
+        chosen,
+        method,
+        Decisions(next(iter(candidates)).decisions.mesh),
+        print_graph(graph),
+        assumptions=(*machine.assumptions, *_assumed(batch, seq, loaded.batch)),
+        notes=notes,
+        seed=seed,
+        evaluation_graph=evaluation,
+    )
+    limit = machine.cluster.device.memory_bytes if memory is None else memory
+    return _best(asked, graph, candidates, machine.cluster, limit, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that a method proposes."""
+
+    name: str
+    decisions: Decisions
+
+
+def _evaluation(
+    model: nn.Module, batch: Batch, loss: object
+) -> tuple[str, tuple[str, ...]]:
+    """The evaluation program as text, or a note that says why there is none."""
+    try:
+        return print_graph(capture(model, batch, loss=loss, training=False)), ()  # type: ignore[arg-type]
+    except CaptureError as error:
+        return "", (f"no evaluation program: {error}",)
+
+
+def _assumed(batch: int | None, seq: int | None, tensors: Batch) -> Iterator[str]:
+    shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in tensors.items())
+    if batch is None or seq is None:
+        yield f"batch as built: {shapes}"
+
+
+def _candidates(
+    graph: Graph,
+    cluster: Cluster,
+    method: str,
+    microbatches: int | None,
+    seed: int,
+    dtype: str,
+) -> list[Candidate]:
+    """All candidates of a method name, or the decisions of a plan file."""
+    if method not in (*METHODS, "auto"):
+        decisions = read_plan(Path(method)).decisions
+        if decisions.mesh.num_ranks != cluster.num_devices:
+            raise InputError(
+                f"{method} is for {decisions.mesh.num_ranks} ranks, {cluster.name} has"
+                f" {cluster.num_devices} devices"
+            )
+        return [Candidate(method, decisions)]
+    found: list[Candidate] = []
+    refused: InputError | None = None
+    for name in AUTO if method == "auto" else (method,):
+        try:
+            for decisions in METHODS[name](graph, cluster, microbatches or 1, seed):
+                if dtype in LOW_PRECISION:
+                    decisions = replace(decisions, master_dtype="float32", reduce_dtype="float32")
+                mesh = " x ".join(f"{a.name}={a.size}" for a in decisions.mesh.axes)
+                found.append(Candidate(f"{name} ({mesh})", decisions))
+        except InputError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return found
+
+
+def _best(
+    asked: Plan,
+    graph: Graph,
+    candidates: list[Candidate],
+    cluster: Cluster,
+    limit: int,
+    progress: Say,
+) -> Plan:
+    priced: list[tuple[Candidate, Prediction]] = []
+    for candidate in candidates:
+        pcg = lower(graph, candidate.decisions)
+        priced.append((candidate, predict(pcg, cluster, asked.optimizer)))
+        step_s, peak = priced[-1][1].step_s, priced[-1][1].peak_bytes
+        progress(f"{candidate.name}: {step_s * 1e3:.4g} ms, {peak / 2**30:.3g} GiB")
+    alternatives = tuple(
+        Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in priced
+    )
+    fitting = [(p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(priced) if p.peak_bytes <= limit]
+    if not fitting:
+        raise InfeasibleError(_why_nothing_fits(priced, limit))
+    candidate, prediction = priced[min(fitting)[2]]
+    return replace(
+        asked,
+        method=candidate.name.split(" ")[0],
+        decisions=candidate.decisions,
+        prediction=prediction,
+        alternatives=alternatives,
+    )
+
+
+def _why_nothing_fits(priced: list[tuple[Candidate, Prediction]], limit: int) -> str:
+    """What fills memory in the smallest candidate, and what would help."""
+    candidate, smallest = min(priced, key=lambda entry: entry[1].peak_bytes)
+    parts = sorted(smallest.memory, key=lambda part: -part[1])
+    total = max(smallest.peak_bytes, 1)
+    shares = ", ".join(f"{name} {size / 2**30:.3g} GiB ({size / total:.0%})" for name, size in parts)
+    return (
+        f"no plan fits in {limit / 2**30:.3g} GiB per device; the smallest, {candidate.name}, needs"
+        f" {total / 2**30:.3g} GiB: {shares}. What would help: a smaller --batch or --seq, more"
+        " --microbatches, more devices, --optimizer sgd, --dtype bf16"
+    )
+
+
+def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
+    """Write `plan.json` and the generated `program.py` into `folder`; their paths."""
+    folder = Path(folder)
+    source = training_program(plan).source
+    return {
+        "plan": write_atomic(folder / "plan.json", plan_to_json(plan)),
+        "source": write_atomic(folder / "program.py", source),
+    }
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file or a folder with one; nothing in it is executed."""
+    return read_plan(Path(path))
+
+
+def generate(plan: Plan) -> str:
+    """The source that every rank of the plan runs."""
+    return training_program(plan).source
+
+
+def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> VerifyReport:
+    """Prove on this CPU that the plan's program equals the model on one device.
+
+    Raises `FingerprintError` where the model has changed since the plan was made.
+    """
+    source = plan.source
+    progress(f"building {source.spec}")
+    loaded = load_model(
+        source.spec, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
+    )
+    found = fingerprint(loaded.model, loaded.batch)
+    if found != plan.fingerprint:
+        raise FingerprintError(
+            f"the plan was made for model {plan.fingerprint}, {source.spec} is now {found}; plan"
+            f" again: parloom plan {source.spec} --cluster {plan.cluster}"
+        )
+    torch.set_num_threads(1)  # the ranks are forked
+    graph = parse_graph(plan.graph)
+    progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
+    return _verify(plan, parameters_of(loaded.model, graph), loaded.batch)
+
+
+def run(path: str | Path, script: Sequence[str], *, progress: Say = _silent, verbose: bool = False) -> int:
+    """Start a training script on every rank of the plan; the exit code."""
+    path = Path(path)
+    file = path / "plan.json" if path.is_dir() else path
+    return launch.run(load(file), script, plan_path=file, say=progress, verbose=verbose)
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    *,
+    optimizer: Callable[[NamedParameters], Optimizer],
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    clip_norm: float | None = None,
+    log_path: str | Path | None = None,
+    seed: int = 0,
+    exact_random: bool = False,
+) -> Trainer:
+    """A trainer for this rank of `plan`; see `parloom.execute.train.parallelize`."""
+    chosen = plan if isinstance(plan, Plan) else load(plan)
+    return _parallelize(
+        model,
+        chosen,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_norm=clip_norm,
+        log_path=None if log_path is None else Path(log_path),
+        seed=seed,
+        exact_random=exact_random,
+    )

@@ -1,0 +1,253 @@
+"""The proof: the plan's program on forked ranks against the captured program on one device.
+
+Both start from the same weights in float64 (casts inside the model included, `graph.widened`) and
+the same global batch, take three steps with the plan's optimizer, and must agree in every loss,
+every gradient of the first step, and every weight and buffer at the end (DESIGN section 3). Random
+masks are drawn for the global tensors. The reference never touches generated code.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parloom.execute.optimizers import make
+from parloom.execute.program import training_program
+from parloom.execute.ranks import fork_ranks
+from parloom.execute.reference import evaluate
+from parloom.ir.graph import Graph, widened
+from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph
+from parloom.runtime import Box, DistributedComm, Program, Shard, Trainer, global_mask
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+TOLERANCE = 1e-9
+GRADIENT_FLOOR = 1e-2  # of the model's largest gradient
+SEED = 0
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The outcome: the worst relative error and the tensor it occurred in."""
+
+    passed: bool
+    worst_error: float
+    worst_tensor: str
+    first_difference: str | None
+    tolerance: float
+    num_tensors: int
+    num_ranks: int
+    steps: int
+    shrunk: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.num_tensors} tensors on {self.num_ranks} ranks over {self.steps} steps"
+        shrunk = f" (shrunk: {self.shrunk})" if self.shrunk else ""
+        if self.passed:
+            return (
+                f"PASS: parallel equals single device, {what}{shrunk}: largest relative difference"
+                f" {self.worst_error:.1e} ({self.worst_tensor}), limit {self.tolerance:.0e}"
+            )
+        return (
+            f"FAIL: first tensor that differs: {self.first_difference}; largest relative difference"
+            f" {self.worst_error:.1e} ({self.worst_tensor}), limit {self.tolerance:.0e}; {what}"
+            f"{shrunk}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a run leaves: losses, gradients of the first step, weights and buffers at the end."""
+
+    losses: tuple[Tensor, ...]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+class Masks:
+    """Random masks of whole tensors, as the runtime's exact mode draws them."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def mask(self, key: str, shape: tuple[int, ...], p: float) -> Tensor:
+        return global_mask(SEED, self.step, key, tuple(shape), p)
+
+
+def verify(plan: Plan, tensors: Tensors, batch: Tensors, *, timeout_s: float = 600.0) -> VerifyReport:
+    """Run both sides and compare.
+
+    `tensors` are the model's full parameters and buffers by the user's names, `batch` the global
+    batch. Raises `LaunchError` where a rank fails.
+    """
+    graph = widened(parse_graph(plan.graph))
+    tensors = {name: _wide(t) for name, t in tensors.items()}
+    batch = {name: _wide(t) for name, t in batch.items()}
+    program = training_program(plan, graph).program
+    parts = fork_ranks(
+        program.mesh.num_ranks, _rank, program, plan, tensors, batch, timeout_s=timeout_s
+    )
+    parallel = _assembled(parts)
+    reference = reference_trace(graph, plan, tensors, batch)
+    return compare(reference, parallel, program.mesh.num_ranks)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def reference_trace(graph: Graph, plan: Plan, tensors: Tensors, batch: Tensors) -> Trace:
+    """Three steps of the captured program on this device."""
+    trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
+    state = {name: t.clone().requires_grad_(name in trainable) for name, t in tensors.items()}
+    masks = Masks()
+    optimizer = make(plan.optimizer, _leaves(state, trainable), lr=LEARNING_RATE)
+    losses: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        masks.step = step
+        values = {
+            i.value.name: (batch if i.kind == "batch" else state)[i.target]
+            for i in graph.inputs
+            if i.kind != "constant"
+        }
+        results = evaluate(graph, values, dropout=masks)
+        loss = results["loss"]
+        assert loss is not None
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        if step == 0:
+            found = ((name, state[name].grad) for name in sorted(trainable))
+            gradients = {name: g.clone() for name, g in found if g is not None}
+        optimizer.step()
+        state.update((name, value.detach()) for name, value in results["updates"].items())
+    return Trace(tuple(losses), gradients, {n: t.detach() for n, t in state.items()})
+
+
+def _leaves(state: Tensors, trainable: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(n, t) for n, t in state.items() if n in trainable]  # type: ignore[misc]
+
+
+Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
+
+
+def _rank(
+    program: Program, plan: Plan, tensors: Tensors, batch: Tensors
+) -> tuple[list[Tensor], Pieces, Pieces]:
+    """One rank's losses, and its primary pieces of gradients and of the final state."""
+    torch.set_num_threads(1)
+    trainer = Trainer(
+        program,
+        tensors,
+        optimizer=lambda named: make(plan.optimizer, named, lr=LEARNING_RATE),
+        comm=DistributedComm(program.mesh, program.groups),
+        seed=SEED,
+        exact_random=True,
+    )
+    losses: list[Tensor] = []
+    gradients: Pieces = {}
+    for step in range(STEPS):
+        losses.append(trainer.step(batch).loss)
+        if step == 0:
+            gradients = _pieces(_gradients(trainer))
+    state = _pieces(s for s in trainer.shards() if not s.name.startswith("optimizer/"))
+    return losses, gradients, state
+
+
+def _gradients(trainer: Trainer) -> Iterator[Shard]:
+    for shard in trainer.shards():
+        held = trainer.store.helds.get(shard.name)
+        if held is not None and held.owned.grad is not None:
+            grad = held.owned.grad
+            yield Shard(shard.name, shard.global_shape, shard.boxes, grad, shard.primary)
+
+
+def _pieces(shards: Iterator[Shard]) -> Pieces:
+    return {
+        shard.name: (
+            shard.global_shape,
+            [(box.offsets, _cut(shard.tensor, box)) for box in shard.boxes],
+        )
+        for shard in shards
+        if shard.primary
+    }
+
+
+def _cut(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[box.local].clone()
+
+
+def _assembled(parts: list[tuple[list[Tensor], Pieces, Pieces]]) -> Trace:
+    losses = tuple(parts[0][0])
+    return Trace(losses, _joined([p[1] for p in parts]), _joined([p[2] for p in parts]))
+
+
+def _joined(parts: list[Pieces]) -> dict[str, Tensor]:
+    """Full tensors from the pieces of all ranks; elements that no rank gave are NaN."""
+    result: dict[str, Tensor] = {}
+    for part in parts:
+        for name, (shape, pieces) in part.items():
+            for offsets, piece in pieces:
+                if name not in result:
+                    empty = float("nan") if piece.is_floating_point() else -1
+                    result[name] = piece.new_full(shape, empty)
+                index = tuple(
+                    slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True)
+                )
+                result[name][index] = piece
+    return result
+
+
+def compare(
+    reference: Trace, parallel: Trace, num_ranks: int, tolerance: float = TOLERANCE
+) -> VerifyReport:
+    """Relative errors of all tensors, in the order losses, gradients, weights and buffers."""
+    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    worst, worst_name, first, count = 0.0, "loss of step 1", None, 0
+
+    def judge(name: str, expected: Tensor | None, got: Tensor | None, floor: float) -> None:
+        nonlocal worst, worst_name, first, count
+        count += 1
+        error = _relative(expected, got, floor)
+        if error > worst or error != error:
+            worst, worst_name = error, name
+        if not error <= tolerance and first is None:
+            first = f"{name} (relative difference {error:.1e})"
+
+    for step, (a, b) in enumerate(zip(reference.losses, parallel.losses, strict=True)):
+        judge(f"loss of step {step + 1}", a, b, 1e-2)
+    for name in sorted(reference.gradients.keys() | parallel.gradients.keys()):
+        judge(
+            f"gradient of {name}",
+            reference.gradients.get(name),
+            parallel.gradients.get(name),
+            GRADIENT_FLOOR * largest,
+        )
+    for name in sorted(parallel.state):
+        kind = "weight" if name in reference.gradients else "state"
+        floor = LEARNING_RATE * STEPS
+        judge(f"{kind} {name} after {STEPS} steps", reference.state.get(name), parallel.state[name], floor)
+    return VerifyReport(
+        first is None, worst, worst_name, first, tolerance, count, num_ranks, STEPS
+    )  # fmt: skip
+
+
+def _relative(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
+    """Largest difference over the tensor's own scale, but at least `floor`; inf if one is missing."""
+    if expected is None or got is None:
+        present = expected if got is None else got
+        return 0.0 if present is not None and not present.any() else float("inf")
+    if expected.shape != got.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(expected, got) else float("inf")
+    scale = max(float(expected.abs().max()), floor, 1e-30)
+    return float((expected - got).abs().max()) / scale
