@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from parloom.capture.blame import module_path, source_of, without_wrapper
+from parloom.capture.masks import CAUSAL, mask_meaning
 from parloom.errors import CaptureError
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
 
@@ -52,6 +53,7 @@ class Translator:
         self.hidden = hidden
         self.nodes: list[Node] = []
         self.classes: dict[str, str] = {}
+        self.evaluated: dict[fx.Node, Any] = {}
 
     def translate(self, nodes: Iterable[fx.Node]) -> None:
         """Translate every call; placeholders must be in `names` already."""
@@ -101,6 +103,8 @@ class Translator:
             self.emit(node, "slice", self.slice_arguments(node))
         elif name == "copy":
             self.copy(node)
+        elif name == "scaled_dot_product_attention":
+            self.attention(node, overload)
         else:
             self.emit(node, name, self.arguments(node, node.args), self.kwargs(node, overload))
 
@@ -182,6 +186,23 @@ class Translator:
             args, kept = node.args, (0,)
         results = tuple(values[i] for i in kept)
         self.append(node, "batch_norm", self.arguments(node, args), (), results, kept)
+
+    def attention(self, node: fx.Node, overload: torch._ops.OpOverload) -> None:
+        """Attention; a fixed mask that is only causal, or masks nothing, becomes a flag or goes.
+
+        That is `scaled_dot_product_attention(query, key, value[, None, dropout_p[, is_causal]])`.
+        """
+        arguments: tuple[Any, ...] = node.args
+        mask = arguments[3] if len(arguments) > 3 else node.kwargs.get("attn_mask")
+        meaning = mask_meaning(mask, self.evaluated) if isinstance(mask, fx.Node) else None
+        args = self.arguments(node, arguments)
+        kwargs = self.kwargs(node, overload)
+        if meaning is not None:
+            p = args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            causal = (True,) if meaning == CAUSAL else ()
+            args = (*args[:3], None, self.argument(node, p), *causal)
+            kwargs = tuple(k for k in kwargs if k[0] not in ("attn_mask", "dropout_p"))
+        self.emit(node, "scaled_dot_product_attention", args, kwargs)
 
     def copy(self, node: fx.Node) -> None:
         """`copy(target, source)` has no derivative; a cast and expand of the source are equal."""

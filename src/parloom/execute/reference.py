@@ -6,7 +6,7 @@ from a hook that gives the masks, which is how a parallel run is compared bit by
 """
 
 from collections.abc import Mapping
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -96,13 +96,13 @@ def run_node(
     node: Node, key: str, values: Mapping[str, Tensor], dropout: DropoutHook | None
 ) -> list[Tensor]:
     """The results of one operator call."""
-    args = [torch_argument(a, values) for a in node.args]
-    kwargs = {name: torch_argument(a, values) for name, a in node.kwargs}
+    args: list[Any] = [torch_argument(a, values) for a in node.args]
+    kwargs: dict[str, Any] = {name: torch_argument(a, values) for name, a in node.kwargs}
     if "memory_format" in kwargs:
         kwargs["memory_format"] = getattr(torch, str(kwargs["memory_format"]))
     match node.op:
         case "view":
-            result: object = torch.ops.aten.reshape(*args)
+            result: Any = torch.ops.aten.reshape(*args)
         case "view_dtype":
             result = torch.ops.aten.view.dtype(*args)
         case "dropout":
@@ -116,7 +116,7 @@ def run_node(
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
-def packet(op: str) -> object:
+def packet(op: str) -> Any:
     """The operator packet: `aten` unless another namespace is named."""
     namespace, _, name = op.rpartition(".")
     try:
@@ -139,7 +139,7 @@ def torch_argument(arg: Arg, values: Mapping[str, Tensor]) -> object:
 def drop(x: Tensor, p: float, key: str, hook: DropoutHook | None) -> Tensor:
     """Inverted dropout: native, or with the hook's mask."""
     if hook is None:
-        return torch.ops.aten.dropout(x, p, True)
+        return torch.dropout(x, p, True)
     mask = hook.mask(key, tuple(x.shape), p).to(x.dtype)
     return x * mask / (1 - p) if p < 1 else x * 0
 
@@ -168,16 +168,11 @@ def attention_p(node: Node) -> float:
     return float(p) if isinstance(p, int | float) else 0.0
 
 
-def attention(
-    args: list[object], kwargs: Mapping[str, object], key: str, hook: DropoutHook
-) -> Tensor:
+def attention(args: list[Any], kwargs: Mapping[str, Any], key: str, hook: DropoutHook) -> Tensor:
     """softmax(q k^T * scale + mask) with the hook's dropout, times v."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | dict(kwargs)
     query, keys, values = (given[n] for n in names[:3])
-    assert isinstance(query, Tensor), "attention takes tensors"
-    assert isinstance(keys, Tensor), "attention takes tensors"
-    assert isinstance(values, Tensor), "attention takes tensors"
     if given.get("enable_gqa"):
         groups = query.shape[-3] // keys.shape[-3]
         keys = keys.repeat_interleave(groups, dim=-3)
@@ -192,6 +187,5 @@ def attention(
         allowed = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, float("-inf")) if allowed else scores + mask
     weights = torch.softmax(scores, dim=-1)
-    p = given["dropout_p"]
-    assert isinstance(p, float), "attention's dropout probability is a number"
-    return drop(weights, p, key, hook) @ values
+    dropped: Tensor = drop(weights, float(given["dropout_p"]), key, hook) @ values
+    return dropped
