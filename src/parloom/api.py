@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parloom.capture import capture, fingerprint, load_model, parameters_of
 from parloom.cost.clusters import resolve_cluster
-from parloom.cost.step import predict
+from parloom.cost.step import price_plan
 from parloom.errors import CaptureError, FingerprintError, InfeasibleError, InputError
 from parloom.execute import launch
 from parloom.execute.files import read_plan, write_atomic
@@ -152,7 +152,8 @@ def _best(
     priced: list[tuple[Candidate, Prediction]] = []
     for candidate in candidates:
         pcg = lower(graph, candidate.decisions)
-        priced.append((candidate, predict(pcg, cluster, asked.optimizer)))
+        price = price_plan(pcg, cluster, candidate.decisions, asked.optimizer)
+        priced.append((candidate, price.prediction()))
         step_s, peak = priced[-1][1].step_s, priced[-1][1].peak_bytes
         progress(f"{candidate.name}: {step_s * 1e3:.4g} ms, {peak / 2**30:.3g} GiB")
     alternatives = tuple(
