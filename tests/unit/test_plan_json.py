@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.errors import InputError, VerifyError
-from parloom.ir.mesh import Mesh, MeshAxis, grid
+from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import (
     ActivationDecision,
     Alternative,
@@ -69,6 +69,12 @@ def test_round_trip_is_exact() -> None:
     text = plan_to_json(plan)
     assert plan_from_json(text, "plan.json") == plan
     assert plan_to_json(plan_from_json(text.encode(), "plan.json")) == text
+
+
+def test_one_device() -> None:
+    mesh = Mesh((MeshAxis("data", (PrimeAxis(1, 1, 0),)),))
+    plan = replace(example(), decisions=Decisions(mesh))
+    assert plan_from_json(plan_to_json(plan), "plan.json") == plan
 
 
 def test_text_is_readable() -> None:

@@ -1,0 +1,239 @@
+"""What one training step of a lowered plan costs: time, traffic, and memory by component.
+
+    step = microbatches x (forward + backward) + exposed weight gathers and gradient reductions
+           + optimizer + weight gathers after it
+
+Weight gathers (ZeRO-3) hide behind the compute of their pass, gradient reductions behind the
+compute of the backward pass; what does not fit there is exposed. Collectives on activations hide
+behind nothing. Peak memory is the sum of the components, each at its own peak.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, prod
+
+from parloom.cost import model
+from parloom.cost.price import Price
+from parloom.cost.walk import Pass, Walked, Walker
+from parloom.ir.graph import DTYPE_BYTES
+from parloom.ir.layout import local_shape
+from parloom.ir.mesh import Cluster
+from parloom.ir.pcg import PCG, PCall, PParameter
+from parloom.ir.plan import Decisions, Optimizer, Prediction, Storage
+
+# Gradients travel in buckets of this size (torch DDP's default; the runtime uses the same).
+BUCKET_BYTES = 25 << 20
+COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """A step: seconds, `Price` of all of it, and (component, bytes) in the order of COMPONENTS.
+
+    The passes are those of one microbatch without the traffic of parameters.
+    """
+
+    step_s: float
+    price: Price
+    memory: tuple[tuple[str, int], ...]
+    forward: Pass
+    backward: Pass
+    exposed_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(size for _, size in self.memory)
+
+    def prediction(self) -> Prediction:
+        """As a plan stores it."""
+        return Prediction(self.step_s, self.peak_bytes, self.memory, "spec")
+
+
+def price_plan(
+    pcg: PCG, cluster: Cluster, decisions: Decisions, optimizer: Optimizer | None = None
+) -> StepPrice:
+    """Price one step of `pcg`, which was lowered from `decisions`, on `cluster`."""
+    walker = Walker(pcg.by_name, pcg.mesh, cluster)
+    entries = enumerate(pcg.graph.inputs)
+    weights = frozenset(i for i, entry in entries if entry.kind == "parameter")
+    main = walker.walk(pcg.main.inputs, pcg.main.body, (), weights)
+    prologue = walker.walk(pcg.main.inputs, pcg.prologue)
+    steps = pcg.num_microbatches
+    parameters = _Parameters(pcg, walker, decisions, optimizer or Optimizer())
+    gathers = parameters.gathers()
+    chunked, whole = parameters.reductions()
+    update, publish = parameters.update(), parameters.publish()
+
+    forward, backward = main.forward, main.backward
+    hidden = forward.price.compute_s, backward.price.compute_s
+    # Gathers run in both passes; chunked gradients are reduced in every microbatch, whole ones in
+    # the last.
+    exposed = steps * max(0.0, gathers.comm_s - hidden[0])
+    exposed += (steps - 1) * max(0.0, gathers.comm_s + chunked.comm_s - hidden[1])
+    exposed += max(0.0, gathers.comm_s + chunked.comm_s + whole.comm_s - hidden[1])
+    hoisted = prologue.forward if pcg.hoisted else Pass()
+    each = forward.seconds + backward.seconds + hoisted.seconds
+    step_s = steps * each + exposed + update.seconds + publish.seconds
+
+    price = (forward + backward + hoisted + gathers + gathers + chunked).price.times(steps)
+    memory = parameters.memory(main)
+    events = tuple((name, size) for name, size in memory if size)
+    price = price + (whole + update + publish).price + Price(memory=events)
+    return StepPrice(step_s, price, memory, forward, backward, exposed)
+
+
+class _Parameters:
+    """Traffic and memory of parameters, from their layouts and storage decisions."""
+
+    def __init__(
+        self, pcg: PCG, walker: Walker, decisions: Decisions, optimizer: Optimizer
+    ) -> None:
+        self.pcg, self.walker = pcg, walker
+        self.decisions, self.optimizer = decisions, optimizer
+        self.trained = tuple(p for p in pcg.parameters if p.input.trainable)
+
+    def gathers(self) -> Pass:
+        """All-gathers of chunked weights in one pass: one for each unit, storage and dtype."""
+        passes = Pass()
+        for unit in self.units().values():
+            groups: dict[tuple[tuple[str, ...], str], int] = {}
+            for parameter in unit:
+                key = (parameter.decision.weight.axes, parameter.input.value.spec.dtype)
+                groups[key] = groups.get(key, 0) + self.home_bytes(parameter)
+            for (axes, _), size in groups.items():
+                passes += self.walker.collective("all_gather", axes, size)
+        return passes
+
+    def reductions(self) -> tuple[Pass, Pass]:
+        """Reductions of chunked gradients (each microbatch) and of whole ones (each step)."""
+        chunked: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        whole: dict[tuple[str, ...], int] = {}
+        for parameter in self.trained:
+            size = self.elements(parameter, Storage()) * self.gradient_width(parameter)
+            axes = parameter.decision.gradient.axes
+            if axes and set(axes) <= set(parameter.reduce):
+                rest = tuple(a for a in parameter.reduce if a not in axes)
+                chunked[axes, rest] = chunked.get((axes, rest), 0) + size
+            elif parameter.reduce and axes:
+                chunked[(), parameter.reduce] = chunked.get(((), parameter.reduce), 0) + size
+            elif parameter.reduce:
+                whole[parameter.reduce] = whole.get(parameter.reduce, 0) + size
+        often, once = Pass(), Pass()
+        for (axes, rest), size in chunked.items():
+            parts = self.pcg.mesh.size(axes)
+            often += self.bucketed("reduce_scatter", axes, size)
+            often += self.bucketed("all_reduce", rest, size // parts)
+        for axes, size in whole.items():
+            once += self.bucketed("all_reduce", axes, size)
+        return often, once
+
+    def bucketed(self, kind: str, axes: tuple[str, ...], size: int) -> Pass:
+        """A collective over `size` bytes, cut into buckets."""
+        count = max(1, ceil(size / BUCKET_BYTES))
+        one = self.walker.collective(kind, axes, size / count)
+        return Pass(one.price.times(count), one.comm_s * count)
+
+    def update(self) -> Pass:
+        """The optimizer reads gradient, weight and states, and writes weight and states."""
+        touched = sum(
+            self.elements(p, p.decision.optimizer) * self.master_width(p) for p in self.trained
+        )
+        passes = 3 + 2 * self.optimizer.num_states
+        device = self.walker.cluster.device
+        return Pass(Price(model.compute_seconds(0, touched * passes, "float32", device)))
+
+    def publish(self) -> Pass:
+        """All-gathers of whole weights of which each rank updated a chunk (ZeRO-1 and 2)."""
+        sizes: dict[tuple[str, ...], int] = {}
+        for parameter in self.trained:
+            axes = parameter.decision.optimizer.axes
+            if axes and not parameter.decision.weight.axes:
+                sizes[axes] = sizes.get(axes, 0) + self.home_bytes(parameter)
+        result = Pass()
+        for axes, size in sizes.items():
+            result += self.bucketed("all_gather", axes, size)
+        return result
+
+    def memory(self, main: Walked) -> tuple[tuple[str, int], ...]:
+        """Bytes per device of every component."""
+        found = dict.fromkeys(COMPONENTS, 0)
+        for parameter in self.pcg.parameters:
+            decision, width = parameter.decision, self.width(parameter)
+            found["weights"] += self.stored(parameter, decision.weight, width)
+            if not parameter.input.trainable:
+                continue
+            gradient = self.gradient_width(parameter)
+            found["gradients"] += self.stored(parameter, decision.gradient, gradient)
+            states = self.master_width(parameter) * self.optimizer.num_states
+            found["optimizer"] += self.stored(parameter, decision.optimizer, states)
+            own_copy = decision.optimizer.axes != decision.weight.axes
+            if own_copy or self.master_width(parameter) != width:
+                master = self.master_width(parameter)
+                found["optimizer"] += self.stored(parameter, decision.optimizer, master)
+        kept = sum(
+            self.walker.local_bytes(self.pcg.main.inputs[i])
+            for i in main.kept_inputs
+            if self.pcg.graph.inputs[i].kind == "constant"
+        )
+        found["activations"] = main.kept_bytes + main.working_bytes + kept
+        found["buffers"] = self.buffers()
+        return tuple(found.items())
+
+    def buffers(self) -> int:
+        """Module buffers, the batch, and what collectives on parameters need.
+
+        A gathered unit is in memory twice while it is unpacked; a reduction has a bucket in flight.
+        """
+        entries = zip(self.pcg.graph.inputs, self.pcg.main.inputs, strict=True)
+        held = sum(
+            value.spec.num_bytes if entry.kind == "batch" else self.walker.local_bytes(value)
+            for entry, value in entries
+            if entry.kind in ("buffer", "batch")
+        )
+        units = (self.unit_bytes(unit) for unit in self.units().values())
+        chunked = sum(self.home_bytes(p) for p in self.trained if p.decision.gradient.axes)
+        return held + 2 * max(units, default=0) + min(chunked, BUCKET_BYTES)
+
+    def units(self) -> dict[str, list[PParameter]]:
+        """Parameters with chunked weights, by the block call that uses them first."""
+        prefix = {
+            value.name: item.prefix
+            for item in reversed(self.pcg.main.body)
+            if isinstance(item, PCall)
+            for value in item.args
+        }
+        units: dict[str, list[PParameter]] = {}
+        for parameter in self.pcg.parameters:
+            if parameter.decision.weight.axes:
+                unit = prefix.get(parameter.input.value.name, "")
+                units.setdefault(unit, []).append(parameter)
+        return units
+
+    def unit_bytes(self, unit: Iterable[PParameter]) -> int:
+        return sum(self.home_bytes(p) for p in unit)
+
+    def stored(self, parameter: PParameter, storage: Storage, width: int) -> int:
+        """Device bytes of `width` bytes an element under `storage`."""
+        return 0 if storage.memory == "host" else self.elements(parameter, storage) * width
+
+    def elements(self, parameter: PParameter, storage: Storage) -> int:
+        """Elements of one rank's (largest) chunk of the home shard."""
+        spec = parameter.input.value.spec
+        shape = list(local_shape(parameter.layout, spec.shape, self.pcg.mesh))
+        if storage.axes and shape:
+            shape[storage.dim] = ceil(shape[storage.dim] / self.pcg.mesh.size(storage.axes))
+        return prod(shape)
+
+    def home_bytes(self, parameter: PParameter) -> int:
+        return self.elements(parameter, Storage()) * self.width(parameter)
+
+    def width(self, parameter: PParameter) -> int:
+        return DTYPE_BYTES[parameter.input.value.spec.dtype]
+
+    def gradient_width(self, parameter: PParameter) -> int:
+        dtype = self.decisions.reduce_dtype
+        return DTYPE_BYTES[dtype] if dtype else self.width(parameter)
+
+    def master_width(self, parameter: PParameter) -> int:
+        dtype = self.decisions.master_dtype
+        return DTYPE_BYTES[dtype] if dtype else self.width(parameter)
