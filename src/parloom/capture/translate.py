@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from parloom.capture.attention import CAUSAL, grouped_source, mask_meaning
 from parloom.capture.blame import module_path, source_of, without_wrapper
-from parloom.capture.masks import CAUSAL, mask_meaning
 from parloom.errors import CaptureError
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
 
@@ -200,8 +200,12 @@ class Translator:
         if meaning is not None:
             p = args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)
             causal = (True,) if meaning == CAUSAL else ()
-            args = (*args[:3], None, self.argument(node, p), *causal)
             kwargs = tuple(k for k in kwargs if k[0] not in ("attn_mask", "dropout_p"))
+            sources = [grouped_source(n) for n in arguments[1:3]]
+            if all(sources):
+                args = (args[0], *(self.argument(node, s) for s in sources))
+                kwargs = (*kwargs, ("enable_gqa", True))
+            args = (*args[:3], None, self.argument(node, p), *causal)
         self.emit(node, "scaled_dot_product_attention", args, kwargs)
 
     def copy(self, node: fx.Node) -> None:

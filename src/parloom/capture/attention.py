@@ -1,9 +1,12 @@
-"""Attention masks that say no more than "causal" or nothing at all, found by evaluating them.
+"""What attention means, below what a trace makes of it.
 
-Model libraries build such masks from `arange` when they are traced, though outside of a trace they
-ask for `is_causal` and no mask. A mask that depends on no input is evaluated; if it is exactly the
-lower triangle, or true everywhere, attention can say so itself. That is what the untraced model
-computes, lets a device use its fast attention, and leaves the mask's operators dead.
+Model libraries build masks from `arange` when they are traced, though outside of a trace they ask
+for `is_causal` and no mask. A mask that depends on no input is evaluated; if it is exactly the
+lower triangle, or true everywhere, attention can say so itself. With the mask goes the repetition
+of grouped key and value heads, which the same libraries leave to attention where there is no mask.
+
+That is what the untraced model computes, to the bit; it lets a device use its fast attention and
+leaves dozens of operators dead.
 """
 
 from operator import getitem
@@ -83,3 +86,40 @@ def run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     target: Any = node.target
     return target(*args, **kwargs)
+
+
+def grouped_source(node: fx.Node) -> fx.Node | None:
+    """The key or value [b, g, t, d] that a node repeats to [b, g * r, t, d], head by head."""
+    view = node
+    if packet(view) not in ("view", "_unsafe_view", "reshape"):
+        return None
+    (expand,) = view.all_input_nodes
+    if packet(expand) == "clone":
+        (expand,) = expand.all_input_nodes
+    if packet(expand) != "expand":
+        return None
+    (unsqueeze,) = expand.all_input_nodes
+    if packet(unsqueeze) != "unsqueeze" or unsqueeze.args[1] != 2:
+        return None
+    (source,) = unsqueeze.all_input_nodes
+    before, between, after = (shape_of(n) for n in (source, expand, view))
+    if len(before) != 4 or len(between) != 5:
+        return None
+    batch, groups, length, width = before
+    repeated = (batch, groups * between[2], length, width)
+    same = between == (batch, groups, between[2], length, width) and after == repeated
+    return source if same else None
+
+
+def packet(node: fx.Node) -> str:
+    """The name of a node's ATen operator, ``""`` for other nodes."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return ""
+    return target._schema.name.removeprefix("aten::")
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's tensor."""
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
