@@ -1,16 +1,13 @@
 """Ranks that hold shards, without a trainer, for the tests of checkpoints and weights."""
 
 import itertools
-import os
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,6 +36,7 @@ class FakeShard:
 class FakeTrainer:
     held: list[FakeShard]
     state: dict[str, Any] = field(default_factory=lambda: {"step": 1})
+    refreshed: bool = False
 
     def shards(self) -> Iterator[FakeShard]:
         yield from self.held
@@ -46,8 +44,11 @@ class FakeTrainer:
     def extra_state(self) -> dict[str, Any]:
         return self.state
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        self.state = state
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.state = dict(state)
+
+    def refresh(self) -> None:
+        self.refreshed = True
 
 
 @dataclass(frozen=True)
@@ -193,27 +194,3 @@ class Bomb:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return (Path.touch, (self.path,))
-
-
-def forked(num_ranks: int, action: Callable[[int], object], tmp_path: Path) -> None:
-    """Run the action on forked gloo ranks; each must come through."""
-    rendezvous = tmp_path / f"rendezvous-{len(list(tmp_path.iterdir()))}"
-    children = []
-    for rank in range(num_ranks):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
-                )
-                action(rank)
-                dist.destroy_process_group()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * num_ranks
-    rendezvous.unlink(missing_ok=True)

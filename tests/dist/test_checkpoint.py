@@ -24,13 +24,13 @@ from parloom.execute.manifest import (
     read_manifest,
     tiling_problem,
 )
+from parloom.execute.ranks import fork_ranks
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
 from tests.dist.fake_shards import (
     FakeBox,
     FakeShard,
     FakeTrainer,
     Layout,
-    forked,
     layouts,
     simulated_load,
     simulated_save,
@@ -145,11 +145,13 @@ ZERO = Layout((("x", 3),), ((6,), (8,)), ("x",), 1)
 def test_forked_ranks_save_and_load_through_torch(tmp_path: Path) -> None:
     folder = tmp_path / "step-3"
 
-    def saves(rank: int) -> None:
+    def saves() -> None:
+        rank = dist.get_rank()
         trainer = FakeTrainer([MEGATRON.shard("w", WHOLE, rank)], {"step": 3})
         assert checkpoint.save(trainer, folder).wait() == folder
 
-    def loads(rank: int) -> None:
+    def loads() -> None:
+        rank = dist.get_rank()
         trainer = FakeTrainer([ZERO.shard("w", torch.zeros_like(WHOLE), rank)])
         checkpoint.load(trainer, folder)
         assert torch.equal(trainer.held[0].tensor, ZERO.shard("w", WHOLE, rank).tensor)
@@ -163,14 +165,15 @@ def test_forked_ranks_save_and_load_through_torch(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"has no checkpoint\.json"):
             checkpoint.load(trainer, folder)
 
-    forked(4, saves, tmp_path)
-    forked(3, loads, tmp_path)
+    fork_ranks(4, saves)
+    fork_ranks(3, loads)
 
 
 def test_async_save_is_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training overwrites everything while the writers are held back."""
 
-    def runs(rank: int) -> None:
+    def runs() -> None:
+        rank = dist.get_rank()
         trained = threading.Event()
         write_data = BoxWriter.write_data
 
@@ -203,11 +206,12 @@ def test_async_save_is_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert target.held[0].tensor.isnan().all()
         assert target.state == {"step": 2, "lr": [0.25]}
 
-    forked(4, runs, tmp_path)
+    fork_ranks(4, runs)
 
 
 def test_failure_of_one_rank_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs(rank: int) -> None:
+    def runs() -> None:
+        rank = dist.get_rank()
         trainer = FakeTrainer([MEGATRON.shard("w", WHOLE, rank)])
         write_data = BoxWriter.write_data
 
@@ -221,7 +225,7 @@ def test_failure_of_one_rank_reaches_all(tmp_path: Path, monkeypatch: pytest.Mon
             with pytest.raises(LaunchError, match=r"rank 2: cannot save .*No space left"):
                 checkpoint.save(trainer, tmp_path / "a", asynchronous=asynchronous).wait()
 
-    forked(4, runs, tmp_path)
+    fork_ranks(4, runs)
     assert list(tmp_path.iterdir()) == []
 
 

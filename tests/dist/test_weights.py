@@ -9,18 +9,32 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from parloom.errors import InputError
 from parloom.execute import weights
-from tests.dist.fake_shards import Bomb, FakeShard, Layout, forked, one
+from parloom.execute.ranks import fork_ranks
+from tests.dist.fake_shards import Bomb, FakeShard, Layout, one
+
+
+@dataclass(frozen=True)
+class FakeParameter:
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FakeProgram:
+    parameters: tuple[FakeParameter, ...] = ()
 
 
 @dataclass
 class FakeExport:
     held: list[FakeShard]
+    program: FakeProgram = FakeProgram()
 
-    def weight_shards(self) -> Iterator[FakeShard]:
+    def shards(self) -> Iterator[FakeShard]:
         yield from self.held
 
 
@@ -37,7 +51,8 @@ def test_hugging_face_model_goes_out_and_in(tmp_path: Path) -> None:
         for name, p in model.named_parameters()
     }
 
-    def exports(rank: int) -> None:
+    def exports() -> None:
+        rank = dist.get_rank()
         shards = [
             layouts[name].shard(name, p.detach(), rank) for name, p in model.named_parameters()
         ]
@@ -45,7 +60,7 @@ def test_hugging_face_model_goes_out_and_in(tmp_path: Path) -> None:
         assert written == tmp_path / "model.safetensors"
         weights.export_safetensors(FakeExport(shards), tmp_path / "cut", max_file_bytes=4000)
 
-    forked(2, exports, tmp_path)
+    fork_ranks(2, exports)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     shutil.copy(tmp_path / "config.json", tmp_path / "cut")
     for folder in (tmp_path, tmp_path / "cut"):
@@ -84,6 +99,21 @@ def test_export_replaces_an_export_of_another_form(tmp_path: Path) -> None:
     assert weights.export_safetensors(FakeExport(shards), file, max_file_bytes=16) == file
     assert sorted(load_file(file)) == ["a", "b"]
     assert (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_only_the_users_weights_go_out_in_their_own_dtype(tmp_path: Path) -> None:
+    shards = [
+        one(torch.ones(3), "w"),
+        one(torch.ones(3), "optimizer/exp_avg/w"),
+        one(torch.ones(3), "running_mean"),
+        one(torch.ones(3), "inv_freq"),
+    ]
+    trainer = FakeExport(shards, FakeProgram((FakeParameter("w", "bfloat16"),)))
+    file = weights.export_safetensors(trainer, tmp_path, names={"w", "lm_head", "running_mean"})
+    assert {name: value.dtype for name, value in load_file(file).items()} == {
+        "w": torch.bfloat16,
+        "running_mean": torch.float32,
+    }
 
 
 def test_bad_weights_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ a group with training. An asynchronous save copies all values to host memory bef
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from parloom.execute.manifest import (
     MANIFEST,
     REPLACED,
     TEMPORARY,
+    Manifest,
     decode_manifest,
     encode_state,
     read_manifest,
@@ -48,13 +49,25 @@ class Checkpointed(Protocol):
     """What is saved and loaded: the runtime's trainer, on every rank."""
 
     def shards(self) -> Iterable[Shard]:
-        """Weights, optimizer states and buffers; the tensors are read and, on loading, written."""
+        """Weights, optimizer states and buffers; the tensors are live memory."""
 
     def extra_state(self) -> dict[str, Any]:
         """JSON values, equal on all ranks; `step` counts finished steps."""
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what `extra_state` gave."""
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `extra_state` gave; makes room for the optimizer states among `shards`."""
+
+    def refresh(self) -> None:
+        """Bring up to date what follows from the shards; every rank calls it after a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Where a run resumes: finished steps, and the hash of the plan that saved the checkpoint."""
+
+    folder: Path
+    step: int
+    plan_hash: str
 
 
 class Handle:
@@ -87,7 +100,9 @@ class Handle:
         return self.folder
 
 
-def save(trainer: Checkpointed, folder: Folder, *, asynchronous: bool = False) -> Handle:
+def save(
+    trainer: Checkpointed, folder: Folder, *, asynchronous: bool = False, plan_hash: str = ""
+) -> Handle:
     """Save a checkpoint as `folder`, in full or not at all; every rank calls it.
 
     An asynchronous save returns when all values are copied to host memory; training may go on and
@@ -102,7 +117,7 @@ def save(trainer: Checkpointed, folder: Folder, *, asynchronous: bool = False) -
     step = state.get("step")
     if not isinstance(step, int) or step < 0:
         raise VerifyError(f"the trainer's extra state has step {step!r}, not a count")
-    writer = BoxWriter(target, step, state)
+    writer = BoxWriter(target, step, state, plan_hash)
     return write(by_name(trainer.shards()), writer, target, asynchronous=asynchronous)
 
 
@@ -137,10 +152,11 @@ def write(
     return Handle(folder, future, None)
 
 
-def load(trainer: Checkpointed, folder: Folder) -> None:
+def load(trainer: Checkpointed, folder: Folder) -> Loaded:
     """Load a checkpoint into the trainer, whatever plan saved it; every rank calls it.
 
-    All headers are checked before the first tensor is overwritten.
+    All headers are checked before the first tensor is overwritten, but a trainer whose load failed
+    is not to be trained.
 
     Raises:
         InputError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -148,6 +164,7 @@ def load(trainer: Checkpointed, folder: Folder) -> None:
     target = resolve(Path(folder).absolute())
     with temporary_group() as group:
         manifest = everywhere(group, lambda: read_manifest(target))
+        everywhere(group, lambda: _load_extra_state(trainer, manifest, target))
         with _explained("load", target), _quiet_alone(group):
             dcp_load(
                 by_name(trainer.shards()),
@@ -155,7 +172,18 @@ def load(trainer: Checkpointed, folder: Folder) -> None:
                 planner=BoxLoadPlanner(),
                 process_group=group,
             )
-    trainer.load_extra_state(dict(manifest.state))
+    trainer.refresh()
+    return Loaded(target, manifest.step, manifest.plan_hash)
+
+
+def _load_extra_state(trainer: Checkpointed, manifest: Manifest, folder: Path) -> None:
+    try:
+        trainer.load_extra_state(manifest.state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"the extra state in {folder / MANIFEST} is none of this version's trainer"
+            f" ({type(error).__name__}: {error}); load it with the version of parloom that saved it"
+        ) from error
 
 
 def latest(folder: Folder) -> Path | None:

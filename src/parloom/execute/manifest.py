@@ -80,13 +80,14 @@ class FileEntry(_Document):
 
 
 class Manifest(_Document):
-    """The whole document; `state` is the trainer's extra state."""
+    """The whole document; `state` is the trainer's extra state, `plan_hash` names the plan."""
 
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     format: Literal["parloom.checkpoint"] = "parloom.checkpoint"
     version: Literal[1] = 1
     save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     step: Size
+    plan_hash: str = ""
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     state: dict[str, JsonValue]

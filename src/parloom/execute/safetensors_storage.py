@@ -144,9 +144,10 @@ class _Placement:
 class BoxWriter(StorageWriter):
     """Writes one checkpoint to `folder`; `state` is the extra state, already plain JSON data."""
 
-    def __init__(self, folder: Path, step: int, state: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, step: int, state: dict[str, Any], plan_hash: str = "") -> None:
         self._folder = folder
         self._step = step
+        self._plan_hash = plan_hash
         self._state = state
         self._temporary: Path | None = None
 
@@ -245,7 +246,12 @@ class BoxWriter(StorageWriter):
                 ),
             )
         return Manifest(
-            save_id=save_id, step=self._step, files=files, tensors=tensors, state=self._state
+            save_id=save_id,
+            step=self._step,
+            plan_hash=self._plan_hash,
+            files=files,
+            tensors=tensors,
+            state=self._state,
         )
 
     def _commit(self, temporary: Path, save_id: str) -> None:

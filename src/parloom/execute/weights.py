@@ -8,7 +8,7 @@ holds the model. In: one tensor (or one box of it) is read when it is asked for.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -36,65 +36,103 @@ from parloom.execute.safetensors_storage import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# How the trainer names the states of its optimizer: `optimizer/exp_avg/wte.weight`.
+OPTIMIZER = "optimizer/"
 # What transformers cuts at; a shard is then a unit that downloads and retries well.
 MAX_FILE_BYTES = 5_000_000_000
 
 
-class Exportable(Protocol):
-    """The runtime's trainer, on every rank."""
+class _Parameter(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
 
-    def weight_shards(self) -> Iterable[Shard]:
-        """Parameters and persistent buffers under the user's names, tied ones once."""
+
+class _Program(Protocol):
+    @property
+    def parameters(self) -> Iterable[_Parameter]: ...
+
+
+class Exportable(Protocol):
+    """The runtime's trainer, on every rank: shards, and the dtypes that the model computes in."""
+
+    @property
+    def program(self) -> _Program: ...
+
+    def shards(self) -> Iterable[Shard]: ...
 
 
 def export_safetensors(
-    trainer: Exportable, path: Folder, *, max_file_bytes: int = MAX_FILE_BYTES
+    trainer: Exportable,
+    path: Folder,
+    *,
+    names: Container[str] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write the user's weights to a folder, as Hugging Face reads it, or to a `*.safetensors` file.
 
-    Every rank calls it; the folder must be shared. Of tied weights the first name is written.
-    Returns the file, or the index where there are several.
+    Every rank calls it; the folder must be shared. `names` are those of the user's state dict: they
+    leave out buffers that it does not have. Of tied weights the first name is written. Master
+    weights are written in the parameter's own dtype. Returns the file, or the index of several.
     """
     target = Path(path).absolute()
     single = target.suffix == ".safetensors"
     folder = target.parent if single else target
     scratch = folder / f".{target.name}.boxes"
-    folder.mkdir(parents=True, exist_ok=True)
-    write(by_name(trainer.weight_shards()), BoxWriter(scratch, 0, {}), scratch)
+    dtypes = {parameter.name: parameter.dtype for parameter in trainer.program.parameters}
+    shards = by_name(s for s in trainer.shards() if is_weight(s.name, names))
     with temporary_group() as group:
         rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+        everywhere(group, partial(folder.mkdir, parents=True, exist_ok=True))
+        write(shards, BoxWriter(scratch, 0, {}), scratch)
         try:
             manifest = everywhere(group, partial(read_manifest, scratch))
-            parts = _parts(manifest, None if single else max_file_bytes)
-            names = _file_names(target.name if single else SINGLE, len(parts))
-            mine = list(zip(names, parts, strict=True))[rank::world]
+            parts = _parts(manifest, dtypes, None if single else max_file_bytes)
+            files = _file_names(target.name if single else SINGLE, len(parts))
+            mine = list(zip(files, parts, strict=True))[rank::world]
             everywhere(group, partial(_assemble_all, scratch, manifest, mine))
-            publish = partial(_publish, folder, scratch, names, parts, manifest)
+            publish = partial(_publish, folder, scratch, files, parts)
             everywhere(group, publish if rank == 0 else _nothing)
         finally:
             # Every rank has passed a common point, whether it went well or not.
             if rank == 0:
                 shutil.rmtree(scratch, ignore_errors=True)
-    return folder / (names[0] if len(names) == 1 else INDEX)
+    return folder / (files[0] if len(files) == 1 else INDEX)
 
 
-def _parts(manifest: Manifest, max_file_bytes: int | None) -> list[list[str]]:
+def is_weight(name: str, names: Container[str] | None) -> bool:
+    """Whether a shard of that name belongs to the user's state dict."""
+    return not name.startswith(OPTIMIZER) and (names is None or name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A whole tensor to be written, in the dtype of the user's model."""
+
+    name: str
+    stored: TensorEntry
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.stored.shape).numel() * self.dtype.itemsize
+
+
+def _parts(
+    manifest: Manifest, dtypes: Mapping[str, str], max_file_bytes: int | None
+) -> list[list[_Output]]:
     """The tensors of every output file, in order of their names."""
-    parts: list[list[str]] = [[]]
+    parts: list[list[_Output]] = [[]]
     held = 0
-    for name, entry in sorted(manifest.tensors.items()):
-        size = _num_bytes(entry)
-        if max_file_bytes is not None and parts[-1] and held + size > max_file_bytes:
+    for name, stored in sorted(manifest.tensors.items()):
+        output = _Output(name, stored, getattr(torch, dtypes.get(name, stored.dtype)))
+        if max_file_bytes is not None and parts[-1] and held + output.num_bytes > max_file_bytes:
             parts.append([])
             held = 0
-        parts[-1].append(name)
-        held += size
+        parts[-1].append(output)
+        held += output.num_bytes
     return parts
-
-
-def _num_bytes(entry: TensorEntry) -> int:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return torch.Size(entry.shape).numel() * dtype.itemsize
 
 
 def _file_names(name: str, count: int) -> list[str]:
@@ -104,51 +142,47 @@ def _file_names(name: str, count: int) -> list[str]:
     return [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
-def _assemble_all(scratch: Path, manifest: Manifest, parts: list[tuple[str, list[str]]]) -> None:
-    for file, names in parts:
-        entries = []
-        for name in names:
-            stored = manifest.tensors[name]
-            values = partial(_whole, scratch, manifest, name)
-            entries.append(Entry(name, getattr(torch, stored.dtype), stored.shape, values))
+def _assemble_all(
+    scratch: Path, manifest: Manifest, parts: list[tuple[str, list[_Output]]]
+) -> None:
+    for file, outputs in parts:
+        entries = [
+            Entry(o.name, o.dtype, o.stored.shape, partial(_whole, scratch, manifest, o))
+            for o in outputs
+        ]
         write_safetensors(scratch / file, entries, {"format": "pt"})
 
 
-def _whole(scratch: Path, manifest: Manifest, name: str) -> Tensor:
-    stored = manifest.tensors[name]
-    full = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    for box in stored.boxes:
+def _whole(scratch: Path, manifest: Manifest, output: _Output) -> Tensor:
+    full = torch.empty(output.stored.shape, dtype=output.dtype)
+    for box in output.stored.boxes:
         with open_safetensors(scratch / manifest.files[box.file].name) as file:
-            full[box_slices(box.offsets, box.sizes)] = file.get_tensor(box_key(name, box.offsets))
+            values = file.get_tensor(box_key(output.name, box.offsets))
+            full[box_slices(box.offsets, box.sizes)] = values
     return full
 
 
-def _publish(
-    folder: Path,
-    scratch: Path,
-    names: list[str],
-    parts: list[list[str]],
-    manifest: Manifest,
-) -> None:
+def _publish(folder: Path, scratch: Path, files: list[str], parts: list[list[_Output]]) -> None:
     """Move the files to their names; an index never names files of two exports."""
-    old = _read_index(folder / INDEX).values() if (folder / INDEX).is_file() else ()
-    stale = {*old, SINGLE} if SINGLE in names or len(names) > 1 else set()
-    if len(names) > 1:
-        (folder / INDEX).unlink(missing_ok=True)
-    for name in names:
-        os.replace(scratch / name, folder / name)
-    if len(names) > 1:
-        weight_map = {
-            tensor: name for name, part in zip(names, parts, strict=True) for tensor in part
-        }
-        total = sum(map(_num_bytes, manifest.tensors.values()))
+    whole_folder = SINGLE in files or len(files) > 1
+    index = folder / INDEX
+    stale = {SINGLE} if whole_folder else set()
+    if whole_folder and index.is_file():
+        stale |= set(_read_index(index).values())
+    if len(files) > 1:
+        index.unlink(missing_ok=True)
+    for file in files:
+        os.replace(scratch / file, folder / file)
+    if len(files) > 1:
+        total = sum(output.num_bytes for part in parts for output in part)
+        weight_map = {o.name: file for file, part in zip(files, parts, strict=True) for o in part}
         document = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (scratch / INDEX).write_text(json.dumps(document, indent=2) + "\n")
-        os.replace(scratch / INDEX, folder / INDEX)
-    elif SINGLE in names:
-        (folder / INDEX).unlink(missing_ok=True)
-    for name in stale - set(names):
-        (folder / name).unlink(missing_ok=True)
+        os.replace(scratch / INDEX, index)
+    elif whole_folder:
+        index.unlink(missing_ok=True)
+    for file in stale - set(files):
+        (folder / file).unlink(missing_ok=True)
     fsync_folder(folder)
 
 
