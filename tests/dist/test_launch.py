@@ -79,8 +79,9 @@ def test_a_rank_that_raises_is_one_message_and_the_others_end(
 ) -> None:
     text = (
         "if RANK != 1:\n    time.sleep(100)\n"
-        "error = ValueError('shard of 7 rows')\n"
-        "error.add_note('action B0, step 12')\nraise error\n"
+        "from parloom.execute.watch import watcher\nwatch = watcher()\n"
+        "watch('a much longer text before')\nwatch('action B0, step 12')\n"
+        "raise ValueError('shard of 7 rows')\n"
     )
     started = time.monotonic()
     assert run(script(tmp_path, text), said) == 1
@@ -91,7 +92,7 @@ def test_a_rank_that_raises_is_one_message_and_the_others_end(
         "the other ranks were stopped"
     )
     trace = Path(message[1].removeprefix("traceback: ")).read_text()
-    assert "raise error" in trace
+    assert "raise ValueError" in trace
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -101,9 +102,12 @@ def test_verbose_prints_the_traceback(tmp_path: Path, said: Said) -> None:
 
 
 def test_a_killed_rank_names_the_signal(tmp_path: Path, said: Said) -> None:
-    text = "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)\n"
+    text = (
+        "from parloom.execute.watch import watcher\nwatcher()('action F1, step 7')\n"
+        "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)\n"
+    )
     assert run(script(tmp_path, text), said) == 128 + signal.SIGKILL
-    assert said[1].startswith("error: rank 2 of 3 died: killed by SIGKILL (often the kernel")
+    assert said[1].startswith("error: rank 2 of 3 died (action F1, step 7): killed by SIGKILL (")
 
 
 def test_a_killed_rank_is_blamed_before_those_who_miss_it(tmp_path: Path, said: Said) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LaunchError
 from parloom.execute import rank as rank_module
+from parloom.execute.watch import last_record
 from parloom.ir.plan import Plan
 
 Say = Callable[[str], None]
@@ -134,6 +135,8 @@ def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bo
         torchrun.run(torchrun.parse_args(command[3:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         death = first_death(error)
+        doing = last_record(log_dir, error.failures[death.rank].local_rank)
+        death = replace(death, notes=(*([doing] if doing else ()), *death.notes))
         say(_message(death, ranks, log_dir, verbose))
         return death.exit_code
     except SignalException as stop:

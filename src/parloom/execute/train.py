@@ -20,6 +20,7 @@ from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.launch import check_world_size
 from parloom.execute.log import StepLog, StepRecord
 from parloom.execute.program import evaluation_program, training_program
+from parloom.execute.watch import watcher
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
@@ -115,6 +116,7 @@ def parallelize(
         exact_random=exact_random,
     )
     optimizers.check_same(plan.optimizer, trainer.optimizer)
+    trainer._ctx.watch = watcher()
     trainer.plan = plan
     trainer.log = StepLog(comm.rank, log_path)
     trainer._items = _items(graph)

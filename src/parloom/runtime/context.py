@@ -34,7 +34,7 @@ class Context:
     """One rank's place in the mesh, the moment in training, and its weights.
 
     `exact_random` draws random masks for the global tensor and slices them, so that every layout
-    sees the same ones; otherwise each shard draws its own.
+    sees the same ones; otherwise each shard draws its own. `watch` is told what comes next.
     """
 
     comm: Comm
@@ -45,6 +45,7 @@ class Context:
     exact_random: bool = False
     store: Weights | None = None
     cached_indices: dict[object, Tensor] = field(default_factory=dict)
+    watch: Callable[[str], None] = lambda text: None
 
     @property
     def mesh(self) -> Mesh:

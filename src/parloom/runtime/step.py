@@ -114,6 +114,7 @@ class Step:
             "GATHER": self._store.gather_weights,
         }
         for action in self._program.actions:
+            self._ctx.watch(f"action {action}, step {self._ctx.step + 1}")
             if action in once:
                 once[action]()
             elif action.startswith("F"):
