@@ -111,13 +111,14 @@ def main() -> int:
             optimizer, lambda step: min(1.0, (step + 1) / args.warmup)
         ),
         clip_norm=1.0,
+        log_path=args.out / "steps.jsonl",
     )
     start, loss = time.perf_counter(), float("inf")
     for step in range(1, args.steps + 1):
         trainer.step(draw(corpus.train, args.batch, args.seq, seed=step))
         if step % args.evaluate_every == 0:
             batches = list(held_out_batches(corpus, args.batch, args.seq, count=16))
-            loss = sum(float(trainer.evaluate(batch)) for batch in batches) / len(batches)
+            loss = sum(float(trainer.evaluate(batch).loss) for batch in batches) / len(batches)
             elapsed = time.perf_counter() - start
             LOG.info("step %d: held-out loss %.3f nats/byte, %.0f s", step, loss, elapsed)
             if loss <= args.target:
