@@ -61,7 +61,7 @@ class Store:
         self._units = Units(units, comm, self._pool, self._traffic, dtype)
         ordered = list(self.helds.values())
         self._leaves = LeafGradients(ordered, comm, self._pool, self._traffic, dtype)
-        self._gathers = _gathers(ordered)
+        self._gathers = _gathers([held for held in ordered if held.spec.trainable])
         self._outstanding = 0
 
     # What generated code asks for.
@@ -148,10 +148,17 @@ class Store:
             for held in self.helds.values():
                 held.publish()
 
-    def gather_weights(self) -> None:
-        """Make whole the weights of which only the optimizer's chunk is up to date."""
-        pending = [gather.launch(self._comm, self._pool) for gather in self._gathers]
-        for gather, (work, staging) in zip(self._gathers, pending, strict=True):
+    def gather_weights(self, frozen: bool = False) -> None:
+        """Make whole the weights of which only the optimizer's chunk is up to date.
+
+        `frozen`: also those that no step changes, but a loaded checkpoint does.
+        """
+        gathers = self._gathers
+        if frozen:
+            still = [held for held in self.helds.values() if not held.spec.trainable]
+            gathers = [*gathers, *_gathers(still)]
+        pending = [gather.launch(self._comm, self._pool) for gather in gathers]
+        for gather, (work, staging) in zip(gathers, pending, strict=True):
             work.wait()
             gather.unpack(staging)
             self._pool.give(staging)
@@ -195,7 +202,7 @@ def _gathers(helds: list[Held]) -> list[_Gather]:
     full: list[_Gather] = []
     filling: dict[object, list[Held]] = {}
     for held in helds:
-        if held.weight is None or held.parts == 1 or not held.spec.trainable:
+        if held.weight is None or held.parts == 1:
             continue
         key = (held.spec.storage.optimizer, held.stored.dtype)
         bucket = filling.setdefault(key, [])

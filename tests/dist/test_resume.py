@@ -1,0 +1,144 @@
+"""Training that goes on from a checkpoint, under any plan, equals training without a break."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from parloom import runtime as rt
+from parloom.errors import InputError
+from parloom.execute import checkpoint, weights
+from parloom.execute.ranks import fork_ranks
+from tests.dist import mlp
+
+TOLERANCE = 1e-9
+CLIP_NORM = 0.5
+STEPS = 4
+
+PLANS: dict[str, tuple[dict[str, int], mlp.Layout]] = {
+    "data_4": ({"x": 4}, mlp.Layout(("x",))),
+    "zero1_tensor_4": ({"x": 2, "y": 2}, mlp.Layout(("x",), ("y",), "zero1")),
+    "zero3_4": ({"x": 4}, mlp.Layout(("x",), storage="zero3")),
+    "zero3_2": ({"x": 2}, mlp.Layout(("x",), storage="zero3")),
+    "tensor_2": ({"x": 2}, mlp.Layout((), ("x",))),
+}
+
+
+def trainer(
+    plan: str, seed: int = 0, rename: Mapping[str, str] | None = None, **changes: Any
+) -> rt.Trainer:
+    """This rank's trainer; weights of another seed than 0 are wrong, for a load to overwrite."""
+    axes, layout = PLANS[plan]
+    mesh, new = rt.grid(axes), rename or {}
+    made = mlp.program(mesh, layout)
+    parameters = [
+        replace(spec, name=new.get(spec.name, spec.name), **changes) for spec in made.parameters
+    ]
+    units = [(prefix, tuple(new.get(n, n) for n in names)) for prefix, names in made.units]
+    made = replace(made, parameters=tuple(parameters), units=tuple(units))
+    start = {new.get(n, n): value + seed for n, value in mlp.model().state_dict().items()}
+    return rt.Trainer(
+        made,
+        start,
+        optimizer=mlp.adamw,
+        comm=rt.DistributedComm(mesh, rt.required_groups(made)),
+        clip_norm=CLIP_NORM,
+        scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5),
+        seed=seed,
+    )
+
+
+def train(run: rt.Trainer, steps: range) -> mlp.Run:
+    results = [run.step(mlp.batch(seed=step)) for step in steps]
+    norms = [r.grad_norm.item() for r in results if r.grad_norm is not None]
+    return mlp.Run([r.loss.item() for r in results], norms, run.state_dict())
+
+
+def num_ranks(plan: str) -> int:
+    return rt.grid(PLANS[plan][0]).num_ranks
+
+
+def save_midway(plan: str, folder: Path, asynchronous: bool) -> mlp.Run:
+    """Save after two steps and train on; what the uninterrupted run is from there."""
+    run = trainer(plan)
+    train(run, range(2))
+    handle = checkpoint.save(run, folder, asynchronous=asynchronous, plan_hash=plan)
+    rest = train(run, range(2, STEPS))
+    handle.wait()
+    return rest
+
+
+def resume(plan: str, folder: Path) -> mlp.Run:
+    run = trainer(plan, seed=7)
+    loaded = checkpoint.load(run, folder)
+    assert (loaded.step, run.steps_done, run.samples_seen) == (2, 2, 2 * mlp.BATCH)
+    assert json.dumps(run.extra_state()["seed"]) == "0"
+    return train(run, range(2, STEPS))
+
+
+def resume_all(plan: str, folder: Path) -> dict[str, mlp.Run]:
+    return {saved: resume(plan, folder / saved) for saved in PLANS}
+
+
+def test_any_plan_goes_on_from_any_other(tmp_path: Path) -> None:
+    whole = mlp.single_device(mlp.adamw, STEPS, CLIP_NORM, halve=True)
+    expected = mlp.Run(whole.losses[2:], whole.norms[2:], whole.weights)
+    uninterrupted = {
+        plan: fork_ranks(num_ranks(plan), save_midway, plan, tmp_path / plan, "zero" in plan)
+        for plan in PLANS
+    }
+    for plan in PLANS:
+        for rank, runs in enumerate(fork_ranks(num_ranks(plan), resume_all, plan, tmp_path)):
+            for saved, run in runs.items():
+                assert mlp.difference(run, expected) < TOLERANCE, (saved, plan, rank)
+            same = uninterrupted[plan][rank]
+            assert mlp.difference(runs[plan], same) == 0.0, "to the bit under the same plan"
+
+
+def load_wrong(folder: Path) -> None:
+    run = trainer("data_4", rename={"unused": "unusual"})
+    with pytest.raises(InputError, match=r"rank 0: .* no tensor unusual \(nearest: unused\)"):
+        checkpoint.load(run, folder)
+
+
+def test_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
+    fork_ranks(4, save_midway, "data_4", tmp_path / "a", False)
+    fork_ranks(4, load_wrong, tmp_path / "a")
+
+
+def export(plan: str, folder: Path) -> dict[str, torch.Tensor]:
+    run = trainer(plan)
+    train(run, range(1))
+    weights.export_safetensors(run, folder)
+    return run.state_dict()
+
+
+def start_from(plan: str, folder: Path) -> dict[str, torch.Tensor]:
+    axes, layout = PLANS[plan]
+    made = mlp.program(rt.grid(axes), layout)
+    run = rt.Trainer(
+        made,
+        weights.import_safetensors(folder),
+        optimizer=mlp.sgd,
+        comm=rt.DistributedComm(rt.grid(axes), rt.required_groups(made)),
+    )
+    assert dist.get_world_size() == num_ranks(plan)
+    return run.state_dict()
+
+
+def test_exported_weights_start_another_plan_and_the_users_model(tmp_path: Path) -> None:
+    exported = fork_ranks(4, export, "zero1_tensor_4", tmp_path)[0]
+    for state in fork_ranks(2, start_from, "zero3_2", tmp_path):
+        assert state.keys() == exported.keys()
+        assert all(torch.equal(state[name], exported[name]) for name in state)
+    model: nn.Module = mlp.model()
+    read = weights.import_safetensors(tmp_path)
+    model.load_state_dict({name: read(name) for name in read.names})
+    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
