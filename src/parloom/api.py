@@ -39,7 +39,7 @@ def _silent(text: str) -> None:
     """Drop progress messages."""
 
 
-def plan(
+def plan(  # noqa: PLR0913 - one argument per flag of the command
     model: str,
     *,
     cluster: str,
@@ -91,9 +91,7 @@ class Candidate:
     decisions: Decisions
 
 
-def _evaluation(
-    model: nn.Module, batch: Batch, loss: object
-) -> tuple[str, tuple[str, ...]]:
+def _evaluation(model: nn.Module, batch: Batch, loss: object) -> tuple[str, tuple[str, ...]]:
     """The evaluation program as text, or a note that says why there is none."""
     try:
         return print_graph(capture(model, batch, loss=loss, training=False)), ()  # type: ignore[arg-type]
@@ -159,7 +157,9 @@ def _best(
     alternatives = tuple(
         Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in priced
     )
-    fitting = [(p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(priced) if p.peak_bytes <= limit]
+    fitting = [
+        (p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(priced) if p.peak_bytes <= limit
+    ]
     if not fitting:
         raise InfeasibleError(_why_nothing_fits(priced, limit))
     candidate, prediction = priced[min(fitting)[2]]
@@ -177,7 +177,9 @@ def _why_nothing_fits(priced: list[tuple[Candidate, Prediction]], limit: int) ->
     candidate, smallest = min(priced, key=lambda entry: entry[1].peak_bytes)
     parts = sorted(smallest.memory, key=lambda part: -part[1])
     total = max(smallest.peak_bytes, 1)
-    shares = ", ".join(f"{name} {size / 2**30:.3g} GiB ({size / total:.0%})" for name, size in parts)
+    shares = ", ".join(
+        f"{name} {size / 2**30:.3g} GiB ({size / total:.0%})" for name, size in parts
+    )
     return (
         f"no plan fits in {limit / 2**30:.3g} GiB per device; the smallest, {candidate.name}, needs"
         f" {total / 2**30:.3g} GiB: {shares}. What would help: a smaller --batch or --seq, more"
@@ -227,7 +229,9 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
     return _verify(plan, parameters_of(loaded.model, graph), loaded.batch)
 
 
-def run(path: str | Path, script: Sequence[str], *, progress: Say = _silent, verbose: bool = False) -> int:
+def run(
+    path: str | Path, script: Sequence[str], *, progress: Say = _silent, verbose: bool = False
+) -> int:
     """Start a training script on every rank of the plan; the exit code."""
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path

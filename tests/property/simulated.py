@@ -33,7 +33,9 @@ def take(full: Array, layout: Layout, mesh: Mesh, at: Coordinates) -> Array:
     return full
 
 
-def scatter(full: Array, layout: Layout, mesh: Mesh, rng: np.random.Generator) -> dict[Coordinates, Array]:
+def scatter(
+    full: Array, layout: Layout, mesh: Mesh, rng: np.random.Generator
+) -> dict[Coordinates, Array]:
     """Shards of `full` on all ranks; partial axes get random addends (or extremes) of it."""
     shards = {}
     splits: dict[tuple[str, int], Array] = {}
@@ -42,7 +44,11 @@ def scatter(full: Array, layout: Layout, mesh: Mesh, rng: np.random.Generator) -
         for axis, reduction in layout.partial:
             last = mesh[axis].size - 1
             here = at[mesh.names.index(axis)]
-            rest = tuple(c for n, c in zip(mesh.names, at, strict=True) if n in layout.partial_axes and n < axis)
+            rest = tuple(
+                c
+                for n, c in zip(mesh.names, at, strict=True)
+                if n in layout.partial_axes and n < axis
+            )
             noise = [
                 splits.setdefault((f"{axis}{rest}", i), rng.integers(1, 50, full.shape))
                 for i in range(last)
@@ -82,7 +88,9 @@ def merge_digit(stack: Array, dim: int, inner: int) -> Array:
     return x.reshape(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
 
 
-def apply(step: Step, forward: str, shards: dict[Coordinates, Array], mesh: Mesh) -> dict[Coordinates, Array]:
+def apply(
+    step: Step, forward: str, shards: dict[Coordinates, Array], mesh: Mesh
+) -> dict[Coordinates, Array]:
     """All ranks' values after the primitive `forward` of one step."""
     size = prod(mesh[a].size for a in step.axes)
     fold = {"sum": np.add, "max": np.maximum, "min": np.minimum}[step.reduction].reduce

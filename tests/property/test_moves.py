@@ -36,7 +36,9 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, partial: bool) 
 
 
 @st.composite
-def transitions(draw: st.DrawFn) -> tuple[tuple[int, ...], Mesh, Layout, Layout, tuple[str, ...], tuple[str, ...]]:
+def transitions(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], Mesh, Layout, Layout, tuple[str, ...], tuple[str, ...]]:
     mesh = grid(draw(st.sampled_from(MESHES)))
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 12, 24]), min_size=1, max_size=3)))
     source = draw(layouts(shape, mesh, partial=True))
@@ -54,7 +56,9 @@ def test_moves_reach_the_target(transition, seed) -> None:  # type: ignore[no-un
     shape, mesh, source, target, varying, target_varying = transition
     rng = np.random.default_rng(seed)
     full: Array = rng.integers(-1000, 1000, shape)
-    steps = plan_moves(source, target, shape, mesh, source_varying=varying, target_varying=target_varying)
+    steps = plan_moves(
+        source, target, shape, mesh, source_varying=varying, target_varying=target_varying
+    )
     shards = scatter(full, source, mesh, rng)
     for step in steps:
         shards = apply(step, ADJOINTS[step.row].forward, shards, mesh)
@@ -75,7 +79,9 @@ def test_adjoints_reach_the_source_cotangent(transition, seed) -> None:  # type:
     shape, mesh, source, target, varying, target_varying = transition
     rng = np.random.default_rng(seed)
     full: Array = rng.integers(-1000, 1000, shape)
-    steps = plan_moves(source, target, shape, mesh, source_varying=varying, target_varying=target_varying)
+    steps = plan_moves(
+        source, target, shape, mesh, source_varying=varying, target_varying=target_varying
+    )
     cotangent = Layout(target.shards, tuple((a, "sum") for a in target_varying))
     shards = scatter(full, cotangent, mesh, rng)
     before = {0: source} | {i + 1: s.result for i, s in enumerate(steps)}
@@ -97,7 +103,9 @@ def _backward(step, primitive, shards, mesh):  # type: ignore[no-untyped-def]
     from tests.property.simulated import group, merge_digit
 
     if primitive == "all_to_all":
-        swapped = replace(step, dim=step.split[0], inner=step.split[1], split=(step.dim, step.inner))
+        swapped = replace(
+            step, dim=step.split[0], inner=step.split[1], split=(step.dim, step.inner)
+        )
         return apply(swapped, "all_to_all", shards, mesh)
     if primitive in ("pad", "keep_first"):
         result = {}
@@ -118,7 +126,12 @@ def _backward(step, primitive, shards, mesh):  # type: ignore[no-untyped-def]
 def test_every_row_is_reached(row: str) -> None:
     """The planner emits each row for some transition, so that the properties above cover it."""
     mesh = grid({"x": 2})
-    split, other, part, whole = Layout((Shard("x", 0, 2),)), Layout((Shard("x", 1, 2),)), Layout((), (("x", "sum"),)), Layout()
+    split, other, part, whole = (
+        Layout((Shard("x", 0, 2),)),
+        Layout((Shard("x", 1, 2),)),
+        Layout((), (("x", "sum"),)),
+        Layout(),
+    )
     cases = {
         "partition": (whole, split, (), ()), "partition_varying": (whole, split, ("x",), ()),
         "combine": (split, whole, (), ()), "combine_varying": (split, whole, (), ("x",)),
@@ -127,7 +140,9 @@ def test_every_row_is_reached(row: str) -> None:
         "elect": (whole, whole, ("x",), ()), "all_to_all": (split, other, (), ()),
     }  # fmt: skip
     source, target, varying, target_varying = cases[row]
-    steps = plan_moves(source, target, (4, 4), mesh, source_varying=varying, target_varying=target_varying)
+    steps = plan_moves(
+        source, target, (4, 4), mesh, source_varying=varying, target_varying=target_varying
+    )
     assert [s.row for s in steps] == [row]
 
 

@@ -59,7 +59,9 @@ class Trainer(RuntimeTrainer):
         )
         return result
 
-    def save(self, folder: str | os.PathLike[str], *, asynchronous: bool = False) -> checkpoint.Handle:
+    def save(
+        self, folder: str | os.PathLike[str], *, asynchronous: bool = False
+    ) -> checkpoint.Handle:
         """Write a checkpoint that loads under any other plan of the same model."""
         return checkpoint.save(self, folder, asynchronous=asynchronous)
 

@@ -6,6 +6,7 @@ every gradient of the first step, and every weight and buffer at the end (DESIGN
 masks are drawn for the global tensors. The reference never touches generated code.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -78,7 +79,9 @@ class Masks:
         return global_mask(SEED, self.step, key, tuple(shape), p)
 
 
-def verify(plan: Plan, tensors: Tensors, batch: Tensors, *, timeout_s: float = 600.0) -> VerifyReport:
+def verify(
+    plan: Plan, tensors: Tensors, batch: Tensors, *, timeout_s: float = 600.0
+) -> VerifyReport:
     """Run both sides and compare.
 
     `tensors` are the model's full parameters and buffers by the user's names, `batch` the global
@@ -197,9 +200,7 @@ def _joined(parts: list[Pieces]) -> dict[str, Tensor]:
                 if name not in result:
                     empty = float("nan") if piece.is_floating_point() else -1
                     result[name] = piece.new_full(shape, empty)
-                index = tuple(
-                    slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True)
-                )
+                index = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
                 result[name][index] = piece
     return result
 
@@ -208,14 +209,16 @@ def compare(
     reference: Trace, parallel: Trace, num_ranks: int, tolerance: float = TOLERANCE
 ) -> VerifyReport:
     """Relative errors of all tensors, in the order losses, gradients, weights and buffers."""
-    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    largest = max(
+        (float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0
+    )
     worst, worst_name, first, count = 0.0, "loss of step 1", None, 0
 
     def judge(name: str, expected: Tensor | None, got: Tensor | None, floor: float) -> None:
         nonlocal worst, worst_name, first, count
         count += 1
         error = _relative(expected, got, floor)
-        if error > worst or error != error:
+        if error > worst or math.isnan(error):
             worst, worst_name = error, name
         if not error <= tolerance and first is None:
             first = f"{name} (relative difference {error:.1e})"
@@ -232,14 +235,19 @@ def compare(
     for name in sorted(parallel.state):
         kind = "weight" if name in reference.gradients else "state"
         floor = LEARNING_RATE * STEPS
-        judge(f"{kind} {name} after {STEPS} steps", reference.state.get(name), parallel.state[name], floor)
+        judge(
+            f"{kind} {name} after {STEPS} steps",
+            reference.state.get(name),
+            parallel.state[name],
+            floor,
+        )
     return VerifyReport(
         first is None, worst, worst_name, first, tolerance, count, num_ranks, STEPS
     )  # fmt: skip
 
 
 def _relative(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
-    """Largest difference over the tensor's own scale, but at least `floor`; inf if one is missing."""
+    """Largest difference over the tensor's own scale or `floor`; infinite where one is missing."""
     if expected is None or got is None:
         present = expected if got is None else got
         return 0.0 if present is not None and not present.any() else float("inf")

@@ -138,9 +138,9 @@ def _extend(old: Cuts, added: Cuts, size: int) -> Cuts:
     """`old` with every cut of `added` that keeps it a divisibility chain of divisors of `size`."""
     kept = set(old)
     for cut in sorted(added - old):
-        if 1 < cut < size and size % cut == 0:
-            if all(cut % k == 0 or k % cut == 0 for k in kept):
-                kept.add(cut)
+        divides = 1 < cut < size and size % cut == 0
+        if divides and all(cut % k == 0 or k % cut == 0 for k in kept):
+            kept.add(cut)
     return frozenset(kept)
 
 

@@ -185,7 +185,7 @@ def exact(arg: object) -> object:
     """An argument in a form whose equality tells 1, 1.0 and True apart and knows nan."""
     if isinstance(arg, tuple):
         return tuple(exact(a) for a in arg)
-    return (type(arg).__name__, repr(arg))
+    return (type(arg).__name__, repr(arg) if isinstance(arg, float) else arg)
 
 
 def state_name(found: Input, prefix: str) -> str:

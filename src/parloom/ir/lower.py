@@ -17,16 +17,32 @@ from dataclasses import replace
 from parloom.errors import LayoutError, NotYetError
 from parloom.ir.factors import Factored, cut_to, factorize, follow, site_of
 from parloom.ir.graph import (
-    Call, FlatNode, Function, Graph, Node, TensorSpec, Value, node_key, with_operands,
-)  # fmt: skip
+    Call,
+    FlatNode,
+    Function,
+    Graph,
+    Node,
+    TensorSpec,
+    Value,
+    node_key,
+    with_operands,
+)
 from parloom.ir.layout import Layout, Shard, check
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.moves import Step, plan_moves
 from parloom.ir.ops import Rule, op_of
 from parloom.ir.ops.rule import HALO, LOCAL
 from parloom.ir.pcg import (
-    PCG, TIME, Compute, Item, Movement, PCall, PFunction, PParameter, PValue,
-)  # fmt: skip
+    PCG,
+    TIME,
+    Compute,
+    Item,
+    Movement,
+    PCall,
+    PFunction,
+    PParameter,
+    PValue,
+)
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision
 
 Assignment = dict[str, tuple[str, ...]]
@@ -57,9 +73,9 @@ class _Lowering:
         self.graph, self.decisions, self.factored = graph, decisions, factored
         self.steps = decisions.num_microbatches
         axes = decisions.mesh.axes
-        self.mesh = Mesh((*axes, MeshAxis(TIME, (), self.steps))) if self.steps > 1 else (
-            decisions.mesh
-        )  # fmt: skip
+        self.mesh = (
+            Mesh((*axes, MeshAxis(TIME, (), self.steps))) if self.steps > 1 else (decisions.mesh)
+        )
         self.by_key = {n.key: n for n in decisions.nodes}
         self.policies = {a.prefix: a.policy for a in decisions.activations}
         self.variants: dict[object, PFunction] = {}
@@ -80,9 +96,10 @@ class _Lowering:
             if entry.kind == "parameter":
                 parameter = self.parameters[value.name]
                 inputs.append(
-                    PValue(value.name, value.spec, parameter.layout, parameter.reduce,
-                           entry.trainable)
-                )  # fmt: skip
+                    PValue(
+                        value.name, value.spec, parameter.layout, parameter.reduce, entry.trainable
+                    )
+                )
             else:
                 inputs.append(PValue(value.name, value.spec, self.input_layout(entry.kind, value)))
         body = _Body(self, self.graph.main, "", tuple(inputs), top=True)
@@ -96,16 +113,30 @@ class _Lowering:
             loss = body.move(found, Layout((), kept), ())
         updates = tuple((n, body.move(body.values[v], Layout(), ())) for n, v in self.graph.updates)
         outputs = tuple(
-            (n, body.move(body.values[v], body.values[v].layout.without(
-                body.values[v].layout.partial_axes), ()))
+            (
+                n,
+                body.move(
+                    body.values[v],
+                    body.values[v].layout.without(body.values[v].layout.partial_axes),
+                    (),
+                ),
+            )
             for n, v in self.graph.outputs
-        )  # fmt: skip
+        )
         main = PFunction("forward", "forward", tuple(inputs), tuple(body.items), ())
         return PCG(
-            self.graph, self.decisions, self.mesh, tuple(self.variants.values()), main,
-            tuple(self.parameters.values()), loss, outputs, updates,
-            tuple(self.hoist.items), tuple(self.hoist.values),
-        )  # fmt: skip
+            self.graph,
+            self.decisions,
+            self.mesh,
+            tuple(self.variants.values()),
+            main,
+            tuple(self.parameters.values()),
+            loss,
+            outputs,
+            updates,
+            tuple(self.hoist.items),
+            tuple(self.hoist.values),
+        )
 
     def input_layout(self, kind: str, value: Value) -> Layout:
         """Layout in which an input arrives: batch tensors as their first consumer wants them."""
@@ -233,12 +264,12 @@ class _Body:
             operands[0] = self.halo(operands[0], assignment, rule, op.halo(site))
         differentiable = op.differentiable and any(v.differentiable for v in sources)
         results = []
-        for index, value in enumerate(node.results):
+        for index, made in enumerate(node.results):
             layout = rule.result_layout(index, assignment, self.mesh)
             layout = Layout(layout.shards, (*layout.partial, *kept))
-            check(layout, value.spec.shape, self.mesh, node.key)
+            check(layout, made.spec.shape, self.mesh, node.key)
             results.append(
-                PValue(value.name, value.spec, layout, (), differentiable and value.spec.is_float)
+                PValue(made.name, made.spec, layout, (), differentiable and made.spec.is_float)
             )
         renamed = with_operands(node, tuple(v.name for v in operands))
         self.items.append(
@@ -287,9 +318,10 @@ class _Body:
             assignment = {f: tuple(a for a in x if a != TIME) for f, x in assignment.items()}
             before = dict(self.values)
             result = replace(
-                inner, results=tuple(replace(v, name=names[v.name]) for v in inner.results),
+                inner,
+                results=tuple(replace(v, name=names[v.name]) for v in inner.results),
                 source=node.source,
-            )  # fmt: skip
+            )
             self.lower_node(result, rule, {f: a for f, a in assignment.items() if a})
             for old, new in names.items():
                 before[old] = self.values[new]
@@ -330,10 +362,14 @@ class _Body:
         if TIME in value.layout.partial_axes and TIME not in layout.partial_axes:
             value = self.hoisted(value, layout)
         steps = plan_moves(
-            value.layout, layout, value.spec.shape, self.mesh,
-            source_varying=(*value.varying, TIME), target_varying=(*varying, TIME),
+            value.layout,
+            layout,
+            value.spec.shape,
+            self.mesh,
+            source_varying=(*value.varying, TIME),
+            target_varying=(*varying, TIME),
             differentiable=value.differentiable,
-        )  # fmt: skip
+        )
         result = value
         vary = set(value.varying)
         for step in steps:
@@ -370,9 +406,12 @@ class _Body:
         kept = tuple(p for p in value.layout.partial if p[0] == TIME)
         items = _ancestors(self.items, value.name)
         steps = plan_moves(
-            value.layout, Layout(layout.shards, kept), value.spec.shape, self.mesh,
+            value.layout,
+            Layout(layout.shards, kept),
+            value.spec.shape,
+            self.mesh,
             differentiable=False,
-        )  # fmt: skip
+        )
         made = value
         for step in steps:
             made = self.emit(made, step, ())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parloom.ir.graph import Graph, Input, Node, TensorSpec
-from parloom.ir.layout import Layout
+from parloom.ir.layout import REPLICATED, Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import Step
 from parloom.ir.ops import Rule
@@ -26,7 +26,7 @@ class PValue:
 
     name: str
     spec: TensorSpec
-    layout: Layout = Layout()
+    layout: Layout = REPLICATED
     varying: tuple[str, ...] = ()
     differentiable: bool = False
     halo: tuple[tuple[int, int, int], ...] = ()

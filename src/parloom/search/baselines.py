@@ -18,8 +18,14 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.search.spread import (
-    Assignment, Unfolded, decisions, followed, record, spread, unfold,
-)  # fmt: skip
+    Assignment,
+    Unfolded,
+    decisions,
+    followed,
+    record,
+    spread,
+    unfold,
+)
 
 WEIGHT_OPS = frozenset({"linear", "addmm", "mm", "conv1d", "conv2d", "conv3d"})
 LOOKUPS = frozenset({"embedding", "parloom.embedding_bag"})
@@ -126,9 +132,7 @@ class _Megatron:
         flat, rule = self.program.nodes[index], self.program.rules[index]
         if any(TENSOR in axes for axes in assignment.values()):
             return assignment
-        weights = [
-            i for i, name in enumerate(flat.operands) if name in self.program.parameters
-        ]
+        weights = [i for i, name in enumerate(flat.operands) if name in self.program.parameters]
         op = flat.node.op
         if op in LOOKUPS:
             rows = [f for f in rule.shardable if f.startswith("v")]
@@ -158,11 +162,10 @@ class _Megatron:
                 return assignment | {factor: axes}
         return None
 
-    def _arrives(
-        self, start: int, trial: Assignment, layouts: Mapping[str, Layout]
-    ) -> bool:
+    def _arrives(self, start: int, trial: Assignment, layouts: Mapping[str, Layout]) -> bool:
         """Whether every value that carries the axis is read without a gather, up to where the
-        axis is contracted (a row-parallel product, a loss over classes)."""
+        axis is contracted (a row-parallel product, a loss over classes).
+        """
         program = self.program
         known = dict(layouts)
         record(program, start, trial, known)
@@ -210,7 +213,8 @@ def random_plan(
             fitting: list[str | None] = [
                 f
                 for f in rule.shardable
-                if rule.size(f) % (num_microbatches * mesh.size((*assignment.get(f, ()), axis))) == 0
+                if rule.size(f) % (num_microbatches * mesh.size((*assignment.get(f, ()), axis)))
+                == 0
             ]
             factor = rng.choice([*fitting, None])
             if factor is not None:
@@ -251,9 +255,7 @@ def random_plans(
     primes = cluster.prime_axes()
     cut = rng.randrange(len(primes) + 1) if primes else 0
     parts = [p for p in (primes[cut:], primes[:cut]) if p] or [(PrimeAxis(1, 1, 0),)]
-    mesh = Mesh(
-        tuple(MeshAxis(n, tuple(reversed(p))) for n, p in zip("xy", parts, strict=False))
-    )
+    mesh = Mesh(tuple(MeshAxis(n, tuple(reversed(p))) for n, p in zip("xy", parts, strict=False)))
     yield random_plan(graph, factorize(graph), mesh, seed, num_microbatches)
 
 

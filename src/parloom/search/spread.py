@@ -97,9 +97,7 @@ def record(
         layouts[name] = layout.without(layout.partial_axes)
 
 
-def _shard_constants(
-    program: Unfolded, assignments: list[Assignment], batch: set[str]
-) -> None:
+def _shard_constants(program: Unfolded, assignments: list[Assignment], batch: set[str]) -> None:
     wanted: dict[str, list[Layout]] = {}
     for index in reversed(range(len(program.nodes))):
         flat, rule = program.nodes[index], program.rules[index]

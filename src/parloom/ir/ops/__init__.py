@@ -1,20 +1,43 @@
 """The operator registry: one entry per operator (`docs/add-an-op.md` shows how to add one)."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from parloom.errors import CaptureError
 from parloom.ir.graph import Node
 from parloom.ir.ops import (
-    attention, conv, elementwise, factory, index, loss, matmul, norm, random, reduce, shape,
-)  # fmt: skip
+    attention,
+    conv,
+    elementwise,
+    factory,
+    index,
+    loss,
+    matmul,
+    norm,
+    random,
+    reduce,
+    shape,
+)
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.rule import Assignment, Rule, Site, no_flops, opaque
 
 _MODULES = (
-    elementwise, matmul, shape, reduce, factory, index, norm, attention, conv, loss, random,
-)  # fmt: skip
+    elementwise,
+    matmul,
+    shape,
+    reduce,
+    factory,
+    index,
+    norm,
+    attention,
+    conv,
+    loss,
+    random,
+)
 
-OPS = MappingProxyType({op.name: op for module in _MODULES for op in module.OPS})
+OPS: Mapping[str, OpDef] = MappingProxyType(
+    {op.name: op for module in _MODULES for op in module.OPS}
+)
 
 __all__ = ["OPS", "Assignment", "Emission", "OpDef", "Rule", "Site", "op_of"]
 

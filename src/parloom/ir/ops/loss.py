@@ -42,10 +42,11 @@ def expand_cross_entropy(site: Site, sharded: frozenset[str]) -> Function:
     sum over the global number of targets that are not `ignore_index`.
     """
     logits, target = site.operands[0], site.operands[1]
-    samples, classes = logits.shape
+    samples = logits.shape[0]
     reduction = site.integer(3, "reduction", MEAN)
     ignored = site.integer(4, "ignore_index", -100)
-    smoothing = site.arg(5, "label_smoothing", 0.0)
+    given = site.arg(5, "label_smoothing", 0.0)
+    smoothing = given if isinstance(given, float) else 0.0
     wide = "float32" if logits.dtype in ("bfloat16", "float16") else logits.dtype
     row, scalar = TensorSpec((samples,), wide), TensorSpec((), wide)
     body = Body(site.node.path)
@@ -55,11 +56,9 @@ def expand_cross_entropy(site: Site, sharded: frozenset[str]) -> Function:
     if wide != logits.dtype:
         x = body.add("_to_copy", TensorSpec(logits.shape, wide), "logits", dtype=Dtype(wide))
     if any(f.startswith("c") for f in sharded):
-        losses = _class_losses(body, x, logits.shape, wide, float(smoothing or 0.0))
+        losses = _class_losses(body, x, logits.shape, wide, smoothing)
     else:
-        losses = body.add(
-            "cross_entropy_loss", row, x, "target", None, 0, ignored, float(smoothing or 0.0)
-        )
+        losses = body.add("cross_entropy_loss", row, x, "target", None, 0, ignored, smoothing)
     losses = body.add("mul", row, losses, weight)
     if reduction == 0:
         out = losses
@@ -74,7 +73,7 @@ def expand_cross_entropy(site: Site, sharded: frozenset[str]) -> Function:
 
 
 def _class_losses(body: Body, x: str, shape: tuple[int, ...], dtype: str, smoothing: float) -> str:
-    samples, classes = shape
+    samples = shape[0]
     full, row = TensorSpec(shape, dtype), TensorSpec((samples,), dtype)
     column = TensorSpec((samples, 1), dtype)
     top = body.add("amax", column, body.add("detach", full, x), (1,), True)

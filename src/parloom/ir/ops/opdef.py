@@ -1,5 +1,6 @@
 """`OpDef`: everything about one operator in one entry, and `Emission`: how its code is written."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Emission:
         if isinstance(arg, tuple):
             inner = ", ".join(self.code(a) for a in arg)
             return f"({inner},)" if len(arg) == 1 else f"({inner})"
-        if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
+        if isinstance(arg, float) and not math.isfinite(arg):
             return f'float("{arg}")'
         return repr(arg)
 
@@ -103,8 +104,8 @@ class OpDef:
     `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index);
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
-    operand's memory; `linear` where the result is linear in the first operand ("first"), in either of two
-    ("either") or in all together ("joint"), so that partial sums may pass through.
+    operand's memory; `linear` where the result is linear in the first operand ("first"), in either
+    of two ("either") or in all together ("joint"), so that partial sums may pass through.
     """
 
     name: str

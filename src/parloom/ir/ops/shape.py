@@ -1,6 +1,7 @@
 """Views and rearrangements: they split, merge, reorder and drop factors, never compute."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import prod
 
 from parloom.ir.ops.opdef import Emission, OpDef
@@ -26,7 +27,7 @@ def view_factors(
         total = prod(source[d] for d in a)
         cuts = [c for c in cuts if c < total]
         chain = [*cuts, total]
-        if all(y % x == 0 for x, y in zip(chain, chain[1:], strict=False)):
+        if all(y % x == 0 for x, y in pairwise(chain)):
             names = {}
             for low, high in zip(reversed(chain[:-1]), reversed(chain[1:]), strict=True):
                 names[low] = f"f{len(sizes)}"
@@ -170,7 +171,7 @@ def _slice_bounds(site: Site) -> tuple[int, int, int, int]:
     dim = site.dim(1, len(shape), 0)
     size = shape[dim]
     start, end = site.arg(2, "start") or 0, site.arg(3, "end")
-    low, high, _ = slice(start, end).indices(size)  # type: ignore[misc]
+    low, high, _ = slice(start, end).indices(size)
     return dim, low, max(high, low), site.integer(4, "step", 1)
 
 
