@@ -88,7 +88,7 @@ def test_a_rank_that_raises_is_one_message_and_the_others_end(
     assert time.monotonic() - started < 40
     message = said[1].splitlines()
     assert message[0] == (
-        "error: rank 1 of 3 died (action B0, step 12): ValueError: shard of 7 rows; "
+        "error: rank 1 of 3 died (last seen in action B0, step 12): ValueError: shard of 7 rows; "
         "the other ranks were stopped"
     )
     trace = Path(message[1].removeprefix("traceback: ")).read_text()
@@ -107,7 +107,9 @@ def test_a_killed_rank_names_the_signal(tmp_path: Path, said: Said) -> None:
         "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)\n"
     )
     assert run(script(tmp_path, text), said) == 128 + signal.SIGKILL
-    assert said[1].startswith("error: rank 2 of 3 died (action F1, step 7): killed by SIGKILL (")
+    assert said[1].startswith(
+        "error: rank 2 of 3 died (last seen in action F1, step 7): killed by SIGKILL"
+    )
 
 
 def test_a_killed_rank_is_blamed_before_those_who_miss_it(tmp_path: Path, said: Said) -> None:

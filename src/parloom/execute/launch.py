@@ -136,7 +136,8 @@ def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bo
     except ChildFailedError as error:
         death = first_death(error)
         doing = last_record(log_dir, error.failures[death.rank].local_rank)
-        death = replace(death, notes=(*([doing] if doing else ()), *death.notes))
+        if doing:
+            death = replace(death, notes=(f"last seen in {doing}", *death.notes))
         say(_message(death, ranks, log_dir, verbose))
         return death.exit_code
     except SignalException as stop:
