@@ -18,7 +18,7 @@ from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.reference import evaluate
 from parloom.ir.graph import Graph, widened
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.text import parse_graph
 from parloom.runtime import Box, DistributedComm, Program, Shard, Trainer, global_mask
 
@@ -92,10 +92,16 @@ def verify(
     batch = {name: _wide(t) for name, t in batch.items()}
     program = training_program(plan, graph).program
     parts = fork_ranks(
-        program.mesh.num_ranks, _rank, program, plan, tensors, batch, timeout_s=timeout_s
+        program.mesh.num_ranks,
+        train_rank,
+        program,
+        plan.optimizer,
+        tensors,
+        batch,
+        timeout_s=timeout_s,
     )
-    parallel = _assembled(parts)
-    reference = reference_trace(graph, plan, tensors, batch)
+    parallel = assemble(parts)
+    reference = reference_trace(graph, plan.optimizer, tensors, batch)
     return compare(reference, parallel, program.mesh.num_ranks)
 
 
@@ -104,12 +110,14 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor.clone()
 
 
-def reference_trace(graph: Graph, plan: Plan, tensors: Tensors, batch: Tensors) -> Trace:
+def reference_trace(
+    graph: Graph, planned: Optimizer, tensors: Tensors, batch: Tensors
+) -> Trace:
     """Three steps of the captured program on this device."""
     trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
     state = {name: t.clone().requires_grad_(name in trainable) for name, t in tensors.items()}
     masks = Masks()
-    optimizer = make(plan.optimizer, _leaves(state, trainable), lr=LEARNING_RATE)
+    optimizer = make(planned, _leaves(state, trainable), lr=LEARNING_RATE)
     losses: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -138,17 +146,18 @@ def _leaves(state: Tensors, trainable: set[str]) -> list[tuple[str, torch.nn.Par
 
 
 Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
+RankTrace = tuple[list[Tensor], Pieces, Pieces]
 
 
-def _rank(
-    program: Program, plan: Plan, tensors: Tensors, batch: Tensors
-) -> tuple[list[Tensor], Pieces, Pieces]:
+def train_rank(
+    program: Program, planned: Optimizer, tensors: Tensors, batch: Tensors
+) -> RankTrace:
     """One rank's losses, and its primary pieces of gradients and of the final state."""
     torch.set_num_threads(1)
     trainer = Trainer(
         program,
         tensors,
-        optimizer=lambda named: make(plan.optimizer, named, lr=LEARNING_RATE),
+        optimizer=lambda named: make(planned, named, lr=LEARNING_RATE),
         comm=DistributedComm(program.mesh, program.groups),
         seed=SEED,
         exact_random=True,
@@ -186,7 +195,8 @@ def _cut(tensor: Tensor, box: Box) -> Tensor:
     return tensor[box.local].clone()
 
 
-def _assembled(parts: list[tuple[list[Tensor], Pieces, Pieces]]) -> Trace:
+def assemble(parts: list[RankTrace]) -> Trace:
+    """The whole tensors of a run from what its ranks sent home."""
     losses = tuple(parts[0][0])
     return Trace(losses, _joined([p[1] for p in parts]), _joined([p[2] for p in parts]))
 
