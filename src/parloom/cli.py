@@ -7,6 +7,7 @@ imported by the commands that need it, when they run.
 
 import hashlib
 import json
+import logging
 import re
 import sys
 import tempfile
@@ -117,6 +118,7 @@ def plan(
     loaded = resolve_cluster(cluster)
     limit = _memory(memory)
     _check_method(method)
+    _quiet(verbose)
     from parloom import api
     from parloom.report import terminal
 
@@ -153,6 +155,7 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Prove that the plan's program equals the model on one device (exit 7 where it does not)."""
+    _quiet(verbose)
     from parloom import api
 
     report = api.verify(api.load(path), shrink=shrink, progress=_say)
@@ -287,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own == ["--version"]:
         _print(f"parloom {__version__}")
         return 0
+    disabled = logging.root.manager.disable
     try:
         app(arguments, prog_name="parloom")
     except SystemExit as stop:
@@ -303,6 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except Exception as error:
         return _bug(error, arguments, verbose)
+    finally:
+        logging.disable(disabled)
     return 0
 
 
@@ -319,6 +325,12 @@ def _bug(error: Exception, arguments: list[str], verbose: bool) -> int:
         file.write(f"parloom {__version__}, Python {sys.version}\n{arguments}\n\n{text}")
     _say(f"internal error: {what}. This is a bug; please report it with {file.name}")
     return 1
+
+
+def _quiet(verbose: bool) -> None:
+    """Silence the logs of other packages: what matters of them is in our messages."""
+    if not verbose:
+        logging.disable(logging.ERROR)
 
 
 def _refuse(asked: Mapping[str, object]) -> None:
