@@ -51,8 +51,8 @@ def model(dtype: torch.dtype = torch.float64) -> Model:
 def batch(dtype: torch.dtype = torch.float64, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "x": torch.randn(BATCH, IN, generator=generator, dtype=dtype),
-        "y": torch.randn(BATCH, OUT, generator=generator, dtype=dtype),
+        "x": torch.randn(BATCH, IN, generator=generator, dtype=torch.float64).to(dtype),
+        "y": torch.randn(BATCH, OUT, generator=generator, dtype=torch.float64).to(dtype),
     }
 
 

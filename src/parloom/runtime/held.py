@@ -42,7 +42,7 @@ class Held:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes over which `owned` is sharded."""
-        return (*axes_of(self.spec.dims), *self.spec.storage.optimizer)
+        return (*axes_of(self.spec.dims), *owner_axes(self.spec))
 
     def part(self, home: Tensor) -> Tensor:
         """The rows of a home shard that `owned` covers."""
@@ -92,6 +92,11 @@ class Held:
             self.stored.copy_(self.owned)
 
 
+def owner_axes(spec: ParameterSpec) -> tuple[str, ...]:
+    """Storage axes of what the optimizer owns; a frozen parameter is only ever a weight."""
+    return spec.storage.optimizer if spec.trainable else spec.storage.weight
+
+
 def home_shard(spec: ParameterSpec, full: Tensor, comm: Comm) -> Tensor:
     """The home shard of the user's full tensor, padded with zeros where the program pads.
 
@@ -114,7 +119,7 @@ def hold(
 ) -> Held:
     """Take over a parameter; `shard` is the memory of its chunk when the weight is stored so."""
     home = local_shape(spec.dims)
-    group = comm.group(spec.storage.optimizer)
+    group = comm.group(owner_axes(spec))
     dtype: torch.dtype = getattr(torch, spec.dtype)
     weight = None
     if shard is None:

@@ -113,6 +113,8 @@ class Store:
 
     def begin_step(self) -> None:
         """Forget all gradients."""
+        self._units.drop_all()
+        self._outstanding = 0
         self._leaves.begin_step()
         for held in self.helds.values():
             held.owned.grad = None

@@ -4,6 +4,7 @@ Everything that it hands out is under the user's names and in the user's shapes,
 layout: full tensors (`state_dict`), or the boxes of them that this rank holds (`shards`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from parloom.errors import InputError
 from parloom.runtime.comm import Comm
@@ -113,7 +114,9 @@ class Trainer:
         batches = Batches(self.program, self._ctx, batch, local)
         step = Step(self.program, self._ctx, self.store, self.optimizer, self.clip_norm)
         result = step.train(batches)
-        if self.scheduler is not None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(result.loss.item())
+        elif self.scheduler is not None:
             self.scheduler.step()
         self._ctx.step += 1
         self.samples_seen += self.program.inputs[0].shape[0] if self.program.inputs else 0
@@ -217,7 +220,8 @@ class Trainer:
         owned = {held.name: held.owned for held in self.store.helds.values()}
         load_optimizer_state(self.optimizer, owned, state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            current = self.scheduler.state_dict()
+            self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
 
     def _primary(self, axes: tuple[str, ...]) -> bool:
         coordinates = self.comm.mesh.coordinates(self.comm.rank)
@@ -255,6 +259,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def _with_keys_of(current: Any, saved: Any) -> Any:
+    """`saved` with the integer keys that JSON made strings (the milestones of a MultiStepLR)."""
+    if isinstance(current, dict) and isinstance(saved, dict):
+        numbered = any(isinstance(key, int) for key in current)
+        restored = {
+            (int(key) if numbered else key): _with_keys_of(current.get(key), value)
+            for key, value in saved.items()
+        }
+        return Counter(restored) if isinstance(current, Counter) else restored
+    lists = isinstance(current, list | tuple) and isinstance(saved, list)
+    if lists and len(current) == len(saved):
+        return [_with_keys_of(*pair) for pair in zip(current, saved, strict=True)]
+    return saved
 
 
 def _is_plain(value: Any) -> bool:
