@@ -9,9 +9,11 @@ inline them and forget that they stop gradients; so they are inlined here first,
 what leaves them.
 """
 
+import io
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, is_dataclass
 from operator import getitem
 from typing import Any
@@ -153,8 +155,12 @@ def trace(
     with mode(model, training), torch.enable_grad(), warnings.catch_warnings():
         # torch's own use of a class that torch deprecates, once per copied tree.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        said = io.StringIO()
         try:
-            exported = torch.export.export(wrapper, (), example, strict=False)
+            # Where tracing fails, torch prints the graph so far; our error says it in one line.
+            with redirect_stderr(said):
+                exported = torch.export.export(wrapper, (), example, strict=False)
+            sys.stderr.write(said.getvalue())
         except CaptureError:
             raise
         except TRACE_FAILURES as err:
