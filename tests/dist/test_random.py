@@ -1,0 +1,140 @@
+"""Keyed dropout: exact masks do not depend on the layout, fast ones are fair, replicas agree."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parloom import runtime as rt
+from parloom.runtime.sharding import Dims
+
+MESH = rt.Mesh((rt.Axis("micro", 2), *rt.grid({"x": 2, "y": 2}).axes))
+LAYOUTS: list[Dims] = [
+    ((8,), (6,)),
+    (("x", 4), (3, "y")),
+    (("micro", 4), (6,)),
+    ((2, "micro", "x"), ("y", 3)),
+]
+
+
+def contexts(exact: bool) -> list[rt.Context]:
+    return [
+        rt.Context(rt.SingleComm(MESH, rank), seed=3, microbatch=micro, exact_random=exact)
+        for rank in range(4)
+        for micro in range(2)
+    ]
+
+
+@pytest.mark.parametrize("dims", LAYOUTS)
+def test_exact_dropout_is_a_slice_of_the_global_one(dims: Dims) -> None:
+    full = torch.randn(8, 6, dtype=torch.float64)
+    mask = rt.global_mask(3, 5, "block:dropout#0", (8, 6), 0.3)
+    expected = full * mask / 0.7
+    for ctx in contexts(exact=True):
+        ctx.step = 5
+        local = rt.take(full, dims, MESH, ctx.coordinates)
+        dropped = rt.dropout(local, ctx, 0.3, "block:dropout#0", dims)
+        assert torch.allclose(dropped, rt.take(expected, dims, MESH, ctx.coordinates))
+
+
+def test_masks_are_keyed_by_seed_step_and_operator() -> None:
+    masks = [
+        rt.global_mask(seed, step, key, (64,), 0.5)
+        for seed, step, key in [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b")]
+    ]
+    assert torch.equal(masks[0], rt.global_mask(0, 0, "a", (64,), 0.5))
+    assert not any(torch.equal(masks[0], other) for other in masks[1:])
+
+
+def test_fast_masks_are_fair_and_differ_between_shards_only() -> None:
+    dims: Dims = (("x", 100), (200,))
+    masks: dict[tuple[int, int], list[Tensor]] = {}
+    for ctx in contexts(exact=False):
+        mask = rt.keep_mask(ctx, "key", dims, 0.25)
+        assert mask.shape == (100, 200)
+        # 20,000 draws: five standard deviations.
+        assert abs(mask.double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / 20_000) ** 0.5
+        masks.setdefault((ctx.coordinates["x"], ctx.microbatch), []).append(mask)
+    assert all(torch.equal(*replicas) for replicas in masks.values())
+    firsts = [replicas[0] for replicas in masks.values()]
+    assert all(
+        not torch.equal(left, right) for i, left in enumerate(firsts) for right in firsts[:i]
+    )
+
+
+def test_dropout_scales_and_has_a_gradient() -> None:
+    ctx = rt.Context(rt.SingleComm(rt.grid({"x": 1})), exact_random=True)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert rt.dropout(x, ctx, 0.0, "k", ((5,), (4,))) is x
+    assert torch.equal(rt.dropout(x, ctx, 1.0, "k", ((5,), (4,))), torch.zeros_like(x))
+    assert torch.autograd.gradcheck(lambda t: rt.dropout(t, ctx, 0.5, "k", ((5,), (4,))), (x,))
+
+
+@pytest.mark.parametrize("masked", ["none", "causal", "bool", "float"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_written_out_is_the_kernel(heads: int, masked: str) -> None:
+    """With a dropout so rare that it drops nothing, both paths must agree."""
+    ctx = rt.Context(rt.SingleComm(rt.grid({"x": 1})), exact_random=True)
+    q = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, heads, 5, 8, dtype=torch.float64)
+    keep = torch.ones(5, 5, dtype=torch.bool).tril()
+    mask = {"bool": keep, "float": torch.randn(5, 5, dtype=torch.float64)}.get(masked)
+    dims: Dims = ((2,), (4,), (5,), (5,))
+    results = [
+        rt.attention(q, k, v, ctx, mask, p, 0.3, "k", dims, causal=masked == "causal")
+        for p in (0.0, 1e-12)
+    ]
+    expected = F.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, masked == "causal", scale=0.3, enable_gqa=heads != 4
+    )
+    assert all(torch.allclose(result, expected) for result in results)
+
+
+def test_attention_dropout_is_a_slice_of_the_global_one() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
+    mesh = rt.grid({"x": 2})
+
+    def attend(ctx: rt.Context, parts: list[Tensor], heads: tuple[int | str, ...]) -> Tensor:
+        a, b, c = parts
+        return rt.attention(a, b, c, ctx, None, 0.4, None, "k", ((2,), heads, (5,), (5,)))
+
+    whole = attend(rt.Context(rt.SingleComm(rt.grid({"x": 1})), exact_random=True), [q, k, v], (4,))
+    for rank in range(2):
+        ctx = rt.Context(rt.SingleComm(mesh, rank), exact_random=True)
+        parts = [t.narrow(1, 2 * rank, 2) for t in (q, k, v)]
+        assert torch.allclose(attend(ctx, parts, ("x", 2)), whole.narrow(1, 2 * rank, 2))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_recomputed_block_draws_the_same_mask(exact: bool) -> None:
+    """Gradients with recomputation equal those without, dropout included."""
+
+    def block(ctx: rt.Context, prefix: str, x: Tensor, weight: Tensor) -> Tensor:
+        return rt.dropout(x * weight, ctx, 0.5, prefix, ((4,), (3,)))
+
+    def gradient(recompute: bool) -> Tensor:
+        def forward(
+            ctx: rt.Context, batch: dict[str, Tensor], hoisted: tuple[Tensor, ...]
+        ) -> rt.Result:
+            return rt.Result(ctx.call(block, "block", (batch["x"],), ("w",), recompute).sum())
+
+        mesh = rt.grid({"x": 1})
+        made = rt.Program(
+            "drop",
+            mesh,
+            (rt.TensorSpec("x", (4, 3), "float64", ((4,), (3,))),),
+            (rt.ParameterSpec("w", (3,), "float64", ((3,),)),),
+            forward,
+        )
+        one = rt.Trainer(
+            made,
+            {"w": torch.ones(3, dtype=torch.float64)},
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            comm=rt.SingleComm(mesh),
+            exact_random=exact,
+        )
+        one.step({"x": torch.arange(12.0, dtype=torch.float64).view(4, 3)})
+        return one.state_dict()["w"]
+
+    assert torch.equal(gradient(True), gradient(False))
+    assert not torch.equal(gradient(True), torch.ones(3, dtype=torch.float64))
