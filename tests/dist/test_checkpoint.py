@@ -113,6 +113,7 @@ def test_extra_state_comes_back_exactly(tmp_path: Path) -> None:
         "seed": 2**64 - 1,
         "groups": [{"lr": 0.1 + 0.2, "betas": [0.9, 0.95], "name": 'a "digest": "" b'}],
         "schedule": {"last_lr": [5e-324, 1.7976931348623157e308, -0.0], "milestones": None},
+        "plateau": {"best": float("inf"), "worst": [float("-inf")]},
         "unicode": "w\u00e4hlen \u2603",
     }
     checkpoint.save(FakeTrainer([], state), tmp_path / "a")
@@ -130,7 +131,7 @@ def test_floats_of_the_extra_state_are_exact(value: float) -> None:
     assert found.hex() == value.hex()
 
 
-@pytest.mark.parametrize("value", [float("nan"), torch.zeros(1), {1, 2}, b"raw"])
+@pytest.mark.parametrize("value", [torch.zeros(1), {1, 2}, b"raw", {"x": [1j]}])
 def test_extra_state_that_is_not_json_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not JSON"):
         checkpoint.save(FakeTrainer([], {"step": 0, "x": value}), tmp_path / "a")

@@ -1,7 +1,7 @@
 """Training that goes on from a checkpoint, under any plan, equals training without a break."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from parloom import runtime as rt
 from parloom.errors import InputError
@@ -142,3 +152,101 @@ def test_exported_weights_start_another_plan_and_the_users_model(tmp_path: Path)
     read = weights.import_safetensors(tmp_path)
     model.load_state_dict({name: read(name) for name in read.names})
     assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "multi_step": lambda o: MultiStepLR(o, [3, 5], 0.5),
+    "sequential": lambda o: SequentialLR(
+        o, [LinearLR(o, 0.1, total_iters=2), MultiStepLR(o, [1, 3], 0.5)], [2]
+    ),
+    "lambda": lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
+    "one_cycle": lambda o: OneCycleLR(o, 0.1, total_steps=20),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rates_go_on_as_if_uninterrupted(name: str, tmp_path: Path) -> None:
+    mesh = rt.grid({})
+    made = mlp.program(mesh, mlp.Layout())
+
+    def fresh() -> rt.Trainer:
+        return rt.Trainer(
+            made,
+            mlp.model().state_dict(),
+            optimizer=mlp.adamw,
+            comm=rt.SingleComm(mesh),
+            scheduler=SCHEDULERS[name],
+        )
+
+    def rates(run: rt.Trainer) -> list[list[float]]:
+        found = []
+        for step in range(6):
+            run.step(mlp.batch(seed=step))
+            found.append([group["lr"] for group in run.optimizer.param_groups])
+        return found
+
+    first, second = fresh(), fresh()
+    for step in range(2):
+        first.step(mlp.batch(seed=step))
+    checkpoint.save(first, tmp_path / "a")
+    checkpoint.load(second, tmp_path / "a")
+    assert rates(second) == rates(first)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    mesh = rt.grid({})
+    made = mlp.program(mesh, mlp.Layout())
+    runs = [
+        rt.Trainer(made, mlp.model().state_dict(), optimizer=chosen, comm=rt.SingleComm(mesh))
+        for chosen in (mlp.adamw, mlp.sgd)
+    ]
+    runs[0].step(mlp.batch())
+    checkpoint.save(runs[0], tmp_path / "a")
+    with pytest.raises(InputError, match="state of AdamW, this run has SGD"):
+        checkpoint.load(runs[1], tmp_path / "a")
+
+
+def save_mixed(folder: Path) -> mlp.Run:
+    run = mixed()
+    train_mixed(run, range(2))
+    checkpoint.save(run, folder)
+    weights.export_safetensors(run, folder.parent / "model")
+    return train_mixed(run, range(2, STEPS))
+
+
+def resume_mixed(folder: Path) -> mlp.Run:
+    run = mixed()
+    checkpoint.load(run, folder)
+    return train_mixed(run, range(2, STEPS))
+
+
+def mixed() -> rt.Trainer:
+    axes, layout = PLANS["zero1_tensor_4"]
+    mesh = rt.grid(axes)
+    made = mlp.program(mesh, layout, "bfloat16")
+    masters = tuple(replace(spec, master_dtype="float32") for spec in made.parameters)
+    return rt.Trainer(
+        replace(made, parameters=masters),
+        mlp.model(torch.float32).state_dict(),
+        optimizer=mlp.adamw,
+        comm=rt.DistributedComm(mesh, rt.required_groups(made)),
+    )
+
+
+def train_mixed(run: rt.Trainer, steps: range) -> mlp.Run:
+    losses = [run.step(mlp.batch(torch.bfloat16, step)).loss.item() for step in steps]
+    masters = {name: held.owned.detach().clone() for name, held in run.store.helds.items()}
+    return mlp.Run(losses, [], masters)
+
+
+def test_master_weights_resume_to_the_bit_and_export_in_the_models_dtype(tmp_path: Path) -> None:
+    uninterrupted = fork_ranks(4, save_mixed, tmp_path / "a")
+    for run, expected in zip(
+        fork_ranks(4, resume_mixed, tmp_path / "a"), uninterrupted, strict=True
+    ):
+        assert run.losses == expected.losses
+        assert all(torch.equal(run.weights[name], expected.weights[name]) for name in run.weights)
+    read = weights.import_safetensors(tmp_path / "model")
+    assert {read(name).dtype for name in read.names} == {torch.bfloat16}

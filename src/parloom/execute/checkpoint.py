@@ -8,7 +8,6 @@ Ranks speak over a gloo group made for each save or load, so that an asynchronou
 a group with training. An asynchronous save copies all values to host memory before it returns.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +34,7 @@ from parloom.execute.manifest import (
     TEMPORARY,
     Manifest,
     decode_manifest,
+    decode_state,
     encode_state,
     read_manifest,
     resolve,
@@ -113,7 +113,7 @@ def save(
         LaunchError: the folder cannot be written.
     """
     target = Path(folder).absolute()
-    state = json.loads(encode_state(trainer.extra_state()))
+    state = encode_state(trainer.extra_state())
     step = state.get("step")
     if not isinstance(step, int) or step < 0:
         raise VerifyError(f"the trainer's extra state has step {step!r}, not a count")
@@ -178,7 +178,7 @@ def load(trainer: Checkpointed, folder: Folder) -> Loaded:
 
 def _load_extra_state(trainer: Checkpointed, manifest: Manifest, folder: Path) -> None:
     try:
-        trainer.load_extra_state(manifest.state)
+        trainer.load_extra_state(decode_state(manifest.state))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"the extra state in {folder / MANIFEST} is none of this version's trainer"

@@ -47,6 +47,7 @@ DTYPE_CODES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_FLOAT = "float"
 _NO_DIGEST = b'"digest": ""'
 
 Size = Annotated[int, Field(ge=0)]
@@ -108,19 +109,47 @@ def dtype_name(dtype: object) -> str:
     return name
 
 
-def encode_state(state: Mapping[str, Any]) -> str:
-    """The extra state as JSON text.
+def encode_state(state: Mapping[str, Any]) -> dict[str, JsonValue]:
+    """The extra state as strict JSON data, detached from the trainer's own.
 
     Raises:
         InputError: the state holds something that JSON cannot say.
     """
     try:
-        return json.dumps(dict(state), allow_nan=False)
-    except (TypeError, ValueError) as error:
+        plain = json.loads(json.dumps(_finite(dict(state)), allow_nan=False))
+    except TypeError as error:
         raise InputError(
             f"the extra state of the trainer is not JSON: {error}; a checkpoint holds numbers,"
             " strings, lists and dicts with string keys, and never pickles: convert the value"
         ) from error
+    assert isinstance(plain, dict)
+    return plain
+
+
+def decode_state(state: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """What `encode_state` was given, with lists for tuples."""
+    return {key: _with_non_finite(value) for key, value in state.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Infinity and NaN, which schedulers start from and JSON has not, as `{"float": "inf"}`."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(float(value))}
+    return value
+
+
+def _with_non_finite(value: JsonValue) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT}:
+            return float(str(value[_FLOAT]))
+        return {key: _with_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_non_finite(item) for item in value]
+    return value
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -19,6 +19,9 @@ NOT_ELEMENTWISE = {
     "Muon": "it orthogonalises whole matrices",
 }
 
+# Group options that say how to compute on this machine, and not what.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
 
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `InputError` for an optimizer whose update of a shard needs the rest of the tensor."""
@@ -64,7 +67,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         }
         for group in optimizer.param_groups
     ]
-    return {"parameters": parameters, "groups": groups}
+    return {"class": type(optimizer).__name__, "parameters": parameters, "groups": groups}
 
 
 def load_optimizer_state(
@@ -72,8 +75,15 @@ def load_optimizer_state(
 ) -> None:
     """Take over scalars and group options, and allocate the state tensors.
 
-    Raises `InputError` when a saved parameter is none of `owned`, or a parameter group is new.
+    Raises `InputError` when the optimizer is of another class, a saved parameter is none of
+    `owned`, or a parameter group is new.
     """
+    if state["class"] != type(optimizer).__name__:
+        raise InputError(
+            f"the checkpoint has the state of {state['class']}, this run has"
+            f" {type(optimizer).__name__}: train with {state['class']}, or start from exported"
+            " weights"
+        )
     optimizer.state.clear()
     for name, entry in state["parameters"].items():
         if name not in owned:
@@ -97,8 +107,8 @@ def load_optimizer_state(
         if saved_group is None:
             raise InputError(f"the checkpoint has no parameter group with any of {sorted(mine)}")
         for key, value in saved_group["options"].items():
-            current = group.get(key)
-            group[key] = tuple(value) if isinstance(current, tuple) else value
+            if key not in IMPLEMENTATION:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _number(value: Any) -> Any:
