@@ -21,7 +21,11 @@ def report(name: str, rows: Sequence[dict[str, object]], path: str | None) -> No
         "parloom": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "system": platform.system()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "arch": platform.machine(),
+            "system": platform.system(),
+        },
         "rows": list(rows),
     }
     Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

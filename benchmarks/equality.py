@@ -28,8 +28,9 @@ from parloom.execute.verify import Trace, assemble, compare, reference_trace, tr
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph, widened
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, grid
+from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions
+from parloom.rewrite.pad import rewritten
 from parloom.runtime import Program
 from parloom.search.baselines import METHODS, random_plan
 
@@ -81,7 +82,9 @@ class Case:
     program: Program
 
 
-def programs(graph: Graph, factored: Factored, shape: tuple[int, int], count: int) -> Iterator[Case]:
+def programs(
+    graph: Graph, factored: Factored, shape: tuple[int, int], count: int
+) -> Iterator[Case]:
     """The baselines and `count` random plans on one mesh."""
     cluster = load_cluster(f"{shape[0]}x{shape[1]}xcpu")
     for method in ("data_parallel", "fsdp", "megatron"):
@@ -95,6 +98,9 @@ def programs(graph: Graph, factored: Factored, shape: tuple[int, int], count: in
 
 
 def _compiled(graph: Graph, factored: Factored, decisions: Decisions) -> Program:
+    if decisions.rewrites:
+        graph = rewritten(graph, decisions.rewrites)
+        factored = factorize(graph)
     return compile_pcg(lower(graph, decisions, factored=factored), "equality").program
 
 

@@ -27,6 +27,7 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Alternative, Decisions, ModelSource, Plan, Prediction
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
+from parloom.rewrite.pad import rewritten
 from parloom.search.baselines import METHODS
 
 Say = Callable[[str], None]
@@ -149,7 +150,7 @@ def _best(
 ) -> Plan:
     priced: list[tuple[Candidate, Prediction]] = []
     for candidate in candidates:
-        pcg = lower(graph, candidate.decisions)
+        pcg = lower(rewritten(graph, candidate.decisions.rewrites), candidate.decisions)
         price = price_plan(pcg, cluster, candidate.decisions, asked.optimizer)
         priced.append((candidate, price.prediction()))
         step_s, peak = priced[-1][1].step_s, priced[-1][1].peak_bytes

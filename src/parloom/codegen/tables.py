@@ -5,6 +5,7 @@ from parloom.ir.layout import Layout, digits
 from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue
 from parloom.ir.plan import actions
+from parloom.rewrite.pad import valid_rows
 
 Units = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -83,6 +84,9 @@ def _parameter(parameter: PParameter, pcg: PCG) -> str:
         parts.append("trainable=False")
     if entry.aliases:
         parts.append(f"aliases={entry.aliases!r}")
+    valid = valid_rows(pcg.decisions.rewrites, entry)
+    if valid is not None:
+        parts.append(f"valid={valid!r}")
     if master and spec.is_float and DTYPE_BYTES[spec.dtype] < DTYPE_BYTES[master]:
         parts.append(f"master_dtype={master!r}")
     return f"rt.ParameterSpec({', '.join(parts)})"

@@ -1,14 +1,19 @@
 """From a plan to a program that this process can run."""
 
 import linecache
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from parloom.codegen.source import generate
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
+from parloom.ir.layout import Layout
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Decisions, Plan
 from parloom.ir.text import parse_graph
+from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
+from parloom.rewrite.pad import rewritten
 from parloom.runtime import Program
 
 
@@ -49,7 +54,17 @@ def title_of(plan: Plan) -> str:
 
 def training_program(plan: Plan, graph: Graph | None = None) -> Compiled:
     """The training program of a plan; `graph` replaces the plan's own (for proofs)."""
-    return compile_pcg(lower(graph or parse_graph(plan.graph), plan.decisions), title_of(plan))
+    graph = rewritten(verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites)
+    verify_decisions(graph, plan.decisions)
+    return _compiled(graph, plan.decisions, title_of(plan))
+
+
+def _compiled(
+    graph: Graph, decisions: Decisions, title: str, homes: Mapping[str, Layout] | None = None
+) -> Compiled:
+    factored = factorize(graph)
+    pcg = lower(graph, decisions, factored=factored, homes=homes)
+    return compile_pcg(verify_pcg(pcg), title)
 
 
 def evaluation_program(plan: Plan, training: PCG) -> Compiled | None:
@@ -57,6 +72,6 @@ def evaluation_program(plan: Plan, training: PCG) -> Compiled | None:
     if not plan.evaluation_graph:
         return None
     homes = {p.input.target: p.layout for p in training.parameters}
-    graph = parse_graph(plan.evaluation_graph)
     decisions = replace(plan.decisions, num_microbatches=1)
-    return compile_pcg(lower(graph, decisions, homes=homes), f"{title_of(plan)}\nEvaluation.")
+    graph = rewritten(verify_graph(parse_graph(plan.evaluation_graph)), decisions.rewrites)
+    return _compiled(graph, decisions, f"{title_of(plan)}\nEvaluation.", homes)

@@ -17,6 +17,7 @@ from parloom.ir.layout import Layout, Shard
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
+from parloom.rewrite.pad import paddings, rewritten
 from parloom.search.spread import (
     Assignment,
     Unfolded,
@@ -115,9 +116,16 @@ def megatron(
             if degree == cluster.num_devices:
                 raise
             continue
-        program = unfold(graph, factored, mesh)
+        rewrites = tuple(str(p) for p in paddings(graph, degree))
+        padded = rewritten(graph, rewrites)
+        program = unfold(padded, factorize(padded) if rewrites else factored, mesh)
         assignments = spread(program, seeds, _Megatron(program))
-        yield Decisions(mesh, decisions(program, assignments), num_microbatches=num_microbatches)
+        yield Decisions(
+            mesh,
+            decisions(program, assignments),
+            num_microbatches=num_microbatches,
+            rewrites=rewrites,
+        )
 
 
 class _Megatron:

@@ -1,0 +1,353 @@
+"""Every invariant of graphs, decisions and parallel graphs, in three tables.
+
+Each entry yields one sentence per violation; `verify_*` raise `VerifyError` with the first few.
+What is checked here is relied on everywhere else without asking again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from parloom.errors import LayoutError, VerifyError, nearest
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import Call, Function, Graph, TensorSpec
+from parloom.ir.layout import Layout, check
+from parloom.ir.moves import ADJOINTS
+from parloom.ir.pcg import PCG, TIME, Compute, Item, Movement, PFunction, PValue
+from parloom.ir.plan import Decisions, ParameterDecision
+
+KINDS = ("parameter", "buffer", "batch", "constant")
+POLICIES = ("keep", "recompute")
+SHOWN = 5
+
+Problems = Iterator[str]
+Planned = tuple[Factored, Decisions]
+
+
+def verify_graph(graph: Graph) -> Graph:
+    """`graph` itself, if it keeps every invariant of `GRAPH`; else `VerifyError`."""
+    _raise("graph", ((n, p) for n, check_one in GRAPH.items() for p in check_one(graph)))
+    return graph
+
+
+def verify_decisions(graph: Graph, decisions: Decisions, factored: Factored | None = None) -> None:
+    """Raise `VerifyError` unless `decisions` keep every invariant of `DECISIONS` for `graph`."""
+    planned = (factored or factorize(graph), decisions)
+    _raise("plan", ((n, p) for n, check_one in DECISIONS.items() for p in check_one(planned)))
+
+
+def verify_pcg(pcg: PCG) -> PCG:
+    """`pcg` itself, if it keeps every invariant of `PARALLEL`; else `VerifyError`."""
+    _raise("parallel graph", ((n, p) for n, found in PARALLEL.items() for p in found(pcg)))
+    return pcg
+
+
+def _raise(what: str, problems: Iterator[tuple[str, str]]) -> None:
+    found = [f"{problem} [{name}]" for name, problem in problems]
+    if found:
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        raise VerifyError(f"invalid {what}: {'; '.join(found[:SHOWN])}{more}")
+
+
+# Graphs
+
+
+def _functions(graph: Graph) -> tuple[Function, ...]:
+    return (graph.main, *graph.functions)
+
+
+def _defined_once(graph: Graph) -> Problems:
+    for function in _functions(graph):
+        seen: set[str] = set()
+        for value in (*function.inputs, *(v for i in function.body for v in i.results)):
+            if value.name in seen:
+                yield f"{function.name}: value {value.name!r} is defined twice"
+            if not value.name.isidentifier():
+                yield f"{function.name}: {value.name!r} is no identifier"
+            seen.add(value.name)
+
+
+def _defined_before_use(graph: Graph) -> Problems:
+    for function in _functions(graph):
+        seen = {v.name for v in function.inputs}
+        for item in function.body:
+            for name in item.args if isinstance(item, Call) else item.refs:
+                if name not in seen:
+                    yield f"{function.name}: {name!r} is read before it is defined"
+            seen.update(v.name for v in item.results)
+        yield from (
+            f"{function.name}: returns {name!r}, which it does not define"
+            for name in function.outputs
+            if name not in seen
+        )
+
+
+def _calls_match(graph: Graph) -> Problems:
+    for function in _functions(graph):
+        specs = function.specs()
+        for item in function.body:
+            if not isinstance(item, Call):
+                continue
+            callee = graph.by_name.get(item.function)
+            if callee is None:
+                yield f"{item.prefix}: calls unknown function {item.function!r}"
+                continue
+            own = callee.specs()
+            given = [specs.get(name) for name in item.args] + [v.spec for v in item.results]
+            wanted = [v.spec for v in callee.inputs] + [own.get(n) for n in callee.outputs]
+            if given != wanted:
+                yield f"{item.prefix}: arguments or results do not match {item.function!r}"
+
+
+def _ends(graph: Graph) -> Problems:
+    specs = graph.main.specs()
+    if graph.loss is not None:
+        spec = specs.get(graph.loss)
+        if spec is None or spec.shape or not spec.is_float:
+            yield f"the loss {graph.loss!r} is no floating-point scalar of main"
+    buffers = {i.target: i.value.spec for i in graph.of_kind("buffer")}
+    for target, name in graph.updates:
+        if buffers.get(target) != specs.get(name):
+            yield f"update of buffer {target!r} does not match it"
+    for user, name in graph.outputs:
+        if name not in specs:
+            yield f"output {user!r} is no value of main"
+
+
+def _inputs(graph: Graph) -> Problems:
+    if tuple(i.value for i in graph.inputs) != graph.main.inputs:
+        yield "the inputs are not those of main"
+    seen: set[tuple[str, str]] = set()
+    for entry in graph.inputs:
+        if entry.kind not in KINDS:
+            yield f"input {entry.target!r} has unknown kind {entry.kind!r}"
+        if (entry.kind, entry.target) in seen:
+            yield f"{entry.kind} {entry.target!r} stands twice"
+        seen.add((entry.kind, entry.target))
+
+
+def _keys_unique(graph: Graph) -> Problems:
+    seen: set[str] = set()
+    for key, _ in graph.unfolded():
+        if key in seen:
+            yield f"two operators have the key {key!r}"
+        seen.add(key)
+
+
+GRAPH: Mapping[str, Callable[[Graph], Problems]] = MappingProxyType(
+    {
+        "values are defined once": _defined_once,
+        "values are defined before use": _defined_before_use,
+        "calls match their functions": _calls_match,
+        "loss, outputs and updates exist": _ends,
+        "inputs are those of main": _inputs,
+        "operator keys are unique": _keys_unique,
+    }
+)
+
+
+# Decisions
+
+
+def _known_operators(planned: Planned) -> Problems:
+    factored, decisions = planned
+    keys = {key for key, _ in factored.graph.unfolded()}
+    for node in decisions.nodes:
+        if node.key not in keys:
+            yield f"no operator {node.key!r} in the model{nearest(node.key, keys)}"
+
+
+def _legal_assignments(planned: Planned) -> Problems:
+    factored, decisions = planned
+    by_key = {n.key: n for n in decisions.nodes}
+    for flat in factored.graph.flat():
+        node = by_key.get(flat.key)
+        if node is None:
+            continue
+        unknown = {a for _, axes in node.factors for a in axes} - set(decisions.mesh.names)
+        if unknown:
+            yield f"{flat.key}: unknown mesh axes {sorted(unknown)}"
+            continue
+        chosen = {f: axes for f, axes in node.factors if axes}
+        try:
+            factored.rule(flat.function, flat.node).check(chosen, decisions.mesh, flat.key)
+        except LayoutError as error:
+            yield str(error)
+
+
+def _storage(planned: Planned) -> Problems:
+    factored, decisions = planned
+    specs = {i.target: i.value.spec for i in factored.graph.of_kind("parameter")}
+    for parameter in decisions.parameters:
+        spec = specs.get(parameter.name)
+        if spec is None:
+            yield f"no parameter {parameter.name!r} in the model{nearest(parameter.name, specs)}"
+        else:
+            yield from _storage_of(parameter, spec, decisions)
+
+
+def _storage_of(parameter: ParameterDecision, spec: TensorSpec, decisions: Decisions) -> Problems:
+    widest = parameter.optimizer
+    stored = (parameter.weight, parameter.gradient, parameter.optimizer)
+    for storage in stored:
+        if storage.memory != "device":
+            yield f"{parameter.name}: storage on the {storage.memory} is not yet executable"
+        if set(storage.axes) - set(decisions.mesh.names):
+            yield f"{parameter.name}: unknown mesh axes in {storage.axes}"
+        if storage.axes and not 0 <= storage.dim < len(spec.shape):
+            yield f"{parameter.name}: no dim {storage.dim} in shape {spec.shape}"
+    sharded = [s.axes == widest.axes and s.dim == widest.dim for s in stored if s.axes]
+    levels = [bool(s.axes) for s in stored]
+    if not all(sharded) or levels != sorted(levels):
+        yield (
+            f"{parameter.name}: weight, gradient and optimizer storage must be one of ZeRO 0 to 3"
+            " over the same axes and dim"
+        )
+
+
+def _activations(planned: Planned) -> Problems:
+    factored, decisions = planned
+    prefixes = {i.prefix for i in factored.graph.main.body if isinstance(i, Call)}
+    for activation in decisions.activations:
+        if activation.policy not in POLICIES:
+            yield f"{activation.prefix}: activation policy {activation.policy!r} is not yet there"
+        if activation.prefix not in prefixes:
+            known = nearest(activation.prefix, prefixes)
+            yield f"no block {activation.prefix!r} in the model{known}"
+
+
+DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
+    {
+        "decisions name operators of the model": _known_operators,
+        "axes divide their factors": _legal_assignments,
+        "storage is a ZeRO level": _storage,
+        "activation policies name blocks": _activations,
+    }
+)
+
+
+# Parallel graphs
+
+
+def _bodies(pcg: PCG) -> Iterator[tuple[PFunction, tuple[Item, ...]]]:
+    for function in (pcg.main, *pcg.functions):
+        yield function, function.body
+
+
+def _made(item: Item) -> tuple[PValue, ...]:
+    return (item.result,) if isinstance(item, Movement) else item.results
+
+
+def _read(item: Item) -> tuple[PValue, ...]:
+    if isinstance(item, Movement):
+        return (item.operand,)
+    return item.operands if isinstance(item, Compute) else item.args
+
+
+def _values_flow(pcg: PCG) -> Problems:
+    hoisted = {value.name: value for _, value in pcg.hoisted}
+    for function, body in _bodies(pcg):
+        known = {v.name: v for v in function.inputs} | (hoisted if function is pcg.main else {})
+        for item in body:
+            for value in _read(item):
+                if known.get(value.name) != value:
+                    yield f"{function.name}: {value.name!r} is read but not made like that"
+            known.update((v.name, v) for v in _made(item))
+
+
+def _layouts_divide(pcg: PCG) -> Problems:
+    for function, body in _bodies(pcg):
+        for value in (*function.inputs, *(v for item in body for v in _made(item))):
+            try:
+                check(value.layout, value.spec.shape, pcg.mesh, value.name)
+            except LayoutError as error:
+                yield f"{function.name}: {error}"
+
+
+def _rules_hold(pcg: PCG) -> Problems:
+    """Operators get the layouts that their rule asks for and make those that it says."""
+    for function, body in _bodies(pcg):
+        for item in body:
+            if not isinstance(item, Compute):
+                continue
+            chosen = dict(item.assignment)
+            for index, value in enumerate(item.operands):
+                want = item.rule.operand_layout(index, chosen, pcg.mesh)
+                if value.layout.shards != want.shards or _space(value.layout.partial):
+                    yield f"{function.name}: {item.node.key} reads {value.name!r} laid out wrongly"
+            for index, value in enumerate(item.results):
+                want = item.rule.result_layout(index, chosen, pcg.mesh)
+                same = _space(value.layout.partial) == _space(want.partial)
+                if value.layout.shards != want.shards or not same:
+                    yield f"{function.name}: {item.node.key} makes {value.name!r} laid out wrongly"
+
+
+def _space(partial: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple(p for p in partial if p[0] != TIME)
+
+
+def _cotangents_hold(pcg: PCG) -> Problems:
+    """The gradient that an operator returns is partial just where its operand says so."""
+    for function, body in _bodies(pcg):
+        for item in body:
+            if not isinstance(item, Compute):
+                continue
+            for index, value in enumerate(item.operands):
+                if not value.differentiable:
+                    continue
+                want = set(item.rule.varying(index, dict(item.assignment))) - {TIME}
+                if want != set(value.varying) - {TIME}:
+                    yield (
+                        f"{function.name}: the gradient of {value.name!r} leaves {item.node.key}"
+                        f" partial over {sorted(want)}, its movement expects {value.varying}"
+                    )
+
+
+def _movements_follow_the_table(pcg: PCG) -> Problems:
+    """A movement's axes change state just as its row of ADJOINTS says."""
+    for function, body in _bodies(pcg):
+        for item in body:
+            if not isinstance(item, Movement):
+                continue
+            row = ADJOINTS.get(item.step.row)
+            if row is None:
+                yield f"{function.name}: unknown movement {item.step.row!r}"
+                continue
+            for axis in item.step.axes:
+                states = _state(item.operand.layout, axis), _state(item.result.layout, axis)
+                if states != row.value:
+                    yield (
+                        f"{function.name}: {item.step.row} over {axis!r} takes {states[0]} to"
+                        f" {states[1]}, its row says {row.value}"
+                    )
+
+
+def _state(layout: Layout, axis: str) -> str:
+    if axis in layout.partial_axes:
+        return "P"
+    return "S" if layout.shard(axis) else "R"
+
+
+def _loss_is_whole(pcg: PCG) -> Problems:
+    if pcg.loss is not None and (pcg.loss.layout.shards or _space(pcg.loss.layout.partial)):
+        yield "the loss is not whole on every rank"
+
+
+def _parameters_reduce_once(pcg: PCG) -> Problems:
+    for parameter in pcg.parameters:
+        name, decision = parameter.input.target, parameter.decision
+        twice = set(parameter.layout.axes) & {*parameter.reduce, *decision.optimizer.axes}
+        if twice:
+            yield f"{name}: axes {sorted(twice)} shard it already in its compute layout"
+
+
+PARALLEL: Mapping[str, Callable[[PCG], Problems]] = MappingProxyType(
+    {
+        "values are read as they were made": _values_flow,
+        "layouts divide": _layouts_divide,
+        "operators keep their rules": _rules_hold,
+        "cotangents are whole where they are used": _cotangents_hold,
+        "movements follow the adjoint table": _movements_follow_the_table,
+        "the loss is whole": _loss_is_whole,
+        "parameters are sharded and reduced once per axis": _parameters_reduce_once,
+    }
+)
