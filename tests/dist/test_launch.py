@@ -15,6 +15,7 @@ from parloom.errors import InputError, LaunchError
 from parloom.execute import launch
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.plan_json import plan_to_json
 
 PLAN = Plan(
     source=ModelSource("zoo:mlp"),
@@ -206,3 +207,21 @@ def test_missing_gpus_are_refused(
 def test_no_script(argv: list[str], said: Said) -> None:
     with pytest.raises(InputError, match="no training script"):
         launch.run(PLAN, argv, say=said)
+
+
+def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(plan_to_json(PLAN), encoding="utf-8")
+    started = tmp_path / "started"
+    path = script(tmp_path, f"open({str(started)!r} + str(RANK), 'w')\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "parloom", "run", str(plan), "--", path]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not all(Path(f"{started}{rank}").exists() for rank in range(3)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
