@@ -17,18 +17,18 @@ rm -rf "$out"
 show parloom plan "$model" "${shape[@]}" --out "$out/best"
 show parloom verify "$out/best/plan.json"
 show parloom run "$out/best/plan.json" -- examples/train_bytes.py \
-    --plan "$out/best/plan.json" --out "$out/best" --batch 8 --seq 128 --target 2.9
+    --out "$out/best" --batch 8 --seq 128 --target 2.9
 
 show parloom plan "$model" "${shape[@]}" --method megatron --out "$out/megatron"
 show parloom verify "$out/megatron/plan.json"
 
 printf '\nDone in %d s.\n' "$SECONDS"
-for file in plan.json program.py train.log checkpoint; do
+for file in plan.json program.py train.jsonl checkpoint; do
     test -e "$out/best/$file" || { echo "missing: $out/best/$file" >&2; exit 1; }
 done
 cat <<END
   plan        $out/best/plan.json          (tensor parallel: $out/megatron/plan.json)
   source      $out/best/program.py
-  log         $out/best/train.log
+  log         $out/best/train.jsonl
   checkpoint  $out/best/checkpoint
 END

@@ -1,14 +1,14 @@
 """Trains a byte-level language model on the sources of Python's own standard library.
 
-    parloom run PLAN -- examples/train_bytes.py --plan PLAN --out FOLDER
+    parloom run PLAN -- examples/train_bytes.py --out FOLDER
 
-PLAN was made for `examples/gpt2_bytes/config.json`. Every rank runs this file with the same
-arguments and hands the same global batch to the trainer, which takes this rank's part of it.
-Exit code 0 where the held-out loss reached the target, 1 where it did not.
+Under another launcher say which plan: torchrun ... examples/train_bytes.py --plan PLAN. It was made
+for `examples/gpt2_bytes/config.json`. Every rank runs this file with the same arguments and hands
+the same global batch to the trainer, which takes this rank's part of it. Exit code 0 where the
+held-out loss reached the target, 1 where it did not.
 """
 
 import argparse
-import logging
 import os
 import sysconfig
 import time
@@ -23,7 +23,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from parloom.api import parallelize
 
 FOLDER = Path(__file__).parent / "gpt2_bytes"
-LOG = logging.getLogger("parloom.example")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,8 @@ def build_model() -> GPT2LMHeadModel:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--plan", type=Path, required=True)
+    planned = os.environ.get("PARLOOM_PLAN")  # set by `parloom run`
+    parser.add_argument("--plan", type=Path, default=planned, required=planned is None)
     parser.add_argument("--out", type=Path, required=True, help="folder of log and checkpoint")
     parser.add_argument("--batch", type=int, default=8, help="global batch, as planned")
     parser.add_argument("--seq", type=int, default=128, help="bytes per window, as planned")
@@ -86,23 +86,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def log_to(out: Path) -> None:
-    """Rank 0 writes the trainer's lines to the terminal and to train.log, the others nothing."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [
-        logging.StreamHandler(),
-        logging.FileHandler(out / "train.log", mode="w"),
-    ]
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers)
-
-
 def main() -> int:
     args = arguments()
-    log_to(args.out)
     corpus = Corpus.of_the_standard_library()
-    LOG.info("training on %d bytes, %d held out", len(corpus.train), len(corpus.held_out))
     trainer = parallelize(
         build_model(),
         args.plan,
@@ -111,21 +97,30 @@ def main() -> int:
             optimizer, lambda step: min(1.0, (step + 1) / args.warmup)
         ),
         clip_norm=1.0,
-        log_path=args.out / "steps.jsonl",
+        log_path=args.out / "train.jsonl",
     )
+
+    def say(text: str) -> None:
+        if trainer.comm.rank == 0:
+            print(text, flush=True)
+
+    def held_out_loss() -> float:
+        batches = held_out_batches(corpus, args.batch, args.seq, count=16)
+        return sum(float(trainer.evaluate(batch).loss) for batch in batches) / 16
+
+    say(f"training on {len(corpus.train):,} bytes, {len(corpus.held_out):,} held out")
     start, loss = time.perf_counter(), float("inf")
     for step in range(1, args.steps + 1):
         trainer.step(draw(corpus.train, args.batch, args.seq, seed=step))
         if step % args.evaluate_every == 0:
-            batches = list(held_out_batches(corpus, args.batch, args.seq, count=16))
-            loss = sum(float(trainer.evaluate(batch).loss) for batch in batches) / len(batches)
-            elapsed = time.perf_counter() - start
-            LOG.info("step %d: held-out loss %.3f nats/byte, %.0f s", step, loss, elapsed)
+            loss = held_out_loss()
+            elapsed_s = time.perf_counter() - start
+            say(f"step {step}: held-out loss {loss:.3f} nats/byte after {elapsed_s:.0f} s")
             if loss <= args.target:
                 break
     trainer.save(args.out / "checkpoint")
     if loss > args.target:
-        LOG.error("held-out loss %.3f after %d steps; wanted %.2f", loss, args.steps, args.target)
+        say(f"held-out loss {loss:.3f} after {args.steps} steps; wanted {args.target}")
     return int(loss > args.target)
 
 
