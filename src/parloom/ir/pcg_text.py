@@ -1,0 +1,74 @@
+"""A parallel graph as text: one line per operator or movement, with layouts (for people)."""
+
+from collections.abc import Iterator
+
+from parloom.ir.graph import Arg, Dtype, Ref
+from parloom.ir.layout import describe
+from parloom.ir.mesh import Mesh
+from parloom.ir.moves import ADJOINTS
+from parloom.ir.pcg import PCG, Compute, Item, Movement, PFunction, PParameter, PValue
+
+
+def print_pcg(pcg: PCG) -> str:
+    """Mesh, parameters, then every lowered function."""
+    axes = ", ".join(f"{axis.name}={axis.size}" for axis in pcg.mesh.axes)
+    lines = [f"mesh {axes}", "", "parameters"]
+    lines += [f"  {_parameter(p, pcg.mesh)}" for p in pcg.parameters]
+    for function in (*pcg.functions, pcg.main):
+        lines += ["", *_function(function, pcg.mesh)]
+    if pcg.loss is not None:
+        lines.append(f"  loss {pcg.loss.name}")
+    return "\n".join(lines) + "\n"
+
+
+def _parameter(parameter: PParameter, mesh: Mesh) -> str:
+    entry, decision = parameter.input, parameter.decision
+    text = f"{entry.target} {describe(parameter.layout, entry.value.spec.shape, mesh)}"
+    if parameter.reduce:
+        text += f"  gradient summed over {', '.join(parameter.reduce)}"
+    for name in ("weight", "gradient", "optimizer"):
+        storage = getattr(decision, name)
+        if storage.axes:
+            text += f"  {name} stored by {'x'.join(storage.axes)} along dim {storage.dim}"
+    return text
+
+
+def _function(function: PFunction, mesh: Mesh) -> Iterator[str]:
+    yield f"{function.name}"
+    for value in function.inputs:
+        yield f"  input {_value(value, mesh)}"
+    for item in function.body:
+        yield f"  {_item(item, mesh)}"
+    if function.outputs:
+        yield f"  return {', '.join(v.name for v in function.outputs)}"
+
+
+def _value(value: PValue, mesh: Mesh) -> str:
+    return f"{value.name} {describe(value.layout, value.spec.shape, mesh)}"
+
+
+def _item(item: Item, mesh: Mesh) -> str:
+    if isinstance(item, Movement):
+        row = ADJOINTS[item.step.row]
+        axes = "x".join(item.step.axes)
+        return (
+            f"{_value(item.result, mesh)} = {item.step.row} over {axes} of {item.operand.name}"
+            f"  ({row.forward} | {row.backward})"
+        )
+    made = ", ".join(_value(v, mesh) for v in item.results)
+    if isinstance(item, Compute):
+        chosen = ", ".join(f"{f}: {'x'.join(axes)}" for f, axes in item.assignment)
+        call = f"{item.node.op}({', '.join(_arg(a) for a in item.node.args)})"
+        return f"{made} = {call}" + (f"  {{{chosen}}}" if chosen else "")
+    names = ", ".join(v.name for v in item.args)
+    return f"{made} = {item.function}({names})  @ {item.prefix}"
+
+
+def _arg(arg: Arg) -> str:
+    if isinstance(arg, Ref):
+        return arg.name
+    if isinstance(arg, Dtype):
+        return arg.name
+    if isinstance(arg, tuple):
+        return f"[{', '.join(_arg(a) for a in arg)}]"
+    return repr(arg)
