@@ -1,0 +1,110 @@
+"""Gradient buckets: when they are launched, what shares one, and what a run repeats to the bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parloom import runtime as rt
+from parloom.runtime import leaves
+from parloom.runtime.threads import ThreadGroup
+from tests.dist import mlp
+
+MESH = rt.grid({"x": 2, "y": 2})
+
+
+def recorded(
+    made: rt.Program, monkeypatch: pytest.MonkeyPatch, steps: int = 2
+) -> list[list[tuple[str, Any]]]:
+    """Per step of rank 0: all-reduces by number of elements, gradients by name, in order."""
+    events: list[list[tuple[str, Any]]] = []
+    all_reduce = ThreadGroup.all_reduce
+
+    def recording(group: ThreadGroup, tensor: Tensor, op: str = "sum") -> Any:
+        if events and group in mine:
+            events[-1].append(("reduce", tensor.numel()))
+        return all_reduce(group, tensor, op)
+
+    mine: list[Any] = []
+    monkeypatch.setattr(ThreadGroup, "all_reduce", recording)
+
+    def body(comm: rt.Comm) -> None:
+        one = rt.Trainer(made, mlp.model().state_dict(), optimizer=mlp.sgd, comm=comm)
+        if comm.rank == 0:
+            mine.extend(comm.group(spec.reduce) for spec in made.parameters)
+            for held in one.store.helds.values():
+                if held.weight is not None and held.spec.trainable:
+                    held.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda _, name=held.name: events[-1].append(("gradient", name))
+                    )
+        for step in range(steps):
+            comm.barrier()
+            if comm.rank == 0:
+                events.append([])
+            one.step(mlp.batch(seed=step))
+
+    rt.run_threads(made.mesh, body)
+    return events
+
+
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(leaves, "BUCKET_BYTES", 1)
+
+
+def test_reduction_overlaps_with_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, each bucket leaves as soon as its last gradient is there."""
+    small_buckets(monkeypatch)
+    made = mlp.program(MESH, mlp.Layout(("x", "y")))
+    first, second = recorded(made, monkeypatch)
+    order = [name for kind, name in second if kind == "gradient"]
+    assert order[-1] == "gain"
+    assert "unused" not in order
+    assert [name for kind, name in first if kind == "gradient"] == order
+    launched = second.index(("reduce", made_numel(made, order[0])))
+    assert launched < second.index(("gradient", "gain"))
+    # The loss, then one bucket per parameter.
+    assert sum(kind == "reduce" for kind, _ in second) == 1 + len(order)
+
+
+def made_numel(made: rt.Program, name: str) -> int:
+    spec = next(spec for spec in made.parameters if spec.name == name)
+    return int(torch.Size(spec.shape).numel())
+
+
+def test_only_the_last_microbatch_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mlp.program(mlp.with_time(MESH, 3), mlp.Layout(("x", "y")))
+    total = sum(
+        made_numel(made, s.name) for s in made.parameters if s.trainable and s.name != "unused"
+    )
+    for events in recorded(made, monkeypatch):
+        reduced = [size for kind, size in events if kind == "reduce"]
+        assert reduced == [1, 1, 1, total]
+
+
+def test_other_reduce_axes_go_into_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is whole over an axis must not be summed over it."""
+    made = mlp.program(MESH, mlp.Layout(("x", "y")))
+    biases = ("up.bias", "down.bias")
+
+    def changed(spec: rt.ParameterSpec) -> rt.ParameterSpec:
+        return replace(spec, reduce=("y", "x")) if spec.name in biases else spec
+
+    made = replace(made, parameters=tuple(changed(spec) for spec in made.parameters))
+    _, second = recorded(made, monkeypatch)
+    sizes = sorted(size for kind, size in second if kind == "reduce")
+    assert sizes == [1, mlp.HIDDEN + mlp.OUT, mlp.IN + mlp.HIDDEN * (mlp.IN + mlp.OUT)]
+
+
+@pytest.mark.parametrize("storage", ["replicated", "zero1", "zero2", "zero3"])
+def test_a_run_repeats_to_the_bit(storage: str) -> None:
+    made = mlp.program(mlp.with_time(MESH, 2), mlp.Layout(("x", "y"), storage=storage))
+    runs = [
+        rt.run_threads(made.mesh, lambda comm: mlp.parallel(comm, made, mlp.adamw, clip_norm=0.5))
+        for _ in range(2)
+    ]
+    for left, right in zip(*runs, strict=True):
+        assert mlp.difference(left, right) == 0.0
+        assert mlp.difference(left, runs[0][0]) == 0.0
