@@ -92,13 +92,22 @@ def test_inner_lists_are_folded_where_outer_ones_do_not_repeat() -> None:
         for index in range(blocks):
             path, name = f"stage.{stage}.blocks.{index}", f"{stage}{index}"
             body.append(node("mul", f"m{name}", Ref(source), stage + 2.0, path=path))
-            body.append(node("relu", f"r{name}", Ref(f"m{name}"), path=path))
+            body.append(node("relu", f"r{name}", Ref(f"m{name}"), path=f"{path}.act"))
             source = f"r{name}"
     folded = fold(graph([*body, node("sum", "loss", Ref(source))], {}, "loss"))
     assert [f.name for f in folded.functions] == ["block", "block_2"]
     prefixes = [c.prefix for c in folded.main.body if isinstance(c, Call)]
     assert prefixes[0] == "stage.0.blocks.0"
     assert len(prefixes) == 5
+
+
+def test_a_lone_layer_is_no_block() -> None:
+    body: list[Node] = []
+    for i in range(3):
+        body.append(node("view", f"v{i}", Ref("x"), path=f"tables.{i}"))
+        body.append(node("embedding", f"e{i}", Ref(f"v{i}"), path=f"tables.{i}"))
+    body.append(node("cat", "loss", (Ref("e0"), Ref("e1"), Ref("e2"))))
+    assert not fold(graph(body, {}, "loss")).functions
 
 
 def test_unfold_is_the_inverse_up_to_names() -> None:

@@ -22,7 +22,9 @@ from parloom.ir.graph import (
 )
 from parloom.ir.naming import Names, snake_case
 
+# A lone layer (`Linear`, `EmbeddingBag`) is no block, though some layers are several operators.
 MIN_NODES = 2
+MIN_NODES_OF_LEAF = 8
 ORDINAL = re.compile(r"@\d+")
 ENTRY = re.compile(r"\d+(@\d+)?")
 Body = tuple[Node | Call, ...]
@@ -40,6 +42,12 @@ class Segment:
     @property
     def defined(self) -> tuple[str, ...]:
         return tuple(v.name for n in self.nodes for v in n.results)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is big enough to be worth a function."""
+        leaf = all(node.path == self.prefix for node in self.nodes)
+        return len(self.nodes) >= (MIN_NODES_OF_LEAF if leaf else MIN_NODES)
 
     def operands(self) -> tuple[str, ...]:
         """Values from outside, in order of first use."""
@@ -82,7 +90,7 @@ class Folder:
         """Fold all repeated segments whose prefix has `depth` list entries."""
         groups: dict[Signature, list[Segment]] = {}
         for segment in segments(self.body, depth):
-            if len(segment.nodes) >= MIN_NODES:
+            if segment.is_block:
                 groups.setdefault(self.signature(segment), []).append(segment)
         users = readers(self.body)
         replaced: dict[int, tuple[Call, int]] = {}

@@ -1,0 +1,190 @@
+"""What export gets wrong or refuses: regions without gradients, slices written to, branches."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parloom.capture import capture
+from parloom.errors import CaptureError, InputError
+from parloom.ir.text import parse_graph, print_graph
+from tests.capture.models import Perceptron, assert_equal, perceptron
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+class Trap(nn.Module):
+    """A linear layer and what a subclass does with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.table = torch.arange(4.0)
+
+
+class Teacher(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            target = self.a(h) * 2
+            scale = x.mean()
+        return ((h - target) ** 2).mean() * scale
+
+
+class MovingAverage(Trap):
+    seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return ((h - self.seen) ** 2).mean()
+
+
+class Detached(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return (h * h.detach() + self.table + torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
+
+
+class Written(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(4, 4, dtype=torch.float64)
+        out[1:3] = self.a(x)[:1]
+        out[0] = 1.0
+        return (out * out).sum()
+
+
+class Mixed(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(x)
+        loss: Tensor = self.a(h.float()).sum()
+        return loss
+
+
+class Twice(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.a(self.a(x)).relu().sum()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Teacher, MovingAverage, Detached, Written, Mixed, Twice])
+def test_traps_are_equal(kind: type[Trap]) -> None:
+    model, batch = kind(), {"x": torch.randn(3, 4)}
+    graph = capture(model, batch)
+    assert_equal(graph, model, batch)
+    assert parse_graph(print_graph(graph)) == graph
+
+
+def test_no_grad_regions_detach_only_what_would_have_a_gradient() -> None:
+    graph = capture(Teacher(), {"x": torch.randn(3, 4)})
+    assert [node.op for _, node in graph.unfolded()].count("detach") == 1
+    evaluated = capture(Teacher(), {"x": torch.randn(3, 4)}, training=False)
+    assert "detach" not in print_graph(evaluated)
+
+
+def test_a_module_called_again_has_the_ordinal_of_the_call() -> None:
+    keys = [key for key, _ in capture(Twice(), {"x": torch.randn(3, 4)}).unfolded()]
+    assert keys == ["a:linear#0", "a@1:linear#0", ":relu#0", ":sum#0"]
+
+
+def test_nodes_in_autocast_know_their_module_and_line() -> None:
+    graph = capture(Mixed(), {"x": torch.randn(3, 4)})
+    first = next(node for _, node in graph.unfolded() if node.op == "linear")
+    assert (first.path, first.source.split(":")[0]) == ("a", "test_traps.py")
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), Branch())
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.inner(x).sum()
+        return loss
+
+
+def test_data_dependent_branch_names_module_line_and_ways_on() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Branching(), {"x": torch.randn(3, 4)})
+    text = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert re.match(r"cannot capture Branching\.inner\.1 \(test_traps\.py:\d+\): ", text)
+    assert "depends on the values of a tensor" in text
+    assert "torch.where" in text
+    assert "\n" not in text
+
+
+class Writer(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        loss: Tensor = self.a(x).sum()
+        return loss
+
+
+class Vector(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.a(x).sum(1)
+        return loss
+
+
+class Huge(Trap):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.randn(3, 5000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.a(x).sum() + self.positions.sum()
+        return loss
+
+
+class Item(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.a(x).sum() * x.max().item()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Writer, r"writes to 'x' in forward"),
+        (Vector, r"the loss has shape \(3,\)"),
+        (Huge, r"'positions' of 15000 elements .*register_buffer"),
+        (Item, r"cannot capture"),
+    ],
+)
+def test_refusals_say_why(kind: type[Trap], reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason) as caught:
+        capture(kind(), {"x": torch.randn(3, 4)})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_keyword_is_the_models_own_complaint() -> None:
+    model, batch = perceptron()
+    with pytest.raises(CaptureError, match=r"Perceptron.*unexpected keyword argument 'z'"):
+        capture(model, {**batch, "z": batch["x"]})
+    with pytest.raises(InputError, match="batch entry 'x' is a list"):
+        capture(model, {"x": [1.0]})  # type: ignore[dict-item]
+    with pytest.raises(InputError, match="the batch is empty"):
+        capture(model, {})
+
+
+def test_modes_are_restored() -> None:
+    model = Perceptron()
+    model.layers[0].eval()
+    capture(model, perceptron()[1], training=False)
+    assert [m.training for m in (model, model.layers[0], model.layers[1])] == [True, False, True]
