@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parloom.capture import capture, fingerprint, load_model, parameters_of
+from parloom.capture import Loss, capture, fingerprint, load_model, parameters_of
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.step import price_plan
 from parloom.errors import CaptureError, FingerprintError, InfeasibleError, InputError
@@ -69,8 +69,8 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     candidates = _candidates(graph, machine.cluster, method, microbatches, seed, dtype)
     asked = Plan(
         ModelSource(model, batch, seq, dtype),
-        cluster,
-        fingerprint(loaded.model, loaded.batch),
+        machine.spec,
+        fingerprint(loaded.model, loaded.batch, loaded.loss),
         chosen,
         method,
         Decisions(next(iter(candidates)).decisions.mesh),
@@ -92,10 +92,10 @@ class Candidate:
     decisions: Decisions
 
 
-def _evaluation(model: nn.Module, batch: Batch, loss: object) -> tuple[str, tuple[str, ...]]:
+def _evaluation(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[str, tuple[str, ...]]:
     """The evaluation program as text, or a note that says why there is none."""
     try:
-        return print_graph(capture(model, batch, loss=loss, training=False)), ()  # type: ignore[arg-type]
+        return print_graph(capture(model, batch, loss=loss, training=False)), ()
     except CaptureError as error:
         return "", (f"no evaluation program: {error}",)
 
@@ -218,7 +218,7 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
     loaded = load_model(
         source.spec, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
     )
-    found = fingerprint(loaded.model, loaded.batch)
+    found = fingerprint(loaded.model, loaded.batch, loaded.loss)
     if found != plan.fingerprint:
         raise FingerprintError(
             f"the plan was made for model {plan.fingerprint}, {source.spec} is now {found}; plan"
@@ -246,6 +246,7 @@ def parallelize(
     optimizer: Callable[[NamedParameters], Optimizer],
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     clip_norm: float | None = None,
+    loss: Loss | None = None,
     log_path: str | Path | None = None,
     seed: int = 0,
     exact_random: bool = False,
@@ -258,6 +259,7 @@ def parallelize(
         optimizer=optimizer,
         scheduler=scheduler,
         clip_norm=clip_norm,
+        loss=loss,
         log_path=None if log_path is None else Path(log_path),
         seed=seed,
         exact_random=exact_random,

@@ -2,6 +2,16 @@
 
 from parloom.capture.build import capture, capture_flat, parameters_of
 from parloom.capture.fingerprint import fingerprint
-from parloom.capture.load import Loaded, load_model
+from parloom.capture.load import Loaded, load_abstract, load_model, sizes_of
+from parloom.capture.program import Loss
 
-__all__ = ["capture", "capture_flat", "parameters_of", "fingerprint", "load_model", "Loaded"]
+__all__ = [
+    "capture",
+    "capture_flat",
+    "parameters_of",
+    "fingerprint",
+    "load_model",
+    "load_abstract",
+    "sizes_of",
+    "Loaded",
+]

@@ -4,17 +4,18 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from parloom.capture.translate import dtype_name
 
 
-def fingerprint(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
+def fingerprint(model: nn.Module, batch: Mapping[str, Tensor], loss: object = None) -> str:
     """16 hex digits of a SHA-256 over parameters, buffers, batch and module sources.
 
     Parameters and buffers count by name, shape, dtype and requires_grad, not by value; sources are
-    those of all module classes but torch's own.
+    those of all module classes but torch's own, and of the loss function where there is one.
     """
     parts = [
         [
@@ -25,6 +26,8 @@ def fingerprint(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
         [["batch", *described(n, t)] for n, t in sorted(batch.items())],
         sorted(set(sources(model))),
     ]
+    if loss is not None:
+        parts.append([source_text(loss)])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -38,9 +41,12 @@ def sources(model: nn.Module) -> Iterator[tuple[str, str]]:
     for kind in {type(module) for module in model.modules()}:
         if kind.__module__.startswith("torch.nn."):
             continue
-        try:
-            text = inspect.getsource(kind)
-        except (OSError, TypeError):
-            # Defined interactively or in generated code.
-            text = ""
-        yield f"{kind.__qualname__}", text
+        yield f"{kind.__qualname__}", source_text(kind)
+
+
+def source_text(thing: Any) -> str:
+    """Source of a class or function; empty where it was defined interactively or generated."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return ""

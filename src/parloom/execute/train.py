@@ -1,5 +1,6 @@
 """The trainer that `parallelize` returns: the runtime's, with logs, checkpoints and weights."""
 
+import hashlib
 import os
 import resource
 import time
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parloom.capture import fingerprint, parameters_of
+from parloom.capture import Loss, fingerprint, parameters_of
 from parloom.cost.clusters import load_cluster
 from parloom.errors import FingerprintError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
@@ -23,6 +24,7 @@ from parloom.execute.program import evaluation_program, training_program
 from parloom.execute.watch import watcher
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph
 from parloom.runtime import DistributedComm, SingleComm, StepResult
 from parloom.runtime import Trainer as RuntimeTrainer
@@ -38,7 +40,9 @@ class Trainer(RuntimeTrainer):
     """
 
     plan: Plan
+    plan_hash: str
     log: StepLog
+    state_names: frozenset[str]
     _items: tuple[int, str]
 
     def step(self, batch: Mapping[str, Tensor], local: bool = False) -> StepResult:
@@ -63,7 +67,7 @@ class Trainer(RuntimeTrainer):
         self, folder: str | os.PathLike[str], *, asynchronous: bool = False
     ) -> checkpoint.Handle:
         """Write a checkpoint that loads under any other plan of the same model."""
-        return checkpoint.save(self, folder, asynchronous=asynchronous)
+        return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=self.plan_hash)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, whatever plan it was saved under."""
@@ -72,7 +76,7 @@ class Trainer(RuntimeTrainer):
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors under the user's names."""
-        weights.export_safetensors(self, path)
+        weights.export_safetensors(self, path, names=self.state_names)
 
 
 def parallelize(
@@ -82,6 +86,7 @@ def parallelize(
     optimizer: Callable[[NamedParameters], Optimizer],
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     clip_norm: float | None = None,
+    loss: Loss | None = None,
     log_path: Path | None = None,
     seed: int = 0,
     exact_random: bool = False,
@@ -92,7 +97,7 @@ def parallelize(
     optimizer are not what the plan was made for, `LaunchError` where the ranks are not.
     """
     graph = parse_graph(plan.graph)
-    check_model(model, plan, graph)
+    check_model(model, plan, graph, loss)
     device = _device(plan)
     ranks = plan.decisions.mesh.num_ranks
     if ranks > 1 or "RANK" in os.environ:
@@ -120,12 +125,14 @@ def parallelize(
     optimizers.check_same(plan.optimizer, trainer.optimizer)
     trainer._ctx.watch = watcher()
     trainer.plan = plan
+    trainer.plan_hash = hashlib.sha256(plan_to_json(plan).encode()).hexdigest()[:16]
+    trainer.state_names = frozenset(model.state_dict().keys())
     trainer.log = StepLog(comm.rank, log_path)
     trainer._items = _items(graph)
     return trainer
 
 
-def check_model(model: nn.Module, plan: Plan, graph: Graph) -> None:
+def check_model(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None = None) -> None:
     """Raise `FingerprintError` unless `model` is the one that was planned."""
     batch = {
         i.target: torch.empty(
@@ -133,7 +140,7 @@ def check_model(model: nn.Module, plan: Plan, graph: Graph) -> None:
         )
         for i in graph.of_kind("batch")
     }
-    found = fingerprint(model, batch)
+    found = fingerprint(model, batch, loss)
     if found == plan.fingerprint:
         return
     planned = {i.target: (i.value.spec.shape, i.trainable) for i in graph.of_kind("parameter")}
@@ -147,7 +154,7 @@ def check_model(model: nn.Module, plan: Plan, graph: Graph) -> None:
     what = (
         f"{len(differ)} of {len(planned)} parameters differ: {'; '.join(differ[:3])}"
         if differ
-        else "the source of its module classes, its buffers or dtypes differ"
+        else "the source of its module classes or of the loss, its buffers or dtypes differ"
     )
     raise FingerprintError(
         f"the plan was made for model {plan.fingerprint}, this is {found}: {what}; plan again:"
