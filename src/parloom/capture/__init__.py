@@ -14,4 +14,5 @@ __all__ = [
     "load_abstract",
     "sizes_of",
     "Loaded",
+    "Loss",
 ]
