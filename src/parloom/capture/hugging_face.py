@@ -1,7 +1,8 @@
 """Hugging Face models from their configuration: freshly initialised, with a batch made for them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ def library() -> ModuleType:
     Raises: InputError saying how to install it.
     """
     try:
-        import transformers  # noqa: PLC0415 - optional, and slow to import
+        transformers = import_module("transformers")  # optional, and slow to import
     except ImportError as err:
         raise InputError(
             f"Hugging Face models need the transformers package ({err}): pip install 'parloom[hf]'"
@@ -62,6 +63,26 @@ def read_config(spec: str) -> Any:
         f"no model {spec!r}: it is no file or folder here, and as a Hub id its config could not be"
         f" read: {reason}"
     ) from last
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The settings of a config by name; those of its parts (`text_config`) are nested."""
+    found: dict[str, Any] = config.to_dict()
+    return found
+
+
+def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
+    """The config with some settings replaced (of nested ones only those given)."""
+    values = config.to_dict()
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and isinstance(values.get(name), dict):
+            value = {**values[name], **value}
+        values[name] = value
+    try:
+        with quiet(library()):
+            return type(config).from_dict(values)
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        raise InputError(f"a {type(config).__name__} with {dict(settings)}: {err}") from err
 
 
 def build_from_config(
