@@ -111,6 +111,21 @@ def test_file(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_fits_on_one_line_that_reads_back_exactly(tmp_path: Path) -> None:
+    loaded = resolve_cluster(write(tmp_path, LAB))
+    again = resolve_cluster(loaded.spec)
+    assert again.cluster == loaded.cluster
+    assert again.spec == loaded.spec
+    assert "\n" not in loaded.spec
+    spec = resolve_cluster("2x8xH100")
+    assert resolve_cluster(spec.spec) == spec
+
+
+def test_a_damaged_line_has_a_place() -> None:
+    with pytest.raises(InputError, match=r"cluster:1:2: unknown key 'nam'; did you mean 'name'"):
+        load_cluster('{"nam": "lab"}')
+
+
 def test_file_with_its_own_device(tmp_path: Path) -> None:
     own = """\
 device:

@@ -13,6 +13,7 @@ A file:
       - {name: network, size: 2, bandwidth: 25Gbit/s}
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,10 +56,15 @@ class KnownDevice:
 
 @dataclass(frozen=True, slots=True)
 class LoadedCluster:
-    """A cluster and what had to be assumed about it, one printable line each."""
+    """A cluster and what had to be assumed about it, one printable line each.
+
+    `spec` is text that `load_cluster` reads back on any machine: what the user wrote, or a file's
+    content on one line.
+    """
 
     cluster: Cluster
     assumptions: tuple[str, ...]
+    spec: str
 
 
 def load_cluster(spec: str) -> Cluster:
@@ -69,9 +75,11 @@ def load_cluster(spec: str) -> Cluster:
 def resolve_cluster(spec: str) -> LoadedCluster:
     """The cluster of `2x8xH100`, `8xH100`, `4xcpu` or a YAML path, with its assumptions.
 
-    Raises `InputError` for an unknown device (nearest names), a file that does not exist, and every
-    fault in a file (file:line:column).
+    A file's content, in braces, will do instead of its path. Raises `InputError` for an unknown
+    device (nearest names), a file that does not exist, and any fault in a file (file:line:column).
     """
+    if spec.startswith("{"):
+        return _from_text(spec, "cluster")
     if spec.endswith((".yaml", ".yml")) or "/" in spec or "\\" in spec:
         return _from_file(Path(spec))
     match = _SPEC.fullmatch(spec.strip())
@@ -188,7 +196,7 @@ def _from_spec(num_nodes: int, num_devices: int, name: str) -> LoadedCluster:
             assumed.append(f"no usual network is known for {known.device.name}: 100 Gbit/s a node")
     shape = f"{num_nodes}x{num_devices}" if num_nodes > 1 else f"{num_devices}"
     cluster = Cluster(f"{shape}x{known.device.name}", known.device, tuple(levels), known.backend)
-    return LoadedCluster(cluster, tuple(assumed))
+    return LoadedCluster(cluster, tuple(assumed), cluster.name)
 
 
 def _per_device(known: KnownDevice) -> Link:
@@ -228,7 +236,11 @@ def _from_file(path: Path) -> LoadedCluster:
         raise InputError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
         raise InputError(f"cannot read the cluster file {path}: {error.strerror}") from None
-    root = read(text, str(path))
+    return _from_text(text, str(path))
+
+
+def _from_text(text: str, where: str) -> LoadedCluster:
+    root = read(text, where)
     root.check(("device", "levels"), ("name", "backend"))
     device, backend = _file_device(root)
     levels: list[Level] = []
@@ -241,13 +253,38 @@ def _from_file(path: Path) -> LoadedCluster:
         levels.append(Level(section.text("name"), section.integer("size"), link))
         if not section.has("latency"):
             name, latency = levels[-1].name, units.format_seconds(default)
-            assumed.append(f"{path}: {name} takes {latency} a message (assumed)")
+            assumed.append(f"{where}: {name} takes {latency} a message (assumed)")
     backend = root.parse("backend", _backend) if root.has("backend") else backend
-    cluster = Cluster(root.text_or("name", path.stem), device, tuple(levels), backend)
+    cluster = Cluster(root.text_or("name", Path(where).stem), device, tuple(levels), backend)
     if cluster.num_devices > MAX_DEVICES:
         message = f"{cluster.num_devices} devices; at most {MAX_DEVICES} can be planned for"
         raise root.error(root.get("levels"), message)
-    return LoadedCluster(cluster, tuple(assumed))
+    return LoadedCluster(cluster, tuple(assumed), _one_line(cluster))
+
+
+def _one_line(cluster: Cluster) -> str:
+    """A cluster as YAML in braces, in base units, so that reading it back is exact."""
+    device = cluster.device
+    document = {
+        "name": cluster.name,
+        "device": {
+            "name": device.name,
+            "memory": f"{device.memory_bytes}B",
+            "memory_bandwidth": f"{device.memory_bytes_per_s!r}B/s",
+            "rates": {dtype: f"{rate!r}FLOP/s" for dtype, rate in device.flops_per_s},
+        },
+        "backend": cluster.backend,
+        "levels": [
+            {
+                "name": level.name,
+                "size": level.size,
+                "bandwidth": f"{level.link.bandwidth_bytes_per_s!r}B/s",
+                "latency": f"{level.link.latency_s!r}s",
+            }
+            for level in cluster.levels
+        ],
+    }
+    return json.dumps(document, ensure_ascii=False)  # JSON is YAML
 
 
 def _file_device(root: Section) -> tuple[Device, str]:

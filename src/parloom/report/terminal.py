@@ -150,7 +150,7 @@ def words(decisions: Decisions) -> tuple[str, ...]:
 
 def _title(plan: Plan, cluster: Cluster) -> str:
     devices = f"{cluster.num_devices} x {cluster.device.name}"
-    return f"{plan.source.spec} on {plan.cluster} ({devices}): {plan.method}"
+    return f"{plan.source.spec} on {cluster.name} ({devices}): {plan.method}"
 
 
 def _axis_words(axis: MeshAxis, decisions: Decisions) -> str:
