@@ -18,8 +18,9 @@ from parloom.cost.walk import Pass, Walked, Walker
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Cluster
-from parloom.ir.pcg import PCG, PCall, PParameter
+from parloom.ir.pcg import PCG, PParameter
 from parloom.ir.plan import Decisions, Optimizer, Prediction, Storage
+from parloom.ir.step_program import EACH_MICROBATCH, EACH_PASS, EACH_STEP, step_program
 
 # Gradients travel in buckets of this size (torch DDP's default; the runtime uses the same).
 BUCKET_BYTES = 25 << 20
@@ -60,9 +61,10 @@ def price_plan(
     prologue = walker.walk(pcg.main.inputs, pcg.prologue)
     steps = pcg.num_microbatches
     parameters = _Parameters(pcg, walker, decisions, optimizer or Optimizer())
-    gathers = parameters.gathers()
-    chunked, whole = parameters.reductions()
-    update, publish = parameters.update(), parameters.publish()
+    gathers = parameters.communication(EACH_PASS, "GATHER")
+    chunked = parameters.communication(EACH_MICROBATCH, "REDUCE")
+    whole = parameters.communication(EACH_STEP, "REDUCE")
+    update, publish = parameters.update(), parameters.communication(EACH_STEP, "GATHER")
 
     forward, backward = main.forward, main.backward
     hidden = forward.price.compute_s, backward.price.compute_s
@@ -91,41 +93,32 @@ class _Parameters:
         self.pcg, self.walker = pcg, walker
         self.decisions, self.optimizer = decisions, optimizer
         self.trained = tuple(p for p in pcg.parameters if p.input.trainable)
+        self.program = step_program(pcg)
 
-    def gathers(self) -> Pass:
-        """All-gathers of chunked weights in one pass: one for each unit, storage and dtype."""
+    def communication(self, when: str, action: str) -> Pass:
+        """The collectives of the step program's nodes of one action and time."""
         passes = Pass()
-        for unit in self.units().values():
-            groups: dict[tuple[tuple[str, ...], str], int] = {}
-            for parameter in unit:
-                key = (parameter.decision.weight.axes, parameter.input.value.spec.dtype)
-                groups[key] = groups.get(key, 0) + self.home_bytes(parameter)
-            for (axes, _), size in groups.items():
-                passes += self.walker.collective("all_gather", axes, size)
+        for node in self.program:
+            if (node.when, node.action) != (when, action) or not node.axes:
+                continue
+            if action == "GATHER":
+                size = sum(self.home_bytes(p) for p in node.parameters)
+                passes += (
+                    self.bucketed(node.kind, node.axes, size)
+                    if when == EACH_STEP
+                    else self.walker.collective(node.kind, node.axes, size)
+                )
+            else:
+                size = sum(self.reduced_bytes(p, node.axes) for p in node.parameters)
+                passes += self.bucketed(node.kind, node.axes, size)
         return passes
 
-    def reductions(self) -> tuple[Pass, Pass]:
-        """Reductions of chunked gradients (each microbatch) and of whole ones (each step)."""
-        chunked: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
-        whole: dict[tuple[str, ...], int] = {}
-        for parameter in self.trained:
-            size = self.elements(parameter, Storage()) * self.gradient_width(parameter)
-            axes = parameter.decision.gradient.axes
-            if axes and set(axes) <= set(parameter.reduce):
-                rest = tuple(a for a in parameter.reduce if a not in axes)
-                chunked[axes, rest] = chunked.get((axes, rest), 0) + size
-            elif parameter.reduce and axes:
-                chunked[(), parameter.reduce] = chunked.get(((), parameter.reduce), 0) + size
-            elif parameter.reduce:
-                whole[parameter.reduce] = whole.get(parameter.reduce, 0) + size
-        often, once = Pass(), Pass()
-        for (axes, rest), size in chunked.items():
-            parts = self.pcg.mesh.size(axes)
-            often += self.bucketed("reduce_scatter", axes, size)
-            often += self.bucketed("all_reduce", rest, size // parts)
-        for axes, size in whole.items():
-            once += self.bucketed("all_reduce", axes, size)
-        return often, once
+    def reduced_bytes(self, parameter: PParameter, axes: tuple[str, ...]) -> int:
+        """Gradient bytes that a reduction over `axes` starts from: a chunk once it is scattered."""
+        chunks = parameter.decision.gradient.axes
+        scattered = bool(chunks) and set(chunks) <= set(parameter.reduce) - set(axes)
+        parts = self.pcg.mesh.size(chunks) if scattered else 1
+        return self.elements(parameter, Storage()) * self.gradient_width(parameter) // parts
 
     def bucketed(self, kind: str, axes: tuple[str, ...], size: int) -> Pass:
         """A collective over `size` bytes, cut into buckets."""
@@ -141,18 +134,6 @@ class _Parameters:
         passes = 3 + 2 * self.optimizer.num_states
         device = self.walker.cluster.device
         return Pass(Price(model.compute_seconds(0, touched * passes, "float32", device)))
-
-    def publish(self) -> Pass:
-        """All-gathers of whole weights of which each rank updated a chunk (ZeRO-1 and 2)."""
-        sizes: dict[tuple[str, ...], int] = {}
-        for parameter in self.trained:
-            axes = parameter.decision.optimizer.axes
-            if axes and not parameter.decision.weight.axes:
-                sizes[axes] = sizes.get(axes, 0) + self.home_bytes(parameter)
-        result = Pass()
-        for axes, size in sizes.items():
-            result += self.bucketed("all_gather", axes, size)
-        return result
 
     def memory(self, main: Walked) -> tuple[tuple[str, int], ...]:
         """Bytes per device of every component."""
@@ -190,24 +171,9 @@ class _Parameters:
             for entry, value in entries
             if entry.kind in ("buffer", "batch")
         )
-        units = (self.unit_bytes(unit) for unit in self.units().values())
+        units = (self.unit_bytes(n.parameters) for n in self.program if n.when == EACH_PASS)
         chunked = sum(self.home_bytes(p) for p in self.trained if p.decision.gradient.axes)
         return held + 2 * max(units, default=0) + min(chunked, BUCKET_BYTES)
-
-    def units(self) -> dict[str, list[PParameter]]:
-        """Parameters with chunked weights, by the block call that uses them first."""
-        prefix = {
-            value.name: item.prefix
-            for item in reversed(self.pcg.main.body)
-            if isinstance(item, PCall)
-            for value in item.args
-        }
-        units: dict[str, list[PParameter]] = {}
-        for parameter in self.pcg.parameters:
-            if parameter.decision.weight.axes:
-                unit = prefix.get(parameter.input.value.name, "")
-                units.setdefault(unit, []).append(parameter)
-        return units
 
     def unit_bytes(self, unit: Iterable[PParameter]) -> int:
         return sum(self.home_bytes(p) for p in unit)

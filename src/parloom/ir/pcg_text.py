@@ -7,6 +7,7 @@ from parloom.ir.layout import describe
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.pcg import PCG, Compute, Item, Movement, PFunction, PParameter, PValue
+from parloom.ir.step_program import step_program
 
 
 def print_pcg(pcg: PCG) -> str:
@@ -18,6 +19,7 @@ def print_pcg(pcg: PCG) -> str:
         lines += ["", *_function(function, pcg.mesh)]
     if pcg.loss is not None:
         lines.append(f"  loss {pcg.loss.name}")
+    lines += ["", "step program", *(f"  {node}" for node in step_program(pcg))]
     return "\n".join(lines) + "\n"
 
 
