@@ -187,6 +187,7 @@ def parallel(
     steps: int = 3,
     clip_norm: float | None = None,
     halve: bool = False,
+    device: torch.device | None = None,
 ) -> Run:
     trainer = rt.Trainer(
         made,
@@ -196,6 +197,7 @@ def parallel(
         clip_norm=clip_norm,
         scheduler=(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)) if halve else None,
         evaluation=made,
+        device=device,
     )
     losses, norms = [], []
     for step in range(steps):
@@ -203,7 +205,8 @@ def parallel(
         losses.append(result.loss.item())
         if result.grad_norm is not None:
             norms.append(result.grad_norm.item())
-    return Run(losses, norms, trainer.state_dict())
+    state = {name: value.cpu() for name, value in trainer.state_dict().items()}
+    return Run(losses, norms, state)
 
 
 def difference(left: Run, right: Run) -> float:

@@ -44,6 +44,11 @@ class Held:
         """Axes over which `owned` is sharded."""
         return (*axes_of(self.spec.dims), *owner_axes(self.spec))
 
+    @property
+    def chunks_gradient(self) -> bool:
+        """Whether only the owned chunk of the gradient outlives a microbatch."""
+        return self.parts > 1 and bool(self.spec.storage.gradient)
+
     def part(self, home: Tensor) -> Tensor:
         """The rows of a home shard that `owned` covers."""
         return self.section.rows(home, self.index) if self.parts > 1 else home

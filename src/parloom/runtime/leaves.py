@@ -43,7 +43,7 @@ class _Leaf:
 
     @property
     def chunked(self) -> bool:
-        return bool(self.held.spec.storage.gradient)
+        return self.held.chunks_gradient
 
     def collect(self) -> None:
         """Bring the gradient that autograd left in `weight.grad` to its place."""
@@ -97,7 +97,7 @@ class LeafGradients:
         for held in helds:
             if held.weight is None or not held.spec.trainable:
                 continue
-            if comm.group(held.spec.reduce).size == 1 and not held.spec.storage.gradient:
+            if comm.group(held.spec.reduce).size == 1 and not held.chunks_gradient:
                 self._local.append((held, held.weight))
                 continue
             leaf = _Leaf(held, held.weight, getattr(torch, dtype or held.spec.dtype))
@@ -216,8 +216,8 @@ def _grouped(order: Iterable[_Leaf]) -> list[list[_Leaf]]:
     filling: dict[object, list[_Leaf]] = {}
     limits: dict[object, int] = {}
     for leaf in order:
-        storage = leaf.held.spec.storage.gradient
-        key = (leaf.held.spec.reduce, storage, leaf.dtype)
+        spec = leaf.held.spec
+        key = (spec.reduce, spec.storage.gradient, leaf.dtype)
         bucket = filling.setdefault(key, [])
         bucket.append(leaf)
         size = sum(prod(member.held.home) for member in bucket) * leaf.dtype.itemsize

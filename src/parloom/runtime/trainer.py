@@ -136,11 +136,11 @@ class Trainer:
                 self._ctx.microbatch = index
                 self.store.begin_forward()
                 result = program.forward(self._ctx, batches.microbatch(index), hoisted)
-                self.store.end_evaluation()
                 losses.append(result.loss)
                 for spec in program.outputs:
                     if spec.name in result.outputs:
                         self._collect(outputs, spec, result.outputs[spec.name], index)
+                self.store.end_evaluation()
         return Evaluation(torch.stack(losses).sum(0), outputs)
 
     # Full tensors.
