@@ -62,19 +62,29 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Details, and tracebacks of errors.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="zoo:NAME, a Hugging Face config.json, folder or Hub id, pkg.module:factory, "
+        "file.py:factory, or a .pt2 file.",
+    ),
+]
+Method = Annotated[
+    str, typer.Option(help=f"{', '.join(METHODS)}, or a plan file to take decisions from.")
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory to use per device, as 70GB.")
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
+]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
 
 
 @app.command()
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="zoo:NAME, a Hugging Face config.json, folder or Hub id, pkg.module:factory, "
-            "file.py:factory, or a .pt2 file.",
-        ),
-    ],
+    model: Model,
     cluster: Annotated[
         str, typer.Option(metavar="C", help="2x8xH100, 8xH100, 4xcpu, or a YAML file.")
     ],
@@ -82,12 +92,8 @@ def plan(
     seq: Annotated[int | None, typer.Option(min=1, help="Sequence length.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of parameters and activations.")] = Dtype.FP32,
     optimizer: Annotated[str, typer.Option(help="A class of torch.optim, as adamw.")] = "adamw",
-    method: Annotated[
-        str, typer.Option(help=f"{', '.join(METHODS)}, or a plan file to take decisions from.")
-    ] = "auto",
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory to use per device, as 70GB.")
-    ] = None,
+    method: Method = "auto",
+    memory: Memory = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,
     pin: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
@@ -97,9 +103,7 @@ def plan(
     batch_semantics: Annotated[str, typer.Option(help="global; microbatch: not yet.")] = "global",
     batch_norm: Annotated[str, typer.Option(help="global; local: not yet.")] = "global",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
-    ] = None,
+    out: Out = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -115,30 +119,30 @@ def plan(
             f"--batch-norm {batch_norm}": batch_norm != "global",
         }
     )
-    loaded = resolve_cluster(cluster)
-    limit = _memory(memory)
+    asked = {
+        "batch": batch,
+        "seq": seq,
+        "dtype": DTYPES[dtype.value],
+        "optimizer": optimizer,
+        "method": method,
+        "memory": _memory(memory),
+        "microbatches": microbatches,
+        "seed": seed,
+    }
     _check_method(method)
     _quiet(verbose)
+    _plan(model, cluster, out, as_json, asked)
+
+
+def _plan(model: str, cluster: str, out: Path | None, as_json: bool, asked: dict[str, Any]) -> None:
+    loaded = resolve_cluster(cluster)
     from parloom import api
     from parloom.report import terminal
 
     started = time.monotonic()
-    found = api.plan(
-        model,
-        cluster=cluster,
-        batch=batch,
-        seq=seq,
-        dtype=DTYPES[dtype.value],
-        optimizer=optimizer,
-        method=method,
-        memory=limit,
-        microbatches=microbatches,
-        seed=seed,
-        progress=_say,
-    )
+    found = api.plan(model, cluster=cluster, **asked, progress=_say)
     search_s = time.monotonic() - started
-    folder = out or _folder(model, cluster, found)
-    paths = _named(api.save(found, folder))
+    paths = _named(api.save(found, out or _folder(model, cluster, found)))
     if as_json:
         _print_json(terminal.plan_document(found, search_s, str(paths["plan"])))
     else:
