@@ -8,7 +8,7 @@ masks are drawn for the global tensors. The reference never touches generated co
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,6 +88,8 @@ def verify(
     batch. Raises `LaunchError` where a rank fails.
     """
     graph = widened(parse_graph(plan.graph))
+    plain = replace(plan.decisions, master_dtype=None, reduce_dtype=None)  # all is float64 here
+    plan = replace(plan, decisions=plain)
     tensors = {name: _wide(t) for name, t in tensors.items()}
     batch = {name: _wide(t) for name, t in batch.items()}
     program = training_program(plan, graph).program
