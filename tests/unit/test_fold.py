@@ -3,7 +3,7 @@
 from parloom.ir.fold import fold, unfold
 from parloom.ir.graph import Arg, Call, Function, Graph, Input, Node, Ref, TensorSpec, Value
 from parloom.ir.naming import identifier, readable, snake_case
-from parloom.ir.simplify import without_dead_nodes, without_idle_detach
+from parloom.ir.simplify import simplified
 
 SPEC = TensorSpec((2, 4), "float32")
 WEIGHT = TensorSpec((4, 4), "float32")
@@ -140,7 +140,20 @@ def test_dead_nodes_and_idle_detaches_go() -> None:
         node("relu", "dead", Ref("l")),
         node("sum", "loss", Ref("d1")),
     ]
-    trained = without_dead_nodes(without_idle_detach(graph(body, {"w": "w"}, "loss")))
+    trained = simplified(graph(body, {"w": "w"}, "loss"))
     assert [i.results[0].name for i in trained.main.body] == ["l", "d1", "loss"]
-    frozen = without_dead_nodes(without_idle_detach(graph(body, {"w": "w"}, "loss", w=False)))
+    frozen = simplified(graph(body, {"w": "w"}, "loss", w=False))
     assert [i.results[0].name for i in frozen.main.body] == ["l", "loss"]
+
+
+def test_copies_go_where_only_a_view_reads_them() -> None:
+    contiguous = (("memory_format", "contiguous_format"),)
+    body = [
+        Node("clone", (Ref("x"),), contiguous, (Value("c0", SPEC),)),
+        node("view", "v", Ref("c0"), (8,)),
+        Node("clone", (Ref("v"),), contiguous, (Value("c1", SPEC),)),
+        node("relu", "r", Ref("c1")),
+        node("linear", "loss", Ref("r"), Ref("w")),
+    ]
+    left = simplified(graph(body, {"w": "w"}, "loss"))
+    assert [i.results[0].name for i in left.main.body] == ["v", "c1", "r", "loss"]

@@ -13,7 +13,7 @@ from parloom.errors import CaptureError
 from parloom.ir.fold import fold
 from parloom.ir.graph import Arg, Function, Graph, Input, Node, Value, numbered
 from parloom.ir.naming import readable
-from parloom.ir.simplify import without_dead_nodes, without_idle_detach
+from parloom.ir.simplify import simplified
 
 MAX_CONSTANT_ELEMENTS = 4096
 STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -59,7 +59,7 @@ def capture_flat(
         tuple(dict.fromkeys(returned)),
     )
     graph = Graph(type(model).__name__, (), main, inputs, loss_name, outputs, updates, training)
-    graph = without_dead_nodes(without_idle_detach(graph))
+    graph = simplified(graph)
     check_loss(graph)
     return without_unused_constants(graph), translator.classes
 

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from parloom import zoo
-from parloom.capture.hugging_face import build_from_config, read_config
+from parloom.capture.hugging_face import build_from_config, read_config, settings_of, with_settings
 from parloom.capture.program import Loss
 from parloom.errors import InputError, NotYetError, ParloomError
 
 DTYPES = MappingProxyType(
     {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 )
+MAX_WEIGHTS = 1 << 30  # of a model that is built with weights in order to be captured
+Settings = Mapping[str, Any]
 FORMS = (
     "zoo:NAME, a Hugging Face config.json or its folder, pkg.module:factory, file.py:factory,"
     " or a Hub id"
@@ -57,19 +59,21 @@ def load_model(
     dtype: str | None = None,
     device: str = "cpu",
     seed: int = 0,
+    sizes: Settings | None = None,
 ) -> Loaded:
     """The model that `spec` names, with freshly initialised weights.
 
     `batch` and `seq` apply to batches that are built here; a factory's own batch is taken as it is.
     `dtype` (`fp32` or `float32`) is the model's floating dtype; None leaves it. `device` is `cpu`
-    or `meta`. Equal arguments give equal weights and batches.
+    or `meta`. `sizes` replaces some of the model's `sizes_of`. Equal arguments give equal weights
+    and batches.
 
     Raises: InputError naming the nearest valid choice; NotYetError for saved programs.
     """
     target = None if dtype is None else torch_dtype(dtype)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        loaded, own_batch = build(spec, batch, seq)
+        loaded, own_batch = build(spec, batch, seq, sizes or {})
     if target is not None:
         cast_model(loaded.model, target)
         if own_batch:
@@ -77,18 +81,57 @@ def load_model(
     return loaded
 
 
-def build(spec: str, batch: int | None, seq: int | None) -> tuple[Loaded, bool]:
+def load_abstract(
+    spec: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+) -> Loaded:
+    """The model as `load_model` builds it, without weights where it has more than 1 G parameters.
+
+    What is captured and the fingerprint are the same. Factories are called as they are.
+    """
+    if sizes_of(spec) is not None:
+        try:
+            found = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="meta", seed=seed)
+        except InputError:
+            # It cannot be built without weights, or not at all: the CPU says which.
+            found = None
+        if found is not None:
+            if sum(p.numel() for p in found.model.parameters()) > MAX_WEIGHTS:
+                return found
+            # Freed first: the modules of a model refer to each other.
+            del found
+    return load_model(spec, batch=batch, seq=seq, dtype=dtype, seed=seed)
+
+
+def sizes_of(spec: str) -> dict[str, Any] | None:
+    """What `load_model` can be told to build in other sizes; None for a user's factory."""
+    path = Path(spec)
+    if spec.startswith("zoo:"):
+        name = spec.removeprefix("zoo:")
+        return dict(zoo.sizes(name)) if name in zoo.names() else None
+    local = path.suffix == ".json" or path.is_dir()
+    hub = ":" not in spec and spec not in zoo.names() and path.suffix not in (".py", ".pt2")
+    if not local and (not hub or not spec or path.exists() or spec.startswith((".", "/"))):
+        return None
+    return settings_of(read_config(spec))
+
+
+def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> tuple[Loaded, bool]:
     """The model, and whether its batch was built here."""
     path = Path(spec)
     if spec.startswith("zoo:"):
-        return build_zoo(spec.removeprefix("zoo:"), batch, seq), True
+        return build_zoo(spec.removeprefix("zoo:"), batch, seq, sizes), True
     if path.suffix == ".pt2":
         raise NotYetError(
             f"{spec}: saved programs are not read yet, because torch.export.load unpickles what the"
             " file brings; name the factory that made the model instead (file.py:factory)"
         )
     if path.suffix == ".json" or path.is_dir():
-        return Loaded(*build_from_config(read_config(spec), batch, seq)), True
+        return build_configured(spec, batch, seq, sizes), True
     if ":" in spec:
         return build_factory(spec), False
     if spec in zoo.names():
@@ -97,17 +140,23 @@ def build(spec: str, batch: int | None, seq: int | None) -> tuple[Loaded, bool]:
         raise InputError(f"{spec}: name the factory in the file: {spec}:FUNCTION")
     if path.exists() or spec.startswith((".", "/")) or not spec:
         raise InputError(f"cannot read a model from {spec!r}; a model is {FORMS}")
-    return Loaded(*build_from_config(read_config(spec), batch, seq)), True
+    return build_configured(spec, batch, seq, sizes), True
 
 
-def build_zoo(name: str, batch: int | None, seq: int | None) -> Loaded:
+def build_configured(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:
+    """A Hugging Face model, with some settings of its config replaced."""
+    config = read_config(spec)
+    return Loaded(*build_from_config(with_settings(config, sizes) if sizes else config, batch, seq))
+
+
+def build_zoo(name: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:
     """A benchmark model."""
     if name not in zoo.names():
         near = get_close_matches(name, zoo.names(), 1, 0.5)
         hint = f"did you mean zoo:{near[0]}?" if near else f"there are {', '.join(zoo.names())}"
         raise InputError(f"no model zoo:{name}; {hint}")
     try:
-        return Loaded(*zoo.build(name, batch=batch, seq=seq))
+        return Loaded(*zoo.build(name, batch=batch, seq=seq, **sizes))
     except ValueError as err:
         raise InputError(f"zoo:{name}: {err}") from err
 

@@ -1,16 +1,28 @@
-"""Dead nodes and detaches that stop nothing, removed from a flat graph."""
+"""Nodes that compute nothing new, removed from a flat graph (before folding)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from parloom.ir.graph import Graph, Node, numbered, rename_node
 
 
+def simplified(graph: Graph) -> Graph:
+    """The graph without idle detaches, copies that only a view reads, and dead nodes."""
+    return without_dead_nodes(without_copies_for_views(without_idle_detach(graph)))
+
+
+def nodes_of(graph: Graph) -> Iterator[Node]:
+    """The nodes of main, which has no calls yet."""
+    for item in graph.main.body:
+        assert isinstance(item, Node), "graphs are simplified before folding"
+        yield item
+
+
 def without_dead_nodes(graph: Graph) -> Graph:
-    """The graph without nodes that neither loss, outputs nor updates need (no calls in main)."""
+    """The graph without nodes that neither loss, outputs nor updates need."""
     needed = set(graph.main.outputs)
     kept: list[Node] = []
-    for item in reversed(graph.main.body):
-        assert isinstance(item, Node), "dead nodes are removed before folding"
+    for item in reversed(tuple(nodes_of(graph))):
         if any(value.name in needed for value in item.results):
             needed.update(item.refs)
             kept.append(item)
@@ -23,18 +35,44 @@ def without_idle_detach(graph: Graph) -> Graph:
     In evaluation that is everywhere; in training, where no trainable parameter reaches it.
     """
     flows = {i.value.name for i in graph.inputs if i.trainable and graph.training}
+    idle: set[str] = set()
+    for item in nodes_of(graph):
+        reached = any(name in flows for name in item.refs)
+        if item.op != "detach":
+            flows.update(v.name for v in item.results if reached and v.spec.is_float)
+        elif not reached:
+            idle.add(item.results[0].name)
+    return without(graph, idle)
+
+
+def without_copies_for_views(graph: Graph) -> Graph:
+    """The graph without contiguous clones that only views read: a view is a reshape, which copies.
+
+    Whether a trace has such a clone depends on the strides that the tracing device gives.
+    """
+    readers: dict[str, set[str]] = {}
+    for item in nodes_of(graph):
+        for name in item.refs:
+            readers.setdefault(name, set()).add(item.op)
+    clones = {
+        item.results[0].name
+        for item in nodes_of(graph)
+        if item.op == "clone" and item.kwargs == (("memory_format", "contiguous_format"),)
+    }
+    returned = set(graph.main.outputs)
+    return without(graph, {c for c in clones - returned if readers.get(c) == {"view"}})
+
+
+def without(graph: Graph, idle: set[str]) -> Graph:
+    """The graph without the nodes that define `idle`; their operands take their places."""
     names: dict[str, str] = {}
     body: list[Node] = []
-    for item in graph.main.body:
-        assert isinstance(item, Node), "detaches are removed before folding"
+    for item in nodes_of(graph):
         item = rename_node(item, names)
-        reached = any(name in flows for name in item.refs)
-        if item.op == "detach" and not reached:
+        if item.results and item.results[0].name in idle:
             names[item.results[0].name] = item.refs[0]
-            continue
-        if reached and item.op != "detach":
-            flows.update(v.name for v in item.results if v.spec.is_float)
-        body.append(item)
+        else:
+            body.append(item)
     return replace(
         graph,
         main=replace(
@@ -43,6 +81,6 @@ def without_idle_detach(graph: Graph) -> Graph:
             outputs=tuple(dict.fromkeys(names.get(n, n) for n in graph.main.outputs)),
         ),
         loss=names.get(graph.loss, graph.loss) if graph.loss else None,
-        outputs=tuple((k, names.get(v, v)) for k, v in graph.outputs),
-        updates=tuple((k, names.get(v, v)) for k, v in graph.updates),
+        outputs=tuple((user, names.get(v, v)) for user, v in graph.outputs),
+        updates=tuple((user, names.get(v, v)) for user, v in graph.updates),
     )
