@@ -105,11 +105,12 @@ def test_files_stay_small() -> None:
 
 
 def test_functions_stay_small() -> None:
+    """Without the signature: a command has one argument per flag."""
     long = {
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": length
         for file in SOURCES
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef)
-        if (length := (node.end_lineno or 0) - node.lineno + 1) > 70
+        if (length := (node.end_lineno or 0) - node.body[0].lineno + 1) > 60
     }
     assert long == {}
