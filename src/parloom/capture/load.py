@@ -110,6 +110,8 @@ def load_abstract(
 def sizes_of(spec: str) -> dict[str, Any] | None:
     """What `load_model` can be told to build in other sizes; None for a user's factory."""
     path = Path(spec)
+    if not spec:
+        raise InputError(f"no model named; a model is {FORMS}")
     if spec.startswith("zoo:"):
         name = spec.removeprefix("zoo:")
         return dict(zoo.sizes(name)) if name in zoo.names() else None
@@ -123,6 +125,8 @@ def sizes_of(spec: str) -> dict[str, Any] | None:
 def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> tuple[Loaded, bool]:
     """The model, and whether its batch was built here."""
     path = Path(spec)
+    if not spec:
+        raise InputError(f"no model named; a model is {FORMS}")
     if spec.startswith("zoo:"):
         return build_zoo(spec.removeprefix("zoo:"), batch, seq, sizes), True
     if path.suffix == ".pt2":
@@ -138,7 +142,7 @@ def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> tup
         raise InputError(f"no model {spec!r}; did you mean zoo:{spec}?")
     if path.suffix == ".py":
         raise InputError(f"{spec}: name the factory in the file: {spec}:FUNCTION")
-    if path.exists() or spec.startswith((".", "/")) or not spec:
+    if path.exists() or spec.startswith((".", "/")):
         raise InputError(f"cannot read a model from {spec!r}; a model is {FORMS}")
     return build_configured(spec, batch, seq, sizes), True
 
