@@ -42,6 +42,7 @@ class Layout:
     storage: str = "replicated"
     storage_axes: tuple[str, ...] | None = None
     recompute: bool = False
+    late_loss: bool = False
 
 
 def model(dtype: torch.dtype = torch.float64) -> Model:
@@ -79,7 +80,10 @@ def program(mesh: rt.Mesh, layout: Layout, dtype: str = "float64", **changes: An
         names = ("frozen", "down.weight", "down.bias")
         (predicted,) = ctx.call(down, "down", (h,), names, layout.recompute)
         loss = (predicted - batch["y"]).square().sum() / (BATCH * OUT)
-        return rt.Result(rt.reduce(loss, ctx, data), outputs={"predicted": predicted})
+        outputs = {"predicted": predicted}
+        if layout.late_loss:
+            return rt.Result(loss, outputs=outputs, partial=data)
+        return rt.Result(rt.reduce(loss, ctx, data), outputs=outputs)
 
     def spec(name: str, shape: tuple[int, ...], *dims: Any, trainable: bool = True) -> Any:
         axes = data if layout.storage_axes is None else layout.storage_axes

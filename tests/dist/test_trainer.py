@@ -41,6 +41,22 @@ def test_sgd_with_momentum_and_three_microbatches(storage: str) -> None:
         assert mlp.difference(run, expected) < 1e-9
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_partial_loss_is_reduced_by_the_step(storage: str) -> None:
+    mesh = mlp.with_time(GRID, 2)
+    made = mlp.program(mesh, mlp.Layout(("y",), ("x",), storage, late_loss=True))
+    expected = mlp.single_device(mlp.adamw)
+
+    def body(comm: rt.Comm) -> tuple[mlp.Run, float]:
+        return mlp.parallel(comm, made, mlp.adamw), trainer(comm, made).evaluate(
+            mlp.batch(seed=0)
+        ).loss.item()
+
+    for run, evaluated in rt.run_threads(mesh, body):
+        assert mlp.difference(run, expected) < 1e-9
+        assert abs(evaluated - expected.losses[0]) < 1e-9
+
+
 def test_all_forwards_before_all_backwards() -> None:
     mesh = mlp.with_time(GRID, 2)
     actions = ("F0", "F1", "B1", "B0", "REDUCE", "STEP", "GATHER")

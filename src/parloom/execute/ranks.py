@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def fork_ranks(
                 receive, send = fork.Pipe(duplex=False)
                 call = (rank, num_ranks, rendezvous, timeout_s, send, function, args)
                 processes.append(fork.Process(target=_run, args=call, daemon=True))
-                processes[-1].start()
+                _start(processes[-1])
                 send.close()
                 ends[receive] = rank
             results = _results(ends, num_ranks, timeout_s)
@@ -86,6 +87,13 @@ def fork_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def _start(process: BaseProcess) -> None:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads in a forking process; a rank uses none of the parent's.
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)
+        process.start()
 
 
 def _results(ends: dict[Connection, int], num_ranks: int, timeout_s: float) -> list[Any]:

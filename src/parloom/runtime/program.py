@@ -65,11 +65,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one forward pass leaves: this microbatch's share of the global loss, new buffers."""
+    """What one forward pass leaves: this microbatch's share of the global loss, new buffers.
+
+    `partial` are axes over which `loss` is still a partial sum. A program that ends in `reduce` of
+    the loss may leave that to the step, which does it while the backward pass runs: the gradient
+    is the same, and no rank waits.
+    """
 
     loss: Tensor
     updates: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
 
 
 Forward = Callable[[Context, dict[str, Tensor], tuple[Tensor, ...]], Result]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parloom.errors import InputError, VerifyError
-from parloom.runtime.comm import Comm
+from parloom.runtime.comm import Comm, Work
 from parloom.runtime.context import Context
 from parloom.runtime.held import Held
 from parloom.runtime.program import Program, Result
@@ -82,6 +82,34 @@ def _shape(dims: Dims, ctx: Context) -> tuple[int, ...]:
     )
 
 
+class Losses:
+    """The global loss from what the forward passes leave, some of it partial over mesh axes."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._totals: dict[tuple[str, ...], Tensor] = {}
+        self._works: list[Work] = []
+
+    def add(self, result: Result) -> None:
+        """Add a microbatch's share."""
+        loss = result.loss.detach()
+        total = self._totals.get(result.partial)
+        # A tensor of its own: the collective works in place.
+        self._totals[result.partial] = loss.clone() if total is None else total + loss
+
+    def launch(self) -> None:
+        """Start to reduce, when all shares are in."""
+        self._works = [
+            self._comm.group(axes).all_reduce(total) for axes, total in self._totals.items()
+        ]
+
+    def total(self) -> Tensor:
+        """The sum over microbatches and ranks."""
+        for work in self._works:
+            work.wait()
+        return torch.stack(list(self._totals.values())).sum(0)
+
+
 class Step:
     """Runs actions; one instance per step."""
 
@@ -100,7 +128,7 @@ class Step:
         self._clip_norm = clip_norm
         self._results: dict[int, Result] = {}
         self._hoisted: tuple[Tensor, ...] = ()
-        self._loss: Tensor | None = None
+        self._losses = Losses(ctx.comm)
         self._grad_norm: Tensor | None = None
 
     def train(self, batches: Batches) -> StepResult:
@@ -123,9 +151,7 @@ class Step:
                 self._backward(int(action[1:]), last=action == backwards[-1])
             else:
                 raise VerifyError(f"unknown action {action!r} in {self._program.actions}")
-        if self._loss is None:
-            raise VerifyError(f"no forward pass in {self._program.actions}")
-        return StepResult(self._loss, self._grad_norm)
+        return StepResult(self._losses.total(), self._grad_norm)
 
     def _forward(self, microbatch: int, batches: Batches) -> None:
         self._ctx.microbatch = microbatch
@@ -133,13 +159,14 @@ class Step:
         inputs = batches.microbatch(microbatch)
         result = self._program.forward(self._ctx, inputs, self._hoisted)
         self._results[microbatch] = result
-        loss = result.loss.detach()
-        self._loss = loss if self._loss is None else self._loss + loss
+        self._losses.add(result)
 
     def _backward(self, microbatch: int, last: bool) -> None:
         self._ctx.microbatch = microbatch
         result = self._results.pop(microbatch)
         self._store.begin_backward(last)
+        if last:
+            self._losses.launch()
         torch.autograd.backward(result.loss)
         self._store.end_backward()
         # Not before: a recomputed block reads the buffers of its own forward pass.

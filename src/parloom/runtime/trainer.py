@@ -25,7 +25,7 @@ from parloom.runtime.optimizer import (
 )
 from parloom.runtime.program import Program, TensorSpec
 from parloom.runtime.sharding import Box, axes_of, boxes, put, untake
-from parloom.runtime.step import Batch, Batches, Step, StepResult, hoist
+from parloom.runtime.step import Batch, Batches, Losses, Step, StepResult, hoist
 from parloom.runtime.store import Source, Store
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -129,19 +129,20 @@ class Trainer:
             raise InputError("the trainer was made without an evaluation program")
         batches = Batches(program, self._ctx, batch, local)
         outputs: dict[str, Tensor] = {}
-        losses: list[Tensor] = []
+        losses = Losses(self.comm)
         with torch.no_grad():
             hoisted = hoist(program, self._ctx, batches)
             for index in range(program.num_microbatches):
                 self._ctx.microbatch = index
                 self.store.begin_forward()
                 result = program.forward(self._ctx, batches.microbatch(index), hoisted)
-                losses.append(result.loss)
+                losses.add(result)
                 for spec in program.outputs:
                     if spec.name in result.outputs:
                         self._collect(outputs, spec, result.outputs[spec.name], index)
                 self.store.end_evaluation()
-        return Evaluation(torch.stack(losses).sum(0), outputs)
+            losses.launch()
+        return Evaluation(losses.total(), outputs)
 
     # Full tensors.
 
