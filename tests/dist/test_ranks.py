@@ -110,6 +110,12 @@ def _exchange() -> bool:
         sent = torch.cat([torch.full((n,), comm.rank) for n in counts])
         group.all_to_all(out, sent, [1 + comm.rank % 2] * group.size, counts).wait()
         assert out.tolist() == [r for r in ranks for _ in range(1 + comm.rank % 2)]
+        # Most members exchange nothing.
+        window = rt.halo_exchange(
+            torch.full((2,), group.index + 1), rt.Context(comm), axes, 0, 1, 2
+        )
+        padded = [0, *[i + 1 for i in range(group.size) for _ in range(2)], 0, 0]
+        assert window.tolist() == padded[2 * group.index : 2 * group.index + 5]
         told = torch.tensor([comm.rank])
         group.broadcast(told).wait()
         assert told.item() == ranks[0]
