@@ -9,14 +9,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parloom.capture import Loss, capture, fingerprint, load_model, parameters_of
-from parloom.cost.clusters import resolve_cluster
+from parloom.capture import (
+    Loss,
+    capture,
+    fingerprint,
+    load_abstract,
+    load_model,
+    parameters_of,
+)
+from parloom.cost.clusters import on_this_machine, resolve_cluster
 from parloom.cost.step import price_plan
 from parloom.errors import CaptureError, FingerprintError, InfeasibleError, InputError
 from parloom.execute import launch
+from parloom.execute.doctor import num_cores
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.optimizers import named_optimizer
 from parloom.execute.program import training_program
+from parloom.execute.shrink import shrink as shrunk_copy
 from parloom.execute.train import NamedParameters, Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
@@ -59,10 +68,10 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
 
     Raises `InputError`, `CaptureError` or `InfeasibleError` (nothing fits).
     """
-    machine = resolve_cluster(cluster)
+    machine = on_this_machine(resolve_cluster(cluster), num_cores())
     chosen = named_optimizer(optimizer)
     progress(f"building {model}")
-    loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
+    loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
     progress("capturing the training program")
     graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
     evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
@@ -211,11 +220,13 @@ def generate(plan: Plan) -> str:
 def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> VerifyReport:
     """Prove on this CPU that the plan's program equals the model on one device.
 
+    With `shrink`, a small copy of model and mesh is proved instead; the report says what shrank.
     Raises `FingerprintError` where the model has changed since the plan was made.
     """
     source = plan.source
     progress(f"building {source.spec}")
-    loaded = load_model(
+    load_source = load_abstract if shrink else load_model
+    loaded = load_source(
         source.spec, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
     )
     found = fingerprint(loaded.model, loaded.batch, loaded.loss)
@@ -225,9 +236,15 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
             f" again: parloom plan {source.spec} --cluster {plan.cluster}"
         )
     torch.set_num_threads(1)  # the ranks are forked
-    graph = parse_graph(plan.graph)
+    text = ""
+    if shrink:
+        progress("building a small copy")
+        copy = shrunk_copy(plan, loaded)
+        plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
+    else:
+        tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
     progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
-    return _verify(plan, parameters_of(loaded.model, graph), loaded.batch)
+    return replace(_verify(plan, tensors, batch), shrunk=text)
 
 
 def run(

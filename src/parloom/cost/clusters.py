@@ -16,7 +16,7 @@ A file:
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -197,6 +197,32 @@ def _from_spec(num_nodes: int, num_devices: int, name: str) -> LoadedCluster:
     shape = f"{num_nodes}x{num_devices}" if num_nodes > 1 else f"{num_devices}"
     cluster = Cluster(f"{shape}x{known.device.name}", known.device, tuple(levels), known.backend)
     return LoadedCluster(cluster, tuple(assumed), cluster.name)
+
+
+def on_this_machine(loaded: LoadedCluster, num_cores: int) -> LoadedCluster:
+    """A one-node cluster of processes as `num_cores` cores can run it; others are left alone.
+
+    More processes than cores share them: each gets its part of the rates and of the memory
+    bandwidth.
+    """
+    cluster = loaded.cluster
+    ranks = cluster.num_devices
+    if cluster.device.name != "cpu" or len(cluster.levels) > 1 or ranks <= num_cores:
+        return loaded
+    share = num_cores / ranks
+    device = replace(
+        cluster.device,
+        flops_per_s=tuple((name, rate * share) for name, rate in cluster.device.flops_per_s),
+        memory_bytes_per_s=cluster.device.memory_bytes_per_s * share,
+    )
+    shared = (
+        f"{ranks} processes share {num_cores} cores here: each computes at {share:.0%} of a core"
+    )
+    return replace(
+        loaded,
+        cluster=replace(cluster, device=device),
+        assumptions=(*loaded.assumptions, shared),
+    )
 
 
 def _per_device(known: KnownDevice) -> Link:

@@ -23,6 +23,13 @@ VARIABLES = (
 )
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def diagnose() -> dict[str, Any]:
     """Versions, backends, processors and memory of this machine."""
     return {
@@ -31,7 +38,7 @@ def diagnose() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cpus": os.cpu_count(),
-        "usable_cpus": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "usable_cpus": num_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "available_memory_bytes": psutil.virtual_memory().available,
         **_torch(),

@@ -213,6 +213,7 @@ class _Body:
         self.values = {v.name: v for v in inputs}
         self.names = set(function.specs())
         self.items: list[Item] = []
+        self.at = prefix or "(top)"  # the operator being lowered, for messages
         self.moved: dict[tuple[str, Layout, tuple[str, ...]], PValue] = {}
         self.pure = {
             i.value.name for i in owner.graph.inputs if top and i.kind in ("batch", "constant")
@@ -225,6 +226,7 @@ class _Body:
             else:
                 rule = self.owner.factored.rule(self.function.name, item)
                 assignment = self.owner.assignment(self.prefix, item)
+                self.at = f"{node_key(self.prefix, item)} ({item.source})"
                 self.lower_node(item, rule, assignment)
 
     def lower_call(self, call: Call) -> None:
@@ -293,8 +295,7 @@ class _Body:
         if carried and not lying:
             raise LayoutError(
                 f"{node_key(self.prefix, node)} ({node.source}): operator {node.op!r} mixes the"
-                " samples of different microbatches; use one microbatch, or"
-                " --batch-semantics microbatch"
+                " samples of different microbatches; use one microbatch"
             )
         return assignment | {f: (TIME, *assignment.get(f, ())) for f in lying}
 
@@ -375,7 +376,8 @@ class _Body:
         for step in steps:
             if TIME in step.axes and not step.row.startswith("partition"):
                 raise LayoutError(
-                    f"value {value.name!r} must cross microbatches ({step.row}); use one microbatch"
+                    f"{self.at}: value {value.name!r} must cross microbatches ({step.row}); use one"
+                    " microbatch"
                 )
             if step.row == "reduce" and step.reduction != "sum" and value.differentiable:
                 raise LayoutError(f"{value.name!r}: a {step.reduction} over shards has no gradient")
@@ -400,8 +402,8 @@ class _Body:
         """Replace a sum over microbatches of a batch-only value by the prologue's result."""
         if not self.top or value.differentiable or value.name not in self.pure:
             raise LayoutError(
-                f"value {value.name!r} is reduced over microbatches and depends on parameters; use"
-                " one microbatch, or --batch-semantics microbatch"
+                f"{self.at}: value {value.name!r} is reduced over microbatches and depends on"
+                " parameters; use one microbatch"
             )
         kept = tuple(p for p in value.layout.partial if p[0] == TIME)
         items = _ancestors(self.items, value.name)
