@@ -1,0 +1,411 @@
+"""A small copy of a plan, that this CPU can prove.
+
+The model is built anew in small sizes and captured anew; the big plan's graph is only read. Every
+mesh axis keeps one prime, so every axis still splits what it split; decisions move to the copy by
+their keys. Where the small graph has not the factors of the big one, other sizes are tried, and
+what still cannot be kept is said in the report.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import lcm, prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from parloom.capture import Loaded, capture, load_model, parameters_of, sizes_of
+from parloom.errors import CaptureError, InputError, LayoutError
+from parloom.execute.shrink_sizes import (
+    LAYERS,
+    ROLES,
+    STAGE_LISTS,
+    atoms,
+    need_of,
+    small_batch,
+    small_seq,
+    small_sizes,
+    whole,
+)
+from parloom.execute.stacks import Stacks, blocks_of
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import FlatNode, Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
+from parloom.ir.ops import Rule
+from parloom.ir.plan import Decisions, NodeDecision, Plan
+from parloom.ir.text import parse_graph, print_graph
+from parloom.rewrite.pad import Padding, parse_padding, rewritten
+
+MAX_RANKS = 16
+MAX_BLOCKS = 4  # per stack, where the blocks of a kind are decided differently
+MAX_MICROBATCHES = 2
+ATTEMPTS = 4
+# Weights of all ranks together; each has a gradient and two states in float64: 6 GB.
+MAX_WEIGHTS = 200_000_000
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A plan for a small copy of the model, the copy's state and batch, and what was shrunk."""
+
+    plan: Plan
+    tensors: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
+    text: str
+
+
+@dataclass(frozen=True)
+class Big:
+    """The plan to be shrunk, with its factors and the sizes that the small axes need."""
+
+    plan: Plan
+    mesh: Mesh
+    factored: Factored
+    nodes: Mapping[str, FlatNode]
+    needs: Mapping[int, int]
+
+    @property
+    def num_microbatches(self) -> int:
+        return min(self.plan.decisions.num_microbatches, MAX_MICROBATCHES)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One attempt: a small model, its graph, the decisions on it, and what was lost."""
+
+    loaded: Loaded
+    graph: Graph
+    decisions: Decisions
+    stacks: Stacks
+    changes: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
+    """A plan for a small copy of `loaded`, the model of `plan` (no weights needed but a factory's).
+
+    Raises `InputError` where nothing can be shrunk, or not enough to prove it here.
+    """
+    big = examine(plan)
+    best: Copy | None = None
+    refused: LayoutError | CaptureError | None = None
+    for attempt in range(ATTEMPTS):
+        try:
+            copy = _attempt(big, loaded, attempt)
+        except (LayoutError, CaptureError) as error:
+            refused = refused or error
+            continue
+        if best is None or len(copy.lost) < len(best.lost):
+            best = copy
+        if not copy.lost:
+            break
+    if best is None:
+        raise InputError(f"no small copy of {plan.source.spec} can take the plan: {refused}")
+    parts = (*best.changes, *_mesh_change(plan.decisions, best.decisions))
+    if not parts:
+        raise InputError(
+            f"nothing of {plan.source.spec} can be shrunk: neither sizes, blocks nor mesh; verify"
+            " it without --shrink"
+        )
+    small = replace(
+        plan,
+        decisions=best.decisions,
+        graph=print_graph(best.graph),
+        evaluation_graph="",
+        prediction=None,
+    )
+    tensors = parameters_of(best.loaded.model, best.graph)
+    text = ", ".join(parts)
+    if best.lost:
+        text += f"; not kept: {'; '.join(best.lost)}"
+    return Shrunk(small, tensors, best.loaded.batch, text)
+
+
+def examine(plan: Plan) -> Big:
+    """What the small copy must keep."""
+    decisions = plan.decisions
+    graph = rewritten(parse_graph(plan.graph), decisions.rewrites)
+    factored = factorize(graph)
+    mesh = small_mesh(decisions.mesh)
+    nodes = {flat.key: flat for flat in graph.flat()}
+    needs: dict[int, int] = {}
+    for node in decisions.nodes:
+        flat = nodes.get(node.key)
+        if flat is None:
+            continue
+        sizes = dict(factored.rule(flat.function, flat.node).sizes)
+        for factor, axes in node.factors:
+            if factor in sizes and axes:
+                size = sizes[factor]
+                needs[size] = lcm(needs.get(size, 1), mesh.size(axes))
+    return Big(plan, mesh, factored, nodes, needs)
+
+
+def small_mesh(mesh: Mesh) -> Mesh:
+    """Every axis with its smallest prime; axes become 2, the widest first, until 16 ranks do."""
+    kept = {a.name: min(a.primes, key=lambda p: p.size) for a in mesh.axes if a.primes}
+    sizes = {name: prime.size for name, prime in kept.items()}
+    while prod(sizes.values()) > MAX_RANKS:
+        widest = max(sizes, key=lambda name: sizes[name])
+        if sizes[widest] <= 2:
+            raise InputError(f"a mesh of {len(sizes)} axes has no copy on {MAX_RANKS} ranks")
+        sizes[widest] = 2
+    primes: dict[str, PrimeAxis] = {}
+    stride = 1
+    for name in sorted(kept, key=lambda name: kept[name].stride):
+        primes[name] = PrimeAxis(sizes[name], stride, kept[name].level)
+        stride *= sizes[name]
+    return Mesh(tuple(MeshAxis(a.name, (primes[a.name],) if a.primes else ()) for a in mesh.axes))
+
+
+def _attempt(big: Big, loaded: Loaded, attempt: int) -> Copy:
+    """The copy that one choice of sizes gives."""
+    values = sizes_of(big.plan.source.spec)
+    if values is None:
+        made, changes = _of_factory(big, loaded, attempt)
+    else:
+        made, changes = _of_sizes(big, loaded, values, attempt)
+    weights = sum(p.numel() for p in made.model.parameters())
+    if weights * big.mesh.num_ranks > MAX_WEIGHTS:
+        raise InputError(
+            f"{big.plan.source.spec} cannot be shrunk enough: {weights:,} parameters remain"
+            f" ({', '.join(changes) or 'nothing shrinks'}), on {big.mesh.num_ranks} ranks; plan a"
+            " smaller model of the same structure and verify that"
+        )
+    graph = capture(made.model, made.batch, loss=made.loss)
+    return _decided(big, made, graph, changes)
+
+
+def _of_sizes(
+    big: Big, loaded: Loaded, values: Mapping[str, Any], attempt: int
+) -> tuple[Loaded, tuple[str, ...]]:
+    """The model built with small settings: a config or a zoo model."""
+    source = big.plan.source
+    groups = {"": values} | {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, dict) and "model_type" in value
+    }
+    batch, seq = _batch_and_seq(loaded)
+    sizes = {batch, seq, seq - 1}.union(*(atoms(group) for group in groups.values())) - {0, 1}
+    need = need_of(big.needs, sizes, broad=attempt >= ATTEMPTS // 2)
+    small = small_seq(seq, need, attempt) if seq else 0
+    layers = max(_layers_needed(big), *(_kinds_listed(group) for group in groups.values()))
+    changed: dict[str, Any] = {}
+    for name, group in groups.items():
+        found = small_sizes(group, layers, small, need, attempt)
+        changed |= {name: found} if name and found else found
+    fewer = small_batch(batch, need, big.num_microbatches)
+    made = load_model(
+        source.spec,
+        batch=fewer if batch else None,
+        seq=small or None,
+        dtype=source.dtype,
+        seed=big.plan.seed,
+        sizes=changed,
+    )
+    changes = [
+        text
+        for name, group in groups.items()
+        for text in _changes(group, changed.get(name, {}) if name else changed)
+    ]
+    changes += [f"batch {batch} -> {fewer}"] if fewer < batch else []
+    changes += [f"seq {seq} -> {small}"] if small < seq else []
+    return made, tuple(changes)
+
+
+def _batch_and_seq(loaded: Loaded) -> tuple[int, int]:
+    """Batch size and sequence length (0: no such) of a batch that parloom built."""
+    shapes = {name: tuple(t.shape) for name, t in loaded.batch.items()}
+    batch = next((s[0] for s in shapes.values() if s), 0)
+    return batch, shapes["input_ids"][1] if "input_ids" in shapes else 0
+
+
+def _changes(values: Mapping[str, Any], changed: Mapping[str, Any]) -> Iterator[str]:
+    """`hidden_size 4096 -> 64`; block counts are told by the stacks."""
+    for key, small in changed.items():
+        told = ROLES.get(key, LAYERS) != LAYERS or key in (*STAGE_LISTS, "depths")
+        if told and not isinstance(small, Mapping):
+            yield f"{key} {values[key]} -> {small}"
+
+
+def _kinds_listed(values: Mapping[str, Any]) -> int:
+    """Blocks until every kind that a per-block list of a config names has come."""
+    counts = {v for k, v in values.items() if ROLES.get(k) == LAYERS and whole(v)}
+    needed = 2
+    for value in values.values():
+        if isinstance(value, list) and len(value) in counts and value:
+            needed = max(needed, *(value.index(kind) + 1 for kind in value))
+    return needed
+
+
+def _layers_needed(big: Big) -> int:
+    """Blocks per stack that show every kind of block, and differing decisions up to a limit."""
+    needed = 2
+    for blocks in blocks_of(big.nodes, big.plan.decisions).values():
+        kinds = [block.kind for block in blocks.values()]
+        variants = {(block.kind, block.variant) for block in blocks.values()}
+        if any(len(list(run)) > 1 for _, run in groupby(kinds)):
+            last = max(kinds.index(kind) for kind in kinds)
+            needed = max(needed, last + 1, min(MAX_BLOCKS, len(variants)))
+    return needed
+
+
+def _of_factory(big: Big, loaded: Loaded, attempt: int) -> tuple[Loaded, tuple[str, ...]]:
+    """The factory's own model with fewer blocks, or as it is where it does not run with fewer."""
+    if attempt:
+        raise LayoutError(f"{big.plan.source.spec} has only one copy")
+    batch, changes = _fewer_samples(big, loaded)
+    model = loaded.model
+    removed: list[tuple[nn.Module, str, nn.Module]] = []
+    for prefix, blocks in blocks_of(big.nodes, big.plan.decisions).items():
+        try:
+            stack = model.get_submodule(prefix)
+        except AttributeError:
+            continue
+        kept = _kept(stack, [(b.kind, b.variant) for b in blocks.values()])
+        if kept is not None and len(kept) < len(stack):  # type: ignore[arg-type]
+            parent, _, leaf = prefix.rpartition(".")
+            removed.append((model.get_submodule(parent), leaf, stack))
+            fewer = [stack[i] for i in kept]  # type: ignore[index]
+            made = (
+                nn.ModuleList(fewer) if isinstance(stack, nn.ModuleList) else nn.Sequential(*fewer)
+            )
+            setattr(model.get_submodule(parent), leaf, made)
+    try:
+        if removed:
+            capture(model, batch, loss=loaded.loss)
+    except CaptureError:
+        for owner, leaf, stack in reversed(removed):
+            setattr(owner, leaf, stack)
+    return replace(loaded, batch=batch), changes
+
+
+def _kept(stack: nn.Module, variants: list[object]) -> list[int] | None:
+    """Indices that stay of a list of blocks: of each run of equal modules at least two, and more
+    where their decisions differ; None where the list is of another type.
+    """
+    if type(stack) not in (nn.ModuleList, nn.Sequential) or len(variants) != len(stack):  # type: ignore[arg-type]
+        return None
+    shapes = [
+        (type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters()))
+        for m in stack.children()
+    ]
+    kept: list[int] = []
+    for _, run in groupby(range(len(shapes)), key=lambda i: shapes[i]):
+        indices = list(run)
+        first = {variants[i]: i for i in reversed(indices)}
+        chosen = sorted(first.values())[:MAX_BLOCKS]
+        spare = [i for i in indices if i not in chosen]
+        kept += sorted(chosen + spare[: max(0, 2 - len(chosen))])
+    return kept
+
+
+def _fewer_samples(big: Big, loaded: Loaded) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The first samples of a factory's batch, where all its tensors have the samples first."""
+    sizes = {t.shape[0] if t.dim() else 0 for t in loaded.batch.values()}
+    if len(sizes) != 1 or 0 in sizes:
+        return loaded.batch, ()
+    (size,) = sizes
+    fewer = small_batch(size, need_of(big.needs, {size}, broad=True), big.num_microbatches)
+    if fewer >= size or size % fewer:
+        return loaded.batch, ()
+    return {n: t[:fewer] for n, t in loaded.batch.items()}, (f"batch {size} -> {fewer}",)
+
+
+def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> Copy:
+    """The big plan's decisions on the small graph, by key."""
+    plan, lost = big.plan.decisions, []
+    small_nodes = {flat.key: flat for flat in graph.flat()}
+    stacks = Stacks.match(blocks_of(big.nodes, plan), blocks_of(small_nodes, Decisions(big.mesh)))
+    rewrites = tuple(_rewrites(big, graph, stacks))
+    padded = rewritten(graph, rewrites)
+    factored = factorize(padded)
+    nodes = {flat.key: flat for flat in padded.flat()}
+    kept: list[NodeDecision] = []
+    for node in plan.nodes:
+        key = stacks.small_key(node.key)
+        if key is None:
+            continue
+        reason = _misfit(big, node, factored, nodes.get(key))
+        if reason is None:
+            kept.append(replace(node, key=key))
+        else:
+            assignment = ", ".join(f"{f} on {' x '.join(a)}" for f, a in node.factors if a)
+            lost.append(f"{node.key} ({assignment}): {reason}")
+    targets = {i.target for i in graph.of_kind("parameter")}
+    parameters = []
+    for parameter in plan.parameters:
+        name = stacks.small_path(parameter.name)
+        if name is not None and name in targets:
+            parameters.append(replace(parameter, name=name))
+        elif name is not None:
+            lost.append(f"storage of {parameter.name}: the copy has no such parameter")
+    activations = [(a, stacks.small_path(a.prefix)) for a in plan.activations]
+    decisions = replace(
+        plan,
+        mesh=big.mesh,
+        nodes=tuple(kept),
+        parameters=tuple(parameters),
+        activations=tuple(replace(a, prefix=p) for a, p in activations if p is not None),
+        num_microbatches=big.num_microbatches,
+        rewrites=rewrites,
+    )
+    lower(padded, decisions, factored=factored)
+    return Copy(made, graph, decisions, stacks, (*stacks.changes(), *changes), tuple(lost))
+
+
+def _misfit(big: Big, node: NodeDecision, factored: Factored, small: FlatNode | None) -> str | None:
+    """Why an operator of the copy cannot take a decision, or None."""
+    if small is None:
+        return "the copy has no such operator"
+    flat = big.nodes[node.key]
+    old = big.factored.rule(flat.function, flat.node)
+    new = factored.rule(small.function, small.node)
+    for factor, axes in node.factors:
+        if not axes:
+            continue
+        if factor not in new.shardable or _place(old, factor) != _place(new, factor):
+            return f"its factors are {_sizes_text(new)}, not {_sizes_text(old)}"
+        if new.size(factor) % big.mesh.size(axes):
+            return f"{factor} = {new.size(factor)} does not divide by {big.mesh.size(axes)}"
+    return None
+
+
+def _place(rule: Rule, factor: str) -> tuple[object, ...]:
+    """What a factor means: its kind and the dims of operands and results that it is part of."""
+    dims = [
+        (index, dim)
+        for index, tensor in enumerate((*rule.operands, *rule.results))
+        for dim, factors in enumerate(tensor)
+        if factor in factors
+    ]
+    return (rule.kind(factor), *dims)
+
+
+def _sizes_text(rule: Rule) -> str:
+    return " ".join(f"{name}={size}" for name, size in rule.sizes)
+
+
+def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
+    """The plan's paddings, for the copy's vocabulary."""
+    rows = {
+        i.target: i.value.spec.shape[0] for i in graph.of_kind("parameter") if i.value.spec.shape
+    }
+    for text in big.plan.decisions.rewrites:
+        padding = parse_padding(text)
+        name = stacks.small_path(padding.name)
+        if name is not None and name in rows:
+            size = rows[name]
+            unit = lcm(2, big.needs.get(padding.padded, 1))
+            yield str(Padding(name, size, (size // unit + 1) * unit))
+
+
+def _mesh_change(old: Decisions, new: Decisions) -> Iterator[str]:
+    """What became of mesh and microbatches."""
+    if old.mesh != new.mesh:
+        before = " x ".join(f"{axis.name}={axis.size}" for axis in old.mesh.axes)
+        yield f"mesh {before} -> {' x '.join(str(axis.size) for axis in new.mesh.axes)}"
+    if old.num_microbatches != new.num_microbatches:
+        yield f"microbatches {old.num_microbatches} -> {new.num_microbatches}"
