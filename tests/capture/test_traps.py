@@ -34,7 +34,8 @@ class Teacher(Trap):
         with torch.no_grad():
             target = self.a(h) * 2
             scale = x.mean()
-        return ((h - target) ** 2).mean() * scale
+        loss: Tensor = ((h - target) ** 2).mean() * scale
+        return loss
 
 
 class MovingAverage(Trap):
@@ -44,13 +45,16 @@ class MovingAverage(Trap):
         h = self.a(x)
         with torch.no_grad():
             self.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
-        return ((h - self.seen) ** 2).mean()
+        loss: Tensor = ((h - self.seen) ** 2).mean()
+        return loss
 
 
 class Detached(Trap):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        return (h * h.detach() + self.table + torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
+        fixed = self.table + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        loss: Tensor = (h * h.detach() + fixed).sum()
+        return loss
 
 
 class Written(Trap):

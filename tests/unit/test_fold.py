@@ -129,7 +129,8 @@ def test_names_are_identifiers_that_shadow_nothing() -> None:
     assert [i.results[0].name for i in named.main.body] == ["sum_1", "class_1", "n0", "rt_1"]
     assert identifier("a.b-c.d") == "a_b_c_d"
     assert snake_case("LlamaDecoderLayer") == "llama_decoder_layer"
-    assert snake_case("T5Block") == "t5_block"
+    assert snake_case("T5LayerFF") == "t5_layer_ff"
+    assert snake_case("ViTLayer") == "vit_layer"
 
 
 def test_dead_nodes_and_idle_detaches_go() -> None:

@@ -57,8 +57,10 @@ def identifier(text: str) -> str:
 
 
 def snake_case(name: str) -> str:
-    """`gpt2_block` for `GPT2Block`."""
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])", "_", name)
+    """`gpt2_block` for `GPT2Block`, `vit_layer` for `ViTLayer`."""
+    name = re.sub(
+        r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=[a-z]{2})(?=[A-Z])", "_", name
+    )
     return name.lower()
 
 
