@@ -16,7 +16,7 @@ from parloom.ir.layout import describe
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Emission, Site, op_of
-from parloom.ir.pcg import PCG, Compute, Item, Movement, PCall, PFunction, PValue
+from parloom.ir.pcg import PCG, TIME, Compute, Item, Movement, PCall, PFunction, PValue
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 WIDTH = 100
@@ -160,6 +160,9 @@ def _forward(pcg: PCG, weights: _Weights) -> str:
     kept = {value.name for _, value in named} | ({pcg.loss.name} if pcg.loss else set())
     lines += _main_statements(pcg, pcg.main.body, kept, weights)
     parts = [f"loss={pcg.loss.name}" if pcg.loss else "loss=torch.zeros(())"]
+    unsummed = tuple(a for a in pcg.loss.layout.partial_axes if a != TIME) if pcg.loss else ()
+    if unsummed:
+        parts.append(f"partial={unsummed!r}")
     for field, pairs in (("updates", pcg.updates), ("outputs", pcg.outputs)):
         if pairs:
             entries = ", ".join(f"{name!r}: {value.name}" for name, value in pairs)

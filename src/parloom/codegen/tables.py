@@ -7,6 +7,7 @@ from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue
 from parloom.ir.plan import actions
 from parloom.rewrite.pad import valid_rows
 
+REQUIRED = ("inputs", "parameters")
 Units = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -44,7 +45,7 @@ def tables(pcg: PCG, units: Units) -> str:
 
 def _block(name: str, entries: list[str]) -> list[str]:
     if not entries:
-        return []
+        return [f"    {name}=(),"] if name in REQUIRED else []
     return [f"    {name}=(", *(f"        {e}," for e in entries), "    ),"]
 
 

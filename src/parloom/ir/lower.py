@@ -30,7 +30,7 @@ from parloom.ir.graph import (
 from parloom.ir.layout import Layout, Shard, check
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.moves import Step, plan_moves
-from parloom.ir.ops import Rule, op_of
+from parloom.ir.ops import OpDef, Rule, op_of
 from parloom.ir.ops.rule import HALO, LOCAL
 from parloom.ir.pcg import (
     PCG,
@@ -107,8 +107,8 @@ class _Lowering:
         loss = None
         if self.graph.loss is not None:
             found = body.values[self.graph.loss]
-            kept = tuple(p for p in found.layout.partial if p[0] == TIME)
-            if self.steps > 1 and not kept:
+            kept = tuple(p for p in found.layout.partial if p[1] == "sum")
+            if self.steps > 1 and TIME not in found.layout.partial_axes:
                 raise LayoutError("the loss does not sum over microbatches; use one microbatch")
             loss = body.move(found, Layout((), kept), ())
         updates = tuple((n, body.move(body.values[v], Layout(), ())) for n, v in self.graph.updates)
@@ -245,17 +245,11 @@ class _Body:
         assignment = self.add_time(node, rule, assignment, sources)
         rule.check(assignment, self.mesh, f"{node_key(self.prefix, node)} ({node.source})")
         op = op_of(node)
-        unsummed = tuple(
-            TIME in v.layout.partial_axes and (v.differentiable or v.name not in self.pure)
-            for v in sources
-        )
-        passing = op.passes_partial(unsummed)
-        kept = ((TIME, "sum"),) if passing else ()
+        kept = self.passing(op, sources)
         operands = []
         for index, value in enumerate(sources):
             layout = rule.operand_layout(index, assignment, self.mesh)
-            if unsummed[index]:
-                layout = Layout(layout.shards, kept)
+            layout = Layout(layout.shards, tuple(p for p in kept if self.unsummed(value, p[0])))
             operands.append(self.move(value, layout, rule.varying(index, assignment)))
         local = frozenset(f for f in assignment if rule.kind(f) == LOCAL)
         if local and op.expand is not None:
@@ -280,6 +274,25 @@ class _Body:
         self.values.update((v.name, v) for v in results)
         if all(v.name in self.pure for v in sources):
             self.pure.update(v.name for v in results)
+
+    def passing(self, op: OpDef, sources: tuple[PValue, ...]) -> tuple[tuple[str, str], ...]:
+        """Partial sums that this operator need not wait for: over time, and scalars over any axis.
+
+        What depends on the batch alone (a count of tokens) is summed where it is read instead.
+        """
+        axes = {a for v in sources for a, reduction in v.layout.partial if reduction == "sum"}
+        kept = []
+        for axis in self.mesh.names:
+            if axis not in axes or (axis != TIME and any(v.spec.shape for v in sources)):
+                continue
+            if op.passes_partial(tuple(self.unsummed(v, axis) for v in sources)):
+                kept.append((axis, "sum"))
+        return tuple(kept)
+
+    def unsummed(self, value: PValue, axis: str) -> bool:
+        """Whether a value is partial over `axis` and may stay so."""
+        batch_only = not value.differentiable and value.name in self.pure
+        return axis in value.layout.partial_axes and not batch_only
 
     def specs(self, node: Node) -> dict[str, TensorSpec]:
         return {name: self.values[name].spec for name in node.refs}

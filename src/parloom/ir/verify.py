@@ -272,13 +272,19 @@ def _rules_hold(pcg: PCG) -> Problems:
             chosen = dict(item.assignment)
             for index, value in enumerate(item.operands):
                 want = item.rule.operand_layout(index, chosen, pcg.mesh)
-                if value.layout.shards != want.shards or _space(value.layout.partial):
+                if value.layout.shards != want.shards or not _may_stay_partial(value):
                     yield f"{function.name}: {item.node.key} reads {value.name!r} laid out wrongly"
             for index, value in enumerate(item.results):
                 want = item.rule.result_layout(index, chosen, pcg.mesh)
-                same = _space(value.layout.partial) == _space(want.partial)
+                extra = set(_space(value.layout.partial)) ^ set(_space(want.partial))
+                same = not extra or (not value.spec.shape and extra <= set(value.layout.partial))
                 if value.layout.shards != want.shards or not same:
                     yield f"{function.name}: {item.node.key} makes {value.name!r} laid out wrongly"
+
+
+def _may_stay_partial(value: PValue) -> bool:
+    """Scalar sums may pass through linear operators; other operands must be whole."""
+    return not value.spec.shape or not _space(value.layout.partial)
 
 
 def _space(partial: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -328,8 +334,10 @@ def _state(layout: Layout, axis: str) -> str:
 
 
 def _loss_is_whole(pcg: PCG) -> Problems:
-    if pcg.loss is not None and (pcg.loss.layout.shards or _space(pcg.loss.layout.partial)):
-        yield "the loss is not whole on every rank"
+    if pcg.loss is not None:
+        layout = pcg.loss.layout
+        if layout.shards or any(reduction != "sum" for _, reduction in layout.partial):
+            yield "the loss is neither whole on every rank nor a sum over them"
 
 
 def _parameters_reduce_once(pcg: PCG) -> Problems:
@@ -347,7 +355,7 @@ PARALLEL: Mapping[str, Callable[[PCG], Problems]] = MappingProxyType(
         "operators keep their rules": _rules_hold,
         "cotangents are whole where they are used": _cotangents_hold,
         "movements follow the adjoint table": _movements_follow_the_table,
-        "the loss is whole": _loss_is_whole,
+        "the loss is whole or a sum": _loss_is_whole,
         "parameters are sharded and reduced once per axis": _parameters_reduce_once,
     }
 )

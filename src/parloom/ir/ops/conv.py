@@ -178,6 +178,8 @@ def _pool(function: str) -> Callable[[Emission], str]:
             parts.append("ceil_mode=True")
         if function == "avg_pool" and e.site.arg(5, "count_include_pad", True) is False:
             parts.append("count_include_pad=False")
+        if function == "avg_pool" and (divisor := e.site.arg(6, "divisor_override")) is not None:
+            parts.append(f"divisor_override={divisor!r}")
         name = f"F.{function}{count}d"
         return f"{name}({', '.join(parts)})"
 

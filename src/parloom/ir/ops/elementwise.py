@@ -39,6 +39,11 @@ def _clone(e: Emission) -> str:
     return f"{e.arg(0)}.contiguous()" if contiguous else f"{e.arg(0)}.clone()"
 
 
+def _elu(e: Emission) -> str:
+    # torch's Python function lacks the two factors that a captured selu has
+    return e.call("F.elu" if len(e.site.node.args) <= 2 else "torch.ops.aten.elu")
+
+
 def _unary(names: str, saved: SavedTensors, prefix: str = "torch.") -> tuple[OpDef, ...]:
     return tuple(OpDef(name, broadcast, prefix + name, saved=saved) for name in names.split())
 
@@ -47,7 +52,8 @@ OPS: tuple[OpDef, ...] = (
     *(_infix(symbol, name) for name, symbol in _INFIX.items()),
     *_unary("exp rsqrt sqrt tanh sigmoid reciprocal", RESULT),
     *_unary("log sin cos abs pow erf square log1p expm1 maximum minimum clamp atan2", FIRST),
-    *_unary("gelu silu softplus elu leaky_relu hardtanh hardswish mish", FIRST, "F."),
+    *_unary("gelu silu softplus leaky_relu hardtanh hardswish mish", FIRST, "F."),
+    OpDef("elu", broadcast, _elu, saved=FIRST),
     *_unary("relu", RESULT, "F."),
     OpDef("neg", broadcast, "torch.neg", linear="first"),
     *_unary("floor ceil round sign floor_divide logical_not logical_and logical_or isnan", ()),

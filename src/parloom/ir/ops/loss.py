@@ -76,7 +76,7 @@ def _class_losses(body: Body, x: str, shape: tuple[int, ...], dtype: str, smooth
     samples = shape[0]
     full, row = TensorSpec(shape, dtype), TensorSpec((samples,), dtype)
     column = TensorSpec((samples, 1), dtype)
-    top = body.add("amax", column, body.add("detach", full, x), (1,), True)
+    top = body.add("parloom.amax", column, body.add("detach", full, x), (1,), True)
     shifted = body.add("sub", full, x, top)
     total = body.add("sum", row, body.add("exp", full, shifted), (1,), False)
     log_total = body.add("log", row, total)

@@ -140,11 +140,16 @@ def _group_norm_rule(site: Site) -> Rule:
     return build(operands, [names], site, kinds)
 
 
+def _group_norm(e: Emission) -> str:
+    parts = [e.arg(0), e.arg(1), e.arg(2, "weight"), e.arg(3, "bias")]
+    return f"F.group_norm({', '.join(parts)}, {e.site.arg(4, 'eps', 1e-5)!r})"
+
+
 _SAVED = (("operand", 0),)
 
 OPS: tuple[OpDef, ...] = (
     OpDef("layer_norm", _layer_norm_rule, _layer_norm, saved=_SAVED, expand=expand_layer_norm),
     OpDef("rms_norm", _layer_norm_rule, _rms_norm, saved=_SAVED, expand=expand_rms_norm),
     OpDef("batch_norm", _batch_norm_rule, _batch_norm, saved=_SAVED, expand=expand_batch_norm),
-    OpDef("group_norm", _group_norm_rule, "F.group_norm", saved=_SAVED),
+    OpDef("group_norm", _group_norm_rule, _group_norm, saved=_SAVED),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import prod
 
-from parloom.ir.graph import Function, Node, Ref, TensorSpec, Value
+from parloom.ir.graph import Dtype, Function, Node, Ref, TensorSpec, Value
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, along, build
 
@@ -15,7 +15,7 @@ def reduced_dims(site: Site) -> tuple[int, ...]:
     return tuple(d % max(rank, 1) for d in dims) or tuple(range(rank))
 
 
-def _reduction(reduction: str, *, whole: bool = False) -> Callable[[Site], Rule]:
+def _reduction(reduction: str, kind: str = "plain") -> Callable[[Site], Rule]:
     def rule(site: Site) -> Rule:
         rank = len(site.operands[0].shape)
         gone = reduced_dims(site)
@@ -24,7 +24,7 @@ def _reduction(reduction: str, *, whole: bool = False) -> Callable[[Site], Rule]
             out = ["1" if i in gone else n for i, n in enumerate(names)]
         else:
             out = [n for i, n in enumerate(names) if i not in gone]
-        kinds = {names[d]: WHOLE for d in gone} if whole else None
+        kinds = {names[d]: kind for d in gone} if kind != "plain" else None
         return build([names], [out] * len(site.results), site, kinds, reduction)
 
     return rule
@@ -51,19 +51,42 @@ def _softmax_rule(site: Site) -> Rule:
 
 def expand_softmax(site: Site, sharded: frozenset[str]) -> Function:
     """Softmax (or its log) over a sharded dim: max and sum leave the shards as reductions."""
-    spec = site.operands[0]
+    given, spec = site.operands[0], site.results[0]
     dim = site.dim(1, len(spec.shape))
     one = TensorSpec(tuple(1 if d == dim else n for d, n in enumerate(spec.shape)), spec.dtype)
     body = Body(site.node.path)
-    top = body.add("amax", one, body.add("detach", spec, "x"), (dim,), True)
-    shifted = body.add("sub", spec, "x", top)
+    x = "x" if given == spec else body.add("_to_copy", spec, "x", dtype=Dtype(spec.dtype))
+    top = body.add("parloom.amax", one, body.add("detach", spec, x), (dim,), True)
+    shifted = body.add("sub", spec, x, top)
     exps = body.add("exp", spec, shifted)
     total = body.add("sum", one, exps, (dim,), True)
     if site.node.op in ("softmax", "_softmax"):
         out = body.add("div", spec, exps, total)
     else:
         out = body.add("sub", spec, shifted, body.add("log", one, total))
-    return Function("softmax", (Value("x", spec),), tuple(body.nodes), (out,))
+    return Function("softmax", (Value("x", given),), tuple(body.nodes), (out,))
+
+
+def expand_extreme(site: Site, sharded: frozenset[str]) -> Function:
+    """Largest or smallest elements over sharded dims, as the mean of all elements equal to them.
+
+    So the gradient is shared among equal elements, as torch does it.
+    """
+    spec, out_spec = site.operands[0], site.results[0]
+    gone = reduced_dims(site)
+    row = tuple(1 if d in gone else n for d, n in enumerate(spec.shape))
+    one, mask = TensorSpec(row, spec.dtype), TensorSpec(spec.shape, "bool")
+    body = Body(site.node.path)
+    out = body.add(f"parloom.{site.node.op}", one, body.add("detach", spec, "x"), gone, True)
+    if spec.is_float:
+        equal = body.add("eq", mask, "x", out)
+        chosen = body.add("where", spec, equal, "x", 0.0)
+        count = body.add("_to_copy", spec, equal, dtype=Dtype(spec.dtype))
+        total = body.add("sum", one, chosen, gone, True)
+        out = body.add("div", one, total, body.add("sum", one, count, gone, True))
+    if out_spec.shape != row:
+        out = body.add("view", out_spec, out, out_spec.shape)
+    return Function(site.node.op, (Value("x", spec),), tuple(body.nodes), (out,))
 
 
 class Body:
@@ -91,7 +114,7 @@ class Body:
 
 def _arg_rule(site: Site) -> Rule:
     rank = len(site.operands[0].shape)
-    return _reduction("sum", whole=True)(site) if rank else along(site, frozenset())
+    return _reduction("sum", WHOLE)(site) if rank else along(site, frozenset())
 
 
 def _scan_rule(site: Site) -> Rule:
@@ -111,8 +134,11 @@ _Y = (("result", 0),)
 OPS: tuple[OpDef, ...] = (
     OpDef("sum", _reduction("sum"), "torch.sum", linear="first"),
     OpDef("mean", _reduction("sum"), _mean, linear="first"),
-    OpDef("amax", _reduction("max"), "torch.amax", differentiable=False),
-    OpDef("amin", _reduction("min"), "torch.amin", differentiable=False),
+    OpDef("amax", _reduction("sum", LOCAL), "torch.amax", saved=(*_X, *_Y), expand=expand_extreme),
+    OpDef("amin", _reduction("sum", LOCAL), "torch.amin", saved=(*_X, *_Y), expand=expand_extreme),
+    # inside of local programs: the extremes of all shards, through which no gradient flows
+    OpDef("parloom.amax", _reduction("max"), "torch.amax", differentiable=False),
+    OpDef("parloom.amin", _reduction("min"), "torch.amin", differentiable=False),
     OpDef("any", _arg_rule, "torch.any", differentiable=False),
     OpDef("all", _arg_rule, "torch.all", differentiable=False),
     OpDef("argmax", _arg_rule, "torch.argmax", differentiable=False),

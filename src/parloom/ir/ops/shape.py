@@ -117,14 +117,21 @@ def _unsqueeze_rule(site: Site) -> Rule:
     return build([names[:at] + names[at + 1 :]], [names], site)
 
 
-def _squeeze_rule(site: Site) -> Rule:
+def _squeezed(site: Site) -> tuple[int, ...]:
+    """The dims that go: of global size 1, whatever their local size is."""
     shape = site.operands[0].shape
-    if len(site.node.args) > 1:
-        gone = {d % len(shape) for d in site.integers(1) if shape[d] == 1}
-    else:
-        gone = {d for d, n in enumerate(shape) if n == 1}
-    names = [f"d{i}" for i in range(len(shape))]
+    dims = site.integers(1) if len(site.node.args) > 1 else range(len(shape))
+    return tuple(sorted({d % len(shape) for d in dims if shape[d] == 1}))
+
+
+def _squeeze_rule(site: Site) -> Rule:
+    gone = _squeezed(site)
+    names = [f"d{i}" for i in range(len(site.operands[0].shape))]
     return build([names], [[n for i, n in enumerate(names) if i not in gone]], site)
+
+
+def _squeeze(e: Emission) -> str:
+    return f"{e.arg(0)}.squeeze({_squeezed(e.site)!r})"
 
 
 def _expand(e: Emission) -> str:
@@ -247,6 +254,12 @@ def _along_dims(position: int) -> Callable[[Site], Rule]:
     return rule
 
 
+def _roll_rule(site: Site) -> Rule:
+    if not site.integers(2, "dims"):  # the flattened tensor is rolled
+        return along(site, frozenset(range(len(site.operands[0].shape))))
+    return _along_dims(2)(site)
+
+
 def _pad_rule(site: Site) -> Rule:
     rank = len(site.operands[0].shape)
     widths = site.integers(1)
@@ -265,7 +278,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("permute", _permute_rule, ".permute", no_flops, view=True, linear="first"),
     OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first"),
     OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True, linear="first"),
-    OpDef("squeeze", _squeeze_rule, ".squeeze", no_flops, view=True, linear="first"),
+    OpDef("squeeze", _squeeze_rule, _squeeze, no_flops, view=True, linear="first"),
     OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first"),
     OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first"),
     OpDef("slice", _slice_rule, _slice, no_flops, view=True),
@@ -277,8 +290,8 @@ OPS: tuple[OpDef, ...] = (
     OpDef("select", _select_rule, ".select", no_flops, view=True),
     OpDef("unbind", _select_rule, ".unbind", no_flops, view=True),
     OpDef("flip", _along_dims(1), "torch.flip", no_flops),
-    OpDef("roll", _along_dims(2), "torch.roll", no_flops),
-    OpDef("diff", _along_dims(2), "torch.diff", differentiable=False),
+    OpDef("roll", _roll_rule, "torch.roll", no_flops),
+    OpDef("diff", _along_dims(2), "torch.diff"),
     OpDef("pad", _pad_rule, "F.pad", no_flops),
     OpDef("constant_pad_nd", _pad_rule, "torch.constant_pad_nd", no_flops),
     OpDef("tril", _tri_rule, "torch.tril"),
