@@ -162,13 +162,34 @@ class Item(Trap):
         return loss
 
 
+class Chosen(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        loss: Tensor = h[h > 0].sum()
+        return loss
+
+
+class Conditional(Trap):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.cond(x.sum() > 0, lambda z: z.sum(), lambda z: z.mean(), (self.a(x),))
+        assert isinstance(chosen, Tensor)
+        return chosen
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (Writer, r"writes to 'x' in forward"),
         (Vector, r"the loss has shape \(3,\)"),
         (Huge, r"'positions' of 15000 elements .*register_buffer"),
-        (Item, r"cannot capture"),
+        (Item, r"cannot capture Item \(test_traps\.py:\d+\): item takes a Python number .*where"),
+        (Chosen, r"cannot capture Chosen \(test_traps\.py:\d+\): a shape, \(u0,\), depends on"),
+        pytest.param(
+            Conditional,
+            r"cannot capture Conditional .*: cond is not a plain tensor operator",
+            # torch.cond's own tracer looks at the gradient of an activation
+            marks=pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+        ),
     ],
 )
 def test_refusals_say_why(kind: type[Trap], reason: str) -> None:

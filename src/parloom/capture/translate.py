@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from parloom.capture.attention import CAUSAL, grouped_source, mask_meaning
-from parloom.capture.blame import module_path, source_of, without_wrapper
+from parloom.capture.blame import WAYS_ON, module_path, source_of, without_wrapper
 from parloom.errors import CaptureError
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
 
@@ -34,7 +34,9 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape and dtype; raises where a dim is symbolic."""
     for size in tensor.shape:
         if not isinstance(size, int):
-            raise CaptureError(f"a shape depends on data: {tuple(tensor.shape)}")
+            raise CaptureError(
+                f"a shape, {tuple(tensor.shape)}, depends on the values of a tensor; {WAYS_ON}"
+            )
     return TensorSpec(tuple(int(size) for size in tensor.shape), dtype_name(tensor.dtype))
 
 
@@ -65,7 +67,7 @@ class Translator:
                 continue
             overload = node.target
             if not isinstance(overload, torch._ops.OpOverload):
-                raise self.refusal(node, f"operator {overload} is not a plain tensor operator")
+                raise self.refusal(node, f"{overload} is not a plain tensor operator; {WAYS_ON}")
             name = packet_name(overload)
             if name not in NOISE:
                 self.operator(node, overload, name)
@@ -103,6 +105,8 @@ class Translator:
             self.emit(node, "slice", self.slice_arguments(node))
         elif name == "copy":
             self.copy(node)
+        elif name == "broadcast_tensors":
+            self.broadcast(node)
         elif name == "scaled_dot_product_attention":
             self.attention(node, overload)
         else:
@@ -208,6 +212,21 @@ class Translator:
             args = (*args[:3], None, self.argument(node, p), *causal)
         self.emit(node, "scaled_dot_product_attention", args, kwargs)
 
+    def broadcast(self, node: fx.Node) -> None:
+        """`broadcast_tensors` (in every mse_loss) as an expand of the tensors that it changes."""
+        arguments: tuple[Any, ...] = node.args
+        names: list[str] = []
+        for index, (source, value) in enumerate(zip(arguments[0], node.meta["val"], strict=True)):
+            name, spec = self.value(source), self.checked_spec(node, value)
+            if self.specs[name] != spec:
+                path, line = self.origin(node)
+                made = Value(f"{node.name}.{index}", spec)
+                self.nodes.append(Node("expand", (Ref(name), spec.shape), (), (made,), path, 0, line))
+                self.specs[made.name] = spec
+                name = made.name
+            names.append(name)
+        self.names[node] = tuple(names)
+
     def copy(self, node: fx.Node) -> None:
         """`copy(target, source)` has no derivative; a cast and expand of the source are equal."""
         arguments: tuple[Any, ...] = node.args
@@ -238,7 +257,10 @@ class Translator:
             self.append(node, op, args, kwargs, tuple(value), tuple(range(len(value))))
         else:
             kind = "nothing" if value is None else type(value).__name__
-            raise self.refusal(node, f"operator {op} returns {kind} instead of a tensor")
+            reason = f"operator {op} returns {kind} instead of a tensor"
+            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+                reason = f"{op} takes a Python number from the values of a tensor; {WAYS_ON}"
+            raise self.refusal(node, reason)
 
     def append(self, node: fx.Node, op: str, args: tuple[Arg, ...],
                kwargs: tuple[tuple[str, Arg], ...], tensors: tuple[Tensor, ...],
@@ -314,15 +336,17 @@ class Translator:
             for step in meta.get("from_node", ()):
                 meta = self.hidden.get(step.name, {}).get(inner, meta)
         stack = meta.get("nn_module_stack") or {}
-        for _, (path, kind) in stack.items():
+        # The outermost entry is the wrapper that was traced, not a module of the user's.
+        for path, kind in list(stack.values())[1:]:
             self.classes[without_wrapper(path)] = str(kind).rsplit(".", 1)[-1]
         return module_path(stack), source_of(meta.get("stack_trace"))
 
     def refusal(self, node: fx.Node, reason: str) -> CaptureError:
         """The error for a node that cannot be translated: where it is and why."""
         path, source = self.origin(node)
-        where = " ".join(part for part in (path, f"({source})" if source else "") if part)
-        return CaptureError(f"cannot capture {where or node.name}: {reason}")
+        where = ".".join(part for part in (self.classes.get("", "the loss"), path) if part)
+        line = f" ({source})" if source else ""
+        return CaptureError(f"cannot capture {where}{line}: {reason}")
 
 
 def packet_name(overload: torch._ops.OpOverload) -> str:
