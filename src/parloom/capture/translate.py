@@ -221,7 +221,8 @@ class Translator:
             if self.specs[name] != spec:
                 path, line = self.origin(node)
                 made = Value(f"{node.name}.{index}", spec)
-                self.nodes.append(Node("expand", (Ref(name), spec.shape), (), (made,), path, 0, line))
+                args: tuple[Arg, ...] = (Ref(name), spec.shape)
+                self.nodes.append(Node("expand", args, (), (made,), path, 0, line))
                 self.specs[made.name] = spec
                 name = made.name
             names.append(name)
