@@ -16,6 +16,12 @@ settings.register_profile(
 settings.load_profile("parloom")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-docs", action="store_true", help="Rewrite the outputs of the pages in docs."
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped where there is none; torch is asked only if there are such."""
     marked = [item for item in items if "gpu" in item.keywords]
