@@ -55,7 +55,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     cluster: str,
     batch: int | None = None,
     seq: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     optimizer: str = "adamw",
     method: str = "auto",
     memory: int | None = None,
@@ -75,7 +75,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     progress("capturing the training program")
     graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
     evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
-    candidates = _candidates(graph, machine.cluster, method, microbatches, seed, dtype)
+    candidates = _candidates(graph, machine.cluster, method, microbatches, seed)
     asked = Plan(
         ModelSource(model, batch, seq, dtype),
         machine.spec,
@@ -121,7 +121,6 @@ def _candidates(
     method: str,
     microbatches: int | None,
     seed: int,
-    dtype: str,
 ) -> list[Candidate]:
     """All candidates of a method name, or the decisions of a plan file."""
     if method not in (*METHODS, "auto"):
@@ -133,11 +132,12 @@ def _candidates(
             )
         return [Candidate(method, decisions)]
     found: list[Candidate] = []
+    low = any(i.value.spec.dtype in LOW_PRECISION for i in graph.of_kind("parameter"))
     refused: InputError | None = None
     for name in AUTO if method == "auto" else (method,):
         try:
             for decisions in METHODS[name](graph, cluster, microbatches or 1, seed):
-                if dtype in LOW_PRECISION:
+                if low:
                     decisions = replace(decisions, master_dtype="float32", reduce_dtype="float32")
                 mesh = " x ".join(f"{a.name}={a.size}" for a in decisions.mesh.axes)
                 found.append(Candidate(f"{name} ({mesh})", decisions))
@@ -264,6 +264,7 @@ def parallelize(
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     clip_norm: float | None = None,
     loss: Loss | None = None,
+    weights_path: str | Path | None = None,
     log_path: str | Path | None = None,
     seed: int = 0,
     exact_random: bool = False,
@@ -277,6 +278,7 @@ def parallelize(
         scheduler=scheduler,
         clip_norm=clip_norm,
         loss=loss,
+        weights_path=None if weights_path is None else Path(weights_path),
         log_path=None if log_path is None else Path(log_path),
         seed=seed,
         exact_random=exact_random,

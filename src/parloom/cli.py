@@ -90,7 +90,9 @@ def plan(
     ],
     batch: Annotated[int | None, typer.Option(min=1, help="Global batch size.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Sequence length.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Type of parameters and activations.")] = Dtype.FP32,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Cast model and batch to it; default: as they are.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="A class of torch.optim, as adamw.")] = "adamw",
     method: Method = "auto",
     memory: Memory = None,
@@ -122,7 +124,7 @@ def plan(
     asked = {
         "batch": batch,
         "seq": seq,
-        "dtype": DTYPES[dtype.value],
+        "dtype": None if dtype is None else DTYPES[dtype.value],
         "optimizer": optimizer,
         "method": method,
         "memory": _memory(memory),

@@ -64,8 +64,8 @@ def load_model(
     """The model that `spec` names, with freshly initialised weights.
 
     `batch` and `seq` apply to batches that are built here; a factory's own batch is taken as it is.
-    `dtype` (`fp32` or `float32`) is the model's floating dtype; None leaves it. `device` is `cpu`
-    or `meta`. `sizes` replaces some of the model's `sizes_of`. Equal arguments give equal weights
+    `dtype` (`fp32` or `float32`) is what model and batch are cast to; None leaves them. `device` is
+    `cpu` or `meta`. `sizes` replaces some of the model's `sizes_of`. Equal arguments give equal weights
     and batches.
 
     Raises: InputError naming the nearest valid choice; NotYetError for saved programs.
@@ -73,11 +73,10 @@ def load_model(
     target = None if dtype is None else torch_dtype(dtype)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        loaded, own_batch = build(spec, batch, seq, sizes or {})
+        loaded = build(spec, batch, seq, sizes or {})
     if target is not None:
         cast_model(loaded.model, target)
-        if own_batch:
-            loaded = replace(loaded, batch=cast_batch(loaded.batch, target))
+        loaded = replace(loaded, batch=cast_batch(loaded.batch, target))
     return loaded
 
 
@@ -122,29 +121,29 @@ def sizes_of(spec: str) -> dict[str, Any] | None:
     return settings_of(read_config(spec))
 
 
-def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> tuple[Loaded, bool]:
-    """The model, and whether its batch was built here."""
+def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:
+    """The model and its batch, as the form of `spec` asks."""
     path = Path(spec)
     if not spec:
         raise InputError(f"no model named; a model is {FORMS}")
     if spec.startswith("zoo:"):
-        return build_zoo(spec.removeprefix("zoo:"), batch, seq, sizes), True
+        return build_zoo(spec.removeprefix("zoo:"), batch, seq, sizes)
     if path.suffix == ".pt2":
         raise NotYetError(
             f"{spec}: saved programs are not read yet, because torch.export.load unpickles what the"
             " file brings; name the factory that made the model instead (file.py:factory)"
         )
     if path.suffix == ".json" or path.is_dir():
-        return build_configured(spec, batch, seq, sizes), True
+        return build_configured(spec, batch, seq, sizes)
     if ":" in spec:
-        return build_factory(spec), False
+        return build_factory(spec)
     if spec in zoo.names():
         raise InputError(f"no model {spec!r}; did you mean zoo:{spec}?")
     if path.suffix == ".py":
         raise InputError(f"{spec}: name the factory in the file: {spec}:FUNCTION")
     if path.exists() or spec.startswith((".", "/")):
         raise InputError(f"cannot read a model from {spec!r}; a model is {FORMS}")
-    return build_configured(spec, batch, seq, sizes), True
+    return build_configured(spec, batch, seq, sizes)
 
 
 def build_configured(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:

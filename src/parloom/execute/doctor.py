@@ -25,9 +25,8 @@ VARIABLES = (
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def diagnose() -> dict[str, Any]:

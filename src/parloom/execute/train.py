@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parloom.capture import Loss, fingerprint, parameters_of
 from parloom.cost.clusters import load_cluster
-from parloom.errors import FingerprintError, LaunchError
+from parloom.errors import FingerprintError, InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.launch import check_world_size
 from parloom.execute.log import StepLog, StepRecord
@@ -87,14 +87,17 @@ def parallelize(
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     clip_norm: float | None = None,
     loss: Loss | None = None,
+    weights_path: Path | None = None,
     log_path: Path | None = None,
     seed: int = 0,
     exact_random: bool = False,
 ) -> Trainer:
     """A trainer for this rank of `plan`, with `model`'s current values.
 
-    Call it on every rank, under torchrun or `parloom run`. Raises `FingerprintError` where model or
-    optimizer are not what the plan was made for, `LaunchError` where the ranks are not.
+    `weights_path` (a safetensors file, or a folder in Hugging Face's layout) replaces the values of
+    all parameters, read one tensor at a time: `model` may then be on the meta device. Call it on
+    every rank, under torchrun or `parloom run`. Raises `FingerprintError` where model or optimizer
+    are not what the plan was made for, `LaunchError` where the ranks are not.
     """
     graph = parse_graph(plan.graph)
     check_model(model, plan, graph, loss)
@@ -112,7 +115,7 @@ def parallelize(
     )
     trainer = Trainer(
         program,
-        parameters_of(model, graph),
+        _values(model, graph, weights_path),
         optimizer=optimizer,
         comm=comm,
         scheduler=scheduler,
@@ -130,6 +133,27 @@ def parallelize(
     trainer.log = StepLog(comm.rank, log_path)
     trainer._items = _items(graph)
     return trainer
+
+
+def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str], Tensor]:
+    """Full tensors by name: the model's own, or those stored under `path` with its own buffers."""
+    own = parameters_of(model, graph)
+    stored = None if path is None else weights.import_safetensors(path)
+    names = {i.target: (i.target, *i.aliases) for i in graph.of_kind("parameter")}
+
+    def read(name: str) -> Tensor:
+        if stored is not None:
+            kept = next((n for n in names.get(name, (name,)) if n in stored.files), None)
+            if kept is not None or name in names:
+                return stored(kept or name)
+        if own[name].is_meta:
+            raise InputError(
+                f"{name} has no values (meta device); build the model on the CPU, or give its"
+                " weights as parallelize(..., weights_path=FOLDER)"
+            )
+        return own[name]
+
+    return read
 
 
 def check_model(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None = None) -> None:

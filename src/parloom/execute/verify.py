@@ -112,9 +112,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor.clone()
 
 
-def reference_trace(
-    graph: Graph, planned: Optimizer, tensors: Tensors, batch: Tensors
-) -> Trace:
+def reference_trace(graph: Graph, planned: Optimizer, tensors: Tensors, batch: Tensors) -> Trace:
     """Three steps of the captured program on this device."""
     trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
     state = {name: t.clone().requires_grad_(name in trainable) for name, t in tensors.items()}
@@ -151,9 +149,7 @@ Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 RankTrace = tuple[list[Tensor], Pieces, Pieces]
 
 
-def train_rank(
-    program: Program, planned: Optimizer, tensors: Tensors, batch: Tensors
-) -> RankTrace:
+def train_rank(program: Program, planned: Optimizer, tensors: Tensors, batch: Tensors) -> RankTrace:
     """One rank's losses, and its primary pieces of gradients and of the final state."""
     torch.set_num_threads(1)
     trainer = Trainer(

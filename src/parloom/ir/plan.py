@@ -164,12 +164,15 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model came from, so that `verify` and `run` can build it again."""
+    """Where the model came from, so that `verify` and `run` can build it again.
+
+    `dtype` is what the model was cast to, None where it was left as it is.
+    """
 
     spec: str
     batch: int | None = None
     seq: int | None = None
-    dtype: str = "float32"
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class SourceDocument(Document):
     spec: Name
     batch: Count | None
     seq: Count | None
-    dtype: Name
+    dtype: Name | None
 
 
 class OptimizerDocument(Document):

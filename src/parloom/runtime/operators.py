@@ -1,6 +1,5 @@
 """Operators whose local code needs the global index of its elements, or counts once per group."""
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,7 +68,7 @@ def causal_mask(ctx: Context, queries: Digits, num_keys: int) -> Tensor:
 def once(x: Tensor, ctx: Context, axes: tuple[str, ...]) -> Tensor:
     """`x` on the first rank of the group, zero on the others: an addend of a partial sum."""
     group = ctx.group(axes)
-    return x if group.rank == 0 else x * 0
+    return x if group.index == 0 else x * 0
 
 
 def batch_norm(
@@ -91,5 +90,3 @@ def batch_norm(
         x, weight, bias, running_mean, running_var, training, momentum, eps
     )
     return out, mean, var
-
-

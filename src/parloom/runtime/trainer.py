@@ -119,7 +119,7 @@ class Trainer:
         elif self.scheduler is not None:
             self.scheduler.step()
         self._ctx.step += 1
-        self.samples_seen += self.program.inputs[0].shape[0] if self.program.inputs else 0
+        self.samples_seen += next((s.shape[0] for s in self.program.inputs if s.shape), 0)
         return result
 
     def evaluate(self, batch: Batch, local: bool = False) -> Evaluation:

@@ -15,12 +15,13 @@ def _grouped(site: Site) -> bool:
 
 
 def _attention_rule(site: Site) -> Rule:
-    """q[..., s, d] k[..., t, d] v[..., t, e] -> [..., s, e]; keys are whole."""
+    """q[..., s, d] k[..., t, d] v[..., t, e] -> [..., s, e]; keys and widths are whole.
+
+    Sharding e would be legal without dropout, but every rank would compute all weights.
+    """
     lead = _lead(site)
     q, k = site.operands[0], site.operands[1]
-    kinds = {"t": WHOLE, "d": WHOLE} | ({"s": OFFSET} if _causal(site) else {})
-    if site.arg(4, "dropout_p", 0.0):
-        kinds["e"] = WHOLE  # the dropout mask belongs to the weights, which e does not index
+    kinds = {"t": WHOLE, "d": WHOLE, "e": WHOLE} | ({"s": OFFSET} if _causal(site) else {})
     operands = [[*lead, "s", "d"], [*lead, "t", "d"], [*lead, "t", "e"]]
     for mask in site.operands[3:]:
         operands.append([*lead, "s", "t"][len(lead) + 2 - len(mask.shape) :])

@@ -1,0 +1,106 @@
+"""`parallelize` on the captured main path: weights in, weights out, evaluation, resume, refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parloom import api, zoo
+from parloom.errors import FingerprintError, InputError, LaunchError
+from parloom.execute.ranks import fork_ranks
+from parloom.ir.plan import Plan
+
+SIZES = {"batch": 8, "features": 8, "hidden": 16, "depth": 2, "classes": 4}
+FACTORY = """
+from parloom import zoo
+def build():
+    return zoo.build("mlp", batch=8, features=8, hidden=16, depth=2, classes=4)
+"""
+
+
+@pytest.fixture(scope="module")
+def factory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "model.py"
+    path.write_text(FACTORY)
+    return f"{path}:build"
+
+
+def planned(factory: str, cluster: str, method: str) -> Plan:
+    return api.plan(factory, cluster=cluster, method=method, dtype="float64", optimizer="adamw")
+
+
+def build(seed: int = 0) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    model, batch = zoo.build("mlp", **SIZES)  # type: ignore[arg-type]
+    return model.double(), {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+
+
+def adamw(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def _train(plan: Plan, folder: Path, weights: Path | None, steps: int) -> dict[str, torch.Tensor]:
+    model, batch = build()
+    trainer = api.parallelize(model, plan, optimizer=adamw, weights_path=weights)
+    for _ in range(steps):
+        trainer.step(batch)
+    trainer.export(folder / "weights")
+    loss = float(trainer.evaluate(batch).loss)
+    state = trainer.state_dict()
+    assert loss == pytest.approx(float(_eager_loss(state, batch)), rel=1e-12)
+    return state
+
+
+def _eager_loss(state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    model, _ = build()
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        loss: torch.Tensor = model(**batch)[0]
+    return loss
+
+
+@pytest.mark.parametrize("method", ["fsdp", "megatron"])
+def test_weights_go_in_and_out(factory: str, tmp_path: Path, method: str) -> None:
+    """Trained weights equal eager training that started from the same file."""
+    start, batch = build(seed=7)
+    save_file(dict(start.state_dict()), tmp_path / "start.safetensors")
+    plan = planned(factory, "4xcpu", method)
+    states = fork_ranks(4, _train, plan, tmp_path, tmp_path / "start.safetensors", 2)
+    optimizer = adamw(list(start.named_parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        start(**batch)[0].backward()
+        optimizer.step()
+    for name, tensor in start.state_dict().items():
+        assert torch.allclose(states[0][name], tensor, rtol=1e-9, atol=1e-12), name
+    _, batch = build()
+    again = fork_ranks(4, _train, plan, tmp_path, tmp_path / "weights", 0)
+    for name, tensor in states[0].items():
+        assert torch.equal(again[0][name], tensor), name
+
+
+def test_one_rank_needs_no_launcher(factory: str) -> None:
+    plan = planned(factory, "1xcpu", "data_parallel")
+    model, batch = build()
+    reference, _ = build()
+    trainer = api.parallelize(model, plan, optimizer=adamw)
+    assert torch.equal(trainer.step(batch).loss, reference(**batch)[0].detach())
+
+
+def test_refusals(factory: str) -> None:
+    plan = planned(factory, "1xcpu", "data_parallel")
+    model, _ = build()
+    with pytest.raises(FingerprintError, match="script made a SGD"):
+        api.parallelize(model, plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    other, _ = zoo.build("mlp", **(SIZES | {"hidden": 32}))  # type: ignore[arg-type]
+    with pytest.raises(FingerprintError, match=r"4 of 6 parameters differ|parameters differ"):
+        api.parallelize(other.double(), plan, optimizer=adamw)
+    with torch.device("meta"):
+        empty, _ = zoo.build("mlp", **SIZES)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="weights_path"):
+        api.parallelize(empty.double(), plan, optimizer=adamw)
+    four = planned(factory, "4xcpu", "data_parallel")
+    with pytest.raises(LaunchError, match="parloom run"):
+        api.parallelize(model, four, optimizer=adamw)
