@@ -65,8 +65,8 @@ def load_model(
 
     `batch` and `seq` apply to batches that are built here; a factory's own batch is taken as it is.
     `dtype` (`fp32` or `float32`) is what model and batch are cast to; None leaves them. `device` is
-    `cpu` or `meta`. `sizes` replaces some of the model's `sizes_of`. Equal arguments give equal weights
-    and batches.
+    `cpu` or `meta`. `sizes` replaces some of the model's `sizes_of`. Equal arguments give equal
+    weights and batches.
 
     Raises: InputError naming the nearest valid choice; NotYetError for saved programs.
     """
