@@ -1,0 +1,236 @@
+"""Every operator of the registry: split, run and recombine equals whole, gradients included."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from parloom.errors import LayoutError
+from parloom.ir.graph import Node
+from parloom.ir.layout import Layout
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops import OPS, OpDef, elementwise, op_of
+from parloom.ir.ops.opdef import Emission
+from parloom.ir.ops.rule import HALO, LOCAL, Assignment, Rule, Site, build
+from tests.equality import TOLERANCE
+from tests.property.one_operator import (
+    SQUARE,
+    Around,
+    Program,
+    Trial,
+    combined,
+    local_site,
+    singles,
+)
+from tests.property.operator_cases import Case, all_cases, case, real
+
+torch.set_num_threads(1)
+
+CASES = {c.id: c for c in all_cases()}
+# Elementwise operators share one rule: each gets a few of the combined assignments, others many.
+ALIKE = frozenset(op.name for op in elementwise.OPS)
+FEW, MANY = 3, 10
+
+
+def test_every_operator_has_a_case() -> None:
+    """A new registry entry needs at least one example call in `operator_cases`."""
+    assert set(OPS) == {c.op for c in CASES.values()}
+    assert len(CASES) == len(all_cases()), "two cases have the same operator and label"
+
+
+def trials(rule: Rule, limit: int, seed: str) -> list[Trial]:
+    many = combined(rule)
+    return singles(rule) + random.Random(seed).sample(many, min(limit, len(many)))
+
+
+def worst(example: Case, limit: int) -> tuple[float, str]:
+    """The largest error over all assignments that are tried, and where it is."""
+    direct, copied = Program(example), Program(example, copied=True)
+    found = [(*direct.error(direct.rule, {}, SQUARE, "whole"), "whole")]
+    for seed, (mesh, rule, assignment) in enumerate(trials(direct.rule, limit, example.id)):
+        program = direct if seed % 4 == 0 else copied
+        around: Around = seed if seed % 2 else ("whole", "readers")[seed // 2 % 2]
+        error, where = program.error(rule, assignment, mesh, around)
+        found.append((error, where, f"{assignment} on {mesh.num_ranks} ranks, around {around}"))
+    error, where, how = max(found)
+    return error, f"{where}, {how}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_run_recombined_equals_whole(name: str) -> None:
+    example = CASES[name]
+    error, where = worst(example, FEW if example.op in ALIKE else MANY)
+    assert error <= example.tolerance, where
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_declared_costs_fit_the_call(name: str) -> None:
+    """Saved tensors exist, and an axis on a factor divides the work by its size."""
+    program = Program(CASES[name])
+    op, site, rule = OPS[CASES[name].op], program.site, program.rule
+    for kind, index in op.saved:
+        assert kind in ("operand", "result")
+        if index >= len(site.operands if kind == "operand" else site.results):
+            assert _optional(op, kind, index), f"{op.name} saves {kind} {index}, which is not there"
+    whole = op.flops(site, rule)
+    assert whole >= 0
+    for mesh, cut, assignment in singles(rule):
+        (factor,) = assignment
+        if cut.kind(factor) in (LOCAL, HALO):
+            continue
+        ranks = {f: mesh.size(axes) for f, axes in assignment.items()}
+        scaled = replace(cut, sizes=tuple((f, n // ranks.get(f, 1)) for f, n in cut.sizes))
+        local = op.flops(local_site(site, cut, assignment, mesh), scaled)
+        assert local * mesh.size(assignment[factor]) == pytest.approx(whole), (factor, local, whole)
+
+
+def _optional(op: OpDef, kind: str, index: int) -> bool:
+    """An operand that calls may leave out: the second of a scalar operation."""
+    return kind == "operand" and index == 1 and (op.name in ALIKE or op.name == "einsum")
+
+
+def test_rules_divide_the_shapes_they_are_given() -> None:
+    """Per dim, factor sizes multiply to the size; every factor has one."""
+    for example in CASES.values():
+        program = Program(example)
+        rule, site = program.rule, program.site
+        specs = (*site.operands, *site.results)
+        for dims, spec in zip((*rule.operands, *rule.results), specs, strict=True):
+            for factors, size in zip(dims, spec.shape, strict=True):
+                product = 1
+                for factor in factors:
+                    product *= rule.size(factor)
+                assert product == size, (example.id, factors, size)
+
+
+@st.composite
+def view_cases(draw: st.DrawFn) -> Case:
+    """A view between two groupings of the same small factors, ones in between."""
+    factors = draw(st.lists(st.sampled_from([2, 2, 3, 4, 6]), min_size=1, max_size=4))
+
+    def grouped() -> tuple[int, ...]:
+        sizes = [1]
+        for factor in factors:
+            if draw(st.booleans()):
+                sizes.append(1)
+            sizes[-1] *= factor
+        return tuple(sizes) if draw(st.booleans()) else tuple(s for s in sizes if s > 1)
+
+    return case("view", real(*grouped()), grouped())
+
+
+@st.composite
+def window_cases(draw: st.DrawFn) -> Case:
+    """A convolution or pooling with any window that keeps rows aligned."""
+    stride = draw(st.sampled_from([1, 1, 2, 3]))
+    rows = stride * draw(st.sampled_from([4, 6, 12]))
+    dilation = draw(st.sampled_from([1, 1, 2]))
+    kernel = draw(st.integers(1, 5))
+    padding = draw(st.integers(0, 3))
+    reach = (kernel - 1) * dilation + 1
+    assume((rows + 2 * padding - reach) // stride + 1 >= 1 and reach <= rows + 2 * padding)
+    if draw(st.booleans()):
+        groups = draw(st.sampled_from([1, 2, 3]))
+        bias = real(6) if draw(st.booleans()) else None
+        x, w = real(2, 6, rows), real(6, 6 // groups, kernel)
+        return case("conv1d", x, w, bias, (stride,), (padding,), (dilation,), groups)
+    assume(padding <= kernel // 2)
+    op = draw(st.sampled_from(["avg_pool1d", "max_pool1d"]))
+    tail = (dilation,) if op == "max_pool1d" else ()
+    assume(tail or ((rows + 2 * padding - kernel) // stride + 1 >= 1 and kernel <= rows))
+    return case(op, real(2, 4, rows), (kernel,), (stride,), (padding,), *tail)
+
+
+@settings(max_examples=40)
+@given(st.one_of(view_cases(), window_cases()))
+def test_any_view_and_any_window(example: Case) -> None:
+    error, where = worst(example, 6)
+    assert error <= TOLERANCE, (example.op, example.args, where)
+
+
+# Negative controls: wrong entries that the same harness must catch.
+
+
+def _along_nothing(site: Site) -> Rule:
+    names = [f"d{i}" for i in range(len(site.operands[0].shape))]
+    operands = [names[len(names) - len(s.shape) :] for s in site.operands]
+    return build(operands, [names], site)
+
+
+def _call(function: str) -> dict[str, object]:
+    def emit(e: Emission) -> str:
+        return f"{function}({e.arg(0)}, {e.arg(1)})"
+
+    return {"emit": emit}
+
+
+def _bias_everywhere(e: Emission) -> str:
+    return f"F.linear({e.arg(0)}, {e.arg(1)}, {e.arg(2)})"
+
+
+def _plain_lookup(e: Emission) -> str:
+    return f"F.embedding({e.arg(1)}, {e.arg(0)})"
+
+
+def _causal_shard(e: Emission) -> str:
+    inputs = ", ".join(e.arg(i) for i in range(3))
+    return f"F.scaled_dot_product_attention({inputs}, is_causal=True)"
+
+
+def _empty(*_: object) -> tuple[str, ...]:
+    return ()
+
+
+def _shards_only(rule: Rule, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
+    return Layout(right_layout(rule, index, assignment, mesh).shards)
+
+
+right_layout = Rule.result_layout
+WRONG: dict[str, tuple[str, dict[str, object]]] = {
+    "bias added on every rank": ("linear-bias", {"emit": _bias_everywhere}),
+    "mean divides by the local count": ("mean-dim", _call("torch.mean")),
+    "loss divides by the local count": ("mse_loss-reduction1", _call("F.mse_loss")),
+    "softmax of each shard": ("softmax", {"rule": _along_nothing}),
+    "norm of each shard": ("layer_norm", {"rule": _along_nothing}),
+    "scan of each shard": ("cumsum", {"rule": _along_nothing}),
+    "halo forgotten": ("conv2d", {"halo": lambda site: dict.fromkeys(("s0", "s1"), (2, 0, 0))}),
+    "maximum added up": ("parloom.amax", {"rule": OPS["sum"].rule}),
+    "gradient said to stop": ("mul", {"differentiable": False}),
+    "mask counts from the shard": ("scaled_dot_product_attention-causal", {"emit": _causal_shard}),
+    "rows of a shard by global index": ("embedding", {"emit": _plain_lookup}),
+    "contracted factor not partial": ("mm", {"result_layout": _shards_only}),
+    "gradients of shared operands not partial": ("mm", {"varying": _empty}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_entry_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, change = WRONG[mistake]
+    wrong = OPS[CASES[name].op]
+    for attribute, value in change.items():
+        if hasattr(Rule, attribute):
+            monkeypatch.setattr(Rule, attribute, value)
+        else:
+            wrong = replace(wrong, **{attribute: value})  # type: ignore[arg-type]
+
+    def patched(node: Node) -> OpDef:
+        return wrong if node.op == wrong.name else op_of(node)
+
+    for module in ("parloom.ir.lower", "parloom.ir.factors", "parloom.codegen.source"):
+        monkeypatch.setattr(f"{module}.op_of", patched)
+    direct, copied = Program(CASES[name]), Program(CASES[name], copied=True)
+    rule = wrong.rule(direct.site)
+    errors = [0.0]
+    for seed, (mesh, cut, assignment) in enumerate(singles(rule)):
+        pairs: tuple[tuple[Program, Around], ...] = (
+            (direct, "whole"), (copied, "readers"), (copied, seed)
+        )  # fmt: skip
+        for program, around in pairs:
+            try:
+                errors.append(program.error(cut, assignment, mesh, around)[0])
+            except (RuntimeError, IndexError, LayoutError):  # loud is caught, too
+                errors.append(float("inf"))
+    assert max(errors) > 1e-3
