@@ -13,6 +13,7 @@ alone (counts of valid tokens), which move to the prologue.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 
 from parloom.errors import LayoutError, NotYetError
 from parloom.ir.factors import Factored, cut_to, factorize, follow, site_of
@@ -79,7 +80,6 @@ class _Lowering:
         self.by_key = {n.key: n for n in decisions.nodes}
         self.policies = {a.prefix: a.policy for a in decisions.activations}
         self.variants: dict[object, PFunction] = {}
-        self.names: dict[str, int] = {}
         self.hoist = _Hoist()
         if len(decisions.stages) > 1:
             raise NotYetError("pipeline stages are not yet executable; use one stage")
@@ -164,6 +164,14 @@ class _Lowering:
             raise NotYetError(f"{decision.key}: operators on a submesh are not yet executable")
         return {f: axes for f, axes in decision.factors if axes}
 
+    def variant_name(self, kind: str) -> str:
+        """A name for the next variant of a block kind that no other function has."""
+        taken = {f.name for f in self.variants.values()}
+        if kind not in taken:
+            return kind
+        taken |= set(self.graph.by_name)
+        return next(n for n in (f"{kind}_{i}" for i in count(2)) if n not in taken)
+
     def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction:
         """The variant of the called block for these inputs and decisions."""
         function = self.graph.by_name[call.function]
@@ -175,8 +183,7 @@ class _Lowering:
         types = tuple((v.layout, v.varying, v.differentiable) for v in inputs)
         key = (function.name, chosen, types)
         if key not in self.variants:
-            count = self.names[function.name] = self.names.get(function.name, 0) + 1
-            name = function.name if count == 1 else f"{function.name}_{count}"
+            name = self.variant_name(function.name)
             formal = tuple(
                 replace(value, name=v.name)
                 for value, v in zip(inputs, function.inputs, strict=True)

@@ -56,4 +56,13 @@ def op_of(node: Node) -> OpDef:
             " mutates its input and has no rule; use torch.nn.functional.dropout for random masks,"
             " draw random inputs in the batch, or add an entry (docs/add-an-op.md)"
         )
-    return OpDef(node.op, opaque, lambda e: e.call(f"torch.ops.aten.{node.op}"), no_flops)
+    return OpDef(node.op, opaque, _opaque, no_flops)
+
+
+def _opaque(e: Emission) -> str:
+    """The ATen call as captured; what makes tensors from nothing is told where to make them."""
+    code = e.call(f"torch.ops.{'' if '.' in e.site.node.op else 'aten.'}{e.site.node.op}")
+    if e.site.operands:
+        return code
+    joint = "" if code.endswith("()") else ", "
+    return f"{code[:-1]}{joint}device=ctx.device)"

@@ -18,9 +18,20 @@ def _conv_window(site: Site) -> Window:
     count = len(site.operands[0].shape) - 2
     kernel = site.operands[1].shape[2:]
     stride = _spread(site.integers(3, "stride", 1), count)
-    padding = _spread(site.integers(4, "padding", 0), count)
     dilation = _spread(site.integers(5, "dilation", 1), count)
+    padding = _spread(site.integers(4, "padding", 0), count)
+    if site.arg(4, "padding", 0) == "same":  # the odd row, if any, is at the end
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+    elif site.arg(4, "padding", 0) == "valid":
+        padding = (0,) * count
     return kernel, stride, padding, dilation
+
+
+def _uneven(site: Site) -> bool:
+    """Whether `same` padding differs at the two ends of some dim."""
+    kernel, _, _, dilation = _conv_window(site)
+    same = site.arg(4, "padding", 0) == "same"
+    return same and any(d * (k - 1) % 2 for d, k in zip(dilation, kernel, strict=True))
 
 
 def _pool_window(site: Site) -> Window:
@@ -96,6 +107,8 @@ def _conv_rule(site: Site) -> Rule:
         rule = build(operands, [["n", "m", *spatial_out]], site, kinds)
     else:
         rule = _grouped(build(operands, [["n", "m", *spatial_out]], site, kinds), site, groups)
+    if _uneven(site):
+        return rule
     spatial, _ = _spatial(site, _conv_window(site), True)
     return _spatial_dims(rule, site, spatial)
 
@@ -141,7 +154,8 @@ def _conv(e: Emission) -> str:
     groups //= e.mesh.size(e.assignment.get("g", ()))
     count = len(stride)
     bias = e.once(e.site.arg(2, "bias"))
-    parts = [e.arg(0), e.arg(1), bias, f"stride={stride!r}", f"padding={_padding(e, window)!r}"]
+    padding = "'same'" if _uneven(e.site) else repr(_padding(e, window))
+    parts = [e.arg(0), e.arg(1), bias, f"stride={stride!r}", f"padding={padding}"]
     if set(dilation) != {1}:
         parts.append(f"dilation={dilation!r}")
     if groups != 1:

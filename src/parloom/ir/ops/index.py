@@ -10,6 +10,9 @@ INDICES: SavedTensors = (("operand", 1),)
 
 def _embedding_rule(site: Site) -> Rule:
     lead = [f"d{i}" for i in range(len(site.operands[1].shape))]
+    if site.arg(3, "scale_grad_by_freq", False):  # a row's gradient needs its count in the batch
+        kinds = dict.fromkeys((*lead, "v"), WHOLE)
+        return build([["v", "e"], lead], [[*lead, "e"]], site, kinds)
     return build([["v", "e"], lead], [[*lead, "e"]], site, {"v": OFFSET})
 
 
@@ -19,9 +22,12 @@ def _embedding(e: Emission) -> str:
         return (
             f"rt.embedding({e.arg(0)}, {e.arg(1)}, ctx, {e.operand_digits(0)}, padding={padding})"
         )
+    parts = [e.arg(1), e.arg(0)]
     if isinstance(padding, int) and padding >= 0:
-        return f"F.embedding({e.arg(1)}, {e.arg(0)}, padding_idx={padding})"
-    return f"F.embedding({e.arg(1)}, {e.arg(0)})"
+        parts.append(f"padding_idx={padding}")
+    if e.site.arg(3, "scale_grad_by_freq", False):
+        parts.append("scale_grad_by_freq=True")
+    return f"F.embedding({', '.join(parts)})"
 
 
 def _bag_rule(site: Site) -> Rule:
