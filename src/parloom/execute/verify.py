@@ -122,23 +122,36 @@ def reference_trace(graph: Graph, planned: Optimizer, tensors: Tensors, batch: T
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
         masks.step = step
-        values = {
-            i.value.name: (batch if i.kind == "batch" else state)[i.target]
-            for i in graph.inputs
-            if i.kind != "constant"
-        }
-        results = evaluate(graph, values, dropout=masks)
-        loss = results["loss"]
-        assert loss is not None
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-        if step == 0:
-            found = ((name, state[name].grad) for name in sorted(trainable))
-            gradients = {name: g.clone() for name, g in found if g is not None}
-        optimizer.step()
-        state.update((name, value.detach()) for name, value in results["updates"].items())
+        found = gradients if step == 0 else None
+        losses.append(reference_step(graph, state, batch, optimizer, masks, found))
     return Trace(tuple(losses), gradients, {n: t.detach() for n, t in state.items()})
+
+
+def reference_step(
+    graph: Graph,
+    state: dict[str, Tensor],
+    batch: Tensors,
+    optimizer: torch.optim.Optimizer,
+    masks: Masks,
+    gradients: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """One step of the captured program: updates `state`, fills `gradients`; the loss."""
+    values = {
+        i.value.name: (batch if i.kind == "batch" else state)[i.target]
+        for i in graph.inputs
+        if i.kind != "constant"
+    }
+    results = evaluate(graph, values, dropout=masks)
+    loss = results["loss"]
+    assert loss is not None
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    if gradients is not None:
+        found = ((name, tensor.grad) for name, tensor in sorted(state.items()))
+        gradients.update((name, g.clone()) for name, g in found if g is not None)
+    optimizer.step()
+    state.update((name, value.detach()) for name, value in results["updates"].items())
+    return loss.detach()
 
 
 def _leaves(state: Tensors, trainable: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
