@@ -1,0 +1,124 @@
+"""Small captured models, widened to float64, with weights, a batch and the reference's outcome."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor, nn
+
+from parloom import zoo
+from parloom.capture import capture, parameters_of
+from parloom.execute.reference import evaluate
+from parloom.execute.verify import Masks
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import Graph, widened
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.plan import Decisions
+from tests.equality import Outcome, difference, parallel
+
+Built = tuple[nn.Module, dict[str, Tensor]]
+MESHES: dict[str, Mesh] = {"2x2": grid({"x": 2, "y": 2}), "2x3": grid({"x": 2, "y": 3})}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A captured model; `expected` is its loss, gradients and new buffers on one device."""
+
+    graph: Graph
+    tensors: dict[str, Tensor]
+    batch: dict[str, Tensor]
+
+    @cached_property
+    def factored(self) -> Factored:
+        return factorize(self.graph)
+
+    @cached_property
+    def expected(self) -> Outcome:
+        trainable = {i.target for i in self.graph.of_kind("parameter") if i.trainable}
+        leaves = {n: t.clone().requires_grad_(n in trainable) for n, t in self.tensors.items()}
+        values = {
+            i.value.name: (self.batch if i.kind == "batch" else leaves)[i.target]
+            for i in self.graph.inputs
+            if i.kind != "constant"
+        }
+        results = evaluate(self.graph, values, dropout=Masks())
+        loss = results["loss"]
+        assert loss is not None
+        torch.autograd.backward(loss)
+        gradients = {
+            n: torch.zeros_like(t) if t.grad is None else t.grad
+            for n, t in leaves.items()
+            if n in trainable
+        }
+        kept = {i.target: self.tensors[i.target] for i in self.graph.of_kind("buffer")}
+        updates = {n: t.detach() for n, t in results["updates"].items()}
+        return Outcome(loss.detach(), gradients, {}, kept | updates)
+
+    def error(self, decisions: Decisions) -> tuple[float, str]:
+        """How far the plan's program is from the reference, and where."""
+        pcg = lower(self.graph, decisions, factored=self.factored)
+        return difference(self.expected, parallel(pcg, self.tensors, self.batch))
+
+
+def of(module: nn.Module, batch: dict[str, Tensor]) -> Model:
+    """Capture a model; weights that start at zero or one get values of their own."""
+    graph = widened(capture(module, batch))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, tensor in parameters_of(module, graph).items():
+        wide = tensor.detach().double() if tensor.is_floating_point() else tensor.clone()
+        if wide.is_floating_point():
+            wide = wide + 0.1 * torch.rand(wide.shape, generator=generator, dtype=wide.dtype)
+        tensors[name] = wide
+    wide_batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    return Model(graph, tensors, wide_batch)
+
+
+def _gpt2() -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(vocab_size=24, n_positions=12, n_embd=24, n_layer=2, n_head=6)
+    sizes.use_cache = False
+    return GPT2LMHeadModel(sizes).train(), _tokens(24)
+
+
+def _llama() -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = LlamaConfig(
+        vocab_size=24, hidden_size=24, intermediate_size=36, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=12,
+        attention_dropout=0.2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(sizes).train(), _tokens(24)
+
+
+def _tokens(vocabulary: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (12, 12), generator=generator)
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -100, ids)
+    return {"input_ids": ids, "labels": labels}
+
+
+BUILDERS: dict[str, Callable[[], Built]] = {
+    "mlp": lambda: zoo.build("mlp", batch=12, features=12, hidden=24, depth=2, classes=12),
+    "gpt": lambda: zoo.build("gpt", batch=12, seq=12, vocab=24, width=24, depth=2, heads=6),
+    "llama": lambda: zoo.build(
+        "llama", batch=12, seq=12, vocab=24, width=24, depth=2, heads=6, groups=3, inner=36
+    ),
+    "cnn": lambda: zoo.build("cnn", batch=12, channels=6, depth=1, classes=12, image=12),
+    "dlrm": lambda: zoo.build(
+        "dlrm", batch=12, tables=2, rows=24, width=12, hidden=24, dense=12, bag=2
+    ),
+    "hf_gpt2": _gpt2,
+    "hf_llama": _llama,
+}
+
+
+@cache
+def model(name: str) -> Model:
+    """A model of `BUILDERS`, captured once per process."""
+    torch.manual_seed(0)
+    return of(*BUILDERS[name]())

@@ -1,0 +1,151 @@
+"""Random legal plans of whole models equal the captured program on one device.
+
+The adjoint gate is here: every row of the adjoint table is made wrong in turn, and some plan of
+those that this file runs must then differ.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parloom.errors import LayoutError
+from parloom.ir.lower import lower
+from parloom.ir.mesh import grid
+from parloom.ir.moves import ADJOINTS
+from parloom.ir.ops import Rule
+from parloom.ir.pcg import PCG, Movement
+from parloom.ir.plan import Decisions, NodeDecision
+from parloom.search.baselines import random_plan
+from tests.dist import lowered
+from tests.dist.lowered import MESHES, Model
+from tests.equality import TOLERANCE
+
+torch.set_num_threads(1)
+
+Point = tuple[str, str, int, int]  # model, mesh, microbatches, seed
+SEEDS = {"mlp": 3, "dlrm": 3, "cnn": 3, "gpt": 2, "llama": 1, "hf_gpt2": 1, "hf_llama": 1}
+POINTS: list[Point] = [
+    (name, mesh, steps, seed)
+    for name, count in SEEDS.items()
+    for mesh in MESHES
+    for steps in (1, 2)
+    for seed in range(count)
+    if (name, steps) != ("cnn", 2)  # batch statistics are not a sum over microbatches
+]
+
+
+def plan(point: Point) -> tuple[Model, Decisions]:
+    name, mesh, steps, seed = point
+    model = lowered.model(name)
+    return model, random_plan(model.graph, model.factored, MESHES[mesh], seed, steps)
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda p: "-".join(map(str, p)))
+def test_a_random_plan_equals_one_device(point: Point) -> None:
+    model, decisions = plan(point)
+    error, where = model.error(decisions)
+    assert error <= TOLERANCE, where
+
+
+def test_batch_statistics_refuse_microbatches() -> None:
+    model = lowered.model("cnn")
+    decisions = random_plan(model.graph, model.factored, MESHES["2x2"], 0)
+    with pytest.raises(LayoutError, match=r"norm:batch_norm#0.*use one microbatch"):
+        model.error(replace(decisions, num_microbatches=2))
+
+
+class Twice(nn.Module):
+    """One weight in three products, each of which may be sharded its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 12) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(F.linear(x, self.weight))
+        return x.square().sum()
+
+
+def twice() -> tuple[Model, Decisions]:
+    """The weight's home is sharded over y and varies over x, where the second product shards it;
+    the third is redundant on all ranks.
+    """
+    torch.manual_seed(0)
+    model = lowered.of(Twice(), {"x": torch.randn(12, 12)})
+    factors = ((("d0", ("x",)), ("n", ("y",))), (("n", ("x",)),), ())
+    nodes = tuple(NodeDecision(f":linear#{i}", f) for i, f in enumerate(factors))
+    return model, Decisions(grid({"x": 2, "y": 2}), nodes)
+
+
+def test_one_weight_used_sharded_shared_and_redundantly() -> None:
+    model, decisions = twice()
+    error, where = model.error(decisions)
+    assert error <= TOLERANCE, where
+    assert {"partition_varying", "elect"} <= set(rows(model, decisions))
+
+
+# The adjoint gate.
+
+WRONG = {
+    "partition": "pad",
+    "partition_varying": "all_gather",
+    "combine": "reduce_scatter",
+    "combine_varying": "slice",
+    "reduce": "all_reduce",
+    "reduce_varying": "identity",
+    "reduce_scatter": "pad",
+    "replicate": "identity",
+    "elect": "identity",
+    "all_to_all": "identity",
+    "halo_exchange": "identity",
+}
+CHEAP = ("mlp", "dlrm", "cnn")
+
+
+def rows(model: Model, decisions: Decisions) -> list[str]:
+    """Rows of the adjoint table that the plan uses where gradients flow."""
+    pcg: PCG = lower(model.graph, decisions, factored=model.factored)
+    return [
+        item.step.row
+        for function in (pcg.main, *pcg.functions)
+        for item in function.body
+        if isinstance(item, Movement) and item.operand.differentiable
+    ]
+
+
+def users(row: str) -> Iterator[tuple[Model, Decisions]]:
+    """Plans that the tests above run and that use `row`."""
+    found = [twice(), *(plan(p) for p in POINTS if p[0] in CHEAP)]
+    return ((model, decisions) for model, decisions in found if row in rows(model, decisions))
+
+
+def test_the_gate_knows_every_row() -> None:
+    assert WRONG.keys() == ADJOINTS.keys()
+    assert all(wrong != ADJOINTS[row].backward for row, wrong in WRONG.items())
+
+
+@pytest.mark.parametrize("row", ADJOINTS)
+def test_a_wrong_adjoint_is_caught(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = list(users(row))
+    assert plans, f"no plan of this file uses {row}"
+    monkeypatch.setitem(ADJOINTS, row, replace(ADJOINTS[row], backward=WRONG[row]))
+    for model, decisions in plans:
+        try:
+            error, _ = model.error(decisions)
+        except RuntimeError:  # a gradient of another shape is caught, too
+            return
+        if error > 1e-3:
+            return
+    pytest.fail(f"no plan noticed that the adjoint of {row} is {WRONG[row]}")
+
+
+def test_a_lost_varying_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it no gradient would be summed over the ranks that share a value."""
+    model, decisions = plan(("mlp", "2x2", 1, 0))
+    monkeypatch.setattr(Rule, "varying", lambda rule, index, assignment: ())
+    assert model.error(decisions)[0] > 1e-3
