@@ -23,7 +23,7 @@ from parloom.errors import CaptureError, FingerprintError, InfeasibleError, Inpu
 from parloom.execute import launch
 from parloom.execute.doctor import num_cores
 from parloom.execute.files import read_plan, write_atomic
-from parloom.execute.optimizers import named_optimizer
+from parloom.execute.optimizers import name_of, named_optimizer
 from parloom.execute.program import training_program
 from parloom.execute.shrink import shrink as shrunk_copy
 from parloom.execute.train import NamedParameters, Trainer
@@ -56,7 +56,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     batch: int | None = None,
     seq: int | None = None,
     dtype: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     method: str = "auto",
     memory: int | None = None,
     microbatches: int | None = None,
@@ -66,12 +66,16 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     """Capture `model`, price the candidates of `method` on `cluster`, and keep the fastest that
     fits in `memory` bytes per device (default: the device's).
 
+    `optimizer` names a class of torch.optim; the default is what the model's factory returned, or
+    adamw.
+
     Raises `InputError`, `CaptureError` or `InfeasibleError` (nothing fits).
     """
+    asked_for = named_optimizer(optimizer) if optimizer else None
     machine = on_this_machine(resolve_cluster(cluster), num_cores())
-    chosen = named_optimizer(optimizer)
     progress(f"building {model}")
     loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
+    chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
     progress("capturing the training program")
     graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
     evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
@@ -242,9 +246,20 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
         copy = shrunk_copy(plan, loaded)
         plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
     else:
+        _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
         tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
     progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
     return replace(_verify(plan, tensors, batch), shrunk=text)
+
+
+def _check_program(plan: Plan, captured: Graph) -> None:
+    """Raise `FingerprintError` unless the plan holds the program that the model captures to."""
+    if parse_graph(plan.graph) != parse_graph(print_graph(captured)):
+        raise FingerprintError(
+            f"the program in the plan is not what {plan.source.spec} captures to; was the file"
+            f" edited, or torch changed? Plan again: parloom plan {plan.source.spec} --cluster"
+            f" {plan.cluster}"
+        )
 
 
 def run(

@@ -93,7 +93,9 @@ def plan(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Cast model and batch to it; default: as they are.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, as adamw.")] = "adamw",
+    optimizer: Annotated[
+        str | None, typer.Option(help="A class of torch.optim; default: the factory's, or adamw.")
+    ] = None,
     method: Method = "auto",
     memory: Memory = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,

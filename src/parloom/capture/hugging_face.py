@@ -14,6 +14,7 @@ from parloom.errors import InputError
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 1024
+IMAGE_SIZE = 224  # ImageNet's usual crop
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_source_positions")
 
 
@@ -131,8 +132,8 @@ def takes_images(model: nn.Module) -> bool:
 
 
 def image_inputs(config: Any, batch: int) -> dict[str, Tensor]:
-    """Normal pixels of the configured size."""
-    side = config.image_size
+    """Normal pixels of the configured size, 224 where the model takes any."""
+    side = getattr(config, "image_size", IMAGE_SIZE)
     height, width = (side, side) if isinstance(side, int) else tuple(side)
     return {"pixel_values": torch.randn(batch, config.num_channels, height, width)}
 

@@ -1,6 +1,7 @@
 """Optimizers that a plan can name: torch.optim classes that update element by element."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,15 @@ def named_optimizer(name: str) -> Optimizer:
             f" update element by element: {', '.join(OPTIMIZERS)}"
         )
     return Optimizer(key, OPTIMIZERS[key][1])
+
+
+def name_of(given: object) -> str | None:
+    """The class name of what a factory returned as its optimizer: instance, class or partial."""
+    while isinstance(given, partial):
+        given = given.func
+    if isinstance(given, type):
+        return given.__name__.lower()
+    return type(given).__name__.lower() if isinstance(given, TorchOptimizer) else None
 
 
 def make(optimizer: Optimizer, named: Named, **settings: Any) -> TorchOptimizer:

@@ -194,7 +194,7 @@ def _of_sizes(
     layers = max(_layers_needed(big), *(_kinds_listed(group) for group in groups.values()))
     changed: dict[str, Any] = {}
     for name, group in groups.items():
-        found = small_sizes(group, layers, small, need, attempt)
+        found = small_sizes(group, layers, (seq, small), need, attempt)
         changed |= {name: found} if name and found else found
     fewer = small_batch(batch, need, big.num_microbatches)
     made = load_model(

@@ -107,12 +107,14 @@ def small_batch(batch: int, need: Need, num_microbatches: int) -> int:
 
 
 def small_sizes(
-    values: Mapping[str, Any], layers: int, seq: int, need: Need, attempt: int
+    values: Mapping[str, Any], layers: int, seqs: tuple[int, int], need: Need, attempt: int
 ) -> Sizes:
     """The settings of `values` that change in the small copy, with `layers` blocks per stack.
 
-    `seq` is the small sequence, which positions must hold.
+    `seqs` is the sequence before and after: positions must hold it, and windows that are shorter
+    stay shorter.
     """
+    seq = seqs[1]
     result: Sizes = dict(_stacks(values, layers))
     found, spread = by_role(values), SPREADS[attempt % len(SPREADS)]
     made = _widths(found, need, spread)
@@ -131,7 +133,7 @@ def small_sizes(
             small = _free(value, MIN_VOCAB, need, used)
         elif role == POSITIONS:
             small = _free(value, 2 * seq + 2, need, used)
-        elif role == WINDOW:
+        elif role == WINDOW and value < seqs[0]:
             small = max(2, seq // 2)
         elif role == IMAGE and PATCH not in found:
             small = lcm(MIN_IMAGE, 4 * need(value))

@@ -5,6 +5,7 @@ lines. Reading trusts nothing: syntax, schema and meaning are checked in that or
 complaint says file:line:column, what is wrong there, and what to do.
 """
 
+import hashlib
 import json
 from typing import Any
 
@@ -61,6 +62,7 @@ def plan_to_json(plan: Plan) -> str:
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),
         "decisions": _decisions(plan.decisions),
+        "graphs_sha256": _digest(plan.graph, plan.evaluation_graph),
         "graph": plan.graph.split("\n"),
         "evaluation_graph": plan.evaluation_graph.split("\n"),
     }
@@ -76,6 +78,11 @@ def plan_from_json(text: str | bytes, where: str) -> Plan:
     if isinstance(text, bytes):
         text = _decoded(text, where)
     return _Reader(text, where).plan()
+
+
+def _digest(graph: str, evaluation: str) -> str:
+    """Of both programs; it catches accidents, the proof catches everything else."""
+    return hashlib.sha256(f"{graph}\n\n{evaluation}".encode()).hexdigest()
 
 
 def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
@@ -183,6 +190,13 @@ class _Reader:
         except ValidationError as error:
             raise self._schema_error(error) from None
         decisions = self._decisions(document.decisions)
+        graph, evaluation = "\n".join(document.graph), "\n".join(document.evaluation_graph)
+        if document.graphs_sha256 != _digest(graph, evaluation):
+            raise InputError(
+                f"{self.where}: graph: the program in this plan is not the one that was captured"
+                " (its digest differs): decisions may be edited by hand, programs may not; make a"
+                " new one with `parloom plan`"
+            )
         return Plan(
             source=ModelSource(**document.source.model_dump()),
             cluster=document.cluster,
@@ -190,8 +204,8 @@ class _Reader:
             optimizer=Optimizer(**document.optimizer.model_dump()),
             method=document.method,
             decisions=decisions,
-            graph="\n".join(document.graph),
-            evaluation_graph="\n".join(document.evaluation_graph),
+            graph=graph,
+            evaluation_graph=evaluation,
             prediction=_read_prediction(document.prediction),
             alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
             assumptions=tuple(document.assumptions),

@@ -130,6 +130,7 @@ class PlanDocument(Document):
     assumptions: list[str]
     notes: list[str]
     decisions: DecisionsDocument
+    graphs_sha256: str
     graph: list[str]
     evaluation_graph: list[str]
 

@@ -13,7 +13,7 @@ from parloom.ir.graph import Call, Function, Graph, TensorSpec
 from parloom.ir.layout import Layout, check
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.pcg import PCG, TIME, Compute, Item, Movement, PFunction, PValue
-from parloom.ir.plan import Decisions, ParameterDecision
+from parloom.ir.plan import Decisions, ParameterDecision, Stage
 
 KINDS = ("parameter", "buffer", "batch", "constant")
 POLICIES = ("keep", "recompute")
@@ -215,12 +215,26 @@ def _activations(planned: Planned) -> Problems:
             yield f"no block {activation.prefix!r} in the model{known}"
 
 
+def _executable(planned: Planned) -> Problems:
+    """Fields that plans have from the first version on and that do not run yet."""
+    _, decisions = planned
+    if decisions.schedule != "one_stage" or decisions.stages != (Stage(),):
+        yield f"pipelines (schedule {decisions.schedule!r}) are not yet executable"
+    for name in ("batch_semantics", "batch_norm"):
+        if getattr(decisions, name) != "global":
+            yield f"{name} {getattr(decisions, name)!r} is not yet executable"
+    for node in decisions.nodes:
+        if node.submesh:
+            yield f"{node.key}: operators on a submesh are not yet executable"
+
+
 DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
     {
         "decisions name operators of the model": _known_operators,
         "axes divide their factors": _legal_assignments,
         "storage is a ZeRO level": _storage,
         "activation policies name blocks": _activations,
+        "decisions are executable": _executable,
     }
 )
 
