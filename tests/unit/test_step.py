@@ -99,9 +99,9 @@ def test_data_parallel_reduces_all_weights_once(graph: Graph) -> None:
     found = price(graph, decisions, cluster)
     assert dict(found.memory)["weights"] == WEIGHTS
     ((level, sent, _),) = found.price.comm
-    # 2 (p - 1) / p of the weights, and of the loss
+    # 2 (p - 1) / p of the weights; the loss is summed beside them
     assert level == 0
-    assert sent == pytest.approx(1.5 * (WEIGHTS + 4))
+    assert sent == pytest.approx(1.5 * WEIGHTS)
     assert found.exposed_s > 0
     one = price(graph, Decisions(Mesh(())), load_cluster("1xcpu"))
     assert found.forward.price.compute_s < one.forward.price.compute_s
@@ -130,7 +130,7 @@ def test_zero_3_gathers_twice_and_scatters_once(graph: Graph) -> None:
     decisions = data_parallel(cluster, DATA, DATA, DATA)
     found = price(graph, decisions, cluster)
     ((_, sent, _),) = found.price.comm
-    assert sent == pytest.approx(3 * 0.75 * WEIGHTS + 1.5 * 4)
+    assert sent == pytest.approx(3 * 0.75 * WEIGHTS)
 
 
 def test_tensor_parallel_reduces_activations(graph: Graph) -> None:
