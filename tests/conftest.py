@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="Rewrite the outputs of the pages in docs."
     )
+    parser.addoption(
+        "--update-golden", action="store_true", help="Rewrite the files in tests/golden/data."
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
