@@ -12,6 +12,7 @@ from parloom.ir.moves import Step
 
 Array = npt.NDArray[np.int64]
 Coordinates = tuple[int, ...]
+Shards = dict[Coordinates, Array]
 
 
 def all_coordinates(mesh: Mesh) -> list[Coordinates]:
@@ -33,9 +34,7 @@ def take(full: Array, layout: Layout, mesh: Mesh, at: Coordinates) -> Array:
     return full
 
 
-def scatter(
-    full: Array, layout: Layout, mesh: Mesh, rng: np.random.Generator
-) -> dict[Coordinates, Array]:
+def scatter(full: Array, layout: Layout, mesh: Mesh, rng: np.random.Generator) -> Shards:
     """Shards of `full` on all ranks; partial axes get random addends (or extremes) of it."""
     shards = {}
     splits: dict[tuple[str, int], Array] = {}
@@ -88,23 +87,21 @@ def merge_digit(stack: Array, dim: int, inner: int) -> Array:
     return x.reshape(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
 
 
-def apply(
-    step: Step, forward: str, shards: dict[Coordinates, Array], mesh: Mesh
-) -> dict[Coordinates, Array]:
+def apply(step: Step, forward: str, shards: Shards, mesh: Mesh) -> Shards:
     """All ranks' values after the primitive `forward` of one step."""
     size = prod(mesh[a].size for a in step.axes)
     fold = {"sum": np.add, "max": np.maximum, "min": np.minimum}[step.reduction].reduce
     result = {}
-    for at in shards:
+    for at, mine in shards.items():
         members = group(mesh, step.axes, at)
         here = members.index(at)
         values = [shards[m] for m in members]
         if forward == "identity":
-            result[at] = shards[at]
+            result[at] = mine
         elif forward == "all_reduce":
             result[at] = fold(values)
         elif forward == "slice":
-            result[at] = split_digit(shards[at], step.dim, step.inner, size)[here]
+            result[at] = split_digit(mine, step.dim, step.inner, size)[here]
         elif forward == "reduce_scatter":
             result[at] = split_digit(fold(values), step.dim, step.inner, size)[here]
         elif forward == "all_gather":

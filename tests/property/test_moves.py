@@ -1,5 +1,7 @@
 """Every transition between random layouts, on simulated ranks, against the dense tensor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,10 +10,20 @@ from hypothesis import strategies as st
 from parloom.errors import LayoutError
 from parloom.ir.layout import Layout, Shard, check, describe, digits, fits, local_shape
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.moves import ADJOINTS, plan_moves
-from tests.property.simulated import Array, apply, scatter, take
+from parloom.ir.moves import ADJOINTS, Step, plan_moves
+from tests.property.simulated import (
+    Array,
+    Shards,
+    apply,
+    group,
+    merge_digit,
+    scatter,
+    take,
+)
 
 MESHES = [{"x": 2, "y": 2}, {"x": 2, "y": 3}, {"x": 2, "y": 2, "z": 3}]
+
+Transition = tuple[tuple[int, ...], Mesh, Layout, Layout, tuple[str, ...], tuple[str, ...]]
 
 
 @st.composite
@@ -38,7 +50,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, partial: bool) 
 @st.composite
 def transitions(
     draw: st.DrawFn,
-) -> tuple[tuple[int, ...], Mesh, Layout, Layout, tuple[str, ...], tuple[str, ...]]:
+) -> Transition:
     mesh = grid(draw(st.sampled_from(MESHES)))
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 12, 24]), min_size=1, max_size=3)))
     source = draw(layouts(shape, mesh, partial=True))
@@ -52,7 +64,7 @@ def transitions(
 
 @settings(max_examples=400, deadline=None)
 @given(transitions(), st.integers(0, 2**32 - 1))
-def test_moves_reach_the_target(transition, seed) -> None:  # type: ignore[no-untyped-def]
+def test_moves_reach_the_target(transition: Transition, seed: int) -> None:
     shape, mesh, source, target, varying, target_varying = transition
     rng = np.random.default_rng(seed)
     full: Array = rng.integers(-1000, 1000, shape)
@@ -74,7 +86,7 @@ def test_moves_reach_the_target(transition, seed) -> None:  # type: ignore[no-un
 
 @settings(max_examples=400, deadline=None)
 @given(transitions(), st.integers(0, 2**32 - 1))
-def test_adjoints_reach_the_source_cotangent(transition, seed) -> None:  # type: ignore[no-untyped-def]
+def test_adjoints_reach_the_source_cotangent(transition: Transition, seed: int) -> None:
     """Backward primitives, in reverse, turn the target's cotangent states into the source's."""
     shape, mesh, source, target, varying, target_varying = transition
     rng = np.random.default_rng(seed)
@@ -97,11 +109,7 @@ def test_adjoints_reach_the_source_cotangent(transition, seed) -> None:  # type:
         assert np.array_equal(value, take(full, wanted.without(varying), mesh, at))
 
 
-def _backward(step, primitive, shards, mesh):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    from tests.property.simulated import group, merge_digit
-
+def _backward(step: Step, primitive: str, shards: Shards, mesh: Mesh) -> Shards:
     if primitive == "all_to_all":
         swapped = replace(
             step, dim=step.split[0], inner=step.split[1], split=(step.dim, step.inner)
