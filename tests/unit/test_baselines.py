@@ -1,0 +1,129 @@
+"""Baselines on hand-made graphs."""
+
+import random
+
+import pytest
+
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.layout import Layout, Shard
+from parloom.ir.lower import lower
+from parloom.ir.mesh import grid
+from parloom.ir.pcg import Compute, Movement
+from parloom.ir.plan import Decisions
+from parloom.search.baselines import (
+    batch_seeds,
+    data_parallel,
+    fsdp,
+    megatron,
+    mesh_of,
+    random_plan,
+    random_plans,
+)
+from tests.unit.graphs import cluster, fused, graph, node, perceptron
+
+CLUSTER = cluster(2, 2)
+
+
+def factors(plan: Decisions) -> dict[str, dict[str, tuple[str, ...]]]:
+    return {n.key: dict(n.factors) for n in plan.nodes}
+
+
+def test_the_tensor_axis_takes_the_fastest_links() -> None:
+    mesh = mesh_of(cluster(2, 4), 4)
+    assert [(a.name, a.size, a.level) for a in mesh.axes] == [("data", 2, 1), ("tensor", 4, 0)]
+    assert mesh.coordinates(5) == {"data": 1, "tensor": 1}
+    assert mesh_of(cluster(1)).num_ranks == 1
+
+
+def test_a_degree_must_be_a_product_of_links() -> None:
+    with pytest.raises(InputError, match="4 is no product of the fastest links of toy"):
+        mesh_of(cluster(2, 3), 4)
+
+
+def test_data_parallel_shards_samples_only() -> None:
+    (plan,) = data_parallel(perceptron(), CLUSTER)
+    assert plan.mesh.names == ("data",)
+    assert {tuple(f.items()) for f in factors(plan).values()} == {(("d0", ("data",)),)}
+    assert plan.parameters == ()
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
+    with pytest.raises(InputError) as caught:
+        next(data_parallel(perceptron(batch=6), CLUSTER))
+    assert str(caught.value) == (
+        "batch tensor 'x' has 6 samples, which do not divide over 4 data-parallel ranks; use"
+        " --batch 8"
+    )
+
+
+def test_only_tensors_with_the_samples_are_sharded() -> None:
+    made = graph(
+        {"w": (8,)},
+        {"x": ((8, 4), "float32"), "table": ((5, 4), "float32"), "scale": ((), "float32")},
+        node("sum", "w", to="loss", shape=()),
+    )
+    seeds = batch_seeds(made, mesh_of(CLUSTER))
+    assert seeds == {"x": Layout((Shard("data", 0, 2),))}
+
+
+def test_fsdp_stores_all_three_in_chunks() -> None:
+    (plan,) = fsdp(perceptron(), CLUSTER)
+    assert [p.name for p in plan.parameters] == ["down", "up", "up_bias"]
+    for parameter in plan.parameters:
+        assert parameter.weight == parameter.gradient == parameter.optimizer
+        assert parameter.weight.axes == ("data",)
+    (alone,) = fsdp(perceptron(), cluster(1))
+    assert alone.parameters == ()
+
+
+def test_megatron_pairs_column_with_row() -> None:
+    two, four = megatron(perceptron(), CLUSTER)
+    assert [a.size for a in two.mesh.axes] == [2, 2]
+    assert factors(two)["up:linear#0"] == {"d0": ("data",), "n": ("tensor",)}
+    assert factors(two)["down:linear#0"] == {"d0": ("data",), "k": ("tensor",)}
+    assert four.mesh.names == ("tensor",)
+    pcg = lower(perceptron(), two)
+    moves = [i.step.row for i in pcg.main.body if isinstance(i, Movement)]
+    assert moves.count("reduce") == 1, "one all-reduce forward, on the row product"
+    assert "combine" not in moves
+
+
+def test_megatron_shards_heads_inside_a_fused_projection() -> None:
+    two, _ = megatron(fused(), CLUSTER)
+    found = factors(two)["qkv:linear#0"]
+    (factor,) = (f for f, axes in found.items() if axes == ("tensor",))
+    rule = factorize(fused()).rule("main", next(fused().flat()).node)
+    assert rule.size(factor) in (4, 2)  # heads or their width, never the three projections
+    assert len(lower(fused(), two).parameters) == 2
+
+
+def test_megatron_leaves_out_degrees_that_the_batch_does_not_fit() -> None:
+    plans = list(megatron(perceptron(batch=3), cluster(2, 2)))
+    assert [p.mesh.names for p in plans] == [("tensor",)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_plans_are_legal_and_repeat(seed: int) -> None:
+    made = fused()
+    factored = factorize(made)
+    mesh = grid({"x": 2, "y": 3})
+    plan = random_plan(made, factored, mesh, seed)
+    random.seed(seed + 1)  # the global generator has no say
+    assert random_plan(made, factored, mesh, seed) == plan
+    pcg = lower(made, plan, factored=factored)
+    assert sum(isinstance(i, Compute) for i in pcg.main.body) == 6
+    for parameter in pcg.parameters:
+        decision = parameter.decision
+        stored = (bool(decision.weight.axes), bool(decision.gradient.axes))
+        assert stored in ((False, False), (False, True), (True, True))
+        assert not set(decision.optimizer.axes) & set(parameter.layout.axes)
+        if decision.weight.axes:
+            assert decision.weight == decision.gradient == decision.optimizer
+
+
+def test_random_plans_of_a_cluster_use_all_of_it() -> None:
+    for seed in range(6):
+        (plan,) = random_plans(perceptron(), cluster(2, 4), seed=seed)
+        assert plan.mesh.num_ranks == 8
+        assert len(plan.mesh.axes) <= 2
