@@ -13,8 +13,10 @@ from itertools import combinations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from parloom import runtime as rt
 from parloom.execute.reference import run_node
 from parloom.execute.verify import Masks
 from parloom.ir.factors import Factored, factorize, site_of
@@ -22,7 +24,7 @@ from parloom.ir.graph import Arg, Dtype, Function, Graph, Input, Node, Ref, Tens
 from parloom.ir.layout import Layout, local_shape
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.ops import OPS, Rule, Site
+from parloom.ir.ops import OPS, Emission, Rule, Site
 from parloom.ir.ops.rule import HALO, WHOLE
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision
@@ -207,6 +209,29 @@ class Program:
         kept = {i.target: self.tensors[i.target] for i in self.graph.of_kind("buffer")}
         outputs = {n: made[v].detach() for n, v in self.graph.outputs}
         return Outcome(loss.detach(), gradients, outputs, kept | updates)
+
+    def run_emitted(self) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+        """The emitted expression on whole tensors: operands, results, and what autograd keeps."""
+        leaves = {
+            n: t.clone().requires_grad_(o.role == "parameter" and t.is_floating_point())
+            for (n, t), o in zip(self.tensors.items(), self.operands, strict=True)
+        }
+        site, whole = self.site, Layout()
+        emission = Emission(
+            site, self.rule, {}, SQUARE, {n: n for n in leaves}, "'key'",
+            (whole,) * len(site.operands), (whole,) * len(site.results),
+        )  # fmt: skip
+        ctx = rt.Context(rt.SingleComm(rt.grid({"x": 1})), exact_random=True)
+        names = {"torch": torch, "F": F, "rt": rt, "ctx": ctx, **leaves}
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            made = eval(OPS[self.case.op].source(emission), names)
+        return leaves, [made] if isinstance(made, Tensor) else list(made), kept
 
     def lowered(self, rule: Rule, assignment: Assignment, mesh: Mesh, around: Around) -> PCG:
         """The program with this assignment of the operator's rule."""

@@ -67,14 +67,9 @@ def test_split_run_recombined_equals_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_declared_costs_fit_the_call(name: str) -> None:
-    """Saved tensors exist, and an axis on a factor divides the work by its size."""
+def test_an_axis_divides_the_work(name: str) -> None:
     program = Program(CASES[name])
     op, site, rule = OPS[CASES[name].op], program.site, program.rule
-    for kind, index in op.saved:
-        assert kind in ("operand", "result")
-        if index >= len(site.operands if kind == "operand" else site.results):
-            assert _optional(op, kind, index), f"{op.name} saves {kind} {index}, which is not there"
     whole = op.flops(site, rule)
     assert whole >= 0
     for mesh, cut, assignment in singles(rule):
@@ -84,12 +79,39 @@ def test_declared_costs_fit_the_call(name: str) -> None:
         ranks = {f: mesh.size(axes) for f, axes in assignment.items()}
         scaled = replace(cut, sizes=tuple((f, n // ranks.get(f, 1)) for f, n in cut.sizes))
         local = op.flops(local_site(site, cut, assignment, mesh), scaled)
-        assert local * mesh.size(assignment[factor]) == pytest.approx(whole), (factor, local, whole)
+        assert local * ranks[factor] == pytest.approx(whole), (factor, local, whole)
 
 
-def _optional(op: OpDef, kind: str, index: int) -> bool:
-    """An operand that calls may leave out: the second of a scalar operation."""
-    return kind == "operand" and index == 1 and (op.name in ALIKE or op.name == "einsum")
+# What autograd keeps here and not on a GPU, or not as one of the call's own tensors.
+KEPT_OTHERWISE = {
+    "rms_norm": "written out on the CPU, fused on a GPU",
+    "scaled_dot_product_attention": "written out with keyed dropout and for three dims",
+    "matmul-broadcast": "expanded copies", "matmul-left_vector": "expanded copies",
+    "einsum-three": "the product of the first two",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_tensors_are_as_declared(name: str) -> None:
+    """Bytes that autograd keeps are what the entry says, up to a factor of two and small change."""
+    program = Program(CASES[name])
+    op, site = OPS[CASES[name].op], program.site
+    tensors = {"operand": site.operands, "result": site.results}
+    for kind, index in op.saves(site):
+        assert index < len(tensors[kind]), f"{op.name} saves {kind} {index}, which is not there"
+    leaves, made, kept = program.run_emitted()
+    if not any(t.requires_grad for t in made) or {name, op.name} & KEPT_OTHERWISE.keys():
+        return
+    declared = {
+        id(t): t
+        for kind, index in op.saves(site)
+        for t in [leaves[site.node.refs[index]] if kind == "operand" else made[index]]
+    }
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    total, said = sum(found.values()), sum(t.untyped_storage().nbytes() for t in declared.values())
+    largest = max(t.untyped_storage().nbytes() for t in (*leaves.values(), *made))
+    assert total <= 2 * said + largest / 3, (total, said)
+    assert said <= 2 * total + largest / 3, (total, said)
 
 
 def test_rules_divide_the_shapes_they_are_given() -> None:

@@ -165,10 +165,9 @@ class _Body:
         ratio = op.backward_ratio
         seconds = model.compute_seconds(flops * ratio, sum(sizes) * max(1.0, ratio), dtype, device)
         self.backward.append(Pass(Price(seconds)))
-        for kind, index in op.saved:
+        for kind, index in op.saves(site):
             values = item.operands if kind == "operand" else item.results
-            if index < len(values):
-                self.keep(values[index].name)
+            self.keep(values[index].name)
 
     def move(self, item: Movement) -> None:
         adjoint = ADJOINTS[item.step.row]

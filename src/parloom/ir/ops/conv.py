@@ -209,6 +209,11 @@ def _adaptive_rule(site: Site) -> Rule:
                  {n: WHOLE for n in (*names_in[2:], *names_out[2:])})  # fmt: skip
 
 
+def _adaptive_saves(site: Site) -> SavedTensors:
+    """Nothing where the whole image becomes one value: torch takes a mean."""
+    return () if set(site.results[0].shape[2:]) == {1} else (("operand", 0),)
+
+
 _SAVED: SavedTensors = (("operand", 0), ("operand", 1))
 _X: SavedTensors = (("operand", 0),)
 
@@ -223,7 +228,12 @@ OPS: tuple[OpDef, ...] = (
         for n in (1, 2, 3)
     ),
     *(
-        OpDef(f"adaptive_avg_pool{n}d", _adaptive_rule, f"F.adaptive_avg_pool{n}d", saved=_X)
+        OpDef(
+            f"adaptive_avg_pool{n}d",
+            _adaptive_rule,
+            f"F.adaptive_avg_pool{n}d",
+            saved=_adaptive_saves,
+        )
         for n in (1, 2, 3)
     ),
 )

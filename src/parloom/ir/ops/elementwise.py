@@ -1,9 +1,9 @@
 """Elementwise operators: factors are the dims of the result, size-1 dims broadcast."""
 
-from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
-from parloom.ir.ops.rule import broadcast
+from parloom.ir.graph import Ref
+from parloom.ir.ops.opdef import Emission, OpDef, Saved, SavedTensors, all_operands, each_other
+from parloom.ir.ops.rule import Site, broadcast
 
-BOTH: SavedTensors = (("operand", 0), ("operand", 1))
 FIRST: SavedTensors = (("operand", 0),)
 RESULT: SavedTensors = (("result", 0),)
 
@@ -12,7 +12,7 @@ _INFIX = {
     "gt": ">", "ge": ">=", "__and__": "&", "__or__": "|", "__xor__": "^", "bitwise_and": "&",
     "bitwise_or": "|", "remainder": "%",
 }  # fmt: skip
-_SAVED = {"mul": BOTH, "div": BOTH}
+_SAVED = {"mul": each_other, "div": each_other}
 _LINEAR = {"mul": "either", "div": "first", "add": "joint", "sub": "joint"}
 _NOT_DIFFERENTIABLE = {"eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__",
                        "bitwise_and", "bitwise_or"}  # fmt: skip
@@ -39,19 +39,30 @@ def _clone(e: Emission) -> str:
     return f"{e.arg(0)}.contiguous()" if contiguous else f"{e.arg(0)}.clone()"
 
 
+def _power_saves(site: Site) -> SavedTensors:
+    both = len(site.operands) > 1 or not isinstance(site.arg(0), Ref)
+    return (*all_operands(site), *(RESULT if both else ()))
+
+
+def _lerp_saves(site: Site) -> SavedTensors:
+    return all_operands(site) if len(site.operands) > 2 else ()
+
+
 def _elu(e: Emission) -> str:
     # torch's Python function lacks the two factors that a captured selu has
     return e.call("F.elu" if len(e.site.node.args) <= 2 else "torch.ops.aten.elu")
 
 
-def _unary(names: str, saved: SavedTensors, prefix: str = "torch.") -> tuple[OpDef, ...]:
+def _unary(names: str, saved: Saved, prefix: str = "torch.") -> tuple[OpDef, ...]:
     return tuple(OpDef(name, broadcast, prefix + name, saved=saved) for name in names.split())
 
 
 OPS: tuple[OpDef, ...] = (
     *(_infix(symbol, name) for name, symbol in _INFIX.items()),
-    *_unary("exp rsqrt sqrt tanh sigmoid reciprocal", RESULT),
-    *_unary("log sin cos abs pow erf square log1p expm1 maximum minimum clamp atan2", FIRST),
+    *_unary("exp rsqrt sqrt tanh sigmoid reciprocal expm1", RESULT),
+    *_unary("log sin cos abs erf square log1p clamp", FIRST),
+    *_unary("maximum minimum atan2", each_other),
+    *_unary("pow", _power_saves),
     *_unary("gelu silu softplus leaky_relu hardtanh hardswish mish", FIRST, "F."),
     OpDef("elu", broadcast, _elu, saved=FIRST),
     *_unary("relu", RESULT, "F."),
@@ -63,6 +74,6 @@ OPS: tuple[OpDef, ...] = (
     OpDef("_to_copy", broadcast, _to_copy, linear="first"),
     OpDef("clone", broadcast, _clone, linear="first"),
     OpDef("detach", broadcast, ".detach", differentiable=False, view=True),
-    OpDef("lerp", broadcast, "torch.lerp", saved=BOTH),
-    OpDef("addcmul", broadcast, "torch.addcmul", saved=BOTH),
+    OpDef("lerp", broadcast, "torch.lerp", saved=_lerp_saves),
+    OpDef("addcmul", broadcast, "torch.addcmul", saved=(("operand", 1), ("operand", 2))),
 )

@@ -6,6 +6,7 @@ from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build, no_flops
 
 INDICES: SavedTensors = (("operand", 1),)
+BOTH: SavedTensors = (("operand", 0), ("operand", 1))
 
 
 def _embedding_rule(site: Site) -> Rule:
@@ -72,6 +73,10 @@ def _index(e: Emission) -> str:
     return f"{e.arg(0)}[{', '.join(parts)}]"
 
 
+def _index_saves(site: Site) -> SavedTensors:
+    return tuple(("operand", i) for i in range(1, len(site.operands)))
+
+
 def _gather_rule(site: Site) -> Rule:
     rank = len(site.operands[0].shape)
     dim = site.dim(1, rank)
@@ -107,8 +112,8 @@ def _tail(e: Emission) -> str:
 OPS: tuple[OpDef, ...] = (
     OpDef("embedding", _embedding_rule, _embedding, no_flops, saved=INDICES),
     OpDef("parloom.embedding_bag", _bag_rule, _bag, no_flops, saved=INDICES),
-    OpDef("index", _index_rule, _index, no_flops, saved=INDICES),
-    OpDef("gather", _gather_rule, "torch.gather", no_flops, saved=(("operand", 1),)),
-    OpDef("parloom.pick", _pick_rule, _pick, no_flops, saved=INDICES),
+    OpDef("index", _index_rule, _index, no_flops, saved=_index_saves),
+    OpDef("gather", _gather_rule, "torch.gather", no_flops, saved=BOTH),
+    OpDef("parloom.pick", _pick_rule, _pick, no_flops, saved=BOTH),
     OpDef("parloom.mask_tail", _tail_rule, _tail, no_flops),
 )

@@ -1,7 +1,7 @@
 """Contractions: matrix products and einsum. Factors b, m, n are free, k is contracted."""
 
 from parloom.errors import LayoutError
-from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
+from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, each_other
 from parloom.ir.ops.rule import Rule, Site, build, contraction_flops, einsum
 
 INPUTS: SavedTensors = (("operand", 0), ("operand", 1))
@@ -53,5 +53,5 @@ OPS: tuple[OpDef, ...] = (
     OpDef("matmul", _matmul_rule, "torch.matmul", contraction_flops, 2.0, INPUTS),
     OpDef("dot", einsum("k, k -> "), "torch.dot", contraction_flops, 2.0, INPUTS),
     OpDef("einsum", _einsum_rule, lambda e: f"torch.einsum({e.arg(0)}, {e.arg(1)})",
-          contraction_flops, 2.0, INPUTS),
+          contraction_flops, 2.0, each_other),
 )  # fmt: skip

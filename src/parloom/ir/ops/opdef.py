@@ -92,6 +92,17 @@ class Emission:
 
 Emit = Callable[[Emission], str] | str
 SavedTensors = tuple[tuple[str, int], ...]
+Saved = SavedTensors | Callable[[Site], SavedTensors]
+
+
+def all_operands(site: Site) -> SavedTensors:
+    """Every tensor argument is kept."""
+    return tuple(("operand", i) for i in range(len(site.operands)))
+
+
+def each_other(site: Site) -> SavedTensors:
+    """Operands of a product: each is kept for the gradient of the others, so a lone one is not."""
+    return all_operands(site) if len(site.operands) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,8 @@ class OpDef:
     `rule` gives its factors; `emit` is a function name that takes the node's arguments, `.method`
     for a method of the first, or a function that writes the expression; `flops` the forward work
     over the global index space (an axis on any factor divides it; the backward pass costs
-    `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index);
+    `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index),
+    or a function of the call that says so;
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
     operand's memory; `linear` where the result is linear in the first operand ("first"), in either
@@ -113,7 +125,7 @@ class OpDef:
     emit: Emit
     flops: Callable[[Site, Rule], float] = elementwise_flops
     backward_ratio: float = 1.0
-    saved: SavedTensors = ()
+    saved: Saved = ()
     expand: Callable[[Site, frozenset[str]], Function] | None = None
     halo: Callable[[Site], Mapping[str, tuple[int, int, int]]] | None = None
     view: bool = False
@@ -130,6 +142,10 @@ class OpDef:
         if self.linear == "either":
             return sum(partial) == 1
         return self.linear == "first" and partial[0] and not any(partial[1:])
+
+    def saves(self, site: Site) -> SavedTensors:
+        """What autograd keeps of a call."""
+        return self.saved(site) if callable(self.saved) else self.saved
 
     def source(self, emission: Emission) -> str:
         """The expression that one rank runs."""

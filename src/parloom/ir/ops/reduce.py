@@ -143,7 +143,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("all", _arg_rule, "torch.all", differentiable=False),
     OpDef("argmax", _arg_rule, "torch.argmax", differentiable=False),
     OpDef("argmin", _arg_rule, "torch.argmin", differentiable=False),
-    OpDef("prod", _arg_rule, "torch.prod", saved=_X),
+    OpDef("prod", _arg_rule, "torch.prod", saved=(*_X, *_Y)),
     OpDef("logsumexp", _arg_rule, "torch.logsumexp", saved=(*_X, *_Y)),
     OpDef("cumsum", _scan_rule, "torch.cumsum"),
     OpDef("sort", _topk_rule, "torch.sort", saved=(("result", 1),)),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 
-from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Dims, Rule, Site, along, broadcast, build, no_flops
 
 Shape = tuple[int, ...]
@@ -267,6 +267,10 @@ def _pad_rule(site: Site) -> Rule:
     return along(site, frozenset(padded))
 
 
+def _pad_saves(site: Site) -> SavedTensors:
+    return () if site.arg(2, "mode", "constant") == "constant" else (("operand", 0),)
+
+
 def _tri_rule(site: Site) -> Rule:
     rank = len(site.operands[0].shape)
     return along(site, frozenset({rank - 2, rank - 1}))
@@ -292,7 +296,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("flip", _along_dims(1), "torch.flip", no_flops),
     OpDef("roll", _roll_rule, "torch.roll", no_flops),
     OpDef("diff", _along_dims(2), "torch.diff"),
-    OpDef("pad", _pad_rule, "F.pad", no_flops),
+    OpDef("pad", _pad_rule, "F.pad", no_flops, saved=_pad_saves),
     OpDef("constant_pad_nd", _pad_rule, "torch.constant_pad_nd", no_flops),
     OpDef("tril", _tri_rule, "torch.tril"),
     OpDef("triu", _tri_rule, "torch.triu"),
