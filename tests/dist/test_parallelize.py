@@ -32,7 +32,7 @@ def planned(factory: str, cluster: str, method: str) -> Plan:
 
 def build(seed: int = 0) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(seed)
-    model, batch = zoo.build("mlp", **SIZES)  # type: ignore[arg-type]
+    model, batch = zoo.build("mlp", **SIZES)
     return model.double(), {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
 
 
@@ -94,11 +94,11 @@ def test_refusals(factory: str) -> None:
     model, _ = build()
     with pytest.raises(FingerprintError, match="script made a SGD"):
         api.parallelize(model, plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
-    other, _ = zoo.build("mlp", **(SIZES | {"hidden": 32}))  # type: ignore[arg-type]
+    other, _ = zoo.build("mlp", **(SIZES | {"hidden": 32}))
     with pytest.raises(FingerprintError, match=r"4 of 6 parameters differ|parameters differ"):
         api.parallelize(other.double(), plan, optimizer=adamw)
     with torch.device("meta"):
-        empty, _ = zoo.build("mlp", **SIZES)  # type: ignore[arg-type]
+        empty, _ = zoo.build("mlp", **SIZES)
     with pytest.raises(InputError, match="weights_path"):
         api.parallelize(empty.double(), plan, optimizer=adamw)
     four = planned(factory, "4xcpu", "data_parallel")
