@@ -105,7 +105,7 @@ class Program:
         return {
             f"w_{v.name}": torch.randn((6, *v.spec.shape), generator=generator, dtype=torch.float64)
             for i, v in enumerate(self.results)
-            if v.spec.dtype == "float64" and i not in self.case.updates
+            if v.spec.is_float and i not in self.case.updates
         }
 
     @property

@@ -36,6 +36,8 @@ class Operand:
             drawn = drawn.abs() + 0.5
         elif self.kind == "unit":
             drawn = drawn.sigmoid() * 0.9 + 0.05
+        elif self.kind == "far":  # a mean that a low precision cannot subtract
+            drawn = drawn + 30.0
         elif self.kind == "ties":  # every value many times, none of them at a kink
             drawn = drawn.round() + 0.25
         return drawn.to(getattr(torch, self.dtype))
@@ -341,6 +343,33 @@ def norms() -> list[Case]:
     ]  # fmt: skip
 
 
+def low_precision() -> list[Case]:
+    """Norms far from zero: gradients and losses are rough, outputs are not (`test_operators`)."""
+
+    def far(*shape: int) -> Operand:
+        return Operand(shape, "far", dtype="bfloat16")
+
+    def vector(n: int) -> Operand:
+        return Operand((n,), "positive", dtype="bfloat16")
+
+    label = "bfloat16"
+    # with statistics in bfloat16 torch itself rounds the mean
+    channels = [Operand((4,), "positive", role=r, dtype="float32") for r in ("parameter", "buffer")]
+    norm = case(
+        "batch_norm", far(6, 4, 6), channels[0], replace(channels[0]), channels[1],
+        replace(channels[1]), True, 0.5, 1e-5, label=label,
+    )  # fmt: skip
+    found = [
+        case("layer_norm", far(4, 12), (12,), vector(12), vector(12), 1e-5, label=label),
+        case("rms_norm", far(4, 12), (12,), vector(12), label=label),
+        replace(norm, updates=(1, 2)),
+        case("softmax", far(4, 12), -1, label=label),
+        case("log_softmax", far(4, 12), -1, label=label),
+        case("cross_entropy_loss", far(4, 12), index(12, 4), label=label),
+    ]
+    return [replace(c, tolerance=0.2) for c in found]
+
+
 def attention() -> list[Case]:
     op = "scaled_dot_product_attention"
     q, k, v = real(2, 4, 6, 4), real(2, 4, 6, 4), real(2, 4, 6, 4)
@@ -440,5 +469,6 @@ def losses() -> list[Case]:
 def all_cases() -> list[Case]:
     return [
         *elementwise(), *products(), *views(), *reductions(), *factories(), *lookups(), *norms(),
+        *low_precision(),
         *attention(), *convolutions(), *losses(),
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from math import prod
 
 from parloom.ir.graph import Function, Ref, TensorSpec, Value
 from parloom.ir.ops.opdef import Emission, OpDef
-from parloom.ir.ops.reduce import Body
+from parloom.ir.ops.reduce import Body, wide
 from parloom.ir.ops.rule import LOCAL, Rule, Site, build
 
 
@@ -53,34 +53,38 @@ def _affine(body: Body, out: str, spec: TensorSpec, weight: str | None, bias: st
 
 def expand_layer_norm(site: Site, sharded: frozenset[str]) -> Function:
     """Layer norm over sharded dims: two means, each reduced over the shards."""
-    spec, count = site.operands[0], _normalized(site)
+    spec, count = wide(site.operands[0]), _normalized(site)
     rank = len(spec.shape)
     dims = tuple(range(rank - count, rank))
     row = TensorSpec((*spec.shape[: rank - count], *(1,) * count), spec.dtype)
     inputs, given = _inputs(site, ("x", "", "weight", "bias", ""))
     body = Body(site.node.path)
-    centred = body.add("sub", spec, "x", body.add("mean", row, "x", dims, True))
+    x = body.cast("x", site.operands[0], spec)
+    centred = body.add("sub", spec, x, body.add("mean", row, x, dims, True))
     variance = body.add("mean", row, body.add("mul", spec, centred, centred), dims, True)
     scale = body.add("rsqrt", row, body.add("add", row, variance, site.arg(4, "eps", 1e-5)))
     out = body.add("mul", spec, centred, scale)
     out = _affine(body, out, spec, given.get(2), given.get(3))
+    out = body.cast(out, spec, site.results[0])
     return Function("layer_norm", inputs, tuple(body.nodes), (out,))
 
 
 def expand_rms_norm(site: Site, sharded: frozenset[str]) -> Function:
     """Root-mean-square norm over sharded dims."""
-    spec, count = site.operands[0], _normalized(site)
+    spec, count = wide(site.operands[0]), _normalized(site)
     rank = len(spec.shape)
     dims = tuple(range(rank - count, rank))
     row = TensorSpec((*spec.shape[: rank - count], *(1,) * count), spec.dtype)
     inputs, given = _inputs(site, ("x", "", "weight", ""))
     eps = site.arg(3, "eps")
-    if eps is None:  # torch's default is the machine epsilon of the dtype
-        eps = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[spec.dtype]
+    if eps is None:  # torch's default is the machine epsilon of the dtype that it computes in
+        eps = 2.0**-52 if spec.dtype == "float64" else 2.0**-23
     body = Body(site.node.path)
-    square = body.add("mean", row, body.add("mul", spec, "x", "x"), dims, True)
-    out = body.add("mul", spec, "x", body.add("rsqrt", row, body.add("add", row, square, eps)))
+    x = body.cast("x", site.operands[0], spec)
+    square = body.add("mean", row, body.add("mul", spec, x, x), dims, True)
+    out = body.add("mul", spec, x, body.add("rsqrt", row, body.add("add", row, square, eps)))
     out = _affine(body, out, spec, given.get(2), None)
+    out = body.cast(out, spec, site.results[0])
     return Function("rms_norm", inputs, tuple(body.nodes), (out,))
 
 
@@ -103,7 +107,7 @@ def expand_batch_norm(site: Site, sharded: frozenset[str]) -> Function:
 
     The running variance takes the unbiased estimate, as torch does.
     """
-    spec = site.operands[0]
+    spec = wide(site.operands[0])
     rank, channels = len(spec.shape), spec.shape[1]
     dims = tuple(d for d in range(rank) if d != 1)
     count = prod(spec.shape[d] for d in dims)
@@ -112,24 +116,35 @@ def expand_batch_norm(site: Site, sharded: frozenset[str]) -> Function:
     inputs, given = _inputs(site, ("x", "weight", "bias", "running_mean", "running_var"))
     momentum, eps = site.arg(6), site.arg(7)
     body = Body(site.node.path)
-    mean = body.add("mean", column, "x", dims, True)
-    centred = body.add("sub", spec, "x", mean)
+    x = body.cast("x", site.operands[0], spec)
+    mean = body.add("mean", column, x, dims, True)
+    centred = body.add("sub", spec, x, mean)
     variance = body.add("mean", column, body.add("mul", spec, centred, centred), dims, True)
     scale = body.add("rsqrt", column, body.add("add", column, variance, eps))
     out = body.add("mul", spec, centred, scale)
-    weight, bias = (
-        body.add("view", column, given[i], column.shape) if i in given else None for i in (1, 2)
-    )
-    outputs = [_affine(body, out, spec, weight, bias)]
+    weight, bias = (_as_column(body, site, i, given, column) for i in (1, 2))
+    outputs = [body.cast(_affine(body, out, spec, weight, bias), spec, site.results[0])]
     unbias = count / max(count - 1, 1)
     for position, statistic, factor in ((3, mean, 1.0), (4, variance, unbias)):
         if position not in given:
             continue
         fresh = body.add("view", flat, body.add("detach", column, statistic), (channels,))
         assert isinstance(momentum, float)
-        kept = body.add("mul", flat, given[position], 1.0 - momentum)
-        outputs.append(body.add("add", flat, kept, body.add("mul", flat, fresh, momentum * factor)))
+        old = body.cast(given[position], site.spec(site.arg(position)), flat)
+        kept = body.add("mul", flat, old, 1.0 - momentum)
+        new = body.add("add", flat, kept, body.add("mul", flat, fresh, momentum * factor))
+        outputs.append(body.cast(new, flat, site.results[len(outputs)]))
     return Function("batch_norm", inputs, tuple(body.nodes), tuple(outputs))
+
+
+def _as_column(
+    body: Body, site: Site, position: int, given: dict[int, str], column: TensorSpec
+) -> str | None:
+    """A vector of channels as [1, c, 1, ..]; None where the call has none."""
+    if position not in given:
+        return None
+    dtype = site.spec(site.arg(position)).dtype
+    return body.add("view", TensorSpec(column.shape, dtype), given[position], column.shape)
 
 
 def _group_norm_rule(site: Site) -> Rule:

@@ -51,11 +51,12 @@ def _softmax_rule(site: Site) -> Rule:
 
 def expand_softmax(site: Site, sharded: frozenset[str]) -> Function:
     """Softmax (or its log) over a sharded dim: max and sum leave the shards as reductions."""
-    given, spec = site.operands[0], site.results[0]
+    given, result = site.operands[0], site.results[0]
+    spec = wide(result)
     dim = site.dim(1, len(spec.shape))
     one = TensorSpec(tuple(1 if d == dim else n for d, n in enumerate(spec.shape)), spec.dtype)
     body = Body(site.node.path)
-    x = "x" if given == spec else body.add("_to_copy", spec, "x", dtype=Dtype(spec.dtype))
+    x = body.cast("x", given, spec)
     top = body.add("parloom.amax", one, body.add("detach", spec, x), (dim,), True)
     shifted = body.add("sub", spec, x, top)
     exps = body.add("exp", spec, shifted)
@@ -64,6 +65,7 @@ def expand_softmax(site: Site, sharded: frozenset[str]) -> Function:
         out = body.add("div", spec, exps, total)
     else:
         out = body.add("sub", spec, shifted, body.add("log", one, total))
+    out = body.cast(out, spec, result)
     return Function("softmax", (Value("x", given),), tuple(body.nodes), (out,))
 
 
@@ -89,6 +91,12 @@ def expand_extreme(site: Site, sharded: frozenset[str]) -> Function:
     return Function(site.node.op, (Value("x", spec),), tuple(body.nodes), (out,))
 
 
+def wide(spec: TensorSpec) -> TensorSpec:
+    """The dtype in which local programs compute: torch's own kernels do not round in between."""
+    low = spec.dtype in ("bfloat16", "float16")
+    return TensorSpec(spec.shape, "float32") if low else spec
+
+
 class Body:
     """Collects the nodes of an expansion; string arguments that name values become references."""
 
@@ -110,6 +118,12 @@ class Body:
             )
         )
         return name
+
+    def cast(self, name: str, given: TensorSpec, wanted: TensorSpec) -> str:
+        """The value in another dtype; itself where it has that already."""
+        if given.dtype == wanted.dtype:
+            return name
+        return self.add("_to_copy", wanted, name, dtype=Dtype(wanted.dtype))
 
 
 def _arg_rule(site: Site) -> Rule:
