@@ -9,7 +9,7 @@ Buckets are built after the first backward pass, in the order in which gradients
 no bucket, and all ranks launch the same collectives in the same order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -25,6 +25,7 @@ from parloom.runtime.held import Held
 
 FIRST_BUCKET_BYTES = 1 << 20  # torch DDP's sizes: a small one first, to start early
 BUCKET_BYTES = 25 << 20
+MIN_BUCKETS = 4  # a small model that fits one bucket would leave the network idle until the end
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,10 @@ class _Leaf:
     @property
     def chunked(self) -> bool:
         return self.held.chunks_gradient
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.held.home) * self.dtype.itemsize
 
     def collect(self) -> None:
         """Bring the gradient that autograd left in `weight.grad` to its place."""
@@ -210,18 +215,25 @@ def _flatten(leaves: list[_Leaf]) -> Tensor:
     return flat
 
 
-def _grouped(order: Iterable[_Leaf]) -> list[list[_Leaf]]:
+def _grouped(order: Sequence[_Leaf]) -> list[list[_Leaf]]:
     """Leaves that can share a collective, cut where a bucket is full."""
+    sizes: dict[object, int] = {}
+    for leaf in order:
+        sizes[_kind(leaf)] = sizes.get(_kind(leaf), 0) + leaf.num_bytes
     full: list[list[_Leaf]] = []
     filling: dict[object, list[_Leaf]] = {}
     limits: dict[object, int] = {}
     for leaf in order:
-        spec = leaf.held.spec
-        key = (spec.reduce, spec.storage.gradient, leaf.dtype)
-        bucket = filling.setdefault(key, [])
+        kind = _kind(leaf)
+        bucket = filling.setdefault(kind, [])
         bucket.append(leaf)
-        size = sum(prod(member.held.home) for member in bucket) * leaf.dtype.itemsize
-        if size >= limits.get(key, FIRST_BUCKET_BYTES):
-            limits[key] = BUCKET_BYTES
-            full.append(filling.pop(key))
+        if sum(member.num_bytes for member in bucket) >= limits.get(kind, FIRST_BUCKET_BYTES):
+            share = max(FIRST_BUCKET_BYTES, sizes[kind] // MIN_BUCKETS)
+            limits[kind] = min(BUCKET_BYTES, share)
+            full.append(filling.pop(kind))
     return [*full, *filling.values()]
+
+
+def _kind(leaf: _Leaf) -> object:
+    """What gradients of one collective have in common."""
+    return leaf.held.spec.reduce, leaf.held.spec.storage.gradient, leaf.dtype
