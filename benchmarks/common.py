@@ -1,6 +1,7 @@
 """What every benchmark writes beside its table: JSON with machine, versions and rows."""
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -32,9 +33,23 @@ def report(name: str, rows: Sequence[dict[str, object]], path: str | None) -> No
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median with the distribution-free interval of the order statistics next to it.
+    """Median with its distribution-free interval of at least 95 %, from order statistics.
 
-    For n = 7 the interval from the 1st to the 7th value covers the median with 98.4 %.
+    For n = 7 that is the smallest to the largest value (98.4 %); fewer values cannot give 95 %.
     """
     ordered = sorted(values)
-    return statistics.median(ordered), ordered[0], ordered[-1]
+    n = len(ordered)
+    outside, skip = 0.0, 0  # the chance that the median lies beyond the interval, on both sides
+    while skip < (n - 1) // 2:
+        outside += 2 * math.comb(n, skip) / 2**n
+        if outside + 2 * math.comb(n, skip + 1) / 2**n > 0.05:
+            break
+        skip += 1
+    return statistics.median(ordered), ordered[skip], ordered[n - 1 - skip]
+
+
+def verdict(low: float, high: float, limit: float) -> str:
+    """What an interval says about a ratio that should not exceed `limit`."""
+    if high <= limit:
+        return "yes"
+    return "no" if low > limit else "inconclusive"
