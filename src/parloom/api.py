@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ from parloom.capture import (
     capture,
     fingerprint,
     load_abstract,
-    load_model,
     parameters_of,
 )
 from parloom.cost.clusters import on_this_machine, resolve_cluster
@@ -25,6 +25,7 @@ from parloom.execute.doctor import num_cores
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.optimizers import name_of, named_optimizer
 from parloom.execute.program import training_program
+from parloom.execute.shrink import require_memory
 from parloom.execute.shrink import shrink as shrunk_copy
 from parloom.execute.train import NamedParameters, Trainer
 from parloom.execute.train import parallelize as _parallelize
@@ -229,10 +230,13 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
     """
     source = plan.source
     progress(f"building {source.spec}")
-    load_source = load_abstract if shrink else load_model
-    loaded = load_source(
-        source.spec, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
+    build = partial(
+        load_abstract, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
     )
+    loaded = build(source.spec)
+    if not shrink and any(p.is_meta for p in loaded.model.parameters()):
+        require_memory(loaded.model, source.spec)
+        loaded = build(source.spec, limit=None)
     found = fingerprint(loaded.model, loaded.batch, loaded.loss)
     if found != plan.fingerprint:
         raise FingerprintError(
@@ -240,13 +244,13 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
             f" again: parloom plan {source.spec} --cluster {plan.cluster}"
         )
     torch.set_num_threads(1)  # the ranks are forked
+    _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
     text = ""
     if shrink:
         progress("building a small copy")
         copy = shrunk_copy(plan, loaded)
         plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
     else:
-        _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
         tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
     progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
     return replace(_verify(plan, tensors, batch), shrunk=text)

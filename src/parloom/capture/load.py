@@ -87,19 +87,21 @@ def load_abstract(
     seq: int | None = None,
     dtype: str | None = None,
     seed: int = 0,
+    limit: int | None = MAX_WEIGHTS,
 ) -> Loaded:
-    """The model as `load_model` builds it, without weights where it has more than 1 G parameters.
+    """The model as `load_model` builds it, without weights where it has more than `limit`.
 
-    What is captured and the fingerprint are the same. Factories are called as they are.
+    None is no limit. What is captured and the fingerprint are the same. Factories are called as
+    they are.
     """
-    if sizes_of(spec) is not None:
+    if limit is not None and sizes_of(spec) is not None:
         try:
             found = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="meta", seed=seed)
         except InputError:
             # It cannot be built without weights, or not at all: the CPU says which.
             found = None
         if found is not None:
-            if sum(p.numel() for p in found.model.parameters()) > MAX_WEIGHTS:
+            if sum(p.numel() for p in found.model.parameters()) > limit:
                 return found
             # Freed first: the modules of a model refer to each other.
             del found

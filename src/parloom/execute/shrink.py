@@ -6,20 +6,24 @@ their keys. Where the small graph has not the factors of the big one, other size
 what still cannot be kept is said in the report.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm, prod
 from typing import Any
 
+import psutil
 from torch import Tensor, nn
 
 from parloom.capture import Loaded, capture, load_model, parameters_of, sizes_of
 from parloom.errors import CaptureError, InputError, LayoutError
 from parloom.execute.shrink_sizes import (
+    ATTEMPTS,
     LAYERS,
     ROLES,
     STAGE_LISTS,
+    Attempt,
     atoms,
     need_of,
     small_batch,
@@ -40,7 +44,6 @@ from parloom.rewrite.pad import Padding, parse_padding, rewritten
 MAX_RANKS = 16
 MAX_BLOCKS = 4  # per stack, where the blocks of a kind are decided differently
 MAX_MICROBATCHES = 2
-ATTEMPTS = 4
 # Weights of all ranks together; each has a gradient and two states in float64: 6 GB.
 MAX_WEIGHTS = 200_000_000
 
@@ -77,20 +80,21 @@ class Copy:
     loaded: Loaded
     graph: Graph
     decisions: Decisions
-    stacks: Stacks
     changes: tuple[str, ...]
     lost: tuple[str, ...]
 
 
 def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
-    """A plan for a small copy of `loaded`, the model of `plan` (no weights needed but a factory's).
+    """A plan for a small copy of `loaded`, the model of `plan`.
 
+    Only a factory's model needs its weights, and loses blocks in place. Operators of the model that
+    the copy cannot decide as the plan does are named in the result's text.
     Raises `InputError` where nothing can be shrunk, or not enough to prove it here.
     """
     big = examine(plan)
     best: Copy | None = None
     refused: LayoutError | CaptureError | None = None
-    for attempt in range(ATTEMPTS):
+    for attempt in ATTEMPTS:
         try:
             copy = _attempt(big, loaded, attempt)
         except (LayoutError, CaptureError) as error:
@@ -120,6 +124,20 @@ def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
     if best.lost:
         text += f"; not kept: {'; '.join(best.lost)}"
     return Shrunk(small, tensors, best.loaded.batch, text)
+
+
+def require_memory(model: nn.Module, spec: str) -> None:
+    """Raise `InputError` where a proof of the whole model cannot fit in this machine's memory.
+
+    Counted is the reference alone: weights, gradients and two optimizer states in float64.
+    """
+    weights = sum(p.numel() for p in model.parameters())
+    needed, there = weights * 4 * 8, psutil.virtual_memory().total
+    if needed > there:
+        raise InputError(
+            f"{spec} has {weights:,} parameters; proving it whole needs {needed / 2**30:,.0f} GiB,"
+            f" this machine has {there / 2**30:,.0f} GiB; prove a small copy with --shrink"
+        )
 
 
 def examine(plan: Plan) -> Big:
@@ -159,7 +177,7 @@ def small_mesh(mesh: Mesh) -> Mesh:
     return Mesh(tuple(MeshAxis(a.name, (primes[a.name],) if a.primes else ()) for a in mesh.axes))
 
 
-def _attempt(big: Big, loaded: Loaded, attempt: int) -> Copy:
+def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
     """The copy that one choice of sizes gives."""
     values = sizes_of(big.plan.source.spec)
     if values is None:
@@ -178,7 +196,7 @@ def _attempt(big: Big, loaded: Loaded, attempt: int) -> Copy:
 
 
 def _of_sizes(
-    big: Big, loaded: Loaded, values: Mapping[str, Any], attempt: int
+    big: Big, loaded: Loaded, values: Mapping[str, Any], attempt: Attempt
 ) -> tuple[Loaded, tuple[str, ...]]:
     """The model built with small settings: a config or a zoo model."""
     source = big.plan.source
@@ -189,7 +207,7 @@ def _of_sizes(
     }
     batch, seq = _batch_and_seq(loaded)
     sizes = {batch, seq, seq - 1}.union(*(atoms(group) for group in groups.values())) - {0, 1}
-    need = need_of(big.needs, sizes, broad=attempt >= ATTEMPTS // 2)
+    need = need_of(big.needs, sizes, broad=attempt.broad)
     small = small_seq(seq, need, attempt) if seq else 0
     layers = max(_layers_needed(big), *(_kinds_listed(group) for group in groups.values()))
     changed: dict[str, Any] = {}
@@ -252,9 +270,9 @@ def _layers_needed(big: Big) -> int:
     return needed
 
 
-def _of_factory(big: Big, loaded: Loaded, attempt: int) -> tuple[Loaded, tuple[str, ...]]:
+def _of_factory(big: Big, loaded: Loaded, attempt: Attempt) -> tuple[Loaded, tuple[str, ...]]:
     """The factory's own model with fewer blocks, or as it is where it does not run with fewer."""
-    if attempt:
+    if attempt != ATTEMPTS[0]:
         raise LayoutError(f"{big.plan.source.spec} has only one copy")
     batch, changes = _fewer_samples(big, loaded)
     model = loaded.model
@@ -316,17 +334,19 @@ def _fewer_samples(big: Big, loaded: Loaded) -> tuple[dict[str, Tensor], tuple[s
 
 def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> Copy:
     """The big plan's decisions on the small graph, by key."""
-    plan, lost = big.plan.decisions, []
+    plan = big.plan.decisions
     small_nodes = {flat.key: flat for flat in graph.flat()}
     stacks = Stacks.match(blocks_of(big.nodes, plan), blocks_of(small_nodes, Decisions(big.mesh)))
+    lost = [f"{path}: the copy has no block of its kind" for path in stacks.missing]
     rewrites = tuple(_rewrites(big, graph, stacks))
     padded = rewritten(graph, rewrites)
     factored = factorize(padded)
     nodes = {flat.key: flat for flat in padded.flat()}
+    gone = dict(_gone_with_blocks(big.nodes, nodes, stacks))
     kept: list[NodeDecision] = []
     for node in plan.nodes:
         key = stacks.small_key(node.key)
-        if key is None:
+        if key is None or key in gone:
             continue
         reason = _misfit(big, node, factored, nodes.get(key))
         if reason is None:
@@ -353,7 +373,22 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
         rewrites=rewrites,
     )
     lower(padded, decisions, factored=factored)
-    return Copy(made, graph, decisions, stacks, (*stacks.changes(), *changes), tuple(lost))
+    told = (*stacks.changes(), *dict.fromkeys(gone.values()), *changes)
+    return Copy(made, graph, decisions, told, tuple(lost))
+
+
+def _gone_with_blocks(
+    big: Mapping[str, FlatNode], small: Mapping[str, FlatNode], stacks: Stacks
+) -> Iterator[tuple[str, str]]:
+    """(key, what is told of it) of operators outside of blocks that came once per dropped block."""
+    if not stacks.kept:
+        return
+    before, after = (Counter(k.partition("#")[0] for k in nodes) for nodes in (big, small))
+    for key in big:
+        stem = key.partition("#")[0]
+        inside = any(part.isdigit() for part in stem.partition(":")[0].split("."))
+        if not inside and 0 < after[stem] < before[stem] and key not in small:
+            yield key, f"{after[stem]} of {before[stem]} {stem.lstrip(':')}"
 
 
 def _misfit(big: Big, node: NodeDecision, factored: Factored, small: FlatNode | None) -> str | None:
@@ -367,7 +402,7 @@ def _misfit(big: Big, node: NodeDecision, factored: Factored, small: FlatNode | 
         if not axes:
             continue
         if factor not in new.shardable or _place(old, factor) != _place(new, factor):
-            return f"its factors are {_sizes_text(new)}, not {_sizes_text(old)}"
+            return f"the copy has no factor {factor} there"
         if new.size(factor) % big.mesh.size(axes):
             return f"{factor} = {new.size(factor)} does not divide by {big.mesh.size(axes)}"
     return None
@@ -382,10 +417,6 @@ def _place(rule: Rule, factor: str) -> tuple[object, ...]:
         if factor in factors
     ]
     return (rule.kind(factor), *dims)
-
-
-def _sizes_text(rule: Rule) -> str:
-    return " ".join(f"{name}={size}" for name, size in rule.sizes)
 
 
 def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:

@@ -7,12 +7,36 @@ size stays divisible by the small mesh axes that the plan puts on factors of tha
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from math import gcd, lcm
 from types import MappingProxyType
 from typing import Any
 
 Need = Callable[[int], int]
 Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A choice of sizes: `spread` multiplies widths, `longer` is added to the sequence, `heads`
+    are kept where that is affordable, and `broad` widens what `need_of` asks for.
+    """
+
+    spread: int = 1
+    longer: int = 0
+    heads: bool = False
+    broad: bool = False
+
+
+# From the smallest on. Partial rotary positions need wider heads, fused projections more heads, and
+# odd widths remove coincidences.
+ATTEMPTS = (
+    Attempt(),
+    Attempt(spread=4, longer=4),
+    Attempt(spread=4, heads=True, broad=True),
+    Attempt(spread=3, longer=2, broad=True),
+)
+MAX_HEADS = 32
 
 LAYERS, WIDTH, INNER, HEADS, GROUPS, HEAD_WIDTH, VOCAB, POSITIONS, WINDOW, IMAGE, PATCH = (
     "layers", "width", "inner", "heads", "groups", "head width", "vocabulary", "positions",
@@ -42,8 +66,6 @@ ROLES: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 STAGE_LISTS = ("hidden_sizes", "embed_dims")
-# Odd multiples of widths for the attempts: they change which sizes coincide.
-SPREADS = (1, 3, 1, 5)
 MIN_SEQ = 4
 MIN_VOCAB = 61
 MIN_IMAGE = 16
@@ -91,10 +113,10 @@ def need_of(needs: Mapping[int, int], sizes: Collection[int], *, broad: bool) ->
     return lambda size: result.get(size, 1)
 
 
-def small_seq(seq: int, need: Need, attempt: int = 0) -> int:
+def small_seq(seq: int, need: Need, attempt: Attempt) -> int:
     """The shortest sequence that divides as `seq` does, and so that one less does too."""
     limit = 4 * max(need(seq), 1) * max(need(seq - 1), 1) + MIN_SEQ
-    for length in range(MIN_SEQ + 2 * attempt, min(limit + 2 * attempt, seq)):
+    for length in range(MIN_SEQ + attempt.longer, min(limit + attempt.longer, seq)):
         if length % need(seq) == 0 and (length - 1) % need(seq - 1) == 0:
             return length
     return seq
@@ -107,7 +129,7 @@ def small_batch(batch: int, need: Need, num_microbatches: int) -> int:
 
 
 def small_sizes(
-    values: Mapping[str, Any], layers: int, seqs: tuple[int, int], need: Need, attempt: int
+    values: Mapping[str, Any], layers: int, seqs: tuple[int, int], need: Need, attempt: Attempt
 ) -> Sizes:
     """The settings of `values` that change in the small copy, with `layers` blocks per stack.
 
@@ -116,15 +138,15 @@ def small_sizes(
     """
     seq = seqs[1]
     result: Sizes = dict(_stacks(values, layers))
-    found, spread = by_role(values), SPREADS[attempt % len(SPREADS)]
-    made = _widths(found, need, spread)
+    found = by_role(values)
+    made = _widths(found, need, attempt)
     used = {*made.values(), seq}
     for key, value in values.items():
         role = ROLES.get(key)
         if role is None or not whole(value) or value <= 1 or role == LAYERS:
             continue
         if role in (WIDTH, INNER):
-            small = _scaled(value, found, made, need, spread, used)
+            small = _scaled(value, found, made, need, attempt.spread, used)
         elif role == HEADS and value != found[HEADS]:
             small = made[HEADS] * lcm(1, need(value))
         elif role in made:
@@ -149,8 +171,9 @@ def small_sizes(
     return result
 
 
-def _widths(found: Mapping[str, int], need: Need, spread: int) -> dict[str, int]:
+def _widths(found: Mapping[str, int], need: Need, attempt: Attempt) -> dict[str, int]:
     """Heads, key heads, head width and width, in the ratios of the model."""
+    spread = attempt.spread
     if WIDTH not in found and HEADS not in found:
         return {}
     if HEADS not in found:
@@ -166,6 +189,8 @@ def _widths(found: Mapping[str, int], need: Need, spread: int) -> dict[str, int]
         times *= missing
     else:
         small_groups *= missing
+    if attempt.heads and heads <= MAX_HEADS:
+        small_groups, times = groups, heads // groups
     small_heads = small_groups * times
     # Rotary positions halve the head width, and the halves must divide too.
     small_own = 2 * lcm(2, need(own)) * spread
@@ -238,12 +263,13 @@ def _stages(values: Mapping[str, Any], need: Need) -> Sizes:
         widths = values.get(key)
         if not widths or not all(whole(w) for w in widths):
             continue
-        unit, common = lcm(4, *(need(w) for w in widths)), gcd(*widths)
+        # A stem is narrower than the first stage, a bottleneck has a quarter of its width (ResNet).
+        stem = values.get("embedding_size") or 0
+        unit, common = 4 * lcm(2, *(need(w) for w in widths)), gcd(*widths, stem)
         if unit >= common:
             continue
         result[key] = [w // common * unit for w in widths]
-        stem = values.get("embedding_size", 1)
-        if whole(stem) and stem % common == 0:
+        if stem:
             result["embedding_size"] = stem // common * unit
     return result
 

@@ -73,17 +73,24 @@ class Stacks:
     """
 
     kept: Mapping[str, tuple[Mapping[int, int], int]]
+    missing: tuple[str, ...] = ()  # a block of the model of each kind that the copy has not
 
     @classmethod
     def match(cls, big: Blocks, small: Blocks) -> "Stacks":
         """Pair the blocks of every stack that is shorter in the copy."""
         kept: dict[str, tuple[Mapping[int, int], int]] = {}
+        missing: list[str] = []
         # By depth: where a stack lies inside another, its name in the model depends on that one's.
         for prefix in sorted(small, key=lambda p: p.count(".")):
-            blocks = big.get(_big_path(kept, prefix), {})
-            if blocks and blocks.keys() != small[prefix].keys():
-                kept[prefix] = (_pairs(blocks, small[prefix]), len(blocks))
-        return cls(kept)
+            path = _big_path(kept, prefix)
+            blocks = big.get(path, {})
+            if not blocks or blocks.keys() == small[prefix].keys():
+                continue
+            kept[prefix] = (_pairs(blocks, small[prefix]), len(blocks))
+            kinds = {block.kind for block in small[prefix].values()}
+            first = {b.kind: i for i, b in reversed(blocks.items()) if b.kind not in kinds}
+            missing += (f"{path}.{index}" for index in sorted(first.values()))
+        return cls(kept, tuple(missing))
 
     def small_path(self, path: str) -> str | None:
         """A module path or state-dict name of the model in the copy; None if it was dropped."""

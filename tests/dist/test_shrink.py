@@ -1,0 +1,253 @@
+"""Small copies of big plans: what is kept, what is told, and that they are proved."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parloom import api
+from parloom.capture import Loaded, capture, fingerprint, load_abstract, load_model
+from parloom.errors import InputError
+from parloom.execute.shrink import Shrunk, require_memory, shrink, small_mesh
+from parloom.execute.shrink_sizes import ATTEMPTS, atoms, need_of, small_seq, small_sizes
+from parloom.execute.verify import VerifyReport, verify
+from parloom.ir.factors import factorize
+from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
+from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.text import parse_graph, print_graph
+from parloom.search.baselines import random_plan
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 448, "vocab_size": 1024, "max_position_embeddings": 256,
+    "eos_token_id": 1001,
+}  # fmt: skip
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 96, "n_layer": 3,
+    "n_head": 12, "vocab_size": 1009, "n_positions": 64, "bos_token_id": 1008,
+    "eos_token_id": 1008,
+}  # fmt: skip
+
+
+def config(folder: Path, values: dict[str, object]) -> str:
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder / "config.json")
+
+
+def planned(spec: str, loaded: Loaded, decisions: Decisions, method: str = "random") -> Plan:
+    graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
+    source = ModelSource(spec, loaded.batch["x"].shape[0] if "x" in loaded.batch else None)
+    return Plan(source, "test", "", Optimizer(), method, decisions, print_graph(graph))
+
+
+def proved(copy: Shrunk) -> VerifyReport:
+    torch.set_num_threads(1)
+    return verify(copy.plan, copy.tensors, copy.batch)
+
+
+def test_mesh_keeps_a_prime_of_every_axis() -> None:
+    small = small_mesh(grid({"data": 8, "tensor": 6, "expert": 3}))
+    assert [(a.name, a.size) for a in small.axes] == [("data", 2), ("tensor", 2), ("expert", 3)]
+    assert small.coordinates(7) == {"data": 1, "tensor": 0, "expert": 1}
+    assert {tuple(small.coordinates(r).values()) for r in range(12)} == {
+        (d, t, e) for d in range(2) for t in range(2) for e in range(3)
+    }
+
+
+def test_mesh_keeps_order_and_level_of_its_links() -> None:
+    fast, slow = PrimeAxis(2, 1, 0), PrimeAxis(5, 8, 1)
+    small = small_mesh(Mesh((MeshAxis("x", (fast,)), MeshAxis("y", (slow,)))))
+    assert small["x"].primes == (PrimeAxis(2, 1, 0),)
+    assert small["y"].primes == (PrimeAxis(5, 2, 1),)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"a": 3, "b": 3}, [3, 3]),
+        ({"a": 3, "b": 3, "c": 3}, [2, 2, 3]),
+        ({"a": 16, "b": 16, "c": 16, "d": 16}, [2, 2, 2, 2]),
+        ({"a": 17, "b": 1}, [2, 1]),
+        ({"a": 15}, [3]),
+    ],
+)
+def test_mesh_has_at_most_16_ranks(sizes: dict[str, int], expected: list[int]) -> None:
+    assert [axis.size for axis in small_mesh(grid(sizes)).axes] == expected
+
+
+def test_sizes_keep_ratios() -> None:
+    values = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 50257,
+        "eos_token_id": [50256, 7], "sliding_window": 4096, "max_position_embeddings": 8192,
+        "layer_types": ["full"] * 32,
+    }  # fmt: skip
+    needs = need_of({8: 4, 2048: 3}, {*atoms(values), 2048}, broad=False)
+    assert needs(8) == 4
+    assert small_seq(2048, needs, ATTEMPTS[0]) == 6
+    small = small_sizes(values, 2, (2048, 6), needs, ATTEMPTS[0])
+    assert small["num_key_value_heads"] == 4
+    assert small["num_attention_heads"] == 8
+    assert small["hidden_size"] % 16 == 0
+    assert small["intermediate_size"] * 4096 == small["hidden_size"] * 14336
+    assert small["vocab_size"] % 2 == 1
+    assert small["eos_token_id"] == [small["vocab_size"] - 1, 7]
+    assert "sliding_window" not in small  # longer than the sequence, before and after
+    assert small["num_hidden_layers"] == len(small["layer_types"]) == 2
+    for attempt in ATTEMPTS[1:]:
+        assert small_sizes(values, 2, (2048, 8), needs, attempt)["hidden_size"] < 4096
+
+
+def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:
+    spec = config(tmp_path, LLAMA)
+    plan = api.plan(spec, cluster="2x4xH100", batch=32, seq=64, method="megatron", microbatches=4)
+    report = api.verify(plan, shrink=True)
+    assert report.passed, report
+    before = " x ".join(f"{a.name}={a.size}" for a in plan.decisions.mesh.axes)
+    for part in (
+        "2 of 3 layers", "hidden_size 128 -> ", "num_key_value_heads 4 -> 2", "seq 64 -> 4",
+        f"mesh {before} -> 2", "microbatches 4 -> 2",
+    ):  # fmt: skip
+        assert part in report.shrunk, part
+    assert "not kept" not in report.shrunk
+    assert report.shrunk in str(report)
+
+
+def test_padded_vocabulary_is_kept(tmp_path: Path) -> None:
+    spec = config(tmp_path, GPT2)
+    plan = api.plan(spec, cluster="1x4xH100", batch=4, seq=32, method="megatron")
+    assert [r.rpartition(" ")[0] for r in plan.decisions.rewrites] == [
+        "pad transformer.wte.weight 1009"
+    ]
+    copy = shrink(plan, load_model(spec, batch=4, seq=32))
+    assert copy.plan.decisions.rewrites == ("pad transformer.wte.weight 61 62",)
+    assert proved(copy).passed
+
+
+def test_every_decision_is_kept() -> None:
+    loaded = load_model("zoo:llama", batch=8, seq=64)
+    graph = capture(loaded.model, loaded.batch)
+    decisions = random_plan(graph, factorize(graph), grid({"x": 4}), seed=3)
+    plan = replace(planned("zoo:llama", loaded, decisions), source=ModelSource("zoo:llama", 8, 64))
+    copy = shrink(plan, loaded)
+    assert "not kept" not in copy.text
+    small = copy.plan.decisions
+    assert small.parameters == decisions.parameters
+    assert [(n.key, n.factors) for n in small.nodes] == [
+        (n.key, n.factors) for n in decisions.nodes
+    ]
+    report = proved(copy)
+    assert report.passed, report
+
+
+def test_what_cannot_be_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parloom.execute.shrink.ATTEMPTS", ATTEMPTS[:1])
+    loaded = load_model("zoo:gpt", batch=8, seq=16)
+    graph = capture(loaded.model, loaded.batch)
+    key = "blocks.0.attention.qkv:linear#0"
+    flat = next(f for f in graph.flat() if f.key == key)
+    third = next(f for f, n in factorize(graph).rule(flat.function, flat.node).sizes if n == 3)
+    node = NodeDecision(key, ((third, ("x",)),))
+    decisions = Decisions(grid({"x": 3, "y": 3, "z": 2}), (node,))
+    plan = replace(planned("zoo:gpt", loaded, decisions), source=ModelSource("zoo:gpt", 8, 16))
+    copy = shrink(plan, loaded)
+    assert f"not kept: {key} ({third} on x): {third} = 3 does not divide by 2" in copy.text
+
+
+def test_big_models_are_planned_without_weights(tmp_path: Path) -> None:
+    for spec in ("zoo:llama", config(tmp_path, LLAMA)):
+        real = load_model(spec, batch=2, seq=16, dtype="bfloat16")
+        found = load_abstract(spec, batch=2, seq=16, dtype="bfloat16", limit=1000)
+        assert all(p.is_meta for p in found.model.parameters())
+        assert fingerprint(found.model, found.batch) == fingerprint(real.model, real.batch)
+        small = load_abstract(spec, batch=2, seq=16)
+        assert not any(p.is_meta for p in small.model.parameters())
+    assert capture(found.model, found.batch) == capture(real.model, real.batch)
+
+
+def test_proof_of_a_whole_big_model_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 20)
+    with pytest.raises(InputError, match=r"needs 32,768 GiB.*--shrink"):
+        require_memory(model, "big")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.as_tensor(self.down(F.relu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Indexed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(5):
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+def of_factory(model: nn.Module, batch: int, mesh: Mesh, seed: int = 0) -> tuple[Plan, Loaded]:
+    loaded = Loaded(model, {"x": torch.randn(batch, 8)})
+    graph = capture(loaded.model, loaded.batch)
+    decisions = random_plan(graph, factorize(graph), mesh, seed)
+    return planned("net.py:make", loaded, decisions), loaded
+
+
+def test_factory_keeps_blocks_that_are_decided_differently() -> None:
+    plan, loaded = of_factory(Net(8, 6), 16, grid({"x": 8}))
+    graph = parse_graph(plan.graph)
+    factored = factorize(graph)
+    nodes = []
+    for flat in graph.flat():
+        sizes = dict(factored.rule(flat.function, flat.node).sizes)
+        wanted = 8 if "blocks.4." in flat.key else 16  # the width instead of the samples
+        factor = next((f for f, size in sizes.items() if size == wanted), None)
+        if factor is not None and flat.key.startswith("blocks."):
+            nodes.append(NodeDecision(flat.key, ((factor, ("x",)),)))
+    decisions = Decisions(plan.decisions.mesh, tuple(nodes))
+    copy = shrink(replace(plan, decisions=decisions), loaded)
+    assert "2 of 6 blocks (0, 4)" in copy.text
+    assert "mesh x=8 -> 2" in copy.text
+    assert "batch 16 -> 2" in copy.text
+    report = proved(copy)
+    assert report.passed, report
+
+
+def test_factory_that_needs_all_its_blocks_keeps_them() -> None:
+    plan, loaded = of_factory(Indexed(8, 5), 16, grid({"x": 4}))
+    copy = shrink(plan, loaded)
+    assert "blocks" not in copy.text
+    assert len(parse_graph(copy.plan.graph).of_kind("parameter")) == 20
+    assert proved(copy).passed
+
+
+def test_nothing_to_shrink() -> None:
+    plan, loaded = of_factory(Net(8, 2), 2, grid({"x": 2}))
+    with pytest.raises(InputError, match=r"nothing of net.py:make can be shrunk.*without --shrink"):
+        shrink(plan, loaded)
+
+
+def test_not_enough_to_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parloom.execute.shrink.MAX_WEIGHTS", 100)
+    plan, loaded = of_factory(Net(8, 3), 4, grid({"x": 2}))
+    with pytest.raises(InputError, match=r"cannot be shrunk enough: .* parameters remain"):
+        shrink(plan, loaded)
