@@ -19,7 +19,13 @@ from parloom.capture import (
 )
 from parloom.cost.clusters import on_this_machine, resolve_cluster
 from parloom.cost.step import price_plan
-from parloom.errors import CaptureError, FingerprintError, InfeasibleError, InputError
+from parloom.errors import (
+    CaptureError,
+    FingerprintError,
+    InfeasibleError,
+    InputError,
+    LayoutError,
+)
 from parloom.execute import launch
 from parloom.execute.doctor import num_cores
 from parloom.execute.files import read_plan, write_atomic
@@ -163,12 +169,20 @@ def _best(
     progress: Say,
 ) -> Plan:
     priced: list[tuple[Candidate, Prediction]] = []
+    refused: list[LayoutError] = []
     for candidate in candidates:
-        pcg = lower(rewritten(graph, candidate.decisions.rewrites), candidate.decisions)
+        try:
+            pcg = lower(rewritten(graph, candidate.decisions.rewrites), candidate.decisions)
+        except LayoutError as error:  # as when microbatches do not divide over this mesh
+            refused.append(error)
+            progress(f"{candidate.name}: not legal: {error}")
+            continue
         price = price_plan(pcg, cluster, candidate.decisions, asked.optimizer)
         priced.append((candidate, price.prediction()))
         step_s, peak = priced[-1][1].step_s, priced[-1][1].peak_bytes
         progress(f"{candidate.name}: {step_s * 1e3:.4g} ms, {peak / 2**30:.3g} GiB")
+    if not priced:
+        raise refused[0]
     alternatives = tuple(
         Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in priced
     )

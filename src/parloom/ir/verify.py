@@ -309,12 +309,13 @@ def _cotangents_hold(pcg: PCG) -> Problems:
     """The gradient that an operator returns is partial just where its operand says so."""
     for function, body in _bodies(pcg):
         for item in body:
-            if not isinstance(item, Compute):
+            if not isinstance(item, Compute) or not any(v.differentiable for v in item.results):
                 continue
             for index, value in enumerate(item.operands):
                 if not value.differentiable:
                     continue
-                want = set(item.rule.varying(index, dict(item.assignment))) - {TIME}
+                passed = {a for v in item.results for a in v.varying}
+                want = ({*item.rule.varying(index, dict(item.assignment))} | passed) - {TIME}
                 if want != set(value.varying) - {TIME}:
                     yield (
                         f"{function.name}: the gradient of {value.name!r} leaves {item.node.key}"

@@ -42,16 +42,11 @@ def block(
     norm_1_rsqrt_5 = torch.rsqrt(norm_1_add_4)  # [1, 6, 1, 1]
     norm_1_rsqrt_5__replicate_data = rt.replicate(norm_1_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
     norm_1_mul_6 = norm_1_sub_1 * norm_1_rsqrt_5__replicate_data  # [4/data·2, 6, 6, 6]
-    norm_1_weight__elect_data = rt.elect(norm_1_weight, ctx, ('data',), backward="keep_first")  # [6]
-    norm_1_view_7 = norm_1_weight__elect_data.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
-    norm_1_bias__elect_data = rt.elect(norm_1_bias, ctx, ('data',), backward="keep_first")  # [6]
-    norm_1_view_8 = norm_1_bias__elect_data.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
-    norm_1_view_7__replicate_data = rt.replicate(norm_1_view_7, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
-    norm_1_mul_9 = norm_1_mul_6 * norm_1_view_7__replicate_data  # [4/data·2, 6, 6, 6]
-    norm_1_view_8__replicate_data = rt.replicate(norm_1_view_8, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
-    norm_1 = norm_1_mul_9 + norm_1_view_8__replicate_data  # [4/data·2, 6, 6, 6]
-    norm_1_mean_0__reduce_data_2 = rt.reduce(norm_1_mean_0, ctx, ('data',), backward="identity")  # [1, 6, 1, 1]
-    norm_1_detach_11 = norm_1_mean_0__reduce_data_2.detach()  # [1, 6, 1, 1]
+    norm_1_view_7 = norm_1_weight.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
+    norm_1_view_8 = norm_1_bias.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
+    norm_1_mul_9 = norm_1_mul_6 * norm_1_view_7  # [4/data·2, 6, 6, 6]
+    norm_1 = norm_1_mul_9 + norm_1_view_8  # [4/data·2, 6, 6, 6]
+    norm_1_detach_11 = norm_1_mean_0__reduce_data.detach()  # [1, 6, 1, 1]
     norm_1_view_12 = norm_1_detach_11.reshape((6,))  # [6]
     norm_1_mul_13 = norm_1_running_mean * 0.9  # [6]
     norm_1_mul_14 = norm_1_view_12 * 0.1  # [6]
@@ -61,7 +56,7 @@ def block(
     norm_1_mul_18 = norm_1_running_var * 0.9  # [6]
     norm_1_mul_19 = norm_1_view_17 * 0.10034843205574913  # [6]
     norm_1_new_running_var = norm_1_mul_18 + norm_1_mul_19  # [6]
-    del conv_1, norm_1_mean_0__reduce_data, norm_1_mul_2, norm_1_mean_3, norm_1_add_4, norm_1_rsqrt_5, norm_1_rsqrt_5__replicate_data, norm_1_sub_1, norm_1_weight__elect_data, norm_1_bias__elect_data, norm_1_view_7, norm_1_mul_6, norm_1_view_7__replicate_data, norm_1_view_8, norm_1_mul_9, norm_1_view_8__replicate_data, norm_1_mean_0, norm_1_mean_0__reduce_data_2, norm_1_detach_11, norm_1_view_12, norm_1_mul_13, norm_1_mul_14, norm_1_mean_3__reduce_data, norm_1_detach_16, norm_1_view_17, norm_1_mul_18, norm_1_mul_19
+    del norm_1_mean_0, conv_1, norm_1_mul_2, norm_1_mean_3, norm_1_add_4, norm_1_rsqrt_5, norm_1_rsqrt_5__replicate_data, norm_1_sub_1, norm_1_mul_6, norm_1_view_7, norm_1_mul_9, norm_1_view_8, norm_1_mean_0__reduce_data, norm_1_detach_11, norm_1_view_12, norm_1_mul_13, norm_1_mul_14, norm_1_mean_3__reduce_data, norm_1_detach_16, norm_1_view_17, norm_1_mul_18, norm_1_mul_19
 
     # (top)  (cnn.py:21)
     relu = F.relu(norm_1)  # [4/data·2, 6, 6, 6]
@@ -83,16 +78,11 @@ def block(
     norm_2_rsqrt_5 = torch.rsqrt(norm_2_add_4)  # [1, 6, 1, 1]
     norm_2_rsqrt_5__replicate_data = rt.replicate(norm_2_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
     norm_2_mul_6 = norm_2_sub_1 * norm_2_rsqrt_5__replicate_data  # [4/data·2, 6, 6, 6]
-    norm_2_weight__elect_data = rt.elect(norm_2_weight, ctx, ('data',), backward="keep_first")  # [6]
-    norm_2_view_7 = norm_2_weight__elect_data.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
-    norm_2_bias__elect_data = rt.elect(norm_2_bias, ctx, ('data',), backward="keep_first")  # [6]
-    norm_2_view_8 = norm_2_bias__elect_data.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
-    norm_2_view_7__replicate_data = rt.replicate(norm_2_view_7, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
-    norm_2_mul_9 = norm_2_mul_6 * norm_2_view_7__replicate_data  # [4/data·2, 6, 6, 6]
-    norm_2_view_8__replicate_data = rt.replicate(norm_2_view_8, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
-    norm_2 = norm_2_mul_9 + norm_2_view_8__replicate_data  # [4/data·2, 6, 6, 6]
-    norm_2_mean_0__reduce_data_2 = rt.reduce(norm_2_mean_0, ctx, ('data',), backward="identity")  # [1, 6, 1, 1]
-    norm_2_detach_11 = norm_2_mean_0__reduce_data_2.detach()  # [1, 6, 1, 1]
+    norm_2_view_7 = norm_2_weight.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
+    norm_2_view_8 = norm_2_bias.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
+    norm_2_mul_9 = norm_2_mul_6 * norm_2_view_7  # [4/data·2, 6, 6, 6]
+    norm_2 = norm_2_mul_9 + norm_2_view_8  # [4/data·2, 6, 6, 6]
+    norm_2_detach_11 = norm_2_mean_0__reduce_data.detach()  # [1, 6, 1, 1]
     norm_2_view_12 = norm_2_detach_11.reshape((6,))  # [6]
     norm_2_mul_13 = norm_2_running_mean * 0.9  # [6]
     norm_2_mul_14 = norm_2_view_12 * 0.1  # [6]
@@ -102,7 +92,7 @@ def block(
     norm_2_mul_18 = norm_2_running_var * 0.9  # [6]
     norm_2_mul_19 = norm_2_view_17 * 0.10034843205574913  # [6]
     norm_2_new_running_var = norm_2_mul_18 + norm_2_mul_19  # [6]
-    del conv_2, norm_2_mean_0__reduce_data, norm_2_mul_2, norm_2_mean_3, norm_2_add_4, norm_2_rsqrt_5, norm_2_rsqrt_5__replicate_data, norm_2_sub_1, norm_2_weight__elect_data, norm_2_bias__elect_data, norm_2_view_7, norm_2_mul_6, norm_2_view_7__replicate_data, norm_2_view_8, norm_2_mul_9, norm_2_view_8__replicate_data, norm_2_mean_0, norm_2_mean_0__reduce_data_2, norm_2_detach_11, norm_2_view_12, norm_2_mul_13, norm_2_mul_14, norm_2_mean_3__reduce_data, norm_2_detach_16, norm_2_view_17, norm_2_mul_18, norm_2_mul_19
+    del norm_2_mean_0, conv_2, norm_2_mul_2, norm_2_mean_3, norm_2_add_4, norm_2_rsqrt_5, norm_2_rsqrt_5__replicate_data, norm_2_sub_1, norm_2_mul_6, norm_2_view_7, norm_2_mul_9, norm_2_view_8, norm_2_mean_0__reduce_data, norm_2_detach_11, norm_2_view_12, norm_2_mul_13, norm_2_mul_14, norm_2_mean_3__reduce_data, norm_2_detach_16, norm_2_view_17, norm_2_mul_18, norm_2_mul_19
 
     # (top)  (cnn.py:22)
     add = norm_2 + hidden  # [4/data·2, 6, 6, 6]
@@ -132,17 +122,12 @@ def forward(
     norm_rsqrt_5__replicate_data = rt.replicate(norm_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
     norm_mul_6 = norm_sub_1 * norm_rsqrt_5__replicate_data  # [4/data·2, 6, 12, 12]
     norm_weight = ctx.weight('norm.weight')
-    norm_weight__elect_data = rt.elect(norm_weight, ctx, ('data',), backward="keep_first")  # [6]
-    norm_view_7 = norm_weight__elect_data.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
+    norm_view_7 = norm_weight.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
     norm_bias = ctx.weight('norm.bias')
-    norm_bias__elect_data = rt.elect(norm_bias, ctx, ('data',), backward="keep_first")  # [6]
-    norm_view_8 = norm_bias__elect_data.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
-    norm_view_7__replicate_data = rt.replicate(norm_view_7, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
-    norm_mul_9 = norm_mul_6 * norm_view_7__replicate_data  # [4/data·2, 6, 12, 12]
-    norm_view_8__replicate_data = rt.replicate(norm_view_8, ctx, ('data',), backward="all_reduce")  # [1, 6, 1, 1]
-    norm = norm_mul_9 + norm_view_8__replicate_data  # [4/data·2, 6, 12, 12]
-    norm_mean_0__reduce_data_2 = rt.reduce(norm_mean_0, ctx, ('data',), backward="identity")  # [1, 6, 1, 1]
-    norm_detach_11 = norm_mean_0__reduce_data_2.detach()  # [1, 6, 1, 1]
+    norm_view_8 = norm_bias.reshape((1, 6, 1, 1))  # [1, 6, 1, 1]
+    norm_mul_9 = norm_mul_6 * norm_view_7  # [4/data·2, 6, 12, 12]
+    norm = norm_mul_9 + norm_view_8  # [4/data·2, 6, 12, 12]
+    norm_detach_11 = norm_mean_0__reduce_data.detach()  # [1, 6, 1, 1]
     norm_view_12 = norm_detach_11.reshape((6,))  # [6]
     norm_running_mean = ctx.buffer('norm.running_mean')
     norm_mul_13 = norm_running_mean * 0.9  # [6]
@@ -154,7 +139,7 @@ def forward(
     norm_mul_18 = norm_running_var * 0.9  # [6]
     norm_mul_19 = norm_view_17 * 0.10008688097306691  # [6]
     norm_new_running_var = norm_mul_18 + norm_mul_19  # [6]
-    del norm_mean_0__reduce_data, stem, norm_mul_2, norm_mean_3, norm_add_4, norm_rsqrt_5, norm_rsqrt_5__replicate_data, norm_sub_1, norm_weight__elect_data, norm_bias__elect_data, norm_view_7, norm_mul_6, norm_view_7__replicate_data, norm_view_8, norm_mul_9, norm_view_8__replicate_data, norm_mean_0, norm_mean_0__reduce_data_2, norm_detach_11, norm_view_12, norm_mul_13, norm_mul_14, norm_mean_3__reduce_data, norm_detach_16, norm_view_17, norm_mul_18, norm_mul_19
+    del norm_mean_0, stem, norm_mul_2, norm_mean_3, norm_add_4, norm_rsqrt_5, norm_rsqrt_5__replicate_data, norm_sub_1, norm_mul_6, norm_view_7, norm_mul_9, norm_view_8, norm_mean_0__reduce_data, norm_detach_11, norm_view_12, norm_mul_13, norm_mul_14, norm_mean_3__reduce_data, norm_detach_16, norm_view_17, norm_mul_18, norm_mul_19
 
     # (top)  (cnn.py:43)
     relu = F.relu(norm)  # [4/data·2, 6, 12, 12]
@@ -202,17 +187,12 @@ def forward(
     blocks_2_norm_1_rsqrt_5__replicate_data = rt.replicate(blocks_2_norm_1_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
     blocks_2_norm_1_mul_6 = blocks_2_norm_1_sub_1 * blocks_2_norm_1_rsqrt_5__replicate_data  # [4/data·2, 12, 3, 3]
     blocks_2_norm_1_weight = ctx.weight('blocks.2.norm_1.weight')
-    blocks_2_norm_1_weight__elect_data = rt.elect(blocks_2_norm_1_weight, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_2_norm_1_view_7 = blocks_2_norm_1_weight__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_2_norm_1_view_7 = blocks_2_norm_1_weight.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
     blocks_2_norm_1_bias = ctx.weight('blocks.2.norm_1.bias')
-    blocks_2_norm_1_bias__elect_data = rt.elect(blocks_2_norm_1_bias, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_2_norm_1_view_8 = blocks_2_norm_1_bias__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
-    blocks_2_norm_1_view_7__replicate_data = rt.replicate(blocks_2_norm_1_view_7, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_2_norm_1_mul_9 = blocks_2_norm_1_mul_6 * blocks_2_norm_1_view_7__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_2_norm_1_view_8__replicate_data = rt.replicate(blocks_2_norm_1_view_8, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_2_norm_1 = blocks_2_norm_1_mul_9 + blocks_2_norm_1_view_8__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_2_norm_1_mean_0__reduce_data_2 = rt.reduce(blocks_2_norm_1_mean_0, ctx, ('data',), backward="identity")  # [1, 12, 1, 1]
-    blocks_2_norm_1_detach_11 = blocks_2_norm_1_mean_0__reduce_data_2.detach()  # [1, 12, 1, 1]
+    blocks_2_norm_1_view_8 = blocks_2_norm_1_bias.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_2_norm_1_mul_9 = blocks_2_norm_1_mul_6 * blocks_2_norm_1_view_7  # [4/data·2, 12, 3, 3]
+    blocks_2_norm_1 = blocks_2_norm_1_mul_9 + blocks_2_norm_1_view_8  # [4/data·2, 12, 3, 3]
+    blocks_2_norm_1_detach_11 = blocks_2_norm_1_mean_0__reduce_data.detach()  # [1, 12, 1, 1]
     blocks_2_norm_1_view_12 = blocks_2_norm_1_detach_11.reshape((12,))  # [12]
     blocks_2_norm_1_running_mean = ctx.buffer('blocks.2.norm_1.running_mean')
     blocks_2_norm_1_mul_13 = blocks_2_norm_1_running_mean * 0.9  # [12]
@@ -224,7 +204,7 @@ def forward(
     blocks_2_norm_1_mul_18 = blocks_2_norm_1_running_var * 0.9  # [12]
     blocks_2_norm_1_mul_19 = blocks_2_norm_1_view_17 * 0.10140845070422536  # [12]
     blocks_2_norm_1_new_running_var = blocks_2_norm_1_mul_18 + blocks_2_norm_1_mul_19  # [12]
-    del blocks_2_conv_1, blocks_2_norm_1_mean_0__reduce_data, blocks_2_norm_1_mul_2, blocks_2_norm_1_mean_3, blocks_2_norm_1_add_4, blocks_2_norm_1_rsqrt_5, blocks_2_norm_1_rsqrt_5__replicate_data, blocks_2_norm_1_sub_1, blocks_2_norm_1_weight__elect_data, blocks_2_norm_1_bias__elect_data, blocks_2_norm_1_view_7, blocks_2_norm_1_mul_6, blocks_2_norm_1_view_7__replicate_data, blocks_2_norm_1_view_8, blocks_2_norm_1_mul_9, blocks_2_norm_1_view_8__replicate_data, blocks_2_norm_1_mean_0, blocks_2_norm_1_mean_0__reduce_data_2, blocks_2_norm_1_detach_11, blocks_2_norm_1_view_12, blocks_2_norm_1_mul_13, blocks_2_norm_1_mul_14, blocks_2_norm_1_mean_3__reduce_data, blocks_2_norm_1_detach_16, blocks_2_norm_1_view_17, blocks_2_norm_1_mul_18, blocks_2_norm_1_mul_19
+    del blocks_2_norm_1_mean_0, blocks_2_conv_1, blocks_2_norm_1_mul_2, blocks_2_norm_1_mean_3, blocks_2_norm_1_add_4, blocks_2_norm_1_rsqrt_5, blocks_2_norm_1_rsqrt_5__replicate_data, blocks_2_norm_1_sub_1, blocks_2_norm_1_mul_6, blocks_2_norm_1_view_7, blocks_2_norm_1_mul_9, blocks_2_norm_1_view_8, blocks_2_norm_1_mean_0__reduce_data, blocks_2_norm_1_detach_11, blocks_2_norm_1_view_12, blocks_2_norm_1_mul_13, blocks_2_norm_1_mul_14, blocks_2_norm_1_mean_3__reduce_data, blocks_2_norm_1_detach_16, blocks_2_norm_1_view_17, blocks_2_norm_1_mul_18, blocks_2_norm_1_mul_19
 
     # blocks.2  (cnn.py:21)
     blocks_2_relu = F.relu(blocks_2_norm_1)  # [4/data·2, 12, 3, 3]
@@ -249,17 +229,12 @@ def forward(
     blocks_2_norm_2_rsqrt_5__replicate_data = rt.replicate(blocks_2_norm_2_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
     blocks_2_norm_2_mul_6 = blocks_2_norm_2_sub_1 * blocks_2_norm_2_rsqrt_5__replicate_data  # [4/data·2, 12, 3, 3]
     blocks_2_norm_2_weight = ctx.weight('blocks.2.norm_2.weight')
-    blocks_2_norm_2_weight__elect_data = rt.elect(blocks_2_norm_2_weight, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_2_norm_2_view_7 = blocks_2_norm_2_weight__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_2_norm_2_view_7 = blocks_2_norm_2_weight.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
     blocks_2_norm_2_bias = ctx.weight('blocks.2.norm_2.bias')
-    blocks_2_norm_2_bias__elect_data = rt.elect(blocks_2_norm_2_bias, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_2_norm_2_view_8 = blocks_2_norm_2_bias__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
-    blocks_2_norm_2_view_7__replicate_data = rt.replicate(blocks_2_norm_2_view_7, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_2_norm_2_mul_9 = blocks_2_norm_2_mul_6 * blocks_2_norm_2_view_7__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_2_norm_2_view_8__replicate_data = rt.replicate(blocks_2_norm_2_view_8, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_2_norm_2 = blocks_2_norm_2_mul_9 + blocks_2_norm_2_view_8__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_2_norm_2_mean_0__reduce_data_2 = rt.reduce(blocks_2_norm_2_mean_0, ctx, ('data',), backward="identity")  # [1, 12, 1, 1]
-    blocks_2_norm_2_detach_11 = blocks_2_norm_2_mean_0__reduce_data_2.detach()  # [1, 12, 1, 1]
+    blocks_2_norm_2_view_8 = blocks_2_norm_2_bias.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_2_norm_2_mul_9 = blocks_2_norm_2_mul_6 * blocks_2_norm_2_view_7  # [4/data·2, 12, 3, 3]
+    blocks_2_norm_2 = blocks_2_norm_2_mul_9 + blocks_2_norm_2_view_8  # [4/data·2, 12, 3, 3]
+    blocks_2_norm_2_detach_11 = blocks_2_norm_2_mean_0__reduce_data.detach()  # [1, 12, 1, 1]
     blocks_2_norm_2_view_12 = blocks_2_norm_2_detach_11.reshape((12,))  # [12]
     blocks_2_norm_2_running_mean = ctx.buffer('blocks.2.norm_2.running_mean')
     blocks_2_norm_2_mul_13 = blocks_2_norm_2_running_mean * 0.9  # [12]
@@ -271,7 +246,7 @@ def forward(
     blocks_2_norm_2_mul_18 = blocks_2_norm_2_running_var * 0.9  # [12]
     blocks_2_norm_2_mul_19 = blocks_2_norm_2_view_17 * 0.10140845070422536  # [12]
     blocks_2_norm_2_new_running_var = blocks_2_norm_2_mul_18 + blocks_2_norm_2_mul_19  # [12]
-    del blocks_2_conv_2, blocks_2_norm_2_mean_0__reduce_data, blocks_2_norm_2_mul_2, blocks_2_norm_2_mean_3, blocks_2_norm_2_add_4, blocks_2_norm_2_rsqrt_5, blocks_2_norm_2_rsqrt_5__replicate_data, blocks_2_norm_2_sub_1, blocks_2_norm_2_weight__elect_data, blocks_2_norm_2_bias__elect_data, blocks_2_norm_2_view_7, blocks_2_norm_2_mul_6, blocks_2_norm_2_view_7__replicate_data, blocks_2_norm_2_view_8, blocks_2_norm_2_mul_9, blocks_2_norm_2_view_8__replicate_data, blocks_2_norm_2_mean_0, blocks_2_norm_2_mean_0__reduce_data_2, blocks_2_norm_2_detach_11, blocks_2_norm_2_view_12, blocks_2_norm_2_mul_13, blocks_2_norm_2_mul_14, blocks_2_norm_2_mean_3__reduce_data, blocks_2_norm_2_detach_16, blocks_2_norm_2_view_17, blocks_2_norm_2_mul_18, blocks_2_norm_2_mul_19
+    del blocks_2_norm_2_mean_0, blocks_2_conv_2, blocks_2_norm_2_mul_2, blocks_2_norm_2_mean_3, blocks_2_norm_2_add_4, blocks_2_norm_2_rsqrt_5, blocks_2_norm_2_rsqrt_5__replicate_data, blocks_2_norm_2_sub_1, blocks_2_norm_2_mul_6, blocks_2_norm_2_view_7, blocks_2_norm_2_mul_9, blocks_2_norm_2_view_8, blocks_2_norm_2_mean_0__reduce_data, blocks_2_norm_2_detach_11, blocks_2_norm_2_view_12, blocks_2_norm_2_mul_13, blocks_2_norm_2_mul_14, blocks_2_norm_2_mean_3__reduce_data, blocks_2_norm_2_detach_16, blocks_2_norm_2_view_17, blocks_2_norm_2_mul_18, blocks_2_norm_2_mul_19
 
     # blocks.2.skip  (cnn.py:22)
     blocks_2_skip_weight = ctx.weight('blocks.2.skip.weight')
@@ -301,17 +276,12 @@ def forward(
     blocks_3_norm_1_rsqrt_5__replicate_data = rt.replicate(blocks_3_norm_1_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
     blocks_3_norm_1_mul_6 = blocks_3_norm_1_sub_1 * blocks_3_norm_1_rsqrt_5__replicate_data  # [4/data·2, 12, 3, 3]
     blocks_3_norm_1_weight = ctx.weight('blocks.3.norm_1.weight')
-    blocks_3_norm_1_weight__elect_data = rt.elect(blocks_3_norm_1_weight, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_3_norm_1_view_7 = blocks_3_norm_1_weight__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_3_norm_1_view_7 = blocks_3_norm_1_weight.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
     blocks_3_norm_1_bias = ctx.weight('blocks.3.norm_1.bias')
-    blocks_3_norm_1_bias__elect_data = rt.elect(blocks_3_norm_1_bias, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_3_norm_1_view_8 = blocks_3_norm_1_bias__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
-    blocks_3_norm_1_view_7__replicate_data = rt.replicate(blocks_3_norm_1_view_7, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_3_norm_1_mul_9 = blocks_3_norm_1_mul_6 * blocks_3_norm_1_view_7__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_3_norm_1_view_8__replicate_data = rt.replicate(blocks_3_norm_1_view_8, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_3_norm_1 = blocks_3_norm_1_mul_9 + blocks_3_norm_1_view_8__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_3_norm_1_mean_0__reduce_data_2 = rt.reduce(blocks_3_norm_1_mean_0, ctx, ('data',), backward="identity")  # [1, 12, 1, 1]
-    blocks_3_norm_1_detach_11 = blocks_3_norm_1_mean_0__reduce_data_2.detach()  # [1, 12, 1, 1]
+    blocks_3_norm_1_view_8 = blocks_3_norm_1_bias.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_3_norm_1_mul_9 = blocks_3_norm_1_mul_6 * blocks_3_norm_1_view_7  # [4/data·2, 12, 3, 3]
+    blocks_3_norm_1 = blocks_3_norm_1_mul_9 + blocks_3_norm_1_view_8  # [4/data·2, 12, 3, 3]
+    blocks_3_norm_1_detach_11 = blocks_3_norm_1_mean_0__reduce_data.detach()  # [1, 12, 1, 1]
     blocks_3_norm_1_view_12 = blocks_3_norm_1_detach_11.reshape((12,))  # [12]
     blocks_3_norm_1_running_mean = ctx.buffer('blocks.3.norm_1.running_mean')
     blocks_3_norm_1_mul_13 = blocks_3_norm_1_running_mean * 0.9  # [12]
@@ -323,7 +293,7 @@ def forward(
     blocks_3_norm_1_mul_18 = blocks_3_norm_1_running_var * 0.9  # [12]
     blocks_3_norm_1_mul_19 = blocks_3_norm_1_view_17 * 0.10140845070422536  # [12]
     blocks_3_norm_1_new_running_var = blocks_3_norm_1_mul_18 + blocks_3_norm_1_mul_19  # [12]
-    del blocks_3_conv_1, blocks_3_norm_1_mean_0__reduce_data, blocks_3_norm_1_mul_2, blocks_3_norm_1_mean_3, blocks_3_norm_1_add_4, blocks_3_norm_1_rsqrt_5, blocks_3_norm_1_rsqrt_5__replicate_data, blocks_3_norm_1_sub_1, blocks_3_norm_1_weight__elect_data, blocks_3_norm_1_bias__elect_data, blocks_3_norm_1_view_7, blocks_3_norm_1_mul_6, blocks_3_norm_1_view_7__replicate_data, blocks_3_norm_1_view_8, blocks_3_norm_1_mul_9, blocks_3_norm_1_view_8__replicate_data, blocks_3_norm_1_mean_0, blocks_3_norm_1_mean_0__reduce_data_2, blocks_3_norm_1_detach_11, blocks_3_norm_1_view_12, blocks_3_norm_1_mul_13, blocks_3_norm_1_mul_14, blocks_3_norm_1_mean_3__reduce_data, blocks_3_norm_1_detach_16, blocks_3_norm_1_view_17, blocks_3_norm_1_mul_18, blocks_3_norm_1_mul_19
+    del blocks_3_norm_1_mean_0, blocks_3_conv_1, blocks_3_norm_1_mul_2, blocks_3_norm_1_mean_3, blocks_3_norm_1_add_4, blocks_3_norm_1_rsqrt_5, blocks_3_norm_1_rsqrt_5__replicate_data, blocks_3_norm_1_sub_1, blocks_3_norm_1_mul_6, blocks_3_norm_1_view_7, blocks_3_norm_1_mul_9, blocks_3_norm_1_view_8, blocks_3_norm_1_mean_0__reduce_data, blocks_3_norm_1_detach_11, blocks_3_norm_1_view_12, blocks_3_norm_1_mul_13, blocks_3_norm_1_mul_14, blocks_3_norm_1_mean_3__reduce_data, blocks_3_norm_1_detach_16, blocks_3_norm_1_view_17, blocks_3_norm_1_mul_18, blocks_3_norm_1_mul_19
 
     # blocks.3  (cnn.py:21)
     blocks_3_relu = F.relu(blocks_3_norm_1)  # [4/data·2, 12, 3, 3]
@@ -348,17 +318,12 @@ def forward(
     blocks_3_norm_2_rsqrt_5__replicate_data = rt.replicate(blocks_3_norm_2_rsqrt_5, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
     blocks_3_norm_2_mul_6 = blocks_3_norm_2_sub_1 * blocks_3_norm_2_rsqrt_5__replicate_data  # [4/data·2, 12, 3, 3]
     blocks_3_norm_2_weight = ctx.weight('blocks.3.norm_2.weight')
-    blocks_3_norm_2_weight__elect_data = rt.elect(blocks_3_norm_2_weight, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_3_norm_2_view_7 = blocks_3_norm_2_weight__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_3_norm_2_view_7 = blocks_3_norm_2_weight.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
     blocks_3_norm_2_bias = ctx.weight('blocks.3.norm_2.bias')
-    blocks_3_norm_2_bias__elect_data = rt.elect(blocks_3_norm_2_bias, ctx, ('data',), backward="keep_first")  # [12]
-    blocks_3_norm_2_view_8 = blocks_3_norm_2_bias__elect_data.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
-    blocks_3_norm_2_view_7__replicate_data = rt.replicate(blocks_3_norm_2_view_7, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_3_norm_2_mul_9 = blocks_3_norm_2_mul_6 * blocks_3_norm_2_view_7__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_3_norm_2_view_8__replicate_data = rt.replicate(blocks_3_norm_2_view_8, ctx, ('data',), backward="all_reduce")  # [1, 12, 1, 1]
-    blocks_3_norm_2 = blocks_3_norm_2_mul_9 + blocks_3_norm_2_view_8__replicate_data  # [4/data·2, 12, 3, 3]
-    blocks_3_norm_2_mean_0__reduce_data_2 = rt.reduce(blocks_3_norm_2_mean_0, ctx, ('data',), backward="identity")  # [1, 12, 1, 1]
-    blocks_3_norm_2_detach_11 = blocks_3_norm_2_mean_0__reduce_data_2.detach()  # [1, 12, 1, 1]
+    blocks_3_norm_2_view_8 = blocks_3_norm_2_bias.reshape((1, 12, 1, 1))  # [1, 12, 1, 1]
+    blocks_3_norm_2_mul_9 = blocks_3_norm_2_mul_6 * blocks_3_norm_2_view_7  # [4/data·2, 12, 3, 3]
+    blocks_3_norm_2 = blocks_3_norm_2_mul_9 + blocks_3_norm_2_view_8  # [4/data·2, 12, 3, 3]
+    blocks_3_norm_2_detach_11 = blocks_3_norm_2_mean_0__reduce_data.detach()  # [1, 12, 1, 1]
     blocks_3_norm_2_view_12 = blocks_3_norm_2_detach_11.reshape((12,))  # [12]
     blocks_3_norm_2_running_mean = ctx.buffer('blocks.3.norm_2.running_mean')
     blocks_3_norm_2_mul_13 = blocks_3_norm_2_running_mean * 0.9  # [12]
@@ -370,7 +335,7 @@ def forward(
     blocks_3_norm_2_mul_18 = blocks_3_norm_2_running_var * 0.9  # [12]
     blocks_3_norm_2_mul_19 = blocks_3_norm_2_view_17 * 0.10140845070422536  # [12]
     blocks_3_norm_2_new_running_var = blocks_3_norm_2_mul_18 + blocks_3_norm_2_mul_19  # [12]
-    del blocks_3_conv_2, blocks_3_norm_2_mean_0__reduce_data, blocks_3_norm_2_mul_2, blocks_3_norm_2_mean_3, blocks_3_norm_2_add_4, blocks_3_norm_2_rsqrt_5, blocks_3_norm_2_rsqrt_5__replicate_data, blocks_3_norm_2_sub_1, blocks_3_norm_2_weight__elect_data, blocks_3_norm_2_bias__elect_data, blocks_3_norm_2_view_7, blocks_3_norm_2_mul_6, blocks_3_norm_2_view_7__replicate_data, blocks_3_norm_2_view_8, blocks_3_norm_2_mul_9, blocks_3_norm_2_view_8__replicate_data, blocks_3_norm_2_mean_0, blocks_3_norm_2_mean_0__reduce_data_2, blocks_3_norm_2_detach_11, blocks_3_norm_2_view_12, blocks_3_norm_2_mul_13, blocks_3_norm_2_mul_14, blocks_3_norm_2_mean_3__reduce_data, blocks_3_norm_2_detach_16, blocks_3_norm_2_view_17, blocks_3_norm_2_mul_18, blocks_3_norm_2_mul_19
+    del blocks_3_norm_2_mean_0, blocks_3_conv_2, blocks_3_norm_2_mul_2, blocks_3_norm_2_mean_3, blocks_3_norm_2_add_4, blocks_3_norm_2_rsqrt_5, blocks_3_norm_2_rsqrt_5__replicate_data, blocks_3_norm_2_sub_1, blocks_3_norm_2_mul_6, blocks_3_norm_2_view_7, blocks_3_norm_2_mul_9, blocks_3_norm_2_view_8, blocks_3_norm_2_mean_0__reduce_data, blocks_3_norm_2_detach_11, blocks_3_norm_2_view_12, blocks_3_norm_2_mul_13, blocks_3_norm_2_mul_14, blocks_3_norm_2_mean_3__reduce_data, blocks_3_norm_2_detach_16, blocks_3_norm_2_view_17, blocks_3_norm_2_mul_18, blocks_3_norm_2_mul_19
 
     # blocks.3  (cnn.py:22)
     blocks_3_add = blocks_3_norm_2 + blocks_2_relu_2  # [4/data·2, 12, 3, 3]
