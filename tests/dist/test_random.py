@@ -138,3 +138,21 @@ def test_a_recomputed_block_draws_the_same_mask(exact: bool) -> None:
 
     assert torch.equal(gradient(True), gradient(False))
     assert not torch.equal(gradient(True), torch.ones(3, dtype=torch.float64))
+
+
+def test_dropout_keeps_only_its_mask() -> None:
+    """One byte an element is kept for the backward pass, and the gradient is the mask's."""
+    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(8, 8) >= 0.5
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        dropped = rt.apply_mask(x, mask, 0.5)
+    assert [t.dtype for t in kept] == [torch.bool]
+    dropped.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.equal(x.grad, mask.double() * 2)

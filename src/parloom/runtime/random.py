@@ -9,6 +9,7 @@ forward pass draws the same mask again.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +41,24 @@ def keep_mask(ctx: Context, key: str, dims: Dims, p: float) -> Tensor:
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """`x` where `mask`, scaled to keep its mean; zero elsewhere."""
-    scale = 0.0 if p >= 1 else 1 / (1 - p)
-    # x * mask * scale in one pass, and only the one-byte mask is kept for the backward pass.
-    dropped: Tensor = torch.ops.aten.native_dropout_backward(x, mask, scale)
+    dropped: Tensor = _Masked.apply(x, mask, 0.0 if p >= 1 else 1 / (1 - p))  # type: ignore[no-untyped-call]
     return dropped
+
+
+class _Masked(torch.autograd.Function):
+    """x * mask * scale in one pass; only the one-byte mask is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        result: Tensor = torch.ops.aten.native_dropout_backward(x, mask, scale)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(gradient, mask, ctx.scale), None, None
 
 
 def dropout(x: Tensor, ctx: Context, p: float, key: str, dims: Dims) -> Tensor:
