@@ -74,6 +74,8 @@ class _Lowering:
         self.hoist = Hoist()
         if len(decisions.stages) > 1:
             raise NotYetError("pipeline stages are not yet executable; use one stage")
+        functions = (graph.main, *graph.functions)
+        self.names = {name for function in functions for name in function.specs()}
         self.uses: dict[str, list[tuple[FlatNode, int]]] = {}
         for flat in graph.flat():
             for index, name in enumerate(flat.operands):
@@ -157,7 +159,7 @@ class _Lowering:
 
     def variant_name(self, kind: str) -> str:
         """A name for the next variant of a block kind that no other function has."""
-        taken = {f.name for f in self.variants.values()}
+        taken = self.names | {f.name for f in self.variants.values()}
         if kind not in taken:
             return kind
         taken |= set(self.graph.by_name)

@@ -98,7 +98,7 @@ class Body:
         assignment = self.add_time(node, rule, assignment, sources)
         rule.check(assignment, self.mesh, f"{node_key(self.prefix, node)} ({node.source})")
         op = op_of(node)
-        kept = self.passing(op, sources)
+        kept = self.passing(op, node, sources)
         varying = _passing_varying(op, sources, assignment)
         operands = []
         for index, value in enumerate(sources):
@@ -136,17 +136,26 @@ class Body:
         if all(v.name in self.pure for v in sources):
             self.pure.update(v.name for v in results)
 
-    def passing(self, op: OpDef, sources: tuple[PValue, ...]) -> tuple[tuple[str, str], ...]:
+    def passing(
+        self, op: OpDef, node: Node, sources: tuple[PValue, ...]
+    ) -> tuple[tuple[str, str], ...]:
         """Partial sums that this operator need not wait for: over time, and scalars over any axis.
 
-        What depends on the batch alone (a count of tokens) is summed where it is read instead.
+        What depends on the batch alone (a count of tokens) is summed where it is read instead. In
+        space no other operand may have a gradient: it would be multiplied by the rank's own part.
         """
+        made = [v.spec for v in node.results]
+        if node.kwarg("rounding_mode") or not all(s.is_float for s in made):
+            return ()
         axes = {a for v in sources for a, reduction in v.layout.partial if reduction == "sum"}
+        scalar = not any(s.shape for s in (*made, *(v.spec for v in sources)))
         kept = []
         for axis in self.mesh.names:
-            if axis not in axes or (axis != TIME and any(v.spec.shape for v in sources)):
+            flags = tuple(self.unsummed(v, axis) for v in sources)
+            others = any(v.differentiable for v, f in zip(sources, flags, strict=True) if not f)
+            if axis not in axes or (axis != TIME and (others or not scalar)):
                 continue
-            if op.passes_partial(tuple(self.unsummed(v, axis) for v in sources)):
+            if op.passes_partial(flags):
                 kept.append((axis, "sum"))
         return tuple(kept)
 
@@ -285,12 +294,21 @@ class Body:
     def hoisted(self, value: PValue, layout: Layout) -> PValue:
         """Replace a sum over microbatches of a batch-only value by the prologue's result."""
         if not self.top or value.differentiable or value.name not in self.pure:
+            why = "depends on parameters" if value.differentiable or self.top else "is in a block"
             raise LayoutError(
-                f"{self.at}: value {value.name!r} is reduced over microbatches and depends on"
-                " parameters; use one microbatch"
+                f"{self.at}: value {value.name!r} is reduced over microbatches and {why}; use one"
+                " microbatch"
             )
-        kept = tuple(p for p in value.layout.partial if p[0] == TIME)
+        kept = ((TIME, "sum"),)
         items = _ancestors(self.items, value.name)
+        earlier = {after.name for _, after in self.owner.hoist.values}
+        chained = any(v.name in earlier for item in items for v in _operands(item))
+        if kept[0] not in value.layout.partial or chained:
+            what = "depends on another such sum" if chained else "is no sum"
+            raise LayoutError(
+                f"{self.at}: value {value.name!r} combines all microbatches and {what}; use one"
+                " microbatch"
+            )
         steps = plan_moves(
             value.layout,
             Layout(layout.shards, kept),
@@ -338,6 +356,12 @@ def _varying_after(varying: set[str], step: Step) -> set[str]:
     return varying
 
 
+def _operands(item: Item) -> tuple[PValue, ...]:
+    if isinstance(item, Movement):
+        return (item.operand,)
+    return item.operands if isinstance(item, Compute) else item.args
+
+
 def _ancestors(items: list[Item], name: str) -> list[Item]:
     """The items that `name` depends on, in order."""
     needed, found = {name}, []
@@ -345,10 +369,5 @@ def _ancestors(items: list[Item], name: str) -> list[Item]:
         results = (item.result,) if isinstance(item, Movement) else item.results
         if any(v.name in needed for v in results):
             found.append(item)
-            if isinstance(item, Movement):
-                needed.add(item.operand.name)
-            elif isinstance(item, Compute):
-                needed.update(v.name for v in item.operands)
-            else:
-                needed.update(v.name for v in item.args)
+            needed.update(v.name for v in _operands(item))
     return found[::-1]

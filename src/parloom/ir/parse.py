@@ -6,10 +6,22 @@ import warnings
 from collections.abc import Iterator
 
 from parloom.errors import InputError
-from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Input, Node, Ref, TensorSpec, Value
+from parloom.ir.graph import (
+    DTYPE_BYTES,
+    Arg,
+    Call,
+    Dtype,
+    Function,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    TensorSpec,
+    Value,
+)
+from parloom.ir.ops import is_operator
 
 NAME = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
-OPERATOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
 VALUE = re.compile(r"([A-Za-z_]\w*): ([a-z]\w*)\[([\d, ]*)\](?:, |\Z)", re.ASCII)
 STRING = r'"(?:[^"\\]|\\.)*"'
 CODE = re.compile(rf"(?:[^\"'#]|{STRING}|'(?:[^'\\]|\\.)*')*")
@@ -158,7 +170,7 @@ class Parser:
         if isinstance(call.func, ast.Subscript):
             return self.block_call(call, call.func, results, comment)
         op = dotted(call.func)
-        if not OPERATOR.match(op):
+        if not is_operator(op):
             raise self.error("expected an operator's name")
         kwargs = tuple((self.name(k.arg or ""), self.argument(k.value)) for k in call.keywords)
         args = tuple(self.argument(a) for a in call.args)
@@ -203,7 +215,7 @@ class Parser:
             if not found:
                 raise self.error("expected `NAME: dtype[shape]`")
             shape = tuple(self.integer(n) for n in found[3].split(",") if n.strip())
-            values.append(Value(found[1], TensorSpec(shape, found[2])))
+            values.append(Value(found[1], TensorSpec(shape, self.dtype(found[2]))))
             start = found.end()
         if count is not None and len(values) != count:
             raise self.error(f"expected {count} value")
@@ -213,6 +225,11 @@ class Parser:
         if not NAME.match(text):
             raise self.error(f"{text!r} is not a name")
         return text
+
+    def dtype(self, name: str) -> str:
+        if name not in DTYPE_BYTES:
+            raise self.error(f"unknown dtype {name!r}")
+        return name
 
     def string(self, text: str) -> str:
         value = self.argument(self.expression(text))
@@ -237,7 +254,7 @@ class Parser:
             case ast.Tuple(elts=elements):
                 return tuple(self.argument(e) for e in elements)
             case ast.Attribute(value=ast.Name(id="dtype"), attr=name):
-                return Dtype(self.name(name))
+                return Dtype(self.dtype(name))
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
             case ast.Call(

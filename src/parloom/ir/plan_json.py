@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from parloom.errors import InputError, nearest
+from parloom.errors import InputError, VerifyError, nearest
 from parloom.ir import plan_schema as schema
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.json_text import line_and_column, render
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
+from parloom.ir.pcg import TIME
 from parloom.ir.plan import (
     FORMAT,
     VERSION,
@@ -124,8 +125,8 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
 
 
 def _axis(axis: MeshAxis) -> dict[str, Any]:
-    if axis.steps:
-        return {"axis": axis.name, "steps": axis.steps}
+    if axis.steps:  # lowering adds it, from the number of microbatches
+        raise VerifyError(f"mesh axis {axis.name!r} is in time, and plans have axes over ranks")
     primes = [{"size": p.size, "stride": p.stride, "level": p.level} for p in axis.primes]
     return {"axis": axis.name, "primes": primes}
 
@@ -258,9 +259,6 @@ class _Reader:
 
     def _decisions(self, document: schema.DecisionsDocument) -> Decisions:
         mesh = self._mesh(document.mesh)
-        if any(axis.steps not in (0, document.num_microbatches) for axis in mesh.axes):
-            path = ("decisions", "num_microbatches")
-            raise self.error(path, "differs from the steps of the mesh axis in time")
         for role in ("master_dtype", "reduce_dtype"):
             dtype = getattr(document, role)
             if dtype is not None and dtype not in DTYPE_BYTES:
@@ -297,10 +295,8 @@ class _Reader:
         for index, axis in enumerate(document):
             if names.index(axis.axis) != index:
                 raise self.error((*path, index), f"axis {axis.axis!r} is given twice")
-            if bool(axis.steps) == bool(axis.primes):
-                raise self.error((*path, index), "an axis has either primes or steps")
-        if sum(bool(axis.steps) for axis in document) > 1:
-            raise self.error(path, "more than one axis in time")
+            if axis.axis == TIME:
+                raise self.error((*path, index), f"the name {TIME!r} is kept for time")
         unit = 1
         for prime in sorted(
             (p for a in document for p in a.primes), key=lambda p: (p.stride, p.size)
@@ -314,7 +310,6 @@ class _Reader:
                 MeshAxis(
                     axis.axis,
                     tuple(PrimeAxis(p.size, p.stride, p.level) for p in axis.primes),
-                    axis.steps,
                 )
                 for axis in document
             )

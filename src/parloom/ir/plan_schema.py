@@ -13,6 +13,9 @@ Count = Annotated[int, Field(ge=1, le=2**63)]
 Index = Annotated[int, Field(ge=0, le=2**63)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+# Axis names reach generated code, so they are short identifiers; all other mentions of an axis are
+# compared with the mesh's.
+AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=32)]
 
 
 class Document(BaseModel):
@@ -30,11 +33,10 @@ class PrimeDocument(Document):
 
 
 class AxisDocument(Document):
-    """A mesh axis: over ranks (`primes`) or in time (`steps`)."""
+    """A mesh axis over ranks; the one in time follows from `num_microbatches`."""
 
-    axis: Name
-    primes: list[PrimeDocument] = []
-    steps: Index = 0
+    axis: AxisName
+    primes: Annotated[list[PrimeDocument], Field(min_length=1)]
 
 
 class StorageDocument(Document):

@@ -1,5 +1,6 @@
 """The operator registry: one entry per operator (`docs/add-an-op.md` shows how to add one)."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -39,7 +40,18 @@ OPS: Mapping[str, OpDef] = MappingProxyType(
     {op.name: op for module in _MODULES for op in module.OPS}
 )
 
-__all__ = ["OPS", "Assignment", "Emission", "OpDef", "Rule", "Site", "op_of"]
+PACKET = re.compile(r"[a-z_][a-z0-9_]*|[A-Za-z]\w*\.[A-Za-z_]\w*", re.ASCII)
+
+__all__ = ["OPS", "Assignment", "Emission", "OpDef", "Rule", "Site", "is_operator", "op_of"]
+
+
+def is_operator(name: str) -> bool:
+    """Whether `name` may stand in a graph: an entry, an ATen packet or `namespace.packet`.
+
+    Names come from files and end up in code, so attributes of attributes and double underscores
+    are none. Whether torch has the packet is for `execute` to say.
+    """
+    return name in OPS or ("__" not in name and PACKET.fullmatch(name) is not None)
 
 
 def op_of(node: Node) -> OpDef:

@@ -61,7 +61,7 @@ def _attention(e: Emission) -> str:
     dropout = e.site.arg(4, "dropout_p", 0.0) or 0.0
     scale = e.site.node.kwarg("scale")
     causal = _causal(e.site)
-    if causal and any(f.startswith("s") and axes for f, axes in e.assignment.items()):
+    if causal and e.axes_of("s"):
         rank = len(e.site.operands[0].shape)
         keys = e.site.operands[1].shape[-2]
         mask = f"rt.causal_mask(ctx, {e.operand_digits(rank - 2)}, {keys})"
@@ -73,7 +73,7 @@ def _attention(e: Emission) -> str:
     if causal:
         parts.append("is_causal=True")
     if scale is not None:
-        parts.append(f"scale={scale!r}")
+        parts.append(f"scale={e.code(scale)}")
     if grouped:
         parts.append("enable_gqa=True")
     if not dropout:
@@ -82,7 +82,7 @@ def _attention(e: Emission) -> str:
     shape = (*spec.shape[:-1], e.site.operands[1].shape[-2])
     weights = e.all_digits(type(spec)(shape, spec.dtype), e.result_layouts[0])
     return (
-        f"rt.attention({q}, {k}, {v}, ctx, {mask}, {dropout!r}, {scale!r}, {e.key},"
+        f"rt.attention({q}, {k}, {v}, ctx, {mask}, {e.code(dropout)}, {e.code(scale)}, {e.key},"
         f" {weights}, {causal})"
     )
 

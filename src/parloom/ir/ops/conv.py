@@ -58,8 +58,11 @@ def _spatial(
     for i, (size_in, size_out) in enumerate(
         zip(site.operands[0].shape[2:], site.results[0].shape[2:], strict=True)
     ):
-        stride, padding = window[1][i], window[2][i]
-        even = size_in == size_out * stride and (fill_free or padding == 0)
+        kernel, stride, padding, dilation = (w[i] for w in window)
+        # where zeros beyond the ends would count, no window may reach them (ceil_mode)
+        reach = (size_out - 1) * stride + (kernel - 1) * dilation + 1
+        inside = padding == 0 and reach <= size_in
+        even = size_in == size_out * stride and (fill_free or inside)
         found.append((f"s{i}" if even else "", size_out, stride))
     return found, all(f for f, _, _ in found)
 
@@ -151,7 +154,7 @@ def _conv(e: Emission) -> str:
     window = _conv_window(e.site)
     _, stride, _, dilation = window
     groups = e.site.integer(6, "groups", 1)
-    groups //= e.mesh.size(e.assignment.get("g", ()))
+    groups //= e.mesh.size(e.axes_of("g"))
     count = len(stride)
     bias = e.once(e.site.arg(2, "bias"))
     padding = "'same'" if _uneven(e.site) else repr(_padding(e, window))

@@ -35,13 +35,13 @@ def _arange(e: Emission) -> str:
     step: Arg = args[2] if len(args) > 2 else 1
     if not any(e.assignment.values()):
         end = args[1] if len(args) > 1 else args[0]
-        bounds = ", ".join(repr(v) for v in (start, end, step))
+        bounds = ", ".join(e.code(v) for v in (start, end, step))
         return f"torch.arange({bounds}, dtype={_dtype(e)}, device=ctx.device)"
     index = f"rt.indices(ctx, {e.result_digits(0)})"
     if not isinstance(start, int) or not isinstance(step, int):
         index += ".double()"  # as torch's own arange computes; an integer times 0.1 is float32
-    scaled = index if step == 1 else f"{index} * {step!r}"
-    shifted = scaled if start == 0 else f"{scaled} + {start!r}"
+    scaled = index if step == 1 else f"{index} * {e.code(step)}"
+    shifted = scaled if start == 0 else f"{scaled} + {e.code(start)}"
     return f"({shifted}).to({_dtype(e)})"
 
 

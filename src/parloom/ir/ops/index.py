@@ -18,13 +18,13 @@ def _embedding_rule(site: Site) -> Rule:
 
 
 def _embedding(e: Emission) -> str:
-    padding = e.site.arg(2, "padding_idx", -1)
-    if e.assignment.get("v") or any(f.startswith("v") and a for f, a in e.assignment.items()):
+    padding = e.site.integer(2, "padding_idx", -1)
+    if e.axes_of("v"):
         return (
             f"rt.embedding({e.arg(0)}, {e.arg(1)}, ctx, {e.operand_digits(0)}, padding={padding})"
         )
     parts = [e.arg(1), e.arg(0)]
-    if isinstance(padding, int) and padding >= 0:
+    if padding >= 0:
         parts.append(f"padding_idx={padding}")
     if e.site.arg(3, "scale_grad_by_freq", False):
         parts.append("scale_grad_by_freq=True")
@@ -37,12 +37,12 @@ def _bag_rule(site: Site) -> Rule:
 
 def _bag(e: Emission) -> str:
     mode = e.site.arg(2, "mode", "sum")
-    if any(f.startswith("v") and a for f, a in e.assignment.items()):
+    if e.axes_of("v"):
         count = e.site.operands[1].shape[1] if mode == "mean" else 1
         scale = f" / {count}" if count != 1 else ""
         looked = f"rt.embedding({e.arg(0)}, {e.arg(1)}, ctx, {e.operand_digits(0)})"
         return f"{looked}.sum(1){scale}"
-    return f"F.embedding_bag({e.arg(1)}, {e.arg(0)}, mode={mode!r})"
+    return f"F.embedding_bag({e.arg(1)}, {e.arg(0)}, mode={e.code(mode)})"
 
 
 def _index_rule(site: Site) -> Rule:

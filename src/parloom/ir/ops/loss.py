@@ -2,12 +2,21 @@
 
 from collections.abc import Callable
 
+from parloom.errors import LayoutError
 from parloom.ir.graph import Dtype, Function, TensorSpec, Value
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.reduce import Body
 from parloom.ir.ops.rule import LOCAL, Rule, Site, along, build
 
 MEAN, SUM = 1, 2  # at::Reduction
+
+
+def _reduction(site: Site, position: int) -> str:
+    """The name of a loss's reduction."""
+    number = site.integer(position, "reduction", MEAN)
+    if number not in range(3):
+        raise LayoutError(f"{site.node.key}: no reduction {number}")
+    return ("none", "mean", "sum")[number]
 
 
 def _cross_entropy_rule(site: Site) -> Rule:
@@ -22,16 +31,16 @@ def _cross_entropy_rule(site: Site) -> Rule:
 
 
 def _cross_entropy(e: Emission) -> str:
-    reduction = ("none", "mean", "sum")[e.site.integer(3, "reduction", MEAN)]
+    reduction = _reduction(e.site, 3)
     parts = [e.arg(0), e.arg(1)]
     if e.site.arg(2, "weight") is not None:
         parts.append(f"weight={e.arg(2, 'weight')}")
     if (ignored := e.site.integer(4, "ignore_index", -100)) != -100:
         parts.append(f"ignore_index={ignored}")
     if reduction != "mean":
-        parts.append(f"reduction={reduction!r}")
+        parts.append(f"reduction={e.code(reduction)}")
     if smoothing := e.site.arg(5, "label_smoothing", 0.0):
-        parts.append(f"label_smoothing={smoothing!r}")
+        parts.append(f"label_smoothing={e.code(smoothing)}")
     return f"F.cross_entropy({', '.join(parts)})"
 
 
@@ -104,15 +113,15 @@ def _pointwise_rule(position: int) -> Callable[[Site], Rule]:
 
 def _pointwise(function: str, position: int, names: tuple[str, ...]) -> Callable[[Emission], str]:
     def emit(e: Emission) -> str:
-        reduction = e.site.integer(position, "reduction", MEAN)
+        reduction = _reduction(e.site, position)
         parts = [e.arg(0), e.arg(1)]
         parts += [
             f"{name}={e.arg(2 + i, name)}"
             for i, name in enumerate(names)
             if e.site.arg(2 + i, name) is not None
         ]
-        if reduction != MEAN:
-            return f"F.{function}({', '.join(parts)}, reduction={('none', '', 'sum')[reduction]!r})"
+        if reduction != "mean":
+            return f"F.{function}({', '.join(parts)}, reduction={e.code(reduction)})"
         if not any(e.assignment.values()):
             return f"F.{function}({', '.join(parts)})"
         count = e.site.operands[0].num_elements

@@ -24,8 +24,7 @@ def _layer_norm_rule(site: Site) -> Rule:
 def _layer_norm(e: Emission) -> str:
     shape = e.site.integers(1, "normalized_shape")
     parts = [e.arg(0), e.code(shape), e.arg(2, "weight"), e.arg(3, "bias")]
-    eps = e.site.arg(4, "eps", 1e-5)
-    return f"F.layer_norm({', '.join(parts)}, {eps!r})"
+    return f"F.layer_norm({', '.join(parts)}, {e.arg(4, 'eps', 1e-5)})"
 
 
 def _rms_norm(e: Emission) -> str:
@@ -157,7 +156,7 @@ def _group_norm_rule(site: Site) -> Rule:
 
 def _group_norm(e: Emission) -> str:
     parts = [e.arg(0), e.arg(1), e.arg(2, "weight"), e.arg(3, "bias")]
-    return f"F.group_norm({', '.join(parts)}, {e.site.arg(4, 'eps', 1e-5)!r})"
+    return f"F.group_norm({', '.join(parts)}, {e.arg(4, 'eps', 1e-5)})"
 
 
 _SAVED = (("operand", 0),)

@@ -1,13 +1,47 @@
 """`OpDef`: everything about one operator in one entry, and `Emission`: how its code is written."""
 
+import keyword
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from parloom.ir.graph import Arg, Dtype, Function, Ref, TensorSpec
+from parloom.errors import VerifyError
+from parloom.ir.graph import DTYPE_BYTES, Arg, Dtype, Function, Ref, TensorSpec
 from parloom.ir.layout import Layout, Shape, digits, local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops.rule import Assignment, Rule, Site, elementwise_flops
+
+MAX_DECIMAL_BITS = 4096  # Python refuses to print or read much longer decimal numbers
+
+
+def literal(arg: Arg) -> str:
+    """Code of an argument that names no tensor: the one writer of values into source.
+
+    Raises `VerifyError` for anything but None, bool, int, float, str, a known dtype, or a tuple of
+    these: what arguments hold may come from a file.
+    """
+    if isinstance(arg, tuple):
+        inner = ", ".join(literal(a) for a in arg)
+        return f"({inner},)" if len(arg) == 1 else f"({inner})"
+    if isinstance(arg, Dtype):
+        if arg.name not in DTYPE_BYTES:
+            raise VerifyError(f"unknown dtype {arg.name!r}")
+        return f"torch.{arg.name}"
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return f'float("{arg}")'
+    if isinstance(arg, int) and arg.bit_length() > MAX_DECIMAL_BITS:
+        return hex(arg)
+    if arg is not None and type(arg) not in (bool, int, float, str):
+        raise VerifyError(f"{arg!r} cannot be written as a literal")
+    return repr(arg)
+
+
+def keywords(kwargs: tuple[tuple[str, str], ...]) -> list[str]:
+    """`name=code` of each; raises `VerifyError` for a name that is no identifier."""
+    for name, _ in kwargs:
+        if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
+            raise VerifyError(f"{name!r} is no argument's name")
+    return [f"{name}={code}" for name, code in kwargs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +71,19 @@ class Emission:
         """Code of any argument."""
         if isinstance(arg, Ref):
             return self.names[arg.name]
-        if isinstance(arg, Dtype):
-            return f"torch.{arg.name}"
         if isinstance(arg, tuple):
             inner = ", ".join(self.code(a) for a in arg)
             return f"({inner},)" if len(arg) == 1 else f"({inner})"
-        if isinstance(arg, float) and not math.isfinite(arg):
-            return f'float("{arg}")'
-        return repr(arg)
+        return literal(arg)
+
+    def keywords(self) -> list[str]:
+        """Code of the node's keyword arguments."""
+        return keywords(tuple((k, self.code(v)) for k, v in self.site.node.kwargs))
 
     def call(self, function: str) -> str:
         """`function(...)` with the node's own arguments."""
         node = self.site.node
-        parts = [self.code(a) for a in node.args]
-        parts += [f"{k}={self.code(v)}" for k, v in node.kwargs]
+        parts = [*(self.code(a) for a in node.args), *self.keywords()]
         return f"{function}({', '.join(parts)})"
 
     def result_shape(self, index: int = 0) -> Shape:
@@ -81,6 +114,15 @@ class Emission:
         have = {f for dims in self.rule.results for dim in dims for f in dim}
         have |= {f for dim in self.rule.operands[index] for f in dim}
         return tuple(a for f, axes in self.assignment.items() if f not in have for a in axes)
+
+    def axes_of(self, factor: str) -> tuple[str, ...]:
+        """Axes on a factor of the entry's rule, whether or not it was cut into parts."""
+        return tuple(
+            a
+            for f, axes in self.assignment.items()
+            if f == factor or (f.startswith(factor) and f[len(factor) :].isdigit())
+            for a in axes
+        )
 
     def once(self, arg: Arg) -> str:
         """Code of an addend that must count once in a partial sum: zero on all ranks but one."""
@@ -153,7 +195,6 @@ class OpDef:
             return self.emit(emission)
         if self.emit.startswith("."):
             first, *rest = emission.site.node.args
-            parts = [emission.code(a) for a in rest]
-            parts += [f"{k}={emission.code(v)}" for k, v in emission.site.node.kwargs]
+            parts = [*(emission.code(a) for a in rest), *emission.keywords()]
             return f"{emission.code(first)}{self.emit}({', '.join(parts)})"
         return emission.call(self.emit)

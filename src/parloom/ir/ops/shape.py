@@ -131,7 +131,7 @@ def _squeeze_rule(site: Site) -> Rule:
 
 
 def _squeeze(e: Emission) -> str:
-    return f"{e.arg(0)}.squeeze({_squeezed(e.site)!r})"
+    return f"{e.arg(0)}.squeeze({e.code(_squeezed(e.site))})"
 
 
 def _expand(e: Emission) -> str:
@@ -177,7 +177,10 @@ def _slice_bounds(site: Site) -> tuple[int, int, int, int]:
     shape = site.operands[0].shape
     dim = site.dim(1, len(shape), 0)
     size = shape[dim]
-    start, end = site.arg(2, "start") or 0, site.arg(3, "end")
+    start, end = (
+        None if site.arg(position, name) is None else site.integer(position, name)
+        for position, name in ((2, "start"), (3, "end"))
+    )
     low, high, _ = slice(start, end).indices(size)
     return dim, low, max(high, low), site.integer(4, "step", 1)
 
