@@ -236,9 +236,13 @@ def test_prologue_values_are_summed_over_microbatches() -> None:
     assert all(abs(value - mlp.batch()["x"].sum().item()) < 1e-9 for value in seen)
 
 
-def test_buffers_are_written_back_after_the_backward_pass() -> None:
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_buffers_are_written_back_once_a_step(in_turn: bool) -> None:
+    """Every microbatch reads the buffers of the start of the step, as one pass would."""
     mesh = mlp.with_time(rt.grid({"x": 2}), 2)
-    made = mlp.program(mesh, mlp.Layout(("x",), recompute=True))
+    passes = ("F0", "B0", "F1", "B1") if in_turn else ("F0", "F1", "B1", "B0")
+    actions = (*passes, "REDUCE", "STEP", "GATHER")
+    made = mlp.program(mesh, mlp.Layout(("x",), recompute=True), actions=actions)
     forward = made.forward
     spec = rt.TensorSpec("count", (2,), "float64", (("x",),))
 
@@ -249,13 +253,15 @@ def test_buffers_are_written_back_after_the_backward_pass() -> None:
     made = replace(made, forward=counting, buffers=(spec,))
     state = {**mlp.model().state_dict(), "count": torch.tensor([10.0, 20.0], dtype=torch.float64)}
 
-    def body(comm: rt.Comm) -> list[float]:
+    def body(comm: rt.Comm) -> list[list[float]]:
         one = rt.Trainer(made, state, optimizer=mlp.sgd, comm=comm)
-        one.step(mlp.batch())
-        count: list[float] = one.state_dict()["count"].tolist()
-        return count
+        counts: list[list[float]] = []
+        for _ in range(2):
+            one.step(mlp.batch())
+            counts.append(one.state_dict()["count"].tolist())
+        return counts
 
-    assert rt.run_threads(mesh, body) == [[12.0, 24.0], [12.0, 24.0]]
+    assert rt.run_threads(mesh, body) == [[[11.0, 22.0], [12.0, 24.0]]] * 2
 
 
 # State in and out.

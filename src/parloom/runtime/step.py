@@ -3,7 +3,7 @@
 `F0 B0 F1 B1 .. REDUCE STEP GATHER`: forward and backward passes accumulate gradients over the
 microbatches; REDUCE makes them whole; STEP clips and updates the owned chunks; GATHER makes the
 weights whole again. The loss that a forward pass returns is its share of the global loss, so
-gradients and losses are summed, never averaged.
+gradients and losses are summed, never averaged. Buffers are written once a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -169,9 +169,11 @@ class Step:
             self._losses.launch()
         torch.autograd.backward(result.loss)
         self._store.end_backward()
-        # Not before: a recomputed block reads the buffers of its own forward pass.
-        for name, value in result.updates.items():
-            self._store.buffers[name] = value.detach()
+        # Once a step, after all passes: every microbatch, and a block that is recomputed, reads
+        # the buffers of the start of the step, as one pass over the global batch would.
+        if last:
+            for name, value in result.updates.items():
+                self._store.buffers[name] = value.detach()
 
     def _update(self) -> None:
         helds = list(self._store.helds.values())
