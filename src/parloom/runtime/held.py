@@ -19,6 +19,7 @@ class Held:
     `owned` is what the optimizer updates, in the master dtype when there is one. `stored` is the
     same chunk in the compute dtype: `owned` itself, or what it is copied to after each step.
     `weight` is the whole home shard and an autograd leaf, unless the weight is stored in chunks.
+    `collected` is where the gradient of an owned chunk adds up during a step.
     """
 
     spec: ParameterSpec
@@ -29,6 +30,7 @@ class Held:
     stored: Tensor
     weight: Tensor | None
     has_master: bool
+    collected: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -54,12 +56,21 @@ class Held:
         return self.section.rows(home, self.index) if self.parts > 1 else home
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Accumulate the whole (reduced) gradient of the owned chunk."""
-        gradient = gradient.to(self.owned.dtype)
-        if self.owned.grad is None:
-            self.owned.grad = gradient
+        """Accumulate the whole (reduced) gradient of the owned chunk, in the finer of two dtypes.
+
+        One is the dtype in which it was reduced, the other that of `owned`.
+        """
+        if self.collected is None:
+            dtype = torch.promote_types(gradient.dtype, self.owned.dtype)
+            self.collected = gradient.to(dtype)
         else:
-            self.owned.grad.add_(gradient)
+            self.collected.add_(gradient)
+
+    def finish_gradient(self) -> None:
+        """Give the optimizer what was accumulated."""
+        if self.collected is not None:
+            self.owned.grad = self.collected.to(self.owned.dtype)
+            self.collected = None
 
     def boxes(self, comm: Comm) -> tuple[Box, ...]:
         """The contiguous boxes of the user's tensor that `owned` holds."""

@@ -1,8 +1,9 @@
 """Gradients of weights that are autograd leaves: buckets that overlap with the backward pass.
 
-A *whole* bucket all-reduces the gradients of home shards once a step, in the last microbatch; its
-flat memory is where they accumulate. A *chunked* bucket is reduced in every microbatch and leaves
-only the owned chunks (`runtime.chunked`).
+Gradients collect over the microbatches in the reduce dtype. One that needs no reduction stays where
+autograd left it. A *whole* bucket all-reduces the gradients of home shards once a step, in the last
+microbatch; its flat memory is where they accumulate. A *chunked* bucket is reduced in every
+microbatch and leaves only the owned chunks (`runtime.chunked`).
 
 Buckets are built after the first backward pass, in the order in which gradients became ready (rank
 0's order, told to all), and are launched in that order. So parameters that no loss reaches are in
@@ -94,7 +95,7 @@ class LeafGradients:
         self._pool = pool
         self._traffic = traffic
         self._leaves: list[_Leaf] = []
-        self._local: list[tuple[Held, Tensor]] = []
+        self._local: list[_Leaf] = []
         self._arrived: list[int] = []
         self._buckets: list[_Bucket] | None = None
         self._next = 0
@@ -102,21 +103,22 @@ class LeafGradients:
         for held in helds:
             if held.weight is None or not held.spec.trainable:
                 continue
-            if comm.group(held.spec.reduce).size == 1 and not held.chunks_gradient:
-                self._local.append((held, held.weight))
-                continue
             leaf = _Leaf(held, held.weight, getattr(torch, dtype or held.spec.dtype))
-            ready = partial(self._ready, len(self._leaves), leaf)
-            held.weight.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
-            self._leaves.append(leaf)
+            local = comm.group(held.spec.reduce).size == 1 and not leaf.chunked
+            leaves = self._local if local else self._leaves
+            ready = _collect if local else partial(self._ready, len(leaves))
+            hook = partial(ready, leaf)
+            held.weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            leaves.append(leaf)
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         for leaf in self._leaves:
             leaf.weight.grad = None
             leaf.filled = False
-        for _, weight in self._local:
-            weight.grad = None
+        for leaf in self._local:
+            leaf.weight.grad = leaf.place = None
+            leaf.filled = False
 
     def begin_backward(self, last: bool) -> None:
         """`last`: no microbatch of this step comes after."""
@@ -146,9 +148,12 @@ class LeafGradients:
         for leaf in self._leaves:
             if leaf.filled and leaf.place is not None:
                 _hand_over(leaf.held, leaf.place)
-        for held, weight in self._local:
-            if weight.grad is not None and weight is not held.owned:
-                _hand_over(held, weight.grad)
+        for leaf in self._local:
+            if leaf.place is not None:
+                _hand_over(leaf.held, leaf.place)
+                leaf.place = None
+            if leaf.weight is not leaf.held.owned:
+                leaf.weight.grad = None
 
     def _ready(self, index: int, leaf: _Leaf, weight: Tensor) -> None:
         """Autograd has left a gradient in `weight.grad`."""
@@ -200,6 +205,10 @@ class LeafGradients:
         )
         self._comm.group(self._comm.mesh.space).broadcast(order).wait()
         return [index for index in order.tolist() if index >= 0]
+
+
+def _collect(leaf: _Leaf, weight: Tensor) -> None:
+    leaf.collect()
 
 
 def _hand_over(held: Held, home: Tensor) -> None:

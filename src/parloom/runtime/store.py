@@ -117,7 +117,7 @@ class Store:
         self._outstanding = 0
         self._leaves.begin_step()
         for held in self.helds.values():
-            held.owned.grad = None
+            held.owned.grad = held.collected = None
 
     def begin_forward(self) -> None:
         self._units.turn(backward=False)
@@ -143,6 +143,8 @@ class Store:
         """Wait until every owned parameter has its whole gradient (None where none arrives)."""
         self._leaves.finish()
         self._traffic.land()
+        for held in self.helds.values():
+            held.finish_gradient()
 
     def publish(self) -> None:
         """Copy masters to the stored chunks."""
