@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from parloom import runtime as rt
 from parloom.errors import LaunchError
 from parloom.execute.ranks import RankError, fork_ranks
+from parloom.runtime.comm import DistributedGroup
 from tests.dist import mlp
 
 
@@ -124,3 +126,23 @@ def _exchange() -> bool:
 
 def test_collectives_over_gloo() -> None:
     assert all(fork_ranks(4, _exchange))
+
+
+def _timeouts() -> list[timedelta]:
+    """Of the default group, of a group of it, and of one with a timeout of its own."""
+    mesh = rt.grid({"x": 2, "y": 2})
+    found = []
+    for comm in (rt.DistributedComm(mesh), rt.DistributedComm(mesh, timeout=timedelta(seconds=7))):
+        for axes in (("x", "y"), ("y",)):
+            group = comm.group(axes)
+            assert isinstance(group, DistributedGroup)
+            backend = group.process_group._get_backend(torch.device("cpu"))
+            found.append(backend.options._timeout)
+    return found
+
+
+def test_groups_have_the_timeout_of_the_default_group() -> None:
+    for default, group, _, own in fork_ranks(4, _timeouts):
+        assert default == group
+        assert default < timedelta(minutes=30)  # the backend's default
+        assert own == timedelta(seconds=7)

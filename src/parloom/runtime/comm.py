@@ -7,6 +7,7 @@ group (first axis most significant), which need not be the order of global ranks
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -242,10 +243,16 @@ class DistributedGroup:
 class DistributedComm:
     """Process groups of torch.distributed, made for `groups` at once, for others when first asked.
 
+    `timeout` is that of every group it makes; the default process group's if none is given.
     Raises `LaunchError` when the default process group has another number of ranks than `mesh`.
     """
 
-    def __init__(self, mesh: Mesh, groups: tuple[tuple[str, ...], ...] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        groups: tuple[tuple[str, ...], ...] = (),
+        timeout: timedelta | None = None,
+    ) -> None:
         self.mesh = mesh
         self.rank = dist.get_rank()
         if dist.get_world_size() != mesh.num_ranks:
@@ -253,6 +260,7 @@ class DistributedComm:
                 f"the program was made for {mesh.num_ranks} ranks, {dist.get_world_size()} were"
                 " started; start as many ranks as the plan has devices"
             )
+        self.timeout = timeout or default_timeout()
         everyone = tuple(range(mesh.num_ranks))
         self._process_groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
         self._groups: dict[tuple[str, ...], Group] = {}
@@ -274,11 +282,23 @@ class DistributedComm:
             for rank in range(self.mesh.num_ranks):
                 members = tuple(sorted(self.mesh.group(axes, rank)))
                 if members not in self._process_groups:
-                    self._process_groups[members] = dist.new_group(list(members))
+                    self._process_groups[members] = dist.new_group(
+                        list(members), timeout=self.timeout
+                    )
         return DistributedGroup(self._process_groups[tuple(sorted(ranks))], ranks, self.rank)
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+def default_timeout() -> timedelta:
+    """The timeout of the default process group: the shortest of its backends'.
+
+    `new_group` does not inherit it, and torch has no public way to ask for it.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    return min(group._get_backend(device).options._timeout for device in group._device_types)
 
 
 def _inverse(order: list[int]) -> list[int]:
