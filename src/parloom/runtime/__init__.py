@@ -24,6 +24,7 @@ from parloom.runtime.operators import (
 )
 from parloom.runtime.program import ParameterSpec, Program, Result, Storage, TensorSpec
 from parloom.runtime.random import apply_mask, attention, dropout, global_mask, keep_mask
+from parloom.runtime.same import check_same_values
 from parloom.runtime.sharding import Box, boxes, chunk, indices, put, take, untake
 from parloom.runtime.step import StepResult
 from parloom.runtime.store import Store, required_groups
@@ -58,6 +59,7 @@ __all__ = [
     "batch_norm",
     "boxes",
     "causal_mask",
+    "check_same_values",
     "chunk",
     "combine",
     "dropout",
