@@ -94,11 +94,9 @@ def load_optimizer_state(
         loaded: dict[str, Any] = {}
         for key, dtype in entry["tensors"].items():
             loaded[key] = torch.zeros_like(parameter, dtype=getattr(torch, dtype)).detach()
+        group = _group_of(optimizer, parameter)
         for key, saved in entry["scalars"].items():
-            value, dtype = saved["value"], saved["dtype"]
-            loaded[key] = (
-                value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
-            )
+            loaded[key] = _scalar(key, saved, parameter, group)
         optimizer.state[parameter] = loaded
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in optimizer.param_groups:
@@ -109,6 +107,32 @@ def load_optimizer_state(
         for key, value in saved_group["options"].items():
             if key not in IMPLEMENTATION:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    """The options of a parameter; none where the optimizer was not given it."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return next((g for g in groups if any(p is parameter for p in g["params"])), {})
+
+
+def _scalar(
+    key: str, saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
+) -> object:
+    """A number of the state, where torch.optim.Optimizer.load_state_dict would put it.
+
+    `step` stays on the CPU, in the dtype that it had, unless a fused or capturable kernel reads it.
+    """
+    value, dtype = saved["value"], saved["dtype"]
+    if dtype is None:
+        return value
+    tensor = torch.tensor(value, dtype=getattr(torch, dtype))
+    if key == "step":
+        if group.get("fused") or group.get("capturable"):
+            return tensor.to(parameter.device, torch.float32)
+        return tensor
+    if parameter.dim() == 0 and parameter.is_floating_point():
+        return tensor.to(parameter.device, parameter.dtype)
+    return tensor.to(parameter.device)
 
 
 def _number(value: Any) -> Any:
