@@ -59,7 +59,8 @@ class Trainer:
 
     `tensors` gives full parameters and buffers by the user's names, `optimizer` makes the optimizer
     from (name, parameter) pairs, where the parameters are this rank's shards; `scheduler` makes the
-    learning-rate scheduler, stepped once after each step. `batch_size` counts samples.
+    learning-rate scheduler, stepped once after each step. A schedule that counts epochs is not for
+    `scheduler`: make it from `trainer.optimizer`, step it yourself, and save its state yourself.
     """
 
     def __init__(
