@@ -25,12 +25,13 @@ from parloom.errors import (
     InfeasibleError,
     InputError,
     LayoutError,
+    VerifyError,
 )
 from parloom.execute import launch
 from parloom.execute.doctor import num_cores
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.optimizers import name_of, named_optimizer
-from parloom.execute.program import training_program
+from parloom.execute.program import evaluation_program, training_program
 from parloom.execute.shrink import require_memory
 from parloom.execute.shrink import shrink as shrunk_copy
 from parloom.execute.train import NamedParameters, Trainer
@@ -40,6 +41,7 @@ from parloom.execute.verify import verify as _verify
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
+from parloom.ir.ops import OPS
 from parloom.ir.plan import Alternative, Decisions, ModelSource, Plan, Prediction
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
@@ -101,7 +103,22 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         evaluation_graph=evaluation,
     )
     limit = machine.cluster.device.memory_bytes if memory is None else memory
-    return _best(asked, graph, candidates, machine.cluster, limit, progress)
+    best = _best(asked, graph, candidates, machine.cluster, limit, progress)
+    return _with_evaluation(best, graph)
+
+
+def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
+    """`plan`, without an evaluation program that its decisions cannot run; says what is whole."""
+    training = training_program(plan, graph)
+    try:
+        evaluation_program(plan, training.pcg)
+    except (LayoutError, InputError, VerifyError) as error:
+        plan = replace(plan, evaluation_graph="", notes=(*plan.notes, f"no evaluation: {error}"))
+    opaque = sorted({n.op for _, n in graph.unfolded() if n.op not in OPS and n.refs})
+    if opaque and plan.decisions.mesh.num_ranks > 1:
+        line = f"operators without a rule run whole on every rank: {', '.join(opaque)}"
+        plan = replace(plan, assumptions=(*plan.assumptions, line))
+    return plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,16 @@ class Trainer(RuntimeTrainer):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, whatever plan it was saved under."""
         checkpoint.load(self, folder)
-        self.refresh()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers under the names of the model's own `state_dict`."""
+        return {n: t for n, t in super().state_dict().items() if n in self.state_names}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load whole tensors; buffers that a `state_dict` leaves out keep their values."""
+        own = super().state_dict()
+        kept = {n: t for n, t in own.items() if n not in self.state_names}
+        super().load_state_dict({**kept, **state})
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors under the user's names."""

@@ -1,0 +1,58 @@
+"""The judge of the proof: it must see every kind of difference, on every rank."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from parloom.execute.verify import Trace, assemble, compare
+
+WEIGHT = torch.arange(8, dtype=torch.float64).reshape(2, 4) + 1
+
+
+def rank(loss: float = 1.0, gradient: Tensor = WEIGHT, state: Tensor = WEIGHT):  # type: ignore[no-untyped-def]
+    """What a rank that holds the whole weight sends home."""
+    losses = [torch.tensor(loss, dtype=torch.float64)] * 3
+    whole = [((0, 0), gradient)]
+    return losses, {"w": ((2, 4), whole)}, {"w": ((2, 4), [((0, 0), state)])}
+
+
+def reference() -> Trace:
+    losses = tuple(torch.tensor(1.0, dtype=torch.float64) for _ in range(3))
+    return Trace(losses, {"w": WEIGHT}, {"w": WEIGHT})
+
+
+def test_equal_ranks_pass() -> None:
+    report = compare(reference(), assemble([rank(), rank()]), 2)
+    assert report.passed
+    assert report.worst_error == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        (rank(gradient=WEIGHT * 100), "gradient of w"),
+        (rank(state=WEIGHT + 1e-6), "w after 3 steps"),
+        (rank(loss=1.1), "loss of step 1"),
+    ],
+)
+def test_a_replica_that_differs_fails(second, named: str) -> None:  # type: ignore[no-untyped-def]
+    """Rank 0 is right; only the other rank is not."""
+    report = compare(reference(), assemble([rank(), second]), 2)
+    assert not report.passed
+    assert report.first_difference is not None
+    assert named in report.first_difference
+
+
+def test_the_cause_is_named_before_its_consequence() -> None:
+    """A wrong gradient in step 1 comes before the losses and weights that follow from it."""
+    wrong = rank(gradient=WEIGHT * 2, state=WEIGHT * 3)
+    report = compare(reference(), assemble([wrong, wrong]), 2)
+    assert report.first_difference is not None
+    assert report.first_difference.startswith("gradient of w")
+
+
+def test_a_missing_piece_fails() -> None:
+    losses, gradients, state = rank()
+    half = {"w": ((2, 4), [((0, 0), WEIGHT[:1])])}
+    report = compare(reference(), assemble([(losses, half, state)]), 1)
+    assert not report.passed
