@@ -6,20 +6,25 @@ each one says the layout of what it makes. Nothing is dispatched: operators are 
 local tensors, movements are calls of `parloom.runtime` that name their adjoint.
 """
 
+import keyword
 import re
 from collections.abc import Iterable, Iterator
 
 from parloom.codegen.tables import tables
 from parloom.errors import VerifyError
-from parloom.ir.graph import Input, Node
+from parloom.ir.graph import Arg, Dtype, Input, Node
 from parloom.ir.layout import describe
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import ADJOINTS
-from parloom.ir.ops import Emission, Site, op_of
+from parloom.ir.ops import Emission, Site, is_operator, op_of
+from parloom.ir.ops.opdef import literal
 from parloom.ir.pcg import PCG, TIME, Compute, Item, Movement, PCall, PFunction, PValue
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 WIDTH = 100
+# What generated programs mean by these names, no value or function may change.
+TAKEN = frozenset({"torch", "F", "Tensor", "rt", "ctx", "prefix", "batch", "hoisted", "float"})
+TAKEN |= {"forward", "prologue", "tuple", "dict", "str", "MESH", "PROGRAM"}
 
 
 def generate(pcg: PCG, title: str) -> str:
@@ -35,7 +40,8 @@ def generate(pcg: PCG, title: str) -> str:
 
 
 def _header(title: str) -> str:
-    clean = title.replace("\\", "/").replace('"""', "'''")
+    lines = (printable(line) for line in title.split("\n"))
+    clean = "\n".join(lines).replace("\\", "/").replace('"', "'")
     return (
         f'"""{clean}"""\n\n'
         "import torch\nimport torch.nn.functional as F\nfrom torch import Tensor\n\n"
@@ -44,10 +50,26 @@ def _header(title: str) -> str:
 
 
 def identifier(name: str) -> str:
-    """`name`, refused unless it is an identifier: names come from files."""
-    if not IDENTIFIER.match(name):
+    """`name`, refused unless it is an identifier of its own: names come from files."""
+    if not IDENTIFIER.match(name) or keyword.iskeyword(name):
         raise VerifyError(f"{name!r} is no identifier")
+    if name in TAKEN:
+        raise VerifyError(f"the name {name!r} is taken by the program itself")
     return name
+
+
+def printable(text: str) -> str:
+    """`text` on one line: whatever is not printable becomes `?`."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def comment(text: str) -> str:
+    """The one way in which text becomes a comment: it cannot end its line."""
+    return f"# {printable(text)}"
+
+
+def _tuple(values: Iterable[PValue]) -> str:
+    return ", ".join(identifier(v.name) for v in values)
 
 
 class _Weights:
@@ -114,7 +136,7 @@ def _function(pcg: PCG, function: PFunction, weights: _Weights) -> str:
     lines += _layout_lines(pcg.mesh, (*inputs, *own))
     kept = {v.name for v in function.outputs}
     lines += _statements(pcg, function.body, kept, prefix=None, weights=weights)
-    lines.append(f"    return {', '.join(v.name for v in function.outputs)}")
+    lines.append(f"    return {_tuple(function.outputs)}")
     return "\n".join(lines)
 
 
@@ -133,7 +155,8 @@ def _wrapped(head: str) -> str:
 def _layout_lines(mesh: Mesh, values: Iterable[PValue]) -> Iterator[str]:
     if mesh.num_ranks > 1:
         for value in values:
-            yield f"    # {value.name}: {describe(value.layout, value.spec.shape, mesh)}"
+            layout = describe(value.layout, value.spec.shape, mesh)
+            yield f"    {comment(f'{value.name}: {layout}')}"
 
 
 def _prologue(pcg: PCG) -> str:
@@ -143,7 +166,7 @@ def _prologue(pcg: PCG) -> str:
     ]
     kept = {made.name for made, _ in pcg.hoisted}
     lines += _main_statements(pcg, pcg.prologue, kept, None)
-    lines.append(f"    return ({', '.join(made.name for made, _ in pcg.hoisted)},)")
+    lines.append(f"    return ({_tuple(made for made, _ in pcg.hoisted)},)")
     return "\n".join(lines)
 
 
@@ -159,13 +182,13 @@ def _forward(pcg: PCG, weights: _Weights) -> str:
     named = (*pcg.updates, *pcg.outputs)
     kept = {value.name for _, value in named} | ({pcg.loss.name} if pcg.loss else set())
     lines += _main_statements(pcg, pcg.main.body, kept, weights)
-    parts = [f"loss={pcg.loss.name}" if pcg.loss else "loss=torch.zeros(())"]
+    parts = [f"loss={identifier(pcg.loss.name)}" if pcg.loss else "loss=torch.zeros(())"]
     unsummed = tuple(a for a in pcg.loss.layout.partial_axes if a != TIME) if pcg.loss else ()
     if unsummed:
         parts.append(f"partial={unsummed!r}")
     for field, pairs in (("updates", pcg.updates), ("outputs", pcg.outputs)):
         if pairs:
-            entries = ", ".join(f"{name!r}: {value.name}" for name, value in pairs)
+            entries = ", ".join(f"{name!r}: {identifier(value.name)}" for name, value in pairs)
             parts.append(f"{field}={{{entries}}}")
     lines.append(f"    return rt.Result({', '.join(parts)})")
     return "\n".join(lines)
@@ -197,10 +220,21 @@ def _fetch(entry: Input) -> str:
     """The statement that brings an input of main into a local name."""
     name = identifier(entry.value.name)
     if entry.kind == "constant":
-        dtype = f"torch.{identifier(entry.value.spec.dtype)}"
-        return f"{name} = torch.tensor({entry.data!r}, dtype={dtype}, device=ctx.device)"
+        spec = entry.value.spec
+        dtype = literal(Dtype(spec.dtype))
+        code = f"{name} = torch.tensor({literal(entry.data)}, dtype={dtype}, device=ctx.device)"
+        # nested tuples do not say what lies beyond a dim of size 0
+        same = _nested_shape(entry.data) == spec.shape
+        return code if same else f"{code}.reshape({literal(spec.shape)})"
     getter = {"parameter": "ctx.weight({!r})", "buffer": "ctx.buffer({!r})", "batch": "batch[{!r}]"}
     return f"{name} = {getter[entry.kind].format(entry.target)}"
+
+
+def _nested_shape(data: Arg) -> tuple[int, ...]:
+    """The shape that `torch.tensor` reads from nested tuples."""
+    if not isinstance(data, tuple):
+        return ()
+    return (len(data), *(_nested_shape(data[0]) if data else ()))
 
 
 def _statements(
@@ -223,10 +257,10 @@ def _statements(
         title = _section(item)
         if title is not None and title != section:
             if dead:
-                lines.append(f"    del {', '.join(dead)}")
+                lines.append(f"    del {', '.join(map(identifier, dead))}")
                 dead = []
             section = title
-            lines += ["", f"    # {title}"] if lines else [f"    # {title}"]
+            lines += ["", f"    {comment(title)}"] if lines else [f"    {comment(title)}"]
         lines += [f"    {line}" for line in (before or {}).get(index, ())]
         lines += [f"    {line}" for line in _statement(pcg, item, prefix, weights)]
         made.update(v.name for v in _results(item))
@@ -254,14 +288,15 @@ def _statement(pcg: PCG, item: Item, prefix: str | None, weights: _Weights | Non
     else:
         assert weights is not None
         inputs, own = weights.split(item)
-        names = ", ".join(v.name for v in inputs) + ("," if len(inputs) == 1 else "")
+        names = _tuple(inputs) + ("," if len(inputs) == 1 else "")
         units = tuple(weights.target(v) for v in own)
         tail = ", recompute=True" if item.policy == "recompute" else ""
-        code = f"ctx.call({item.function}, {item.prefix!r}, ({names}), {units!r}{tail})"
+        function = identifier(item.function)
+        code = f"ctx.call({function}, {item.prefix!r}, ({names}), {units!r}{tail})"
     line = f"{targets} = {code}"
     if pcg.mesh.num_ranks > 1 and not isinstance(item, PCall):
         first = _results(item)[0]
-        line += f"  # {describe(first.layout, first.spec.shape, pcg.mesh)}"
+        line += f"  {comment(describe(first.layout, first.spec.shape, pcg.mesh))}"
     yield line
 
 
@@ -271,6 +306,8 @@ def _returns_tuple(node: Node) -> bool:
 
 def _compute(pcg: PCG, item: Compute, prefix: str | None) -> str:
     node = item.node
+    if not is_operator(node.op):
+        raise VerifyError(f"{node.op!r} is no operator's name")
     site = Site(node, tuple(v.spec for v in item.operands))
     path = ".".join(p for p in (prefix, node.path) if p)
     tail = f"{path}:{node.op}#{node.index}"

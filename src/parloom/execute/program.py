@@ -4,12 +4,13 @@ import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from parloom.codegen.source import generate
+from parloom.codegen.source import generate, printable
+from parloom.execute.operators import check_operators
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.layout import Layout
 from parloom.ir.lower import lower
-from parloom.ir.pcg import PCG
+from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import Decisions, Plan
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
@@ -31,8 +32,11 @@ def compile_pcg(pcg: PCG, title: str) -> Compiled:
 
     Only source that was generated here, in this process, is ever run: files bring data.
     """
+    bodies = (pcg.prologue, pcg.main.body, *(f.body for f in pcg.functions))
+    check_operators(i.node.op for body in bodies for i in body if isinstance(i, Compute))
     source = generate(pcg, title)
-    name = f"<parloom program {title.splitlines()[0]}>"
+    first = title.partition("\n")[0]
+    name = f"<parloom program {printable(first)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module: dict[str, object] = {"__name__": "parloom_program"}
     exec(compile(source, name, "exec"), module)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parloom.errors import InputError
+from parloom.execute.operators import packet
 from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Node, Ref, node_key
 
 
@@ -114,15 +115,6 @@ def run_node(
         case _:
             result = packet(node.op)(*args, **kwargs)
     return list(result) if isinstance(result, tuple | list) else [result]
-
-
-def packet(op: str) -> Any:
-    """The operator packet: `aten` unless another namespace is named."""
-    namespace, _, name = op.rpartition(".")
-    try:
-        return getattr(getattr(torch.ops, namespace or "aten"), name)
-    except AttributeError as err:
-        raise InputError(f"torch {torch.__version__} has no operator {op!r}") from err
 
 
 def torch_argument(arg: Arg, values: Mapping[str, Tensor]) -> object:
