@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parloom.execute.verify import Trace, assemble, compare
+from parloom.execute.verify import Pieces, RankTrace, Trace, assemble, compare
 
 WEIGHT = torch.arange(8, dtype=torch.float64).reshape(2, 4) + 1
 
 
-def rank(loss: float = 1.0, gradient: Tensor = WEIGHT, state: Tensor = WEIGHT):  # type: ignore[no-untyped-def]
+def rank(loss: float = 1.0, gradient: Tensor = WEIGHT, state: Tensor = WEIGHT) -> RankTrace:
     """What a rank that holds the whole weight sends home."""
     losses = [torch.tensor(loss, dtype=torch.float64)] * 3
     whole = [((0, 0), gradient)]
@@ -35,7 +35,7 @@ def test_equal_ranks_pass() -> None:
         (rank(loss=1.1), "loss of step 1"),
     ],
 )
-def test_a_replica_that_differs_fails(second, named: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_replica_that_differs_fails(second: RankTrace, named: str) -> None:
     """Rank 0 is right; only the other rank is not."""
     report = compare(reference(), assemble([rank(), second]), 2)
     assert not report.passed
@@ -52,7 +52,7 @@ def test_the_cause_is_named_before_its_consequence() -> None:
 
 
 def test_a_missing_piece_fails() -> None:
-    losses, gradients, state = rank()
-    half = {"w": ((2, 4), [((0, 0), WEIGHT[:1])])}
+    losses, _, state = rank()
+    half: Pieces = {"w": ((2, 4), [((0, 0), WEIGHT[:1])])}
     report = compare(reference(), assemble([(losses, half, state)]), 1)
     assert not report.passed

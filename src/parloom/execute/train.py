@@ -26,7 +26,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph
-from parloom.runtime import DistributedComm, SingleComm, StepResult
+from parloom.runtime import DistributedComm, SingleComm, StepResult, check_same_values
 from parloom.runtime import Trainer as RuntimeTrainer
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -122,9 +122,13 @@ def parallelize(
         if dist.is_initialized()
         else SingleComm(program.mesh)
     )
+    source = _values(model, graph, weights_path)
+    if weights_path is None:
+        names = (i.target for i in graph.inputs if i.kind in ("parameter", "buffer"))
+        check_same_values(comm, ((name, source(name)) for name in names))
     trainer = Trainer(
         program,
-        _values(model, graph, weights_path),
+        source,
         optimizer=optimizer,
         comm=comm,
         scheduler=scheduler,
