@@ -12,8 +12,9 @@ WEIGHT = torch.arange(8, dtype=torch.float64).reshape(2, 4) + 1
 def rank(loss: float = 1.0, gradient: Tensor = WEIGHT, state: Tensor = WEIGHT) -> RankTrace:
     """What a rank that holds the whole weight sends home."""
     losses = [torch.tensor(loss, dtype=torch.float64)] * 3
-    whole = [((0, 0), gradient)]
-    return losses, {"w": ((2, 4), whole)}, {"w": ((2, 4), [((0, 0), state)])}
+    gradients: Pieces = {"w": ((2, 4), [((0, 0), gradient)])}
+    states: Pieces = {"w": ((2, 4), [((0, 0), state)])}
+    return losses, gradients, states
 
 
 def reference() -> Trace:

@@ -40,6 +40,7 @@ from parloom.execute.manifest import (
     resolve,
 )
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
+from parloom.runtime.comm import default_timeout
 
 T = TypeVar("T")
 Folder = str | os.PathLike[str]
@@ -242,7 +243,7 @@ def _copied(shard: Shard) -> _Copy:
 def _new_group() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=default_timeout())
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -125,7 +125,7 @@ def parallelize(
     source = _values(model, graph, weights_path)
     if weights_path is None:
         names = (i.target for i in graph.inputs if i.kind in ("parameter", "buffer"))
-        check_same_values(comm, ((name, source(name)) for name in names))
+        check_same_values(comm, ((name, source(name)) for name in names), device)
     trainer = Trainer(
         program,
         source,
