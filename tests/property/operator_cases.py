@@ -141,6 +141,11 @@ def elementwise() -> list[Case]:
         case("pow", 2.0, real(4, 6), label="base"),
         case("clamp", real(4, 6), -0.5, 0.5),
         case("clamp", real(4, 6), None, 0.5, label="above"),
+        case("clamp_min", real(4, 6), -0.5),
+        case("clamp_max", real(4, 6), real(6), label="tensor"),
+        case("hardsigmoid", real(4, 6)),
+        case("rsub", x, y),
+        case("rsub", x, 1, 2, label="alpha"),
         case("where", flag(4, 1, 6), x, y),
         case("where", flag(4, 6), real(4, 6), 0.0, label="scalar"),
         case("masked_fill", real(4, 6), flag(6), -3.0),
@@ -175,6 +180,9 @@ def products() -> list[Case]:
         case("einsum", "bij,bjk->bik", (real(4, 6, 12), real(4, 12, 6))),
         case("einsum", "bi,bj,ij->b", (real(4, 6), real(4, 12), real(6, 12)), label="three"),
         case("einsum", "bij->jb", (real(4, 6, 12),), label="one"),
+        case("einsum", "kj,ik", (real(12, 6), real(4, 12)), label="implicit"),
+        case("einsum", "...j,jk->...k", (real(2, 4, 12), real(12, 6)), label="dots"),
+        case("einsum", "iij->ij", (real(4, 4, 6),), label="diagonal"),
     ]
 
 
@@ -187,6 +195,9 @@ def views() -> list[Case]:
         case("view", real(4, 6), (6, 4), label="uneven"),
         case("view", real(4, 6, 1), (1, 24), label="ones"),
         case("view", real(), (1, 1), label="scalar"),
+        case("view_dtype", real(4, 6), Dtype("int64")),
+        case("repeat", real(4, 6), (3, 1, 2)),
+        case("repeat", real(4, 6), (1, 1), label="once"),
         case("transpose", x, 0, -1),
         case("permute", x, (2, 0, -2)),
         case("t", real(4, 6)),
@@ -254,6 +265,11 @@ def reductions() -> list[Case]:
         *_each("argmax argmin", x, 1),
         *_each("argmax argmin", real(4, 6), label="all"),
         *_each("argmax argmin", real(4, 6), -1, True, label="keep"),
+        *_each("var std", x, (1,)),
+        *_each("var std", x, (0, 2), False, True, label="keep"),
+        *_each("var std", real(4, 6), label="all", correction=0),
+        case("var", real(4, 6), False, label="biased"),
+        case("var_mean", x, (1,), correction=0),
         case("prod", positive(4, 6), 1),
         case("logsumexp", x, (1,), True),
         case("cumsum", x, 1),
@@ -312,6 +328,7 @@ def lookups() -> list[Case]:
         case("gather", real(4, 6), 1, index(6, 4, 12)),
         case("gather", real(4, 6, 12), -1, index(12, 4, 6, 12), label="same"),
         case("gather", real(6, 12), 0, index(6, 4, 6), label="smaller"),
+        case("index_select", real(6, 4, 12), 1, index(4, 6)),
         replace(case("parloom.pick", real(6, 12), index(12, 6)), oracle=_pick),
         replace(case("parloom.mask_tail", real(4, 12), 7), oracle=_mask_tail),
     ]
@@ -408,6 +425,11 @@ def convolutions() -> list[Case]:
         case("conv2d", real(4, 3, 8, 12), real(4, 3, 4, 4), None, (4, 4), label="patches"),
         case("conv2d", x, real(4, 6, 3, 3), real(4), label="default"),
         case("conv3d", real(2, 2, 4, 6, 6), real(4, 2, 3, 3, 3), None, (1, 1, 1), (1, 1, 1)),
+        case("conv_transpose1d", real(4, 6, 12), real(6, 4, 3), real(4), (2,), (1,)),
+        case("conv_transpose2d", x, real(6, 4, 2, 2), None, (2, 2)),
+        case("conv_transpose2d", x, real(6, 2, 3, 3), real(4), (1, 1), (1, 1), (0, 0), 2,
+             label="groups"),
+        case("conv_transpose3d", real(2, 2, 4, 6, 6), real(2, 4, 2, 2, 2), real(4)),
         case("max_pool1d", real(4, 6, 12), (2,), (2,)),
         case("max_pool2d", x, (2, 2)),
         case("max_pool2d", x, (3, 3), (2, 2), (1, 1), label="padding"),
@@ -448,7 +470,16 @@ def losses() -> list[Case]:
         case("cross_entropy_loss", real(4, 6, 2), index(6, 4, 2), label="image"),
         case("cross_entropy_loss", real(4, 6), unit(4, 6), label="probabilities"),
     ]
-    for name in ("mse_loss", "l1_loss"):
+    found += [
+        *(case("nll_loss_nd", logits, target, None, n, label=f"reduction{n}") for n in range(3)),
+        case("nll_loss_nd", logits, index(3, 6), None, 1, 1, label="ignore"),
+        case("nll_loss_nd", logits, target, Operand((12,), "positive", role="batch"),
+             label="weight"),
+        case("nll_loss_nd", real(2, 6, 4), index(6, 2, 4), label="image"),
+        case("smooth_l1_loss", prediction, wanted, 1, 0.7, label="beta"),
+        case("huber_loss", prediction, wanted, 2, 0.7, label="delta"),
+    ]  # fmt: skip
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
         found += [case(name, prediction, wanted, n, label=f"reduction{n}") for n in range(3)]
     for n in range(3):
         found += [

@@ -301,7 +301,7 @@ def _statement(pcg: PCG, item: Item, prefix: str | None, weights: _Weights | Non
 
 
 def _returns_tuple(node: Node) -> bool:
-    return node.op in ("split", "split_with_sizes", "chunk", "unbind", "batch_norm")
+    return op_of(node).returns_list
 
 
 def _compute(pcg: PCG, item: Compute, prefix: str | None) -> str:

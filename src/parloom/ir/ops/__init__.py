@@ -15,9 +15,11 @@ from parloom.ir.ops import (
     loss,
     matmul,
     norm,
+    pointwise,
     random,
     reduce,
     shape,
+    transposed,
 )
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.rule import Assignment, Rule, Site, no_flops, opaque
@@ -34,6 +36,8 @@ _MODULES = (
     conv,
     loss,
     random,
+    pointwise,
+    transposed,
 )
 
 OPS: Mapping[str, OpDef] = MappingProxyType(
@@ -41,6 +45,13 @@ OPS: Mapping[str, OpDef] = MappingProxyType(
 )
 
 PACKET = re.compile(r"[a-z_][a-z0-9_]*|[A-Za-z]\w*\.[A-Za-z_]\w*", re.ASCII)
+
+# ATen operators without an entry that return a list of tensors, so that one result is unpacked.
+RETURN_LISTS = frozenset({
+    "broadcast_tensors", "dsplit", "gradient", "hsplit", "meshgrid", "split_copy",
+    "split_with_sizes_copy", "tensor_split", "unbind_copy", "unsafe_chunk", "unsafe_split",
+    "unsafe_split_with_sizes", "vsplit",
+})  # fmt: skip
 
 __all__ = ["OPS", "Assignment", "Emission", "OpDef", "Rule", "Site", "is_operator", "op_of"]
 
@@ -68,7 +79,7 @@ def op_of(node: Node) -> OpDef:
             " mutates its input and has no rule; use torch.nn.functional.dropout for random masks,"
             " draw random inputs in the batch, or add an entry (docs/add-an-op.md)"
         )
-    return OpDef(node.op, opaque, _opaque, no_flops)
+    return OpDef(node.op, opaque, _opaque, no_flops, returns_list=node.op in RETURN_LISTS)
 
 
 def _opaque(e: Emission) -> str:

@@ -3,7 +3,7 @@
 from parloom.errors import LayoutError
 from parloom.ir.graph import Ref
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
-from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build, no_flops
+from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build, no_flops, opaque
 
 INDICES: SavedTensors = (("operand", 1),)
 BOTH: SavedTensors = (("operand", 0), ("operand", 1))
@@ -91,6 +91,18 @@ def _gather_rule(site: Site) -> Rule:
     return build([table, names], [names], site, kinds)
 
 
+def _index_select_rule(site: Site) -> Rule:
+    """The indexed dim is whole, the index and the other dims are free."""
+    rank = len(site.operands[0].shape)
+    if not rank:
+        return opaque(site)
+    dim = site.dim(1, rank)
+    source = [f"w{d}" if d == dim else f"d{d}" for d in range(rank)]
+    out = ["i" if d == dim else n for d, n in enumerate(source)]
+    index = ["i"] * len(site.operands[1].shape)
+    return build([source, index], [out], site, {f"w{dim}": WHOLE})
+
+
 def _pick_rule(site: Site) -> Rule:
     return build([["n", "c"], ["n"]], [["n"]], site, {"c": OFFSET})
 
@@ -114,6 +126,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("parloom.embedding_bag", _bag_rule, _bag, no_flops, saved=INDICES),
     OpDef("index", _index_rule, _index, no_flops, saved=_index_saves),
     OpDef("gather", _gather_rule, "torch.gather", no_flops, saved=BOTH),
+    OpDef("index_select", _index_select_rule, "torch.index_select", no_flops, saved=INDICES),
     OpDef("parloom.pick", _pick_rule, _pick, no_flops, saved=BOTH),
     OpDef("parloom.mask_tail", _tail_rule, _tail, no_flops),
 )

@@ -6,7 +6,8 @@ from parloom.errors import LayoutError
 from parloom.ir.graph import Dtype, Function, TensorSpec, Value
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.reduce import Body
-from parloom.ir.ops.rule import LOCAL, Rule, Site, along, build
+from parloom.ir.ops.reduce import wide as wide_spec
+from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, along, build, opaque
 
 MEAN, SUM = 1, 2  # at::Reduction
 
@@ -99,6 +100,42 @@ def _class_losses(body: Body, x: str, shape: tuple[int, ...], dtype: str, smooth
     return losses
 
 
+def _nll_rule(site: Site) -> Rule:
+    """Samples are free, classes whole; with class weights, or spatial dims, all is whole."""
+    if len(site.operands[0].shape) != 2 or site.arg(2, "weight") is not None:
+        return opaque(site)
+    reduction = site.integer(3, "reduction", MEAN)
+    kinds = {"c": WHOLE} | ({"n": LOCAL} if reduction == MEAN else {})
+    return build([["n", "c"], ["n"]], [["n"] if reduction == 0 else []], site, kinds)
+
+
+def _nll(e: Emission) -> str:
+    reduction = ("none", "mean", "sum")[e.site.integer(3, "reduction", MEAN)]
+    parts = [e.arg(0), e.arg(1)]
+    if e.site.arg(2, "weight") is not None:
+        parts.append(f"weight={e.arg(2, 'weight')}")
+    if (ignored := e.site.integer(4, "ignore_index", -100)) != -100:
+        parts.append(f"ignore_index={ignored}")
+    return f"F.nll_loss({', '.join(parts)}, reduction={reduction!r})"
+
+
+def expand_nll(site: Site, sharded: frozenset[str]) -> Function:
+    """The mean over sharded samples: their sum over the global number that is not ignored."""
+    scores, target = site.operands
+    ignored = site.integer(4, "ignore_index", -100)
+    rows = scores.shape[:1]
+    narrow, out = TensorSpec(rows, scores.dtype), site.results[0]
+    row, scalar = wide_spec(narrow), wide_spec(out)
+    body = Body(site.node.path)
+    losses = body.add("nll_loss_nd", narrow, "scores", "target", None, 0, ignored)
+    total = body.add("sum", scalar, body.cast(losses, narrow, row))
+    valid = body.add("ne", TensorSpec(rows, "bool"), "target", ignored)
+    count = body.add("sum", scalar, body.add("_to_copy", row, valid, dtype=Dtype(row.dtype)))
+    mean = body.cast(body.add("div", scalar, total, count), scalar, out)
+    inputs = (Value("scores", scores), Value("target", target))
+    return Function("nll_loss", inputs, tuple(body.nodes), (mean,))
+
+
 def _pointwise_rule(position: int) -> Callable[[Site], Rule]:
     def rule(site: Site) -> Rule:
         shape = site.operands[0].shape
@@ -111,14 +148,16 @@ def _pointwise_rule(position: int) -> Callable[[Site], Rule]:
     return rule
 
 
-def _pointwise(function: str, position: int, names: tuple[str, ...]) -> Callable[[Emission], str]:
+def _pointwise(
+    function: str, position: int, names: tuple[str, ...], first: int = 2
+) -> Callable[[Emission], str]:
     def emit(e: Emission) -> str:
         reduction = _reduction(e.site, position)
         parts = [e.arg(0), e.arg(1)]
         parts += [
-            f"{name}={e.arg(2 + i, name)}"
+            f"{name}={e.arg(first + i, name)}"
             for i, name in enumerate(names)
-            if e.site.arg(2 + i, name) is not None
+            if e.site.arg(first + i, name) is not None
         ]
         if reduction != "mean":
             return f"F.{function}({', '.join(parts)}, reduction={e.code(reduction)})"
@@ -137,6 +176,11 @@ OPS: tuple[OpDef, ...] = (
           saved=_SAVED, expand=expand_cross_entropy),
     OpDef("mse_loss", _pointwise_rule(2), _pointwise("mse_loss", 2, ()), saved=_SAVED),
     OpDef("l1_loss", _pointwise_rule(2), _pointwise("l1_loss", 2, ()), saved=_SAVED),
+    OpDef("smooth_l1_loss", _pointwise_rule(2), _pointwise("smooth_l1_loss", 2, ("beta",), 3),
+          saved=_SAVED),
+    OpDef("huber_loss", _pointwise_rule(2), _pointwise("huber_loss", 2, ("delta",), 3),
+          saved=_SAVED),
+    OpDef("nll_loss_nd", _nll_rule, _nll, saved=_SAVED, expand=expand_nll),
     OpDef("binary_cross_entropy", _pointwise_rule(3),
           _pointwise("binary_cross_entropy", 3, ("weight",)), saved=_SAVED),
     OpDef("binary_cross_entropy_with_logits", _pointwise_rule(4),

@@ -1,8 +1,9 @@
 """Contractions: matrix products and einsum. Factors b, m, n are free, k is contracted."""
 
-from parloom.errors import LayoutError
+from math import prod
+
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, each_other
-from parloom.ir.ops.rule import Rule, Site, build, contraction_flops, einsum
+from parloom.ir.ops.rule import Rule, Site, build, contraction_flops, einsum, opaque
 
 INPUTS: SavedTensors = (("operand", 0), ("operand", 1))
 
@@ -36,11 +37,32 @@ def _matmul_rule(site: Site) -> Rule:
 
 
 def _einsum_rule(site: Site) -> Rule:
-    equation = site.arg(0)
-    if not isinstance(equation, str) or "..." in equation:
-        raise LayoutError(f"{site.node.key}: einsum {equation!r} is not supported; spell out dims")
-    left, right = equation.replace(" ", "").split("->")
-    return build([list(part) for part in left.split(",")], [list(right)], site)
+    operands, result = _letters(site)
+    if any("." in part or len(set(part)) < len(part) for part in operands):
+        return opaque(site)  # broadcast dims and diagonals
+    return build([list(part) for part in operands], [list(result)], site)
+
+
+def _letters(site: Site) -> tuple[list[str], str]:
+    """Subscripts of operands and result; those of an unsaid result are the letters used once."""
+    left, arrow, right = str(site.arg(0)).replace(" ", "").partition("->")
+    once = "".join(sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1))
+    return left.split(","), right if arrow else once
+
+
+def _einsum_flops(site: Site, rule: Rule) -> float:
+    """2 x the size of the iteration space, broadcast dims included."""
+    sizes: dict[str, int] = {}
+    lead = 1
+    for part, spec in zip(_letters(site)[0], site.operands, strict=True):
+        before, dots, after = part.partition("...")
+        shape, end = spec.shape, len(spec.shape) - len(after)
+        if dots:
+            lead = max(lead, prod(shape[len(before) : end]))
+        outer = shape[: len(before)] + (shape[end:] if dots else ())
+        for letter, size in zip(before + after, outer, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    return 2.0 * lead * prod(sizes.values())
 
 
 OPS: tuple[OpDef, ...] = (
@@ -53,5 +75,5 @@ OPS: tuple[OpDef, ...] = (
     OpDef("matmul", _matmul_rule, "torch.matmul", contraction_flops, 2.0, INPUTS),
     OpDef("dot", einsum("k, k -> "), "torch.dot", contraction_flops, 2.0, INPUTS),
     OpDef("einsum", _einsum_rule, lambda e: f"torch.einsum({e.arg(0)}, {e.arg(1)})",
-          contraction_flops, 2.0, each_other),
+          _einsum_flops, 2.0, each_other),
 )  # fmt: skip

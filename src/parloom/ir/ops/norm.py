@@ -164,6 +164,13 @@ _SAVED = (("operand", 0),)
 OPS: tuple[OpDef, ...] = (
     OpDef("layer_norm", _layer_norm_rule, _layer_norm, saved=_SAVED, expand=expand_layer_norm),
     OpDef("rms_norm", _layer_norm_rule, _rms_norm, saved=_SAVED, expand=expand_rms_norm),
-    OpDef("batch_norm", _batch_norm_rule, _batch_norm, saved=_SAVED, expand=expand_batch_norm),
+    OpDef(
+        "batch_norm",
+        _batch_norm_rule,
+        _batch_norm,
+        saved=_SAVED,
+        expand=expand_batch_norm,
+        returns_list=True,
+    ),
     OpDef("group_norm", _group_norm_rule, _group_norm, saved=_SAVED),
 )

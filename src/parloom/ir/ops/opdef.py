@@ -159,7 +159,8 @@ class OpDef:
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
     operand's memory; `linear` where the result is linear in the first operand ("first"), in either
-    of two ("either") or in all together ("joint"), so that partial sums may pass through.
+    of two ("either") or in all together ("joint"), so that partial sums may pass through;
+    `returns_list` where the code gives a list (or tuple) even of a single result.
     """
 
     name: str
@@ -174,6 +175,7 @@ class OpDef:
     random: bool = False
     differentiable: bool = True
     linear: str = ""
+    returns_list: bool = False
 
     def passes_partial(self, partial: tuple[bool, ...]) -> bool:
         """Whether the result is a partial sum when just the marked operands are."""

@@ -5,7 +5,7 @@ from math import prod
 
 from parloom.ir.graph import Dtype, Function, Node, Ref, TensorSpec, Value
 from parloom.ir.ops.opdef import Emission, OpDef
-from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, along, build
+from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, along, build, opaque
 
 
 def reduced_dims(site: Site) -> tuple[int, ...]:
@@ -142,6 +142,13 @@ def _topk_rule(site: Site) -> Rule:
     return along(site, frozenset({site.dim(position, rank)}))
 
 
+def _variance_rule(site: Site) -> Rule:
+    """Reduced dims are whole; where `unbiased` stands in their place, all are."""
+    if isinstance(site.arg(1, "dim"), bool) or not site.operands[0].shape:
+        return opaque(site)
+    return _reduction("sum", WHOLE)(site)
+
+
 _X = (("operand", 0),)
 _Y = (("result", 0),)
 
@@ -162,6 +169,9 @@ OPS: tuple[OpDef, ...] = (
     OpDef("cumsum", _scan_rule, "torch.cumsum"),
     OpDef("sort", _topk_rule, "torch.sort", saved=(("result", 1),)),
     OpDef("topk", _topk_rule, "torch.topk", saved=(("result", 1),)),
+    OpDef("var", _variance_rule, "torch.var", saved=_X),
+    OpDef("std", _variance_rule, "torch.std", saved=(*_X, *_Y)),
+    OpDef("var_mean", _variance_rule, "torch.var_mean", saved=_X),
     *(
         OpDef(n, _softmax_rule, f"torch.{n.strip('_')}", saved=_Y, expand=expand_softmax)
         for n in ("softmax", "log_softmax")

@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import prod
 
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
-from parloom.ir.ops.rule import WHOLE, Dims, Rule, Site, along, broadcast, build, no_flops
+from parloom.ir.ops.rule import WHOLE, Dims, Rule, Site, along, broadcast, build, no_flops, opaque
 
 Shape = tuple[int, ...]
 
@@ -136,6 +136,16 @@ def _squeeze(e: Emission) -> str:
 
 def _expand(e: Emission) -> str:
     return f"{e.arg(0)}.expand({e.code(e.result_shape())})"
+
+
+def _repeat_rule(site: Site) -> Rule:
+    """Dims that are repeated, and those that only the result has, are whole; the others free."""
+    times = site.integers(1, "repeats")
+    rank = len(times)
+    first = rank - len(site.operands[0].shape)
+    source = [f"d{d}" if times[d] == 1 else f"w{d}" for d in range(first, rank)]
+    out = [f"d{d}" if times[d] == 1 and d >= first else f"r{d}" for d in range(rank)]
+    return build([source], [out], site, {n: WHOLE for n in (*source, *out) if n[0] != "d"})
 
 
 def _blocked(site: Site, dim: int, block: int, many: str) -> Rule:
@@ -281,6 +291,8 @@ def _tri_rule(site: Site) -> Rule:
 
 OPS: tuple[OpDef, ...] = (
     OpDef("view", _view_rule, _view, no_flops, view=True, linear="first"),
+    OpDef("view_dtype", opaque, ".view", no_flops, view=True, differentiable=False),
+    OpDef("repeat", _repeat_rule, ".repeat", no_flops),
     OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True, linear="first"),
     OpDef("permute", _permute_rule, ".permute", no_flops, view=True, linear="first"),
     OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first"),
@@ -289,13 +301,13 @@ OPS: tuple[OpDef, ...] = (
     OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first"),
     OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first"),
     OpDef("slice", _slice_rule, _slice, no_flops, view=True),
-    OpDef("split", _split_rule, _split, no_flops, view=True),
-    OpDef("split_with_sizes", _split_rule, _split, no_flops, view=True),
-    OpDef("chunk", _split_rule, _split, no_flops, view=True),
+    OpDef("split", _split_rule, _split, no_flops, view=True, returns_list=True),
+    OpDef("split_with_sizes", _split_rule, _split, no_flops, view=True, returns_list=True),
+    OpDef("chunk", _split_rule, _split, no_flops, view=True, returns_list=True),
     OpDef("cat", _cat_rule, _cat, no_flops),
     OpDef("stack", _stack_rule, "torch.stack", no_flops),
     OpDef("select", _select_rule, ".select", no_flops, view=True),
-    OpDef("unbind", _select_rule, ".unbind", no_flops, view=True),
+    OpDef("unbind", _select_rule, ".unbind", no_flops, view=True, returns_list=True),
     OpDef("flip", _along_dims(1), "torch.flip", no_flops),
     OpDef("roll", _roll_rule, "torch.roll", no_flops),
     OpDef("diff", _along_dims(2), "torch.diff"),
