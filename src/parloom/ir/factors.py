@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from parloom.errors import CaptureError, LayoutError
 from parloom.ir.graph import Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
@@ -46,7 +47,7 @@ def factorize(graph: Graph) -> Factored:
         specs = function.specs()
         for item in function.body:
             if isinstance(item, Node):
-                base[function.name, item.key] = op_of(item).rule(site_of(item, specs))
+                base[function.name, item.key] = _base_rule(item, specs)
     changed = True
     while changed:
         changed = False
@@ -65,6 +66,14 @@ def factorize(graph: Graph) -> Factored:
         if isinstance(item, Node)
     }
     return Factored(graph, rules)
+
+
+def _base_rule(node: Node, specs: Mapping[str, TensorSpec]) -> Rule:
+    try:
+        return op_of(node).rule(site_of(node, specs))
+    except LayoutError as error:
+        where = f"in module {node.path or '(top)'!r}" + (f" ({node.source})" if node.source else "")
+        raise CaptureError(f"operator {node.op!r} {where} has no rule: {error}") from error
 
 
 def _through_call(
