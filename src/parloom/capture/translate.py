@@ -17,6 +17,7 @@ from parloom.capture.attention import CAUSAL, grouped_source, mask_meaning
 from parloom.capture.blame import WAYS_ON, module_path, source_of, without_wrapper
 from parloom.errors import CaptureError
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
+from parloom.ir.ops import OPS, RETURN_LISTS
 
 NOISE = frozenset({
     "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "_functional_assert_async",
@@ -28,6 +29,20 @@ RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "view_copy"})
 BATCH_NORM = "_native_batch_norm_legit_functional"
 BATCH_NORM_NO_STATS = "_native_batch_norm_legit"
 BATCH_NORM_EVAL = "_native_batch_norm_legit_no_training"
+
+
+KEYED = frozenset({"dropout", "native_dropout", "scaled_dot_product_attention"})
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+DRAW = (
+    "use torch.nn.functional.dropout for random masks, draw random inputs in the batch, or switch"
+    " the randomness off"
+)
+FILLS = {
+    "zeros_like": "zeros", "new_zeros": "zeros", "zero": "zeros", "ones_like": "ones",
+    "new_ones": "ones", "full_like": "full", "new_full": "full", "fill": "full", "empty": "zeros",
+    "empty_like": "zeros", "new_empty": "zeros", "empty_strided": "zeros",
+    "new_empty_strided": "zeros",
+}  # fmt: skip
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -89,7 +104,9 @@ class Translator:
 
     def operator(self, node: fx.Node, overload: torch._ops.OpOverload, name: str) -> None:
         """Translate one ATen call, by special rule where there is one."""
-        if self.simplified(node, name):
+        if name not in KEYED and is_random(node, overload):
+            raise self.refusal(node, f"operator {name} draws random numbers by call order; {DRAW}")
+        if self.simplified(node, name) or self.respelled(node, overload, name):
             return
         if name == "native_dropout":
             self.dropout(node)
@@ -159,7 +176,7 @@ class Translator:
         return (self.argument(node, source), axis, begin, max(begin, stop), stride)
 
     def dropout(self, node: fx.Node) -> None:
-        """`dropout(x, p)`, or the operator as it is where the mask is used."""
+        """`dropout(x, p)`; where the mask is used too, nothing can key it."""
         arguments: tuple[Any, ...] = node.args
         x, p, train = arguments
         masks = [u for u in node.users if u.target is getitem and u.args[1] == 1 and u.users]
@@ -167,8 +184,7 @@ class Translator:
             self.names[node] = (self.value(x), "")
             return
         if masks:
-            self.emit(node, "native_dropout", self.arguments(node, node.args))
-            return
+            raise self.refusal(node, f"the mask of a dropout is used by itself; {DRAW}")
         out = node.meta["val"][0]
         self.append(node, "dropout", self.arguments(node, (x, p)), (), (out,), (0,))
 
@@ -190,6 +206,30 @@ class Translator:
             args, kept = node.args, (0,)
         results = tuple(values[i] for i in kept)
         self.append(node, "batch_norm", self.arguments(node, args), (), results, kept)
+
+    def respelled(self, node: fx.Node, overload: torch._ops.OpOverload, name: str) -> bool:
+        """Write an operator as another one that means the same; whether it was one."""
+        given = named(node, overload)
+        if name in FILLS and not isinstance(given.get("value"), fx.Node):
+            self.fill(node, given, FILLS[name])
+        elif name == "rrelu":  # not in training, so its slope is fixed
+            slope = (float(given.get("lower", 1 / 8)) + float(given.get("upper", 1 / 3))) / 2
+            self.emit(node, "leaky_relu", (self.argument(node, node.args[0]), slope))
+        else:
+            return False
+        return True
+
+    def fill(self, node: fx.Node, given: Mapping[str, Any], op: str) -> None:
+        """A tensor of one value, whatever its pattern: `zeros`, `ones` or `full` of its shape.
+
+        Memory that nothing has written to is zero.
+        """
+        spec = self.spec(node)
+        if spec is None:
+            raise self.refusal(node, f"{op} of something that is no tensor")
+        value = given.get("fill_value", given.get("value"))
+        args = (spec.shape, *([self.argument(node, value)] if op == "full" else []))
+        self.emit(node, op, args, (("dtype", Dtype(spec.dtype)),))
 
     def attention(self, node: fx.Node, overload: torch._ops.OpOverload) -> None:
         """Attention; a fixed mask that is only causal, or masks nothing, becomes a flag or goes.
@@ -255,6 +295,9 @@ class Translator:
         if isinstance(value, Tensor):
             self.append(node, op, args, kwargs, (value,), None)
         elif isinstance(value, tuple | list) and all(isinstance(v, Tensor) for v in value):
+            if len(value) == 1 and op not in RETURN_LISTS and not returns_list(op):
+                raise self.refusal(node, f"operator {op} returns a list of one tensor; add an entry"
+                                         " (docs/add-an-op.md)")  # fmt: skip
             self.append(node, op, args, kwargs, tuple(value), tuple(range(len(value))))
         else:
             kind = "nothing" if value is None else type(value).__name__
@@ -348,6 +391,30 @@ class Translator:
         where = ".".join(part for part in (self.classes.get("", "the loss"), path) if part)
         line = f" ({source})" if source else ""
         return CaptureError(f"cannot capture {where}{line}: {reason}")
+
+
+def named(node: fx.Node, overload: torch._ops.OpOverload) -> dict[str, Any]:
+    """The given arguments of a call by their names in the schema."""
+    names = (a.name for a in overload._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def is_random(node: fx.Node, overload: torch._ops.OpOverload) -> bool:
+    """Whether a call draws random numbers; a recurrent layer does between its layers only."""
+    if torch.Tag.nondeterministic_seeded not in overload.tags:
+        return False
+    given = named(node, overload)
+    name = packet_name(overload)
+    if name == "rrelu":
+        return bool(given.get("training", False))
+    if name in RECURRENT:
+        return bool(given["train"] and given["dropout"] > 0 and given["num_layers"] > 1)
+    return True
+
+
+def returns_list(op: str) -> bool:
+    """Whether the entry of an operator says that it returns a list."""
+    return op in OPS and OPS[op].returns_list
 
 
 def packet_name(overload: torch._ops.OpOverload) -> str:
