@@ -24,7 +24,10 @@ def packet(op: str) -> OpOverloadPacket:
         raise VerifyError(f"torch {torch.__version__} has no operator {op!r}")
     names: list[str] = found.overloads()  # type: ignore[no-untyped-call]
     schemas = [getattr(found, overload)._schema for overload in names]
-    if any(a.name in FILES for schema in schemas for a in schema.arguments) or not any(
+    files = (
+        a.name in FILES and "str" in str(a.type) for schema in schemas for a in schema.arguments
+    )
+    if any(files) or not any(
         schema.returns and all("Tensor" in str(r.type) for r in schema.returns)
         for schema in schemas
     ):
