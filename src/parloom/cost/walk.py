@@ -166,6 +166,11 @@ class _Body:
         seconds = model.compute_seconds(flops * ratio, sum(sizes) * max(1.0, ratio), dtype, device)
         self.backward.append(Pass(Price(seconds)))
         for kind, index in op.saves(site):
+            if kind == "mask":  # one byte an element of the result
+                made = item.results[index]
+                shape = local_shape(made.layout, made.spec.shape, self.walker.mesh)
+                self.kept[f"{made.name} mask"] = prod(shape)
+                continue
             values = item.operands if kind == "operand" else item.results
             self.keep(values[index].name)
 

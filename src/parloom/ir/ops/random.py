@@ -9,9 +9,7 @@ def _dropout(e: Emission) -> str:
     return f"rt.dropout({e.arg(0)}, ctx, {e.arg(1)}, {e.key}, {dims})"
 
 
-OPS: tuple[OpDef, ...] = (
-    OpDef("dropout", broadcast, _dropout, saved=(("result", 0),), random=True),
-)
+OPS: tuple[OpDef, ...] = (OpDef("dropout", broadcast, _dropout, saved=(("mask", 0),), random=True),)
 
 # Random operators without an entry: their draws depend on call order, so no split is equal.
 UNKEYED = frozenset({
