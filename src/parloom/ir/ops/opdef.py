@@ -154,8 +154,9 @@ class OpDef:
     `rule` gives its factors; `emit` is a function name that takes the node's arguments, `.method`
     for a method of the first, or a function that writes the expression; `flops` the forward work
     over the global index space (an axis on any factor divides it; the backward pass costs
-    `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index), or
-    ("mask", index) for one byte an element of that result, or a function of the call that says so;
+    `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index),
+    or ("mask", index) for one byte an element of that result, or a function of the call that says
+    so;
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
     operand's memory; `linear` where the result is linear in the first operand ("first"), in either
