@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 from parloom.errors import InputError, ParloomError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -28,6 +30,13 @@ def main(argv: Sequence[str]) -> None:
         sys.excepthook = _record
         _end_with_the_launcher()
     run_script(argv)
+    _leave()
+
+
+def _leave() -> None:
+    """Take the process group apart in order: threads of gloo that outlive it abort the process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_script(argv: Sequence[str]) -> None:
