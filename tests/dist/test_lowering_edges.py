@@ -1,0 +1,91 @@
+"""Where lowering once went wrong: scalars with a gradient, hoists, names, windows that overhang."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parloom.cost.clusters import load_cluster
+from parloom.errors import LayoutError
+from parloom.ir.mesh import grid
+from parloom.search.baselines import data_parallel, random_plan
+from tests.dist.lowered import of
+
+LIMIT = 1e-9
+
+
+class Weighted(nn.Module):
+    """A loss weighted by a learned scalar: the scalar's gradient needs the whole loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.log_var = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        loss = F.mse_loss(self.layer(x), y)
+        return (torch.exp(-self.log_var) * loss + self.log_var,)
+
+
+class Lengths(nn.Module):
+    """A maximum over the batch, which depends on the batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor]:
+        return ((self.layer(x) / lengths.amax()).square().mean(),)
+
+
+class Pooled(nn.Module):
+    """Windows that reach beyond the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.pool = nn.MaxPool2d(3, 2, ceil_mode=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.pool(self.conv(x) - 3).square().mean(),)
+
+
+class Blocks(nn.Module):
+    """A list called `block`: its values are called as its function's variants would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3)]
+        self.block = nn.ModuleList(layer)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        for block in self.block:
+            x = x + block(x) * 2
+        return (x.square().mean(),)
+
+
+def test_a_scalar_parameter_meets_a_whole_loss() -> None:
+    """The product of a partial loss and a parameter would give a gradient per rank."""
+    model = of(Weighted(), {"x": torch.randn(8, 4), "y": torch.randn(8, 4)})
+    decisions = next(iter(data_parallel(model.graph, load_cluster("2xcpu"), 1)))
+    error, where = model.error(decisions)
+    assert error < LIMIT, where
+
+
+def test_only_sums_are_hoisted() -> None:
+    model = of(Lengths(), {"x": torch.randn(8, 4), "lengths": torch.rand(8) + 1})
+    cluster = load_cluster("2xcpu")
+    error, where = model.error(next(iter(data_parallel(model.graph, cluster, 1))))
+    assert error < LIMIT, where
+    with pytest.raises(LayoutError, match="is no sum"):
+        model.error(next(iter(data_parallel(model.graph, cluster, 2))))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [Pooled, Blocks])
+def test_random_plans(kind: type[nn.Module], seed: int) -> None:
+    batch = {"x": torch.randn(4, 2, 12, 12) if kind is Pooled else torch.randn(4, 4)}
+    model = of(kind(), batch)
+    plan = random_plan(model.graph, model.factored, grid({"x": 2, "y": 2}), seed)
+    error, where = model.error(plan)
+    assert error < LIMIT, where
