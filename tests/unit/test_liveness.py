@@ -113,7 +113,7 @@ def test_gradients_of_parameters_arrive_last_used_first() -> None:
     calls = [work for work in found.main.backward.works if isinstance(work, Called)]
     assert [call.prefix for call in calls] == ["1", "0"]
     shares = [
-        [work.weights_s / work.compute_s for work in works if isinstance(work, Work)]
+        [work.weights_s / (work.compute_s or 1) for work in works if isinstance(work, Work)]
         for works in (found.walker.call(call.function).backward.works for call in calls)
     ]
     # Nobody wants the gradient of x: all of the first product's backward is for its weight.

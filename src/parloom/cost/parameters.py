@@ -7,7 +7,6 @@ that are gathered together, buckets of gradients in the order in which they beco
 from dataclasses import dataclass
 from functools import cached_property
 
-from parloom.cost import model
 from parloom.cost.price import Price
 from parloom.cost.walk import Walker
 from parloom.cost.works import Exchange, Pass, Track, summed
@@ -128,14 +127,12 @@ class Parameters:
         return bool(self._path(parameter))
 
     def update(self) -> Pass:
-        """The optimizer reads gradient, weight and states, and writes weight and states."""
+        """The optimizer's update of what this rank owns."""
         mesh = self.pcg.mesh
         touched = sum(
             p.elements(mesh, p.decision.optimizer) * self.master_width(p) for p in self.trained
         )
-        passes = 3 + 2 * self.optimizer.num_states
-        device = self.walker.cluster.device
-        return Pass(Price(model.compute_seconds(0, touched * passes, "float32", device)))
+        return Pass(Price(self.walker.kernels.update_s(touched, self.optimizer.num_states)))
 
     def update_bytes(self) -> int:
         """What the optimizer needs beside its states: Adam's denominators.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from parloom.cost.actions import Stage
 from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
+from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPUTE, SHARES, kind_of, picoseconds
@@ -71,11 +72,12 @@ def stage_actions(
     decisions: Decisions,
     optimizer: Optimizer | None = None,
     *,
+    kernels: Kernels | None = None,
     simulator: Simulator | None = None,
     split: bool = False,
 ) -> StageActions:
     """Play each action of a stage's program once; sends are for the caller to add."""
-    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer))
+    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels))
     return play_stage(name, stage, simulator or Simulator(), split=split)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from parloom.cost.actions import Stage
 from parloom.cost.engine import Engine, Launch, Outcome, Run, State
+from parloom.cost.kernels import Kernels
 from parloom.cost.step import priced
 from parloom.cost.tasks import (
     COMPONENTS,
@@ -32,17 +33,25 @@ Amounts = tuple[tuple[str, int], ...]
 
 
 def simulate(
-    pcg: PCG, cluster: Cluster, decisions: Decisions, optimizer: Optimizer | None = None
+    pcg: PCG,
+    cluster: Cluster,
+    decisions: Decisions,
+    optimizer: Optimizer | None = None,
+    kernels: Kernels | None = None,
 ) -> Timeline:
-    """Play one step of `pcg`, which was lowered from `decisions`, on `cluster`."""
-    return Simulator().play(step_tasks(pcg, cluster, decisions, optimizer))
+    """Play one step of `pcg`, which was lowered from `decisions`, on `cluster`; see `priced`."""
+    return Simulator().play(step_tasks(pcg, cluster, decisions, optimizer, kernels))
 
 
 def step_tasks(
-    pcg: PCG, cluster: Cluster, decisions: Decisions, optimizer: Optimizer | None = None
+    pcg: PCG,
+    cluster: Cluster,
+    decisions: Decisions,
+    optimizer: Optimizer | None = None,
+    kernels: Kernels | None = None,
 ) -> StepTasks:
     """The instructions of one step of a plan of one stage."""
-    return Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer)).tasks()
+    return Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels)).tasks()
 
 
 def lower_bound_ps(tasks: StepTasks) -> int:

@@ -12,6 +12,7 @@ that is quick to make; `cost.simulate` plays the same works and transfers.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from parloom.cost.kernels import Kernels
 from parloom.cost.liveness import Lives
 from parloom.cost.parameters import Parameters, Transfer
 from parloom.cost.price import Price
@@ -60,10 +61,17 @@ class Priced:
 
 
 def priced(
-    pcg: PCG, cluster: Cluster, decisions: Decisions, optimizer: Optimizer | None = None
+    pcg: PCG,
+    cluster: Cluster,
+    decisions: Decisions,
+    optimizer: Optimizer | None = None,
+    kernels: Kernels | None = None,
 ) -> Priced:
-    """Price all works and transfers of `pcg`, which was lowered from `decisions`, on `cluster`."""
-    walker = Walker(pcg.by_name, pcg.mesh, cluster)
+    """Price all works and transfers of `pcg`, which was lowered from `decisions`, on `cluster`.
+
+    `kernels` price operators; by default those of the cluster's device and parloom's own software.
+    """
+    walker = Walker(pcg.by_name, pcg.mesh, cluster, kernels)
     inputs = [(entry.kind, entry.value.name) for entry in pcg.graph.inputs]
     outside = frozenset(name for kind, name in inputs if kind != "constant")
     weights = frozenset(name for kind, name in inputs if kind == "parameter")
@@ -76,10 +84,14 @@ def priced(
 
 
 def price_plan(
-    pcg: PCG, cluster: Cluster, decisions: Decisions, optimizer: Optimizer | None = None
+    pcg: PCG,
+    cluster: Cluster,
+    decisions: Decisions,
+    optimizer: Optimizer | None = None,
+    kernels: Kernels | None = None,
 ) -> StepPrice:
-    """Price one step of `pcg`, which was lowered from `decisions`, on `cluster`."""
-    found = priced(pcg, cluster, decisions, optimizer)
+    """Price one step of `pcg`, which was lowered from `decisions`, on `cluster`; see `priced`."""
+    found = priced(pcg, cluster, decisions, optimizer, kernels)
     parameters, steps = found.parameters, pcg.num_microbatches
     reductions = (*parameters.unit_reductions, *found.buckets)
     gathers = _total(parameters.gathers)

@@ -6,11 +6,13 @@ What autograd keeps is what `OpDef.saved` declares; `cost.liveness` says when me
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 
-from parloom.cost import model
 from parloom.cost.collectives import collective, group_of
+from parloom.cost.kernels import Kernels, local_operator
 from parloom.cost.liveness import Lives
+from parloom.cost.merging import Part, merged
 from parloom.cost.works import (
     INSIDE,
     NEW,
@@ -45,8 +47,15 @@ STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 class Walker:
     """Prices the functions of one lowered program on one cluster."""
 
-    def __init__(self, functions: Mapping[str, PFunction], mesh: Mesh, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        functions: Mapping[str, PFunction],
+        mesh: Mesh,
+        cluster: Cluster,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
+        self.kernels = kernels or Kernels(cluster.device)
         self._known: dict[str, Walked] = {}
 
     def call(self, name: str, parameters: frozenset[int] = frozenset()) -> Walked:
@@ -71,9 +80,10 @@ class Walker:
     ) -> Walked:
         """The price of a body; `lives` says what of its inputs others count."""
         state = _Body(self, inputs, lives)
-        for item in body:
+        parts = merged(body, outputs) if self.kernels.software.merges else {}
+        for index, item in enumerate(body):
             lives.items.append(item)
-            forward, backward = state.works(item)
+            forward, backward = state.works(item, parts.get(index))
             lives.forward.append(forward)
             lives.backward.append(backward)
         return self._walked(inputs, lives, outputs)
@@ -163,29 +173,35 @@ class _Body:
         self.position = {v.name: i for i, v in enumerate(inputs)}
         lives.sizes |= {v.name: walker.local_bytes(v) for v in inputs}
 
-    def works(self, item: Item) -> tuple[Work | Called | None, Work | Called | None]:
+    def works(
+        self, item: Item, part: Part | None = None
+    ) -> tuple[Work | Called | None, Work | Called | None]:
         """Forward and backward of an item; None where nothing runs."""
         if isinstance(item, Compute):
-            return self.compute(item)
+            return self.compute(item, part)
         return self.move(item) if isinstance(item, Movement) else self.call(item)
 
-    def compute(self, item: Compute) -> tuple[Work | None, Work | None]:
-        """Forward and backward of an operator."""
+    def compute(self, item: Compute, part: Part | None) -> tuple[Work | None, Work | None]:
+        """Forward and backward of an operator, or of its `part` in a merged kernel."""
         op, lives = op_of(item.node), self.lives
         site = Site(item.node, tuple(v.spec for v in item.operands))
-        sizes = self.define(item.operands, item.results)
+        self.define(item.operands, item.results)
         if op.view:
             for value in item.results:
                 lives.share(item.operands[0], value)
             return None, None
-        axes = {a for _, assigned in item.assignment for a in assigned}
-        flops = op.flops(site, item.rule) / self.walker.mesh.size(tuple(sorted(axes)))
-        dtype = next((v.spec.dtype for v in item.operands if v.spec.is_float), "float32")
-        device = self.walker.cluster.device
-        seconds = model.compute_seconds(flops, sum(sizes), dtype, device)
-        name, kind, ratio = item.node.key, item.node.op, op.backward_ratio
+        local = local_operator(item, self.walker.mesh)
+        if part is not None:
+            local = replace(
+                local,
+                inner_operands=part.inner_operands,
+                inner_results=part.inner_results,
+                launches=part.launches,
+            )
+        seconds = self.walker.kernels.seconds(local)
+        name, kind = item.node.key, item.node.op
         read = (lives.of(v) for v in item.operands)
-        forward = Work(name, kind, seconds, parameters=self.weights(read))
+        forward = Work(name, kind, seconds.forward_s, parameters=self.weights(read))
         if not any(v.differentiable for v in item.results):
             return forward, None
         for what, index in op.saves(site):
@@ -198,13 +214,14 @@ class _Body:
                 lives.keep(mask)
             else:
                 lives.keep(lives.of((item.operands if what == "operand" else item.results)[index]))
-        seconds = model.compute_seconds(flops * ratio, sum(sizes) * max(1.0, ratio), dtype, device)
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
-        share = 0.0
-        if weights:  # a product has one for each of its factors
-            share = 1.0 if len(weights) == len(wanted) else 0.5 * (ratio >= 2)
-        return forward, Work(name, kind, seconds, parameters=weights, weights_s=seconds * share)
+        share = seconds.weights_s
+        if len(weights) == len(wanted):
+            share = seconds.backward_s
+        return forward, Work(
+            name, kind, seconds.backward_s, parameters=weights, weights_s=share if weights else 0.0
+        )
 
     def weights(self, owners: Iterable[str]) -> tuple[int, ...]:
         """The positions of those that are parameters."""
@@ -225,9 +242,9 @@ class _Body:
         """One primitive that makes `after` local bytes of `before`."""
         if name in FREE:
             return None
-        device = self.walker.cluster.device
-        seconds = model.compute_seconds(0, before + after, "float32", device)
         kind = COLLECTIVE_PRIMITIVES.get(name)
+        copies = kind is None or (name in STACKED and self.walker.kernels.software.stacks)
+        seconds = self.walker.kernels.stream_s(before + after) if copies else 0.0
         weights = self.weights([self.lives.of(item.operand)])
         if kind is None:
             return Work(item.result.name, name, seconds, parameters=weights)

@@ -34,10 +34,20 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a device's peaks that large kernels reach: what is fitted of a device."""
+
+    matmul: float = 0.8
+    memory: float = 0.85
+    attention: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator: dense peak rate per dtype name, memory size and memory bandwidth.
 
-    `price_per_hour` is in dollars, None where it is not known.
+    `price_per_hour` is in dollars, None where it is not known. `cores` work on one tile of a matrix
+    product each (streaming multiprocessors); 0 where products have no tiles.
     """
 
     name: str
@@ -45,6 +55,8 @@ class Device:
     memory_bytes: int
     memory_bytes_per_s: float
     price_per_hour: float | None = None
+    efficiency: Efficiency = Efficiency()
+    cores: int = 0
 
     def rate(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`; a dtype the device does not list runs at its slowest rate."""

@@ -1,0 +1,291 @@
+"""What an operator costs on a device: `Kernels.seconds`, forward and backward apart.
+
+    kernel = max(FLOPs / (peak rate x efficiency), bytes / (bandwidth x efficiency)) + launch
+
+A matrix product is its kernels: one forward, one for each gradient. It runs in tiles, as many at a
+time as the device has cores, and a tile has a beginning and an end in which it does not multiply:
+so small products reach a smaller share of the peak (cuBLAS and CUTLASS documentation: tile and wave
+quantisation). Attention is one kernel, or products with scores that go through memory. All else
+moves bytes: forward, operands and results; backward, what autograd kept, the gradients of results
+and the gradients it makes.
+
+A measured table overrides the formulas for the operators that it has.
+"""
+
+import math
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from parloom.cost.software import OWN, Software
+from parloom.ir.graph import DTYPE_BYTES, Arg, Ref, TensorSpec
+from parloom.ir.layout import local_shape
+from parloom.ir.mesh import Device, Mesh
+from parloom.ir.ops import Site, op_of
+from parloom.ir.pcg import Compute, PValue
+
+SPEC, MEASURED = "spec", "measured"
+
+# Products, and which two operands they multiply. Convolutions are products over patches.
+PRODUCTS = {
+    "linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "matmul": (0, 1), "einsum": (0, 1),
+    "addmm": (1, 2), "baddbmm": (1, 2), "conv1d": (0, 1), "conv2d": (0, 1), "conv3d": (0, 1),
+    "parloom.grouped_mm": (0, 1),
+}  # fmt: skip
+ATTENTION = "scaled_dot_product_attention"
+
+# Tiles of a product, and the share of the best tile's rate that each reaches: what it reads from
+# on-chip memory per multiplication grows as it shrinks (CUTLASS, efficient GEMM).
+TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.6))
+# Multiplications along k that the beginning and the end of a tile are worth.
+TILE_ENDS = 128
+# Bytes that the rows of 16-bit operands must be multiples of for the matrix units (cuBLAS).
+ALIGNED_BYTES = 16
+# Rows of keys at which a causal attention kernel is at half of its rate: tiles on the diagonal are
+# half empty, and the last ones leave cores idle (after the curves of FlashAttention-2, figure 4).
+CAUSAL_HALF = 500
+# The backward kernel's rate against the forward kernel's (the same curves).
+ATTENTION_BACKWARD = 0.8
+# Passes over scores in memory when attention is not one kernel. Merged: softmax with scale and mask
+# reads and writes; backward it reads scores and gradients and writes. Otherwise scale, mask and
+# softmax are kernels of their own.
+SCORE_PASSES = {True: (2.0, 3.0), False: (7.0, 8.0)}
+
+# What an update of operations one by one moves more than a fused one, per state: torch's multi-
+# tensor AdamW (decay, lerp, mul, addcmul, sqrt, div, add, addcdiv) moves 21 tensors against 7.
+UPDATE_PASSES = 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOperator:
+    """An operator as one rank runs it: local specs, and its work.
+
+    `attributes` are its other arguments; `causal` attention masks half of the scores. `wanted` are
+    the operands whose gradients are made; `kept_operands` and `kept_results` what autograd kept.
+    Inside a merged kernel, operands and results that never reach memory are in `inner_operands`
+    and `inner_results`, and only the first operator of a kernel `launches` it.
+    """
+
+    op: str
+    operands: tuple[TensorSpec, ...]
+    results: tuple[TensorSpec, ...]
+    attributes: tuple[Arg, ...] = ()
+    causal: bool = False
+    flops: float = 0.0
+    backward_ratio: float = 1.0
+    wanted: tuple[int, ...] = ()
+    kept_operands: tuple[int, ...] = ()
+    kept_results: tuple[int, ...] = ()
+    inner_operands: frozenset[int] = frozenset()
+    inner_results: frozenset[int] = frozenset()
+    launches: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """The dtype it computes in."""
+        return next((s.dtype for s in (*self.operands, *self.results) if s.is_float), "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Forward and backward pass of an operator; `weights_s` of the backward pass is the gradient of
+    its second factor. `source` is SPEC or MEASURED.
+    """
+
+    forward_s: float
+    backward_s: float = 0.0
+    weights_s: float = 0.0
+    source: str = SPEC
+
+
+class Measured(Protocol):
+    """A table of measured operators."""
+
+    def seconds(self, operator: LocalOperator) -> Seconds | None:
+        """What was measured for such an operator; None where nothing was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Prices operators on a device under a generation of software."""
+
+    device: Device
+    software: Software = OWN
+    measured: Measured | None = None
+
+    def seconds(self, operator: LocalOperator) -> Seconds:
+        """Forward and backward of an operator."""
+        if self.measured is not None:
+            found = self.measured.seconds(operator)
+            if found is not None:
+                return found
+        if operator.op in PRODUCTS and operator.flops:
+            return self._product(operator)
+        if operator.op == ATTENTION:
+            return self._attention(operator)
+        return self._moves(operator)
+
+    def stream_s(self, num_bytes: float, launches: int = 1) -> float:
+        """A kernel that does nothing but move bytes through memory."""
+        if not num_bytes:
+            return 0.0
+        rate = self.device.memory_bytes_per_s * self.device.efficiency.memory
+        return num_bytes / rate + launches * self.software.launch_s
+
+    def update_s(self, num_bytes: float, num_states: int) -> float:
+        """The optimizer over `num_bytes` of (master) weights, with as much for each state.
+
+        In one pass it reads gradient, weight and states, and writes weight and states; otherwise
+        each of its operations reads and writes (`UPDATE_PASSES`).
+        """
+        passes = 3.0 + 2 * num_states
+        if not self.software.fused_optimizer:
+            passes += UPDATE_PASSES * num_states
+        return self.stream_s(num_bytes * passes)
+
+    def product_s(
+        self, m: float, n: float, k: float, dtype: str, batch: float = 1.0, num_bytes: float = 0.0
+    ) -> float:
+        """`batch` products of [m, k] and [k, n] that move `num_bytes`, without the launch."""
+        device = self.device
+        rate = device.rate(dtype) * device.efficiency.matmul
+        if not _aligned(n, k, dtype):
+            rate = min(rate, device.rate("float32") * device.efficiency.matmul)
+        work = 2.0 * batch * m * n * k / (rate * self._share(m, n, k, batch))
+        return max(work, num_bytes / (device.memory_bytes_per_s * device.efficiency.memory))
+
+    def _share(self, m: float, n: float, k: float, batch: float) -> float:
+        """The share of a large product's rate that one of this size reaches."""
+        if not self.device.cores:
+            return 1.0
+        best = 0.0
+        for rows, columns, share in TILES:
+            for high, wide in ((rows, columns), (columns, rows)):
+                tiles = batch * math.ceil(m / high) * math.ceil(n / wide)
+                used = batch * m * n / (tiles * high * wide)
+                waves = tiles / self.device.cores
+                # Fewer tiles than cores are cut along k.
+                busy = waves / math.ceil(waves) if waves > 1 else max(waves, 0.7)
+                best = max(best, share * used * busy)
+        return best * k / (k + TILE_ENDS)
+
+    def _product(self, operator: LocalOperator) -> Seconds:
+        """One product forward, and one for each gradient."""
+        first, second = PRODUCTS[operator.op]
+        a, b, out = operator.operands[first], operator.operands[second], operator.results[0]
+        batch, m, n, k = _sizes(operator)
+        sizes = a.num_bytes, b.num_bytes, out.num_bytes
+        moved, dtype, launch = sum(sizes), operator.dtype, self.software.launch_s
+        forward = self.product_s(m, n, k, dtype, batch, moved) + launch
+        inputs = weights = 0.0
+        if first in operator.wanted:
+            inputs = self.product_s(m, k, n, dtype, batch, moved) + launch
+        if second in operator.wanted:
+            weights = self.product_s(k, n, m, dtype, batch, moved) + launch
+        others = sum(
+            operator.operands[i].num_bytes + out.num_bytes
+            for i in operator.wanted
+            if i not in (first, second)
+        )
+        return Seconds(forward, inputs + weights + self.stream_s(others), weights)
+
+    def _attention(self, operator: LocalOperator) -> Seconds:
+        q, k = operator.operands[:2]
+        out = operator.results[0]
+        causal, launch = operator.causal, self.software.launch_s
+        rows, keys = q.shape[-2], k.shape[-2]
+        moved = float(sum(s.num_bytes for s in (*operator.operands[:3], out)))
+        backward = 2.0 * moved if operator.wanted else 0.0
+        if self.software.flash:
+            flops = operator.flops * (0.5 if causal else 1.0)
+            rate = self.device.rate(operator.dtype) * self.device.efficiency.attention
+            rate *= keys / (keys + CAUSAL_HALF) if causal else 1.0
+            back = flops * operator.backward_ratio / (rate * ATTENTION_BACKWARD)
+            return Seconds(
+                max(flops / rate, self.stream_s(moved)) + launch,
+                (max(back, self.stream_s(backward)) + launch) if backward else 0.0,
+            )
+        lead, width = prod(q.shape[:-2]), q.shape[-1]
+        scores = float(lead * rows * keys * DTYPE_BYTES[q.dtype])
+        both = self.product_s(rows, keys, width, operator.dtype, lead, moved / 2 + scores)
+        both += self.product_s(rows, width, keys, operator.dtype, lead, moved / 2 + scores)
+        fore, aft = SCORE_PASSES[self.software.merges]
+        forward = both + 2 * launch + self.stream_s(fore * scores)
+        back = 2 * both + 4 * launch + self.stream_s(aft * scores)
+        return Seconds(forward, back if backward else 0.0)
+
+    def _moves(self, operator: LocalOperator) -> Seconds:
+        """An operator that does little with what it moves."""
+        operands = [s.num_bytes for s in operator.operands]
+        results = [s.num_bytes for s in operator.results]
+        outer = [i for i in range(len(operands)) if i not in operator.inner_operands]
+        read = sum(operands[i] for i in outer)
+        written = [i for i in range(len(results)) if i not in operator.inner_results]
+        launches = int(operator.launches)
+        forward = self._stream(operator, read + sum(results[i] for i in written), launches)
+        if not operator.wanted:
+            return Seconds(forward)
+        back = sum(operands[i] for i in operator.kept_operands if i in outer)
+        back += sum(results[i] for i in operator.kept_results if i in written)
+        made = [i for i in operator.wanted if i in outer]
+        if operator.op in ("add", "_to_copy") or not (made or written):
+            # The gradient of a term is that of the sum, where their shapes are the same.
+            shapes = {s.shape for s in operator.results}
+            made = [i for i in made if operator.operands[i].shape not in shapes or
+                    operator.operands[i].dtype != operator.results[0].dtype]  # fmt: skip
+            if not made:
+                return Seconds(forward)
+        back += sum(operands[i] for i in made) + sum(results[i] for i in written)
+        return Seconds(forward, self._stream(operator, back, launches))
+
+    def _stream(self, operator: LocalOperator, num_bytes: float, launches: int) -> float:
+        """Bytes, or where it computes more than that, its FLOPs."""
+        work = operator.flops / (self.device.rate(operator.dtype) * self.device.efficiency.matmul)
+        if not num_bytes and not launches:
+            return 0.0
+        return max(self.stream_s(num_bytes, launches), work)
+
+
+def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
+    """An operator of a lowered program as one rank of `mesh` runs it, border rows included."""
+    op = op_of(item.node)
+    site = Site(item.node, tuple(v.spec for v in item.operands))
+    axes = {a for _, assigned in item.assignment for a in assigned}
+    saved = op.saves(site)
+    arguments = (*item.node.args, *(v for _, v in item.node.kwargs))
+    return LocalOperator(
+        item.node.op,
+        tuple(_local(v, mesh) for v in item.operands),
+        tuple(_local(v, mesh) for v in item.results),
+        tuple(a for a in arguments if not isinstance(a, Ref)),
+        item.node.op == ATTENTION and bool(site.arg(5, "is_causal", False)),
+        op.flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
+        op.backward_ratio,
+        tuple(i for i, v in enumerate(item.operands) if v.differentiable)
+        if any(v.differentiable for v in item.results)
+        else (),
+        tuple(i for what, i in saved if what == "operand"),
+        tuple(i for what, i in saved if what == "result"),
+    )
+
+
+def _local(value: PValue, mesh: Mesh) -> TensorSpec:
+    shape = list(local_shape(value.layout, value.spec.shape, mesh))
+    for dim, below, above in value.halo:
+        shape[dim] += below + above
+    return TensorSpec(tuple(shape), value.spec.dtype)
+
+
+def _sizes(operator: LocalOperator) -> tuple[float, float, float, float]:
+    """(batch, m, n, k) of a product."""
+    out = operator.results[0].shape
+    op = operator.op
+    batch = prod(out[:-2]) if op in ("bmm", "matmul", "baddbmm") else 1
+    n = out[1] if op.startswith("conv") and len(out) > 1 else (out[-1] if out else 1)
+    m = prod(out) / (batch * n)
+    return batch, m, n, operator.flops / (2.0 * batch * m * n)
+
+
+def _aligned(n: float, k: float, dtype: str) -> bool:
+    width = DTYPE_BYTES.get(dtype, 4)
+    return width > 2 or not (n * width % ALIGNED_BYTES or k * width % ALIGNED_BYTES)

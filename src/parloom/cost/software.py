@@ -1,0 +1,67 @@
+"""Generations of training software: what a prediction has to know of the kernels that are run.
+
+A prediction is made for one of the four entries of `GENERATIONS`, chosen by what is known of a run
+(framework, year, flags), never by its model or its time. `Software` values with other fields are
+welcome where more is known.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from parloom.errors import InputError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """How operators become kernels, and which communication goes on beside them.
+
+    `flash`: attention is one kernel that keeps its scores on the chip, and skips what a causal mask
+    hides; otherwise scores go through memory. `merges`: chains of elementwise operators, reductions
+    of rows and norms are one kernel each. `fused_optimizer`: the update is one pass over memory.
+    `overlaps`: gradients are reduced beside the backward pass, not after it. `hides_moves`:
+    products are cut so that collectives on their operands and results go on beside them
+    (asynchronous tensor parallelism). `stacks`: what a collective gathers or scatters goes through
+    a stacked copy; otherwise tensors lie so that it need not. `launch_s`: time from kernel to
+    kernel.
+    """
+
+    name: str
+    flash: bool = True
+    merges: bool = False
+    fused_optimizer: bool = False
+    overlaps: bool = True
+    hides_moves: bool = False
+    stacks: bool = True
+    launch_s: float = 5e-6
+
+
+GENERATIONS: Mapping[str, Software] = MappingProxyType(
+    {
+        s.name: s
+        for s in (
+            # PyTorch before its scaled_dot_product_attention (2.0, 2023).
+            Software("eager", flash=False),
+            # Megatron-LM and what grew out of it, until 2022: fused elementwise kernels, softmax
+            # with scale and mask, Adam of apex; gradients are reduced after the last backward pass.
+            Software(
+                "megatron", flash=False, merges=True, fused_optimizer=True, overlaps=False,
+                stacks=False,
+            ),
+            # PyTorch with FlashAttention, elementwise operators one by one.
+            Software("flash"),
+            # Compiled (TorchInductor), or with hand-fused kernels for all that is elementwise.
+            Software("compiled", merges=True, fused_optimizer=True, launch_s=2.5e-6),
+        )
+    }
+)  # fmt: skip
+
+# What parloom's own generated programs run on.
+OWN = GENERATIONS["flash"]
+
+
+def generation(name: str) -> Software:
+    """One of `GENERATIONS`; raises `InputError` with near names."""
+    if name not in GENERATIONS:
+        raise InputError(f"no software generation {name!r}{nearest(name, GENERATIONS)}")
+    return GENERATIONS[name]

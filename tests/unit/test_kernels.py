@@ -1,0 +1,146 @@
+"""Prices of single operators, against sums done by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from parloom.cost.clusters import load_cluster
+from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, Seconds
+from parloom.cost.software import GENERATIONS, Software, generation
+from parloom.errors import InputError
+from parloom.ir.graph import TensorSpec
+from parloom.ir.mesh import Device, Efficiency
+
+DEVICE = Device(
+    "test", (("bfloat16", 100e12), ("float32", 10e12)), 1 << 30, 1e12, None, Efficiency(0.5, 0.5)
+)
+BARE = Software("bare", launch_s=0.0)
+
+
+def bf16(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, "bfloat16")
+
+
+def linear(m: int, k: int, n: int, wanted: tuple[int, ...] = (0, 1)) -> LocalOperator:
+    return LocalOperator(
+        "linear", (bf16(m, k), bf16(n, k)), (bf16(m, n),), flops=2.0 * m * n * k, wanted=wanted
+    )
+
+
+def attention(rows: int, causal: bool = True) -> LocalOperator:
+    q = bf16(2, 8, rows, 64)
+    return LocalOperator(
+        "scaled_dot_product_attention", (q, q, q), (q,), causal=causal,
+        flops=4.0 * 16 * rows * rows * 64, backward_ratio=2.5, wanted=(0, 1, 2),
+    )  # fmt: skip
+
+
+def test_roofline_takes_the_slower_of_both() -> None:
+    kernels = Kernels(DEVICE, BARE)
+    large = kernels.seconds(linear(4096, 4096, 4096))
+    assert large.forward_s == pytest.approx(2 * 4096**3 / 50e12)
+    assert large.backward_s == pytest.approx(2 * large.forward_s)
+    assert large.weights_s == pytest.approx(large.forward_s)
+    thin = kernels.seconds(linear(1, 4096, 4096))
+    assert thin.forward_s == pytest.approx((4096 + 4096 * 4096 + 4096) * 2 / 0.5e12)
+
+
+def test_gradients_that_nobody_wants_cost_nothing() -> None:
+    kernels = Kernels(DEVICE, BARE)
+    frozen = kernels.seconds(linear(512, 512, 512, wanted=(0,)))
+    assert frozen.weights_s == 0
+    assert frozen.backward_s == pytest.approx(frozen.forward_s)
+    assert kernels.seconds(linear(512, 512, 512, wanted=())).backward_s == 0
+
+
+def test_every_kernel_is_launched() -> None:
+    slow = Kernels(DEVICE, replace(BARE, launch_s=1e-3))
+    fast = Kernels(DEVICE, BARE)
+    one, other = slow.seconds(linear(8, 8, 8)), fast.seconds(linear(8, 8, 8))
+    assert one.forward_s - other.forward_s == pytest.approx(1e-3)
+    assert one.backward_s - other.backward_s == pytest.approx(2e-3)
+
+
+def test_tiles_and_waves() -> None:
+    tiled = Kernels(replace(DEVICE, cores=100), BARE)
+    full = 10 * 256 * 10 * 128  # as many tiles as cores: one wave
+    exact = tiled.product_s(2560, 1280, 1 << 20, "bfloat16")
+    assert exact == pytest.approx(2 * full * (1 << 20) / 50e12, rel=1e-3)
+    over = tiled.product_s(2561, 1280, 1 << 20, "bfloat16")
+    assert over > 1.2 * exact  # one more row is another wave
+    small = tiled.product_s(2560, 1280, 128, "bfloat16")
+    assert small == pytest.approx(2 * exact * 128 / (1 << 20), rel=1e-3)
+
+
+def test_rows_that_are_not_aligned_miss_the_matrix_units() -> None:
+    kernels = Kernels(DEVICE, BARE)
+    aligned = kernels.product_s(1024, 1024, 1024, "bfloat16")
+    assert kernels.product_s(1024, 1024, 1028, "bfloat16") > 9 * aligned
+    assert kernels.product_s(1028, 1024, 1024, "bfloat16") < 1.1 * aligned
+
+
+def test_flash_attention_skips_what_is_masked_and_keeps_scores_on_the_chip() -> None:
+    flash = Kernels(DEVICE, replace(BARE, flash=True))
+    through_memory = Kernels(DEVICE, replace(BARE, flash=False))
+    long = 1 << 16
+    masked, whole = (flash.seconds(attention(long, causal)) for causal in (True, False))
+    assert masked.forward_s == pytest.approx(whole.forward_s / 2, rel=0.02)
+    assert masked.backward_s == pytest.approx(masked.forward_s * 2.5 / 0.8)
+    unfused = through_memory.seconds(attention(2048))
+    assert unfused.forward_s > 2 * flash.seconds(attention(2048)).forward_s
+    assert unfused == through_memory.seconds(attention(2048, causal=False))
+
+
+def test_sums_have_no_backward_kernel() -> None:
+    kernels = Kernels(DEVICE, BARE)
+    x = bf16(1024, 1024)
+    both = LocalOperator("add", (x, x), (x,), flops=1.0, wanted=(0, 1))
+    assert kernels.seconds(both) == Seconds(3 * x.num_bytes / 0.5e12)
+    wide = LocalOperator("add", (x, bf16(1024)), (x,), flops=1.0, wanted=(0, 1))
+    assert kernels.seconds(wide).backward_s == pytest.approx((x.num_bytes + 2048) / 0.5e12)
+    product = replace(both, op="mul", kept_operands=(0, 1))
+    assert kernels.seconds(product).backward_s == pytest.approx(5 * x.num_bytes / 0.5e12)
+
+
+def test_merged_operators_leave_out_what_stays_inside() -> None:
+    kernels = Kernels(DEVICE, replace(BARE, launch_s=1e-6))
+    x = bf16(1024, 1024)
+    gelu = LocalOperator("gelu", (x,), (x,), flops=1.0, wanted=(0,), kept_operands=(0,))
+    alone = kernels.seconds(gelu)
+    assert alone.forward_s == pytest.approx(2 * x.num_bytes / 0.5e12 + 1e-6)
+    assert alone.backward_s == pytest.approx(3 * x.num_bytes / 0.5e12 + 1e-6)
+    first = kernels.seconds(replace(gelu, inner_results=frozenset({0})))
+    last = kernels.seconds(replace(gelu, inner_operands=frozenset({0}), launches=False))
+    assert first.forward_s + last.forward_s == pytest.approx(alone.forward_s)
+    middle = replace(
+        gelu, inner_operands=frozenset({0}), inner_results=frozenset({0}), launches=False
+    )
+    assert kernels.seconds(middle).forward_s == 0
+
+
+def test_a_measured_table_overrides_the_formulas() -> None:
+    class Table:
+        def seconds(self, operator: LocalOperator) -> Seconds | None:
+            return Seconds(1.0, 2.0, 1.0, MEASURED) if operator.op == "linear" else None
+
+    kernels = Kernels(DEVICE, BARE, Table())
+    assert kernels.seconds(linear(8, 8, 8)) == Seconds(1.0, 2.0, 1.0, MEASURED)
+    assert kernels.seconds(attention(64)) == Kernels(DEVICE, BARE).seconds(attention(64))
+
+
+def test_update_in_one_pass_or_in_many() -> None:
+    one = Kernels(DEVICE, replace(BARE, fused_optimizer=True)).update_s(4.0, 2)
+    assert one == pytest.approx(7 * 4 / 0.5e12)
+    assert Kernels(DEVICE, BARE).update_s(4.0, 2) == pytest.approx(3 * one)
+
+
+def test_generations_are_four_and_known_by_name() -> None:
+    assert len(GENERATIONS) == 4
+    assert generation("megatron").overlaps is False
+    with pytest.raises(InputError, match="megatron"):
+        generation("megatorn")
+
+
+def test_a_cpu_has_no_tiles() -> None:
+    device = load_cluster("4xcpu").device
+    assert Kernels(device, BARE).product_s(3, 5, 7, "float32") == pytest.approx(210 / 160e9)
