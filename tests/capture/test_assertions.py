@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Normal, kl_divergence
 
 from parloom.capture import capture
 from parloom.errors import CaptureError
-from tests.capture.models import assert_equal
+from tests.capture.models import assert_equal, run_graph
 
 
 class Net(nn.Module):
@@ -75,6 +75,21 @@ class Variational(Net):
         return loss
 
 
+class Balanced(Net):
+    """Weighs classes by how often they come, as losses that balance experts do."""
+
+    def __init__(self, bins: int = 8) -> None:
+        super().__init__()
+        self.bins = bins
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.tokens(x)
+        flat = x.flatten()
+        counts = torch.bincount(flat, minlength=self.bins)
+        sizes = flat.bincount(h.detach().sum(-1).flatten(), self.bins)
+        return (h.mean((0, 1)).sum() * counts.float().square().sum()) + (h.sum() * sizes).sum()
+
+
 def batch() -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {"x": torch.randint(8, (4, 3))}
@@ -114,3 +129,16 @@ def test_distributions_are_captured() -> None:
     graph = capture(model, batch())
     assert_equal(graph, model, batch())
     assert "randn" in {node.op for _, node in graph.unfolded()}
+
+
+def test_counts_have_the_bins_that_are_asked_for() -> None:
+    model = Balanced()
+    graph = capture(model, batch())
+    assert_equal(graph, model, batch())
+    assert "scatter_add" in {node.op for _, node in graph.unfolded()}
+    assert {v.spec.shape for _, n in graph.unfolded() for v in n.results if n.op == "zeros"} == {
+        (8,)
+    }
+    few = Balanced(2)
+    with pytest.raises(RuntimeError, match="out of bounds"):  # torch would make more bins
+        run_graph(capture(few, batch()), few, batch())

@@ -31,6 +31,10 @@ class Operand:
     def draw(self, generator: torch.Generator) -> Tensor:
         if self.kind == "index":
             return torch.randint(0, self.high, self.shape, generator=generator)
+        if self.kind == "pivots":  # rows that are exchanged with themselves or later ones
+            rows = torch.arange(1, self.high + 1)
+            drawn = rows + (torch.rand(self.shape, generator=generator) * (self.high + 1 - rows))
+            return drawn.to(torch.int32)
         if self.dtype == "int64":
             return self._indices(generator)
         if self.kind == "bool":

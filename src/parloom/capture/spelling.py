@@ -5,6 +5,7 @@ Draws other than dropout all come from `rand` and `randn`, which are keyed by th
 program, so that every layout draws the same.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -164,6 +165,28 @@ def normal(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: object 
     return like(torch.randn)(x) * std + mean
 
 
+def normal_of_tensors(
+    mean: Tensor | float, std: Tensor | float = 1.0, *, generator: object = None
+) -> Tensor:
+    """Normal of a mean and a deviation for each element."""
+    given = [t for t in (mean, std) if isinstance(t, Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in given))  # type: ignore[no-untyped-call]
+    drawn = torch.randn(shape, dtype=given[0].dtype, device=given[0].device)
+    return drawn * std + mean
+
+
+def log_normal(
+    x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: object = None
+) -> Tensor:
+    """What has a normal logarithm."""
+    return normal(x, mean, std).exp()
+
+
+def geometric(x: Tensor, p: float, *, generator: object = None) -> Tensor:
+    """Trials up to the first success, by the inverse of their distribution."""
+    return (torch.log1p(-like(torch.rand)(x)) / math.log1p(-p)).floor() + 1
+
+
 def exponential(x: Tensor, rate: float = 1.0, *, generator: object = None) -> Tensor:
     """Exponential, by the inverse of its distribution."""
     return torch.log1p(-like(torch.rand)(x)) / -rate
@@ -182,6 +205,17 @@ def randint(low: int, high: int, shape: Sequence[int], **options: Any) -> Tensor
     dtype = options.get("dtype") or torch.int64
     drawn = torch.rand(shape, dtype=torch.float64, device=options.get("device"))
     return (drawn * (high - low) + low).floor().to(dtype)
+
+
+def randint_like(x: Tensor, high: int, **options: Any) -> Tensor:
+    """Uniform integers of the shape and dtype of a tensor."""
+    return randint_between(x, 0, high, **options)
+
+
+def randint_between(x: Tensor, low: int, high: int, **options: Any) -> Tensor:
+    """The same from `low` on."""
+    dtype = options.get("dtype") or x.dtype
+    return randint(low, high, x.shape, dtype=dtype, device=x.device)
 
 
 def randint_below(high: int, shape: Sequence[int], **options: Any) -> Tensor:
@@ -203,6 +237,135 @@ def multinomial(
         return NotImplemented  # type: ignore[no-any-return]
     return torch.topk(weights / exponential(weights), samples, -1)[1]
 
+
+def convolution(  # noqa: PLR0917 - torch's own arguments
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """What every convolution comes down to, by the name of its number of dims."""
+    dims = weight.dim() - 2
+    if transposed:
+        function = (aten.conv_transpose1d, aten.conv_transpose2d.input,
+                    aten.conv_transpose3d.input)[dims - 1]  # fmt: skip
+        result: Tensor = function(
+            x, weight, bias, stride, padding, output_padding, groups, dilation
+        )
+        return result
+    result = (aten.conv1d, aten.conv2d, aten.conv3d)[dims - 1](
+        x, weight, bias, stride, padding, dilation, groups
+    )
+    return result
+
+
+def conv_tbc(x: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+    """A convolution over time of [time, batch, channel]."""
+    rows = aten.conv1d(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad])
+    result: Tensor = rows.permute(2, 0, 1)
+    return result
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`native_layer_norm`: the norm, and the mean and reciprocal deviation that it used.
+
+    Torch has a gradient for the first alone.
+    """
+    out = aten.layer_norm(x, shape, weight, bias, eps)
+    dims = tuple(range(x.dim() - len(shape), x.dim()))
+    return out, *_moments(x.detach(), dims, eps, keepdim=True)
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    samples: int,
+    channels: int,
+    positions: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`native_group_norm`, in the same way."""
+    out = aten.group_norm(x, groups, weight, bias, eps)
+    rows = x.reshape(samples, groups, -1)
+    return out, *_moments(rows, (2,), eps, keepdim=False)
+
+
+def _moments(
+    x: Tensor, dims: tuple[int, ...], eps: float, *, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    mean = x.mean(dims, keepdim)
+    return mean, (x.var(dims, correction=0, keepdim=keepdim) + eps).rsqrt()
+
+
+def softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`_softmax` and `_log_softmax`, which may widen half precision."""
+
+    def made(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+        return function(x, dim, torch.float32 if half_to_float else None)
+
+    return made
+
+
+def bags(table: Tensor, rows: Tensor, starts: Tensor, *given: Any, **named: Any) -> Any:
+    """`_embedding_bag`, whose padding row is a number: -1 is none."""
+    padding = given[5] if len(given) > 5 else named.pop("padding_idx", -1)
+    row = None if padding < 0 else padding
+    options = {"scale_grad_by_freq": False, "mode": 0, "sparse": False,
+               "per_sample_weights": None, "include_last_offset": False}  # fmt: skip
+    options |= dict(zip(options, given, strict=False)) | named
+    return aten.embedding_bag.padding_idx(table, rows, starts, *options.values(), row)
+
+
+def padded(kind: str) -> Callable[..., Tensor]:
+    """A padding by the name of its mode."""
+
+    def made(x: Tensor, widths: Sequence[int]) -> Tensor:
+        result: Tensor = aten.pad(x, widths, kind)
+        return result
+
+    return made
+
+
+def empty_permuted(shape: Sequence[int], _: Sequence[int], **options: Any) -> Tensor:
+    """`empty` in another order of memory."""
+    return empty(shape, **options)
+
+
+def grid_sampler(x: Tensor, grid: Tensor, *given: Any) -> Tensor:
+    """`grid_sampler_2d` and `grid_sampler_3d`."""
+    result: Tensor = aten.grid_sampler(x, grid, *given)
+    return result
+
+
+# What torch's composite operators come down to, where a model calls that itself.
+LOWER: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        aten.convolution.default: convolution,
+        aten.conv_tbc.default: conv_tbc,
+        aten.native_layer_norm.default: layer_norm,
+        aten.native_group_norm.default: group_norm,
+        aten._softmax.default: softmax(aten.softmax.int),
+        aten._log_softmax.default: softmax(aten.log_softmax.int),
+        aten._embedding_bag.default: bags,
+        aten.empty_permuted.default: empty_permuted,
+        aten.grid_sampler_2d.default: grid_sampler,
+        aten.grid_sampler_3d.default: grid_sampler,
+        **{
+            getattr(aten, f"{kind}ion_pad{n}d").default: padded(mode)
+            for kind, mode in (("reflect", "reflect"), ("replicat", "replicate"))
+            for n in (1, 2, 3)
+        },
+    }
+)
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -236,9 +399,16 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         aten.uniform.default: uniform,
         aten.normal_functional.default: normal,
         aten.normal.float_float: normal_of_shape,
+        aten.normal.Tensor_Tensor: normal_of_tensors,
+        aten.normal.Tensor_float: normal_of_tensors,
+        aten.normal.float_Tensor: normal_of_tensors,
+        aten.log_normal.default: log_normal,
+        aten.geometric.default: geometric,
         aten.exponential.default: exponential,
         aten.randint.low: randint,
         aten.randint.default: randint_below,
+        aten.randint_like.default: randint_like,
+        aten.randint_like.low_dtype: randint_between,
         aten.randperm.default: randperm,
         aten.multinomial.default: multinomial,
     }
@@ -252,7 +422,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         for op in _collect_all_valid_cia_ops()
         if isinstance(op, torch._ops.OpOverload) and comes_apart(op._schema)
     }
-    return composite | dict(DECOMPOSITIONS)
+    return composite | dict(LOWER) | dict(DECOMPOSITIONS)
 
 
 def comes_apart(schema: Any) -> bool:

@@ -81,12 +81,22 @@ def sums_of_products() -> list[Case]:
 def decompositions() -> list[Case]:
     spd, x = matrices(6, 4, 4), real(6, 4, 4)
     lower = replace(matrices(6, 4, 4))
+    pivots = Operand((6, 4), "pivots", 4, "batch", "int32")
     return [
         *each("linalg_cholesky linalg_inv inverse linalg_pinv", spd),
         *each("linalg_cholesky_ex linalg_inv_ex", spd),
         *each("det linalg_det logdet slogdet linalg_slogdet", spd),
         *each("linalg_svdvals linalg_eigvalsh", spd),
         *each("linalg_qr linalg_eigh linalg_lu_factor", fixed(6, 4, 4)),
+        *each("cholesky linalg_lu_factor_ex linalg_lu linalg_eigvals", spd),
+        case("cholesky_inverse", spd),
+        *each("linalg_eig geqrf linalg_ldl_factor_ex", fixed(6, 4, 4)),
+        case("linalg_lu_solve", spd, pivots, real(6, 4, 2)),
+        case("lu_unpack", x, pivots),
+        case("linalg_ldl_solve", replace(spd, role="batch"), pivots, fixed(6, 4, 2)),
+        case("triangular_solve", real(6, 4, 2), lower),
+        case("linalg_householder_product", real(6, 4, 3), real(6, 3)),
+        case("ormqr", real(6, 4, 3), real(6, 3), real(6, 4, 2)),
         case("linalg_svd", fixed(6, 4, 3), False),
         case("linalg_solve", spd, real(6, 4, 2)),
         case("linalg_solve", spd, real(6, 4), label="vectors"),

@@ -149,6 +149,8 @@ def puts() -> list[Case]:
     return [
         case("index_put", real(12, 4), (distinct(12, 6),), real(6, 4)),
         case("index_put", x, (rows,), real(12, 4), True, label="add"),
+        case("put", real(4, 6), distinct(24, 6), real(6)),
+        case("put", real(4, 6), index(24, 6, 2), real(6, 2), True, label="add"),
         case("index_put", x, (rows,), real(4), True, label="add_row"),
         case("index_put", x, (None, index(4, 12)), real(6, 12), True, label="add_second"),
         case("index_put", x, (rows, index(4, 12)), real(12), True, label="add_elements"),

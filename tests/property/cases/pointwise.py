@@ -1,6 +1,9 @@
 """Example calls of elementwise operators."""
 
+from dataclasses import replace
+
 from parloom.ir.graph import Dtype
+from parloom.ir.ops.elementwise import _POLYNOMIALS, _WAVES
 from tests.property.operator_cases import (
     Case,
     Operand,
@@ -50,6 +53,9 @@ def arithmetic() -> list[Case]:
         case("ldexp", real(4, 6), real(6)),
         case("heaviside", fixed(4, 6), fixed(6)),
         *each("xlogy special_xlog1py", real(4, 6), positive(6)),
+        *each("igamma igammac", replace(positive(4, 1), role="batch"), positive(6)),
+        case("special_zeta", replace(positive(6), kind="far", role="batch"), positive(4, 6)),
+        *each(f"special_{' special_'.join(_POLYNOMIALS.split())}", fixed(4, 6), counts),
         case("pow", positive(4, 6), 3),
         case("pow", positive(4, 6), real(6), label="tensor"),
         case("pow", 2.0, real(4, 6), label="base"),
@@ -72,6 +78,8 @@ def functions() -> list[Case]:
         *each("asin acos atanh tan logit erfinv special_ndtri special_log_ndtr", u),
         case("acosh", Operand((4, 6), "far")),
         *each("special_i0e special_i1 special_i1e special_erfcx", p),
+        *each(f"special_{' special_'.join(_WAVES.split())}", replace(p, role="batch")),
+        case("frexp", x),
         case("mvlgamma", Operand((4, 6), "far"), 2),
         case("polygamma", 1, p),
         case("logit", u, 0.1, label="eps"),

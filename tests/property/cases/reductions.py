@@ -153,6 +153,9 @@ def scans() -> list[Case]:
         case("searchsorted", ordered, fixed(4, 12), label="rows"),
         case("searchsorted", row, 0.3, label="number"),
         case("bucketize", fixed(4, 6), row),
+        case("isin", index(9, 4, 6), index(9, 2, 2)),
+        case("isin", index(9, 4, 6), 3, label="number"),
+        case("isin", 3, index(9, 4), label="in", invert=True),
         case("histc", fixed(4, 6), 6, -1, 1),
         case("histc", fixed(4, 6), 6, label="free"),
     ]  # fmt: skip
@@ -178,4 +181,6 @@ def factories() -> list[Case]:
         *each("hann_window hamming_window blackman_window bartlett_window kaiser_window", 12,
               dtype=f64),
         case("hann_window", 12, False, label="symmetric", dtype=f64),
+        case("fft_fftfreq", 12, 0.5, dtype=f64),
+        case("fft_rfftfreq", 10, dtype=f64),
     ]  # fmt: skip

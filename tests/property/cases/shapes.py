@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from parloom.ir.graph import Dtype
-from tests.property.operator_cases import Case, Operand, case, each, flag, index, real
+from tests.property.operator_cases import Case, Operand, case, each, fixed, flag, index, real
 
 
 def cases() -> list[Case]:
@@ -111,6 +111,8 @@ def diagonals() -> list[Case]:
         *each("diagonal diagonal_copy", real(4, 6)),
         case("diagonal", real(4, 6, 6), 1, -1, 1, label="offset"),
         case("diag_embed", real(4, 6)),
+        case("diagonal_scatter", real(4, 6, 4), real(4, 4)),
+        case("diagonal_scatter", real(4, 6, 6), real(4, 5), 1, -1, 1, label="offset"),
         case("diag_embed", real(4, 6), 1, 0, 2, label="offset"),
         case("trace", real(4, 6)),
     ]
@@ -118,11 +120,15 @@ def diagonals() -> list[Case]:
 
 def replicated() -> list[Case]:
     starts = Operand((3,), "starts", 6, "batch", "int64")
+    ends = Operand((3,), "starts_and_end", 4, "batch", "int64")
     return [
         case("as_strided", real(4, 6), (2, 3), (6, 1), 1),
         case("as_strided_scatter", real(4, 6), real(2, 3), (2, 3), (6, 1), 1),
         case("block_diag", (real(4, 6), real(2, 2))),
+        case("histogram", fixed(4, 6), 3),
+        case("segment_reduce", real(4, 6), "mean", offsets=ends),
         case("masked_scatter", real(4, 6), flag(4, 6), real(4, 6)),
+        case("nonzero_static", flag(4, 6), size=5),
         case("pdist", real(4, 6)),
         case("embedding_bag", real(12, 6), index(12, 6), starts, False, 2),
     ]

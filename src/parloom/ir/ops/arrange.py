@@ -124,6 +124,16 @@ def _diagonal_rule(site: Site) -> Rule:
     return build([rest], [names], site, kinds) if embeds else build([names], [rest], site, kinds)
 
 
+def _diagonal_scatter_rule(site: Site) -> Rule:
+    """`diagonal_scatter(x, source, offset, dim1, dim2)`: the pair of dims is whole."""
+    rank = len(site.operands[0].shape)
+    pair = {site.dim(3 + i, rank, i, f"dim{i + 1}") for i in range(2)}
+    names = [f"{'w' if d in pair else 'd'}{d}" for d in range(rank)]
+    kept = [*(n for n in names if n[0] == "d"), "v"]
+    kinds = {n: WHOLE for n in (*names, "v") if n[0] != "d"}
+    return build([names, kept], [names], site, kinds)
+
+
 def _trace_rule(site: Site) -> Rule:
     return build([["a", "b"]], [[]], site, {"a": WHOLE, "b": WHOLE})
 
@@ -194,6 +204,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("triu", _triangle_rule, _triangle),
     OpDef("diagonal", _diagonal_rule, "torch.diagonal", no_flops, view=True),
     OpDef("diagonal_copy", _diagonal_rule, "torch.diagonal", no_flops, view=True),
+    OpDef("diagonal_scatter", _diagonal_scatter_rule, "torch.diagonal_scatter", no_flops),
     OpDef("diag_embed", _diagonal_rule, "torch.diag_embed", no_flops),
     OpDef("trace", _trace_rule, "torch.trace"),
     OpDef("pixel_shuffle", _pixel_rule, "F.pixel_shuffle", no_flops),

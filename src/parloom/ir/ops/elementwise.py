@@ -13,6 +13,20 @@ _INFIX = {
     "bitwise_or": "|", "bitwise_xor": "^", "remainder": "%", "__lshift__": "<<",
     "__rshift__": ">>", "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
 }  # fmt: skip
+# torch has no derivative of these.
+_POLYNOMIALS = """
+chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+shifted_chebyshev_polynomial_w
+"""
+_WAVES = """
+airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
+modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+spherical_bessel_j0
+"""
+_UNDERIVED = " ".join(f"special_{n}" for n in (*_POLYNOMIALS.split(), *_WAVES.split()))
+
 _SAVED = {"mul": each_other, "div": each_other, "remainder": each_other}
 _LINEAR = {"mul": "either", "div": "first", "add": "joint", "sub": "joint"}
 
@@ -90,6 +104,9 @@ OPS: tuple[OpDef, ...] = (
     *_each("hypot", (("operand", 0), ("operand", 1), *RESULT)),
     *_each("copysign", (*FIRST, *RESULT)),
     *_each("special_xlog1py", each_other, "torch.ops.aten."),
+    *_each("igamma igammac special_zeta", all_operands, "torch.ops.aten."),
+    OpDef("frexp", broadcast, "torch.frexp", saved=(("result", 1),)),
+    *_each(_UNDERIVED, (), "torch.ops.aten.", differentiable=False),
     *_each("pow", _power_saves),
     *_each("gelu silu softplus leaky_relu hardtanh hardswish hardsigmoid mish", FIRST, "F."),
     *_each("relu6 celu selu threshold hardshrink softshrink", FIRST, "F."),

@@ -54,7 +54,8 @@ def _table(e: Emission) -> str:
     """Every rank makes the whole, which is small or made only once, and keeps its shard."""
     kwargs = [k for k in e.keywords() if not k.startswith("dtype=")]
     args = [*(e.code(a) for a in e.site.node.args), *kwargs, f"dtype={_dtype(e)}"]
-    code = f"torch.{e.site.node.op}({', '.join(args)}, device=ctx.device)"
+    function = e.site.node.op.replace("fft_", "fft.")
+    code = f"torch.{function}({', '.join(args)}, device=ctx.device)"
     if not any(e.assignment.values()):
         return code
     return f"rt.mine({code}, ctx, {e.all_digits(e.site.results[0], e.result_layouts[0])})"
@@ -62,7 +63,7 @@ def _table(e: Emission) -> str:
 
 _TABLES = (
     "eye linspace logspace tril_indices triu_indices hann_window hamming_window blackman_window"
-    " bartlett_window kaiser_window"
+    " bartlett_window kaiser_window fft_fftfreq fft_rfftfreq"
 )
 
 OPS: tuple[OpDef, ...] = (

@@ -53,6 +53,8 @@ def _entry(name: str, factor: float, saved: Saved, differentiable: bool = True) 
 OPS: tuple[OpDef, ...] = (
     _entry("linalg_cholesky", 1 / 3, _Y),
     _entry("linalg_cholesky_ex", 1 / 3, _Y),
+    _entry("cholesky", 1 / 3, _Y),
+    _entry("cholesky_inverse", 2 / 3, (*_X, *_Y)),
     _entry("linalg_inv_ex", 2.0, _Y),
     _entry("linalg_inv", 2.0, _Y),
     _entry("inverse", 2.0, _Y),
@@ -74,4 +76,16 @@ OPS: tuple[OpDef, ...] = (
     _entry("matrix_power", 4.0, _X),
     _entry("linalg_matrix_power", 4.0, _X),
     _entry("linalg_lu_factor", 2 / 3, _all_results),
+    _entry("linalg_lu_factor_ex", 2 / 3, (("result", 0), ("result", 1))),
+    _entry("linalg_lu", 2 / 3, _all_results),
+    _entry("linalg_lu_solve", 2.0, lambda site: (*all_operands(site), *_Y)),
+    _entry("lu_unpack", 1.0, ()),
+    _entry("linalg_ldl_factor_ex", 1 / 3, (), differentiable=False),
+    _entry("linalg_ldl_solve", 2.0, (), differentiable=False),
+    _entry("triangular_solve", 1.0, lambda site: (("operand", 1), *_Y)),
+    _entry("linalg_eig", 25.0, _all_results),
+    _entry("linalg_eigvals", 10.0, (*_X, *_Y)),  # and vectors, as big as the operand
+    _entry("geqrf", 4 / 3, (), differentiable=False),
+    _entry("linalg_householder_product", 4 / 3, lambda site: (*all_operands(site), *_Y)),
+    _entry("ormqr", 4.0, lambda site: (*all_operands(site), *_Y)),
 )

@@ -112,8 +112,18 @@ def _bucket_rule(site: Site) -> Rule:
     return build([names, ["w"]], [names], site, {"w": WHOLE})
 
 
+def _isin_rule(site: Site) -> Rule:
+    """`isin(elements, test_elements)`, either of which may be a number: each looks at all tests."""
+    names = [f"d{i}" for i in range(len(site.results[0].shape))]
+    specs = dict(zip(site.node.refs, site.operands, strict=True))
+    tests = [f"w{i}" for i in range(len(site.operands[-1].shape))]
+    tested = isinstance(site.arg(1, "test_elements"), Ref)
+    operands = [names, tests] if len(specs) > 1 else [tests if tested else names]
+    return build(operands, [names], site, dict.fromkeys(tests, WHOLE) if tested else None)
+
+
 def _search(e: Emission) -> str:
-    """Torch warns of operands that it must copy, so that is done here."""
+    """Torch warns of operands that it must copy, or refuses them, so that is done here."""
     parts = [f"{e.code(a)}.contiguous()" if isinstance(a, Ref) else e.code(a)
              for a in e.site.node.args]  # fmt: skip
     return f"torch.{e.site.node.op}({', '.join((*parts, *e.keywords()))})"
@@ -165,6 +175,7 @@ OPS: tuple[OpDef, ...] = (
     ),
     OpDef("searchsorted", _search_rule, _search, _search_flops, differentiable=False),
     OpDef("bucketize", _bucket_rule, _search, _search_flops, differentiable=False),
+    OpDef("isin", _isin_rule, _search, _search_flops, differentiable=False),
     OpDef("histc", _histogram_rule, "torch.histc", _histogram_flops, differentiable=False),
     OpDef("renorm", _renorm_rule, "torch.renorm", saved=_X),
 )  # fmt: skip

@@ -151,6 +151,20 @@ def _put_saves(site: Site) -> SavedTensors:
     return tuple(("operand", i) for i in range(1, len(site.operands) - 1))
 
 
+def _flat_rule(site: Site) -> Rule:
+    """`put(x, index, source, accumulate)`: `x` counts as one dim, which is whole."""
+    names = [f"w{d}" for d in range(len(site.operands[0].shape))]
+    index = [f"i{d}" for d in range(len(site.operands[1].shape))]
+    free = _accumulates(site) and site.operands[0].dtype != "bool"
+    return build([names, index, index], [names], site,
+                 dict.fromkeys(names if free else (*names, *index), WHOLE))  # fmt: skip
+
+
+def _flat(e: Emission) -> str:
+    parts = (e.once(e.site.arg(0)), e.arg(1), e.arg(2), e.arg(3, "accumulate", False))
+    return f"torch.ops.aten.put({', '.join(parts)})"
+
+
 def _entry(name: str, rule: Callable[[Site], Rule]) -> OpDef:
     return OpDef(name, rule, _emit, no_flops, saved=_saves)
 
@@ -161,5 +175,6 @@ OPS: tuple[OpDef, ...] = (
         _entry(name, _rows_rule)
         for name in ("index_add", "index_copy", "index_fill", "index_reduce")
     ),
+    OpDef("put", _flat_rule, _flat, no_flops, saved=_INDEX),
     OpDef("index_put", _put_rule, _put, no_flops, saved=_put_saves),
 )
