@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parloom.search.baselines import random_plan
+from parloom.capture import capture
+from parloom.cost.clusters import load_cluster
+from parloom.ir.lower import lower
+from parloom.ir.pcg_text import print_pcg
+from parloom.search.baselines import METHODS, random_plan
+from tests.capture.models import assert_equal
 from tests.dist.lowered import MESHES, of
 from tests.equality import TOLERANCE
 
@@ -109,8 +114,36 @@ def waves() -> Built:
     return Waves(), {"x": torch.rand(6, 4, 12)}
 
 
+class Pooled(nn.Module):
+    """The last token that is no padding, some marked tokens, and the logit of each label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mix = nn.Embedding(12, 6), nn.Linear(6, 12)
+        self.classes, self.tags = nn.Linear(12, 6), nn.Linear(12, 4)
+
+    def forward(self, ids: Tensor, marks: Tensor, tags: Tensor, labels: Tensor) -> Tensor:
+        h = F.gelu(self.mix(self.tokens(ids)))
+        n, length = ids.shape
+        last = (torch.arange(length) * (ids != 0)).argmax(-1)
+        pooled = h[torch.arange(n), last]
+        logits = self.tags(h[torch.arange(n).unsqueeze(1), marks]).log_softmax(-1)
+        rows, columns = torch.meshgrid(torch.arange(n), torch.arange(2), indexing="ij")
+        chosen = logits[rows, columns, tags]
+        loss: Tensor = F.cross_entropy(self.classes(pooled), labels) - chosen.mean()
+        return loss
+
+
+def pooled() -> Built:
+    batch = {"ids": torch.randint(0, 12, (12, 4)), "marks": torch.randint(-4, 4, (12, 2))}
+    return Pooled(), batch | {
+        "tags": torch.randint(0, 4, (12, 2)), "labels": torch.randint(0, 6, (12,))
+    }  # fmt: skip
+
+
 MODELS: dict[str, Callable[[], Built]] = {
-    "unet": unet, "recurrent": recurrent, "bags": bags, "waves": waves
+    "unet": unet, "recurrent": recurrent, "bags": bags, "waves": waves,
+    "pooled": pooled,
 }  # fmt: skip
 
 
@@ -123,3 +156,15 @@ def test_random_plans_of_a_model_are_equal(name: str) -> None:
         for seed in range(5):
             error, where = model.error(random_plan(model.graph, model.factored, mesh, seed))
             assert error <= TOLERANCE, (where, mesh, seed)
+
+
+def test_rows_looked_up_by_sample_stay_with_their_samples() -> None:
+    model, batch = pooled()
+    graph = capture(model, batch)
+    assert_equal(graph, model, batch)
+    ops = [node.op for _, node in graph.unfolded()]
+    assert ops.count("parloom.index_each") == 3
+    assert "index" not in ops
+    plan = next(METHODS["data_parallel"](graph, load_cluster("4xcpu"), 1, 0))
+    assert {"parloom.index_each"} <= {node.key.split(":")[1].split("#")[0] for node in plan.nodes}
+    assert " combine " not in print_pcg(lower(graph, plan))

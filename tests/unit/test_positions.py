@@ -30,23 +30,42 @@ def unsqueezed(source: str, to: str, *shape: int, op: str = "unsqueeze", arg: Ar
 IN_ORDER = read(
     unsqueezed("a", "i", ROWS, 1, 1), unsqueezed("b", "j", 1, COLUMNS), (ROWS, 1, COLUMNS)
 )
-CASES = {
+OTHERS = {
     "transposed": read(
         unsqueezed("a", "i", ROWS), unsqueezed("b", "j", COLUMNS, 1), (COLUMNS, ROWS)
     ),
-    "shifted": read(
-        unsqueezed("a", "i", ROWS, 1, op="add"), unsqueezed("b", "j", COLUMNS), (ROWS, COLUMNS)
+    "a dim of one in front": read(
+        unsqueezed("a", "i", 1, ROWS, arg=0), unsqueezed("b", "j", ROWS, op="slice", arg=0),
+        (1, ROWS),
     ),
-    "two dims": read(
-        unsqueezed("a", "i", ROWS, 1, 1),
-        unsqueezed("b", "j", 2, 3, op="view", arg=(2, 3)),
-        (ROWS, 2, 3),
+    "both shifted": read(
+        unsqueezed("a", "i", ROWS, 1, op="add"), unsqueezed("b", "j", COLUMNS, op="add"),
+        (ROWS, COLUMNS),
     ),
-    "one range twice": read(
-        unsqueezed("a", "i", ROWS, 1), unsqueezed("a", "j", ROWS), (ROWS, ROWS)
+}  # fmt: skip
+# What stays an index, and the dim that is read in order with the number of index dims after it.
+BY_SAMPLE = {
+    "shifted": (
+        read(
+            unsqueezed("a", "i", ROWS, 1, op="add"), unsqueezed("b", "j", COLUMNS), (ROWS, COLUMNS)
+        ),
+        "i", ((1, 0),),
     ),
-    "pairs": read(unsqueezed("a", "i", ROWS), unsqueezed("a", "j", ROWS), (ROWS,)),
-}
+    "two dims": (
+        read(
+            unsqueezed("a", "i", ROWS, 1, 1),
+            unsqueezed("b", "j", 2, 3, op="view", arg=(2, 3)),
+            (ROWS, 2, 3),
+        ),
+        "j", ((0, 2),),
+    ),
+    "one range twice": (
+        read(unsqueezed("a", "i", ROWS, 1), unsqueezed("a", "j", ROWS), (ROWS, ROWS)),
+        "j", ((0, 1),),
+    ),
+    "pairs": (read(unsqueezed("a", "i", ROWS), unsqueezed("a", "j", ROWS), (ROWS,)),
+              "j", ((0, 0),)),
+}  # fmt: skip
 
 
 def last(made: Graph) -> Node:
@@ -60,6 +79,13 @@ def test_a_read_in_order_is_a_view() -> None:
     assert (made.op, made.refs, made.args[1]) == ("view", ("mask",), (ROWS, 1, COLUMNS))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_any_other_read_stays(name: str) -> None:
-    assert last(with_views_for_ranges(CASES[name])).op == "index"
+    assert last(with_views_for_ranges(OTHERS[name])).op == "index"
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_a_read_in_order_of_some_dims_is_by_sample(name: str) -> None:
+    given, index, each = BY_SAMPLE[name]
+    made = last(with_views_for_ranges(given))
+    assert (made.op, made.refs, made.args[2]) == ("parloom.index_each", ("mask", index), each)

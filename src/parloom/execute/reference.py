@@ -218,10 +218,20 @@ def padded_bags(
     return bags(table, rows, None, mode, weights, padding)
 
 
+def index_each(x: Tensor, indices: list[Tensor | None], each: list[list[int]]) -> Tensor:
+    """Advanced indexing, the ranges of `each` written out."""
+    given: list[Tensor | None] = list(indices)
+    for dim, after in each:
+        given[dim] = torch.arange(x.shape[dim], device=x.device)[(...,) + (None,) * after]
+    result: Tensor = torch.ops.aten.index(x, given)
+    return result
+
+
 # Operators that capture writes and ATen does not have.
 OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "parloom.experts": experts,
+        "parloom.index_each": index_each,
         "parloom.embedding_bag": padded_bags,
         "parloom.ragged_bag": bags,
     }

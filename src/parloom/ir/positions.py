@@ -1,59 +1,78 @@
-"""Reads by position: an index that takes every element of a dim in order is a view.
+"""Reads by position: an index that takes every element of a dim in order.
 
 Attention masks are often written as functions of (batch, head, query, key) numbers, so that
 `mask[batch, key]` becomes an index with two ranges. As an index it would need the whole batch on
-every rank and in every microbatch; as a view it is sharded as the mask is.
+every rank and in every microbatch; as a view it is sharded as the mask is. Where only some of the
+indices are ranges, as in `x[arange(n), last]`, the call is `parloom.index_each`, which looks up a
+row in each sample.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
-from parloom.ir.graph import Graph, Node, Ref, TensorSpec, numbered
+from parloom.ir.graph import Arg, Graph, Node, Ref, TensorSpec, numbered
 
-PASSING = ("unsqueeze", "view", "_to_copy", "clone", "alias", "detach", "squeeze")
+SAME = ("_to_copy", "clone", "alias", "detach")
+RESHAPED = ("unsqueeze", "view", "squeeze")
+Ranges = dict[str, int]  # value that counts 0, 1, .. along a dim -> number of dims after that one
 
 
 def with_views_for_ranges(graph: Graph) -> Graph:
-    """The flat graph with `view` instead of `index` where every index is a whole range."""
+    """The flat graph with `view` instead of `index` where every index is a whole range.
+
+    And with `parloom.index_each` where some of them are.
+    """
     specs = graph.main.specs()
-    ranges: set[str] = set()  # values that count 0, 1, .. along their only dim that is not 1
+    ranges: Ranges = {}
     body = []
     for item in graph.main.body:
         if isinstance(item, Node):
-            if _counts(item, ranges, specs):
-                ranges.add(item.results[0].name)
+            after = _counts(item, ranges, specs)
+            if after is not None:
+                ranges[item.results[0].name] = after
             elif item.op == "index" and _in_order(item, ranges, specs):
                 args = (item.args[0], item.results[0].spec.shape)
                 item = replace(item, op="view", args=args, kwargs=())
+            elif item.op in ("index", "_unsafe_index"):
+                item = _by_sample(item, ranges, specs)
         body.append(item)
     return replace(graph, main=replace(graph.main, body=numbered(tuple(body))))
 
 
-def _counts(node: Node, ranges: set[str], specs: Mapping[str, TensorSpec]) -> bool:
-    """Whether the one result of `node` counts its elements from 0."""
+def _counts(node: Node, ranges: Ranges, specs: Mapping[str, TensorSpec]) -> int | None:
+    """Number of dims after the one along which the one result of `node` counts from 0.
+
+    None where it does not, or where it is not the same along all other dims.
+    """
     made = [value.spec for value in node.results]
     if len(made) != 1 or "int" not in made[0].dtype:
-        return False
-    if max(made[0].shape, default=1) != made[0].num_elements:
-        return False
+        return None
+    shape = made[0].shape
     if node.op == "arange":
         numbers = node.args if len(node.args) != 1 else (0, *node.args)
-        return numbers in ((0, made[0].shape[0]), (0, made[0].shape[0], 1))
+        return 0 if numbers in ((0, shape[0]), (0, shape[0], 1)) else None
     refs = node.refs
     if len(refs) != 1 or refs[0] not in ranges:
-        return False
-    if node.op == "add":
-        return node.args[1] == 0
-    return node.op in PASSING and specs[refs[0]].num_elements == made[0].num_elements
+        return None
+    given, after = specs[refs[0]].shape, ranges[refs[0]]
+    size = given[len(given) - 1 - after]
+    if node.op in SAME or (node.op == "add" and node.args[1] == 0):
+        return after
+    if node.op == "expand":
+        return after if shape[len(shape) - 1 - after] == size else None
+    if node.op in RESHAPED and specs[refs[0]].num_elements == size and size in shape:
+        return len(shape) - 1 - shape.index(size)
+    return None
 
 
-def _in_order(node: Node, ranges: set[str], specs: Mapping[str, TensorSpec]) -> bool:
+def _in_order(node: Node, ranges: Ranges, specs: Mapping[str, TensorSpec]) -> bool:
     """Whether an index reads all elements of all the dims that it names, in their order."""
     source, indices = node.args[0], node.args[1]
     if not isinstance(source, Ref) or not isinstance(indices, tuple):
         return False
     names = [index.name for index in indices if isinstance(index, Ref)]
-    if len(names) != len(indices) or not ranges.issuperset(names):
+    if len(names) != len(indices) or not ranges.keys() >= set(names):
         return False
     shape, result = specs[source.name].shape, node.results[0].spec.shape
     rank = len(result) - (len(shape) - len(names))  # dims that the indices make
@@ -68,3 +87,42 @@ def _in_order(node: Node, ranges: set[str], specs: Mapping[str, TensorSpec]) -> 
                 return False
             at = dim
     return node.results[0].spec.num_elements == specs[source.name].num_elements
+
+
+def _by_sample(node: Node, ranges: Ranges, specs: Mapping[str, TensorSpec]) -> Node:
+    """`parloom.index_each` where some, but not all indices are ranges along dims of their own."""
+    source, indices = node.args[0], node.args[1]
+    if not isinstance(source, Ref) or not isinstance(indices, tuple):
+        return node
+    shape = specs[source.name].shape
+    each: dict[int, int] = {}  # dim -> number of index dims after the one that it is read along
+    for dim, index in enumerate(indices):
+        if not isinstance(index, Ref) or index.name not in ranges or shape[dim] == 1:
+            continue
+        after, given = ranges[index.name], specs[index.name].shape
+        if given[len(given) - 1 - after] == shape[dim] and after not in each.values():
+            each[dim] = after
+    left = tuple(None if d in each else index for d, index in enumerate(indices))
+    if not each or not _same_shape(node, source.name, left, each, specs):
+        return node
+    return replace(node, op="parloom.index_each", args=(source, left, tuple(each.items())))
+
+
+def _same_shape(
+    node: Node,
+    source: str,
+    left: tuple[Arg, ...],
+    each: Mapping[int, int],
+    specs: Mapping[str, TensorSpec],
+) -> bool:
+    """Whether other indices are left, and give the shape of the result without the ranges."""
+    others = [specs[index.name].shape for index in left if isinstance(index, Ref)]
+    ranges = [(specs[source].shape[d], *(1,) * after) for d, after in each.items()]
+    rank = max(map(len, (*others, *ranges)))
+    sizes = [max(s[len(s) - k] if k <= len(s) else 1 for s in (*others, *ranges))
+             for k in range(rank, 0, -1)]  # fmt: skip
+    rest = [n for d, n in enumerate(specs[source].shape)
+            if d not in each and (d >= len(left) or left[d] is None)]  # fmt: skip
+    made = node.results[0].spec
+    whole = len(made.shape) == rank + len(rest) and made.num_elements == prod((*sizes, *rest))
+    return bool(others) and whole

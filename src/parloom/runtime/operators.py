@@ -138,6 +138,26 @@ def index(
     return torch.where(mask, found, torch.zeros_like(found))
 
 
+def index_each(
+    x: Tensor,
+    indices: tuple[Tensor | None, ...],
+    each: tuple[tuple[int, int], ...],
+    ctx: Context | None = None,
+    digits: tuple[Digits, ...] = (),
+) -> Tensor:
+    """`x[indices]` with dims that are read in order, each along one dim of the indices.
+
+    (dim, number of index dims after it) in `each`; `digits` where another indexed dim is sharded.
+    """
+    places = [*indices, *(None for _ in range(x.dim() - len(indices)))]
+    for dim, after in each:
+        size = x.shape[dim]
+        places[dim] = torch.arange(size, device=x.device).view(size, *[1] * after)
+    if ctx is not None:
+        return index(x, tuple(places), ctx, digits)
+    return x[tuple(slice(None) if place is None else place for place in places)]
+
+
 def index_put(
     x: Tensor,
     indices: tuple[Tensor | None, ...],

@@ -51,6 +51,7 @@ def lookups() -> list[Case]:
         case("index", index(50, 6, 4), (index(6, 4),), label="integers"),
         case("index", real(6, 4), (index(6),), label="number"),
         case("_unsafe_index", real(6, 4), (None, index(4, 12))),
+        *lookups_by_sample(),
         case("gather", real(4, 6), 1, index(6, 4, 12)),
         case("gather", real(4, 6, 12), -1, index(12, 4, 6, 12), label="same"),
         case("gather", real(6, 12), 0, index(6, 4, 6), label="smaller"),
@@ -62,6 +63,23 @@ def lookups() -> list[Case]:
         replace(case("parloom.pick", real(2, 6, 4), index(6, 2, 4), label="image"), oracle=_pick),
         replace(case("parloom.mask_tail", real(4, 12), 7), oracle=_mask_tail),
         case("one_hot", index(6, 4, 2), 6),
+    ]
+
+
+def lookups_by_sample() -> list[Case]:
+    op = "parloom.index_each"
+    return [
+        case(op, real(6, 12), (None, index(12, 6)), ((0, 0),)),
+        case(op, real(6, 4, 12), (None, index(4, 6)), ((0, 0),), label="rows"),
+        case(op, real(6, 4, 2), (None, index(4, 6, 12)), ((0, 1),), label="several"),
+        case(op, real(6, 4), (None, index(4, 12)), ((0, 1),), label="the_same_for_all"),
+        case(op, real(6, 4), (None, negative(4, 6)), ((0, 0),), label="negative"),
+        case(op, real(4, 6, 12), (None, None, index(12, 4, 6)), ((0, 1), (1, 0)), label="two"),
+        case(op, real(4, 6, 12), (None, index(6, 4, 1), None), ((0, 1), (2, 0)), label="around"),
+        case(op, real(4, 6, 12), (index(4, 12), None, None), ((2, 0),), label="apart"),
+        case(op, real(2, 4, 6), (None, index(4, 6), None), ((2, 0),), label="last"),
+        case(op, real(6, 4, 4), (None, index(4, 6), index(4, 6)), ((0, 0),), label="elements"),
+        case(op, flag(6, 4), (None, index(4, 6)), ((0, 0),), label="flags"),
     ]
 
 

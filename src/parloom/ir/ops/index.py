@@ -138,6 +138,53 @@ def _index(e: Emission) -> str:
     return f"{e.arg(0)}[{', '.join(parts)}]"
 
 
+def each_dims(site: Site) -> tuple[tuple[int, int], ...]:
+    """(dim of the source, number of index dims after it) of the dims that are read in order."""
+    pairs: list[tuple[int, int]] = []
+    given = site.arg(2)
+    for pair in given if isinstance(given, tuple) else ():
+        match pair:
+            case (int(dim), int(after)):
+                pairs.append((dim, after))
+            case _:
+                raise LayoutError(f"{site.node.key}: {pair!r} is no (dim, index dims after it)")
+    return tuple(pairs)
+
+
+def _each_rule(site: Site) -> Rule:
+    """`parloom.index_each(x, indices, each)`: `x[arange(n), index]` is `x[n, index[n]]`.
+
+    `indices` is as in advanced indexing; a pair (d, k) in `each` says that dim d is read in order
+    along the index dim that has k others after it, so it is one factor with that.
+    """
+    each = dict(each_dims(site))
+    shapes = [s.shape for s in site.operands[1:]]
+    lead = max(*(len(shape) for shape in shapes), *(k + 1 for k in each.values()))
+    free = [f"i{k}" for k in range(lead)]
+    at = sorted((*index_dims(site), *each))
+    source = [f"{'w' if d in at else 'd'}{d}" for d in range(len(site.operands[0].shape))]
+    rest = [n for n in source if n[0] == "d"]
+    for d, after in each.items():
+        source[d] = free[lead - 1 - after]
+    before = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    picked = [*rest[:before], *free, *rest[before:]]
+    indices = [free[lead - len(shape) :] for shape in shapes]
+    kinds = {n: sums_up(site) for n in source if n[0] == "w"}
+    return build([source, *indices], [picked], site, kinds)
+
+
+def _each(e: Emission) -> str:
+    each = each_dims(e.site)
+    parts = [e.arg(0), e.arg(1), e.code(each)]
+    looked_up = index_dims(e.site)
+    if any(e.axes_of(f"w{d}") for d in looked_up):
+        local = e.operand_shape(0)
+        at = sorted((*looked_up, *(d for d, _ in each)))
+        digits = (e.operand_digits(d) if d in looked_up else f"({local[d]},)" for d in at)
+        parts += ["ctx", f"({', '.join(digits)})"]
+    return f"rt.index_each({', '.join(parts)})"
+
+
 def _index_saves(site: Site) -> SavedTensors:
     return tuple(("operand", i) for i in range(1, len(site.operands)))
 
@@ -234,6 +281,7 @@ OPS: tuple[OpDef, ...] = (
         OpDef(n, _index_rule, _index, no_flops, saved=_index_saves)
         for n in ("index", "_unsafe_index")
     ),
+    OpDef("parloom.index_each", _each_rule, _each, no_flops, saved=_index_saves),
     OpDef("gather", _gather_rule, _gather, no_flops, saved=BOTH),
     OpDef("index_select", _index_select_rule, _index_select, no_flops, saved=INDICES),
     OpDef("take", _take_rule, "torch.take", no_flops, saved=BOTH),
