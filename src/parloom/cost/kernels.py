@@ -107,11 +107,16 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Prices operators on a device under a generation of software."""
+    """Prices operators on a device under a generation of software.
+
+    Linear layers multiply in `product_dtype` where one is given (8-bit floats, TF32), to which
+    their operands are cast.
+    """
 
     device: Device
     software: Software = OWN
     measured: Measured | None = None
+    product_dtype: str | None = None
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
@@ -176,10 +181,14 @@ class Kernels:
         batch, m, n, k = _sizes(operator)
         sizes = a.num_bytes, b.num_bytes, out.num_bytes
         moved, dtype, launch = sum(sizes), operator.dtype, self.software.launch_s
-        forward = self.product_s(m, n, k, dtype, batch, moved) + launch
+        casts = 0.0
+        if self.product_dtype and operator.op in ("linear", "addmm", "mm"):
+            dtype = self.product_dtype
+            casts = self.stream_s(1.5 * (a.num_bytes + b.num_bytes)) if dtype == "float8" else 0.0
+        forward = casts + self.product_s(m, n, k, dtype, batch, moved) + launch
         inputs = weights = 0.0
         if first in operator.wanted:
-            inputs = self.product_s(m, k, n, dtype, batch, moved) + launch
+            inputs = casts / 2 + self.product_s(m, k, n, dtype, batch, moved) + launch
         if second in operator.wanted:
             weights = self.product_s(k, n, m, dtype, batch, moved) + launch
         others = sum(
@@ -212,6 +221,7 @@ class Kernels:
         fore, aft = SCORE_PASSES[self.software.merges]
         forward = both + 2 * launch + self.stream_s(fore * scores)
         back = 2 * both + 4 * launch + self.stream_s(aft * scores)
+        back += 0.0 if self.software.keeps_scores else forward
         return Seconds(forward, back if backward else 0.0)
 
     def _moves(self, operator: LocalOperator) -> Seconds:
@@ -287,5 +297,5 @@ def _sizes(operator: LocalOperator) -> tuple[float, float, float, float]:
 
 
 def _aligned(n: float, k: float, dtype: str) -> bool:
-    width = DTYPE_BYTES.get(dtype, 4)
+    width = DTYPE_BYTES.get(dtype, 1 if dtype == "float8" else 4)
     return width > 2 or not (n * width % ALIGNED_BYTES or k * width % ALIGNED_BYTES)

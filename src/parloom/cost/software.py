@@ -17,7 +17,8 @@ class Software:
     """How operators become kernels, and which communication goes on beside them.
 
     `flash`: attention is one kernel that keeps its scores on the chip, and skips what a causal mask
-    hides; otherwise scores go through memory. `merges`: chains of elementwise operators, reductions
+    hides; otherwise scores go through memory, and unless it `keeps_scores` are computed
+    again in the backward pass. `merges`: chains of elementwise operators, reductions
     of rows and norms are one kernel each. `fused_optimizer`: the update is one pass over memory.
     `overlaps`: gradients are reduced beside the backward pass, not after it. `hides_moves`:
     products are cut so that collectives on their operands and results go on beside them
@@ -28,6 +29,7 @@ class Software:
 
     name: str
     flash: bool = True
+    keeps_scores: bool = True
     merges: bool = False
     fused_optimizer: bool = False
     overlaps: bool = True

@@ -98,7 +98,9 @@ class _Lowering:
                     )
                 )
             else:
-                inputs.append(PValue(value.name, value.spec, self.input_layout(entry.kind, value)))
+                layout = self.input_layout(entry.kind, value)
+                # What another stage made is an entry of the batch, and wants its gradient.
+                inputs.append(PValue(value.name, value.spec, layout, (), entry.trainable))
         body = Body(self, self.graph.main, "", tuple(inputs), top=True)
         body.run()
         loss = None

@@ -120,7 +120,7 @@ def megatron(
         rewrites = tuple(str(p) for p in paddings(graph, degree))
         padded = rewritten(graph, rewrites)
         program = unfold(padded, factorize(padded) if rewrites else factored, mesh)
-        assignments = spread(program, seeds, _Megatron(program))
+        assignments = spread(program, seeds, Megatron(program))
         yield Decisions(
             mesh,
             decisions(program, assignments),
@@ -129,7 +129,7 @@ def megatron(
         )
 
 
-class _Megatron:
+class Megatron:
     """Chooses the weight factor that carries the tensor axis to the next product unbroken."""
 
     def __init__(self, program: Unfolded) -> None:

@@ -1,0 +1,350 @@
+"""The scoreboard: published runs, predicted by the same lowering, prices and simulator as any plan.
+
+    python benchmarks/fidelity.py [--runs FILE] [--json FILE] [--only SOURCE] [--gated] [--quick]
+
+Every row with `plan_complete` = 1 is built by hand (`search.handmade`) on a graph captured at its
+shapes, and simulated; what cannot be built counts against coverage, with its reason. Errors are
+|log(predicted / measured)|, bias the median of the log with its sign, rank correlation Spearman's
+within groups of one model, device, device count, sequence and global batch. Gated rows are those
+that state their plan in full on a framework that builds on PyTorch.
+
+The fitted constants of devices are those of the device table. To see what they are worth on rows
+they never saw, they are fitted again with each source left out (`fit`), from how every prediction
+moves with every constant; `--quick` leaves that out.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from csv import DictReader
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from fit import Sample, held_out
+from published import Row, Run, Shape, Unpredictable, gated, run_of_row
+
+from parloom.cost.devices import table
+from parloom.cost.software import GENERATIONS
+from parloom.cost.timeline import Timeline
+from parloom.ir.graph import Graph
+from parloom.ir.mesh import Cluster, Device
+from parloom.search.handmade import Program, program
+
+RUNS = Path(__file__).parents[2] / "shared" / "validation" / "published_runs.csv"
+MIN_GROUP = 5
+GROUP = ("model", "gpu_type", "num_gpus", "seq_len", "global_batch")
+# What a constant is moved by to see how predictions follow.
+STEP = 0.05
+CONSTANTS = ("matmul", "memory", "attention", "link")
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A row, and its prediction or the reason for none.
+
+    `slopes` are d log(prediction) / d log(constant), in the order of CONSTANTS, around `constants`.
+    """
+
+    id: str
+    source_key: str
+    gated: bool
+    target_s: float
+    group: tuple[str, ...]
+    device: str
+    predicted_s: float | None = None
+    reason: str = ""
+    peak_bytes: int = 0
+    memory_bytes: float | None = None
+    slopes: tuple[float, ...] = ()
+    constants: tuple[float, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """log(predicted / measured)."""
+        assert self.predicted_s is not None
+        return math.log(self.predicted_s / self.target_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well rows are predicted."""
+
+    rows: int
+    predicted: int
+    coverage: float
+    median_abs_log_error: float | None
+    p90_abs_log_error: float | None
+    bias: float | None
+    rank_correlation: float | None
+    groups: int
+    median_abs_memory_error: float | None
+    memory_rows: int
+
+
+def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predicted:
+    """Simulate one row."""
+    found = Predicted(
+        row["id"], row["source_key"], gated(row), float(row["target_seconds_per_iter"]),
+        tuple(row[name] for name in GROUP), row["gpu_key"] or row["gpu_type"],
+        memory_bytes=float(row["mem_gb_per_gpu"]) * 1e9 if row["mem_gb_per_gpu"] else None,
+    )  # fmt: skip
+    try:
+        run = run_of_row(row, known)
+        built = program(run.graph, run.chosen, run.cluster)
+    except Unpredictable as why:
+        return replace(found, reason=str(why))
+    timeline = _play(built, run, run.cluster)
+    moved = []
+    for constant in CONSTANTS if slopes else ():
+        other = _play(built, run, moved_constant(run.cluster, constant, 1 + STEP))
+        moved.append(math.log(other.step_s / timeline.step_s) / math.log(1 + STEP))
+    return replace(
+        found,
+        predicted_s=timeline.step_s,
+        peak_bytes=timeline.peak_bytes,
+        slopes=tuple(moved),
+        constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
+    )
+
+
+def _play(built: Program, run: Run, cluster: Cluster) -> Timeline:
+    return built.play(cluster, replace(run.kernels, device=cluster.device))
+
+
+def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
+    """The cluster with one of its constants `factor` times as large."""
+    if constant == "link":
+        levels = tuple(
+            replace(level, link=replace(level.link, efficiency=level.link.efficiency * factor))
+            for level in cluster.levels
+        )
+        return replace(cluster, levels=levels)
+    efficiency = cluster.device.efficiency
+    value = {constant: getattr(efficiency, constant) * factor}
+    device = replace(cluster.device, efficiency=replace(efficiency, **value))
+    return replace(cluster, device=device)
+
+
+def constant_of(cluster: Cluster, constant: str) -> float:
+    """A constant; of links, that of the slowest level."""
+    if constant == "link":
+        return cluster.levels[-1].link.efficiency
+    return float(getattr(cluster.device.efficiency, constant))
+
+
+def score(rows: Sequence[Predicted]) -> Score:
+    """The score of some rows."""
+    known = [row for row in rows if row.predicted_s is not None]
+    errors = sorted(abs(row.error) for row in known)
+    groups: dict[tuple[str, ...], list[Predicted]] = {}
+    for row in known:
+        groups.setdefault(row.group, []).append(row)
+    ranks = [
+        (len(g), spearman([r.predicted_s or 0.0 for r in g], [r.target_s for r in g]))
+        for g in groups.values()
+        if len(g) >= MIN_GROUP and len({r.target_s for r in g}) > 1
+    ]
+    memory = [
+        abs(math.log(row.peak_bytes / row.memory_bytes))
+        for row in known
+        if row.memory_bytes and row.peak_bytes
+    ]
+    return Score(
+        len(rows),
+        len(known),
+        len(known) / len(rows) if rows else 0.0,
+        statistics.median(errors) if errors else None,
+        percentile(errors, 0.9) if errors else None,
+        statistics.median(row.error for row in known) if known else None,
+        sum(n * r for n, r in ranks) / sum(n for n, _ in ranks) if ranks else None,
+        len(ranks),
+        statistics.median(memory) if memory else None,
+        len(memory),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Between the values around it."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Rank correlation; equal values share the mean of their ranks."""
+    a, b = ranked(one), ranked(other)
+    mean = (len(a) + 1) / 2
+    top = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    bottom = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    return top / bottom if bottom else 0.0
+
+
+def ranked(values: Sequence[float]) -> list[float]:
+    """Ranks from 1 on, ties with their mean."""
+    return [
+        sum(v < value for v in values) + (1 + sum(v == value for v in values)) / 2
+        for value in values
+    ]
+
+
+def printed(name: str, found: Score) -> str:
+    """A line of the table."""
+    return (
+        f"| {name} | {found.rows} | {_percent(found.coverage)} |"
+        f" {_percent(found.median_abs_log_error)} | {_percent(found.p90_abs_log_error)} |"
+        f" {_percent(found.bias, '+')} |"
+        f" {'' if found.rank_correlation is None else f'{found.rank_correlation:.3f}'}"
+        f" ({found.groups}) | {_percent(found.median_abs_memory_error)} ({found.memory_rows}) |"
+    )
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.1f} %"
+
+
+HEAD = """\
+| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups) | memory (rows) |
+|---|---|---|---|---|---|---|---|"""
+
+
+def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
+    """Print the tables; the score of each source over all of its rows."""
+    sources = list(dict.fromkeys(row.source_key for row in rows))
+    for title, chosen in (
+        ("Gated rows", [row for row in rows if row.gated]),
+        ("All rows", list(rows)),
+    ):
+        if not chosen:
+            continue
+        print(f"\n{title}\n{HEAD}")
+        for source in sources:
+            own = [row for row in chosen if row.source_key == source]
+            if own:
+                print(printed(source, score(own)))
+        print(printed("all", score(chosen)))
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row.reason:
+            key = row.source_key, row.reason
+            reasons[key] = reasons.get(key, 0) + 1
+    if reasons:
+        print("\nNot predicted\n| source | rows | reason |\n|---|---|---|")
+        for (source, reason), count in reasons.items():
+            print(f"| {source} | {count} | {reason} |")
+    return {source: score([r for r in rows if r.source_key == source]) for source in sources}
+
+
+def constants(rows: Iterable[Predicted]) -> dict[str, object]:
+    """The constants that the predictions of these rows used."""
+    names = {row.device for row in rows}
+    devices: list[Device] = [d.device for d in table().devices if names & {d.device.name, *d.short}]
+    return {
+        "devices": {d.name: asdict(d.efficiency) for d in devices},
+        "interconnects": {
+            i.name: {"latency_s": i.latency_s, "efficiency": i.efficiency}
+            for i in table().interconnects
+        },
+        "software": {name: asdict(s) for name, s in GENERATIONS.items()},
+    }
+
+
+def print_constants(found: Mapping[str, object]) -> None:
+    """One line each."""
+    print("\nConstants")
+    for kind, values in found.items():
+        assert isinstance(values, dict)
+        for name, fields in values.items():
+            listed = ", ".join(f"{k} {v}" for k, v in fields.items() if k != "name")
+            print(f"{kind} {name}: {listed}")
+
+
+def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
+    """Errors of gated rows with constants that were fitted without their source; printed."""
+    known = [row for row in rows if row.gated and row.predicted_s is not None]
+    errors = held_out(
+        [Sample(r.source_key, r.device, r.error, r.slopes, r.constants) for r in known]
+    )
+    print("\nGated rows, each with constants fitted to the other sources")
+    print("| source | rows | median error | 90th percentile |\n|---|---|---|---|")
+    found: dict[str, object] = {}
+    sources = dict.fromkeys(row.source_key for row in known)
+    for source in (*sources, None):
+        mine = sorted(
+            abs(e) for e, row in zip(errors, known, strict=True) if source in (None, row.source_key)
+        )
+        median, high = statistics.median(mine), percentile(mine, 0.9)
+        print(f"| {source or 'all'} | {len(mine)} | {_percent(median)} | {_percent(high)} |")
+        found[source or "all"] = {"median_abs_log_error": median, "p90_abs_log_error": high}
+    return found
+
+
+def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[str, object]:
+    """The JSON: the gate's figures at the top where there are gated rows, else those of all."""
+    gate = [row for row in rows if row.gated] or list(rows)
+    keys = ("coverage", "median_abs_log_error", "p90_abs_log_error", "rank_correlation", "bias")
+    top = asdict(score(gate))
+    return {
+        **{key: top[key] for key in keys},
+        "gated_rows": sum(row.gated for row in rows),
+        "all": asdict(score(rows)),
+        "sources": {name: asdict(found) for name, found in sources.items()},
+        "gated_sources": {
+            name: asdict(score(own))
+            for name in sources
+            if (own := [row for row in rows if row.gated and row.source_key == name])
+        },
+        "constants": constants(rows),
+        "rows": [
+            {
+                "id": row.id,
+                "source_key": row.source_key,
+                "gated": row.gated,
+                "target_s": row.target_s,
+                "predicted_s": row.predicted_s,
+                "reason": row.reason or None,
+                "predicted_peak_bytes": row.peak_bytes or None,
+                "stated_memory_bytes": row.memory_bytes,
+            }
+            for row in rows
+        ],
+    }
+
+
+def chosen_rows(path: Path, only: str | None, keep: Callable[[Row], bool]) -> list[Row]:
+    """Rows with a plan and a target, those of one architecture after each other."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [r for r in DictReader(file) if r["plan_complete"] == "1"]
+    rows = [r for r in rows if r["target_seconds_per_iter"] and keep(r)]
+    return [r for r in rows if only is None or r["source_key"] == only]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", help="rows of one source")
+    parser.add_argument("--gated", action="store_true", help="rows of the gate alone")
+    parser.add_argument("--quick", action="store_true", help="no cross-validation")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.process_time()
+    listed = chosen_rows(asked.runs, asked.only, gated if asked.gated else lambda row: True)
+    known: list[tuple[Shape, Graph]] = []
+    rows = [predict(row, not asked.quick and gated(row), known) for row in listed]
+    sources = tell(rows)
+    found = document(rows, sources)
+    print_constants(constants(rows))
+    if not asked.quick and any(row.gated for row in rows):
+        found["cross_validated"] = cross_validated(rows)
+    print(f"\n{len(rows)} rows in {time.process_time() - start:.0f} s of CPU time")
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

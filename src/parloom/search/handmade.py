@@ -1,0 +1,330 @@
+"""Plans by hand: a published configuration (tp, pp, dp, ZeRO, ...) as decisions about a graph.
+
+Tensor parallelism puts its axis on the weights as `megatron` does, sequence parallelism on the
+positions between (Korthikanti et al., 2022), context parallelism on all positions, data parallelism
+on samples; ZeRO shards storage over the data axis or a part of it. A pipeline cuts the run of equal
+blocks into stages, each a graph with decisions of its own, which are lowered, priced and simulated
+as any plan. Ranks are numbered as the field does: tensor fastest, then context, data, pipeline.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from types import MappingProxyType
+
+from parloom.cost.actions import Stage
+from parloom.cost.kernels import Kernels
+from parloom.cost.pipeline import Send, StageActions, play_stage, send, simulate_pipeline
+from parloom.cost.simulate import Simulator, simulate
+from parloom.cost.step import priced
+from parloom.cost.timeline import Timeline
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.graph import DTYPE_BYTES, Call, Graph
+from parloom.ir.layout import Layout, Shard, local_shape
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, Level, Mesh, MeshAxis, PrimeAxis
+from parloom.ir.pcg import PCG
+from parloom.ir.plan import (
+    ActivationDecision,
+    Decisions,
+    Optimizer,
+    ParameterDecision,
+    Storage,
+)
+from parloom.ir.repeat import run_of, stage
+from parloom.ir.schedules import schedule
+from parloom.rewrite.pad import paddings, rewritten
+from parloom.search.baselines import DATA, LOOKUPS, TENSOR, WEIGHT_OPS, Megatron
+from parloom.search.spread import Assignment, Unfolded, decisions, spread, unfold
+
+CONTEXT, REPLICA = "context", "replica"
+# Of how many blocks one is recomputed.
+RECOMPUTE: Mapping[str, int] = MappingProxyType({"none": 0, "alternate": 2, "full": 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A plan as the field writes it.
+
+    `shard` ranks of the data-parallel ones share what ZeRO `zero` (0 to 3) shards; 0 is all.
+    `recompute`: none of the blocks, every other one, or all. `microbatch` samples a rank at a time;
+    `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    data: int = 1
+    context: int = 1
+    zero: int = 0
+    shard: int = 0
+    recompute: str = "none"
+    microbatch: int = 1
+    num_microbatches: int = 1
+    sequence_parallel: bool = False
+    master_dtype: str | None = "float32"
+    reduce_dtype: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def samples(self) -> int:
+        """The global batch."""
+        return self.data * self.microbatch * self.num_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The program of a pipeline stage; a plan without a pipeline is one part."""
+
+    graph: Graph
+    decisions: Decisions
+
+
+def plan(graph: Graph, chosen: Configuration, cluster: Cluster) -> tuple[Part, ...]:
+    """A part per stage, in order; equal stages in the middle are one value.
+
+    Raises `InputError` where the configuration does not fit the cluster, the graph or its batch.
+    """
+    if chosen.ranks != cluster.num_devices:
+        raise InputError(f"{chosen.ranks} ranks for the {cluster.num_devices} of {cluster.name}")
+    mesh = mesh_of(chosen, part_of(cluster, chosen.ranks // chosen.pipeline))
+    if chosen.pipeline == 1:
+        return (_part(graph, chosen, mesh),)
+    run = run_of(graph)
+    blocks, stages = run.last - run.first + 1, chosen.pipeline * chosen.interleave
+    if blocks < stages:
+        raise InputError(f"{blocks} blocks do not make {stages} stages")
+    known: dict[object, Part] = {}
+    parts = []
+    begin = 0
+    for index in range(stages):
+        count = blocks // stages + (index < blocks % stages)
+        ends = index == 0, index == stages - 1
+        key = ends, count
+        if key not in known:
+            known[key] = _part(stage(graph, range(begin, begin + count), ends), chosen, mesh)
+        parts.append(known[key])
+        begin += count
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A plan by hand, lowered: a part and its parallel program per stage."""
+
+    chosen: Configuration
+    parts: tuple[Part, ...]
+    lowered: tuple[PCG, ...]
+
+    def play(
+        self, cluster: Cluster, kernels: Kernels | None = None, optimizer: Optimizer | None = None
+    ) -> Timeline:
+        """Price and simulate a step on `cluster`."""
+        chosen = self.chosen
+        own = part_of(cluster, chosen.ranks // chosen.pipeline)
+        if len(self.parts) == 1:
+            return simulate(self.lowered[0], own, self.parts[0].decisions, optimizer, kernels)
+        player = Simulator()
+        known: dict[int, StageActions] = {}
+        stages: list[StageActions] = []
+        for index, (part, pcg) in enumerate(zip(self.parts, self.lowered, strict=True)):
+            if id(pcg) not in known:
+                found = Stage(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
+                known[id(pcg)] = play_stage("", found, player)
+            actions = replace(known[id(pcg)], name=f"stage {index}")
+            sent = _send(index, pcg, chosen, cluster) if index + 1 < len(self.parts) else Send()
+            # What goes back is what came.
+            came = stages[-1].forward if stages else Send()
+            stages.append(replace(actions, forward=sent, backward=came))
+        name = "interleaved_1f1b" if chosen.interleave > 1 else "1f1b"
+        lists = schedule(name, len(stages), chosen.num_microbatches, chosen.interleave)
+        return simulate_pipeline(lists, stages)
+
+
+def program(graph: Graph, chosen: Configuration, cluster: Cluster) -> Program:
+    """The plan for `chosen`, lowered; see `plan` for what it raises."""
+    parts = plan(graph, chosen, cluster)
+    known: dict[int, PCG] = {}
+    for part in parts:
+        if id(part) not in known:
+            padded = rewritten(part.graph, part.decisions.rewrites)
+            known[id(part)] = lower(padded, part.decisions)
+    return Program(chosen, parts, tuple(known[id(part)] for part in parts))
+
+
+def part_of(cluster: Cluster, count: int) -> Cluster:
+    """`count` neighbouring devices of `cluster`, which has several such parts."""
+    levels: list[Level] = []
+    left = count
+    for level in cluster.levels:
+        size = gcd(left, level.size)
+        levels.append(replace(level, size=size))
+        left //= size
+    if left > 1:
+        raise InputError(f"{count} devices are no regular part of {cluster.name}")
+    return replace(cluster, name=f"{count} of {cluster.name}", levels=tuple(levels))
+
+
+def mesh_of(chosen: Configuration, cluster: Cluster) -> Mesh:
+    """Tensor on the fastest links, then context, then data: ZeRO's ranks, then the others."""
+    shard = chosen.shard or chosen.data
+    if chosen.data % shard:
+        raise InputError(f"ZeRO over {shard} of {chosen.data} data-parallel ranks")
+    primes = list(cluster.prime_axes())
+    axes = []
+    sizes = (
+        (TENSOR, chosen.tensor),
+        (CONTEXT, chosen.context),
+        (DATA, shard),
+        (REPLICA, chosen.data // shard),
+    )
+    for name, size in sizes:
+        taken = _take(primes, size, cluster)
+        if taken or name == DATA:
+            axes.append(MeshAxis(name, tuple(reversed(taken)) or (PrimeAxis(1, 1, 0),)))
+    return Mesh(tuple(reversed(axes)))
+
+
+def _take(primes: list[PrimeAxis], size: int, cluster: Cluster) -> list[PrimeAxis]:
+    taken, left = [], size
+    for prime in list(primes):
+        if left % prime.size == 0:
+            taken.append(prime)
+            primes.remove(prime)
+            left //= prime.size
+    if left > 1:
+        raise InputError(f"an axis of {size} is no product of the links of {cluster.name}")
+    return taken
+
+
+def _part(graph: Graph, chosen: Configuration, mesh: Mesh) -> Part:
+    rewrites = tuple(str(p) for p in paddings(graph, chosen.tensor))
+    padded = rewritten(graph, rewrites)
+    program = unfold(padded, factorize(padded), mesh)
+    seeds = _seeds(padded, chosen, mesh)
+    assignments = spread(program, seeds, _ByHand(program, chosen.sequence_parallel))
+    prefixes = [i.prefix for i in graph.main.body if isinstance(i, Call)]
+    every = RECOMPUTE[chosen.recompute]
+    recomputed = prefixes[::every] if every else []
+    made = Decisions(
+        mesh,
+        decisions(program, assignments),
+        _storage(padded, chosen, mesh),
+        tuple(ActivationDecision(prefix, "recompute") for prefix in recomputed),
+        num_microbatches=chosen.num_microbatches,
+        rewrites=rewrites,
+        master_dtype=chosen.master_dtype,
+        reduce_dtype=chosen.reduce_dtype,
+    )
+    return Part(graph, made)
+
+
+def _seeds(graph: Graph, chosen: Configuration, mesh: Mesh) -> dict[str, Layout]:
+    """Samples over the data axes, positions over the context axis."""
+    seeds = {}
+    for entry in graph.of_kind("batch"):
+        shape = entry.value.spec.shape
+        if not shape or shape[0] != chosen.samples:
+            raise InputError(
+                f"batch tensor {entry.target!r} of shape {shape}: not {chosen.samples} samples"
+            )
+        shards, left = [], shape[0]
+        for name in (REPLICA, DATA):
+            if name in mesh.names and mesh[name].size > 1:
+                left //= mesh[name].size
+                shards.append(Shard(name, 0, left))
+        if CONTEXT in mesh.names and len(shape) > 1:
+            shards.append(Shard(CONTEXT, 1, shape[1] // chosen.context))
+        seeds[entry.value.name] = Layout(tuple(shards))
+    return seeds
+
+
+def _storage(graph: Graph, chosen: Configuration, mesh: Mesh) -> tuple[ParameterDecision, ...]:
+    """ZeRO 1 shards the optimizer's states, 2 gradients, too, and 3 weights."""
+    axes = tuple(a for a in (DATA,) if mesh[a].size > 1)
+    if not chosen.zero or not axes:
+        return ()
+    shared, none = Storage(axes), Storage()
+    weight, gradient = (shared if chosen.zero >= level else none for level in (3, 2))
+    return tuple(
+        ParameterDecision(i.target, weight, gradient, shared)
+        for i in graph.of_kind("parameter")
+        if i.value.spec.shape
+    )
+
+
+class _ByHand:
+    """Megatron's choice for products and lookups; with sequence parallelism, positions between."""
+
+    def __init__(self, program: Unfolded, sequence_parallel: bool) -> None:
+        self.program, self.megatron = program, Megatron(program)
+        self.between = sequence_parallel and TENSOR in program.mesh.names
+        self.sequence = next(
+            (i.value.spec.shape[1] for i in program.graph.of_kind("batch")
+             if len(i.value.spec.shape) > 1), 0,
+        )  # fmt: skip
+
+    def __call__(
+        self, index: int, assignment: Assignment, layouts: Mapping[str, Layout]
+    ) -> Assignment:
+        if TENSOR not in self.program.mesh.names:
+            return assignment
+        flat, rule = self.program.nodes[index], self.program.rules[index]
+        weighs = flat.node.op in WEIGHT_OPS or flat.node.op in LOOKUPS
+        if not self.between:
+            return self.megatron(index, assignment, layouts)
+        if weighs:
+            # Positions are gathered in front of products.
+            bare = {f: tuple(a for a in axes if a != TENSOR) for f, axes in assignment.items()}
+            bare = {f: axes for f, axes in bare.items() if axes}
+            on_positions = {f for f, axes in assignment.items() if TENSOR in axes} & set(
+                self._positions(index)
+            )
+            return self.megatron(index, bare if on_positions else assignment, layouts)
+        if any(TENSOR in axes for axes in assignment.values()):
+            return assignment
+        for factor in self._positions(index):
+            axes = (*assignment.get(factor, ()), TENSOR)
+            if factor in rule.shardable and rule.size(factor) % self.program.mesh.size(axes) == 0:
+                return assignment | {factor: axes}
+        return assignment
+
+    def _positions(self, index: int) -> tuple[str, ...]:
+        """The factor of the positions of an activation [samples, positions, ...]."""
+        flat, rule = self.program.nodes[index], self.program.rules[index]
+        shape = flat.node.results[0].spec.shape
+        if len(shape) < 3 or shape[1] != self.sequence or not flat.node.results[0].spec.is_float:
+            return ()
+        return rule.results[0][1]
+
+
+def _sent_bytes(pcg: PCG) -> float:
+    """What each rank sends of a microbatch's activations when they leave a stage.
+
+    Where all ranks of the tensor axis have them, each sends a part (scatter-gather: Narayanan et
+    al., SC'21, section 4.1).
+    """
+    found = 0.0
+    for _, value in pcg.outputs:
+        shape = local_shape(value.layout, value.spec.shape, pcg.mesh)
+        whole = TENSOR in pcg.mesh.names and TENSOR not in value.layout.axes
+        size = prod(shape) * DTYPE_BYTES[value.spec.dtype]
+        found += size / pcg.mesh[TENSOR].size if whole else size
+    return found
+
+
+def _send(index: int, pcg: PCG, chosen: Configuration, cluster: Cluster) -> Send:
+    """What goes from a stage to the next one, over the level that joins the two ranks."""
+    devices = cluster.num_devices // chosen.pipeline
+    rank = index % chosen.pipeline
+    one, other = rank * devices, (rank + 1) % chosen.pipeline * devices
+    crossed, below = 0, 1
+    for level, found in enumerate(cluster.levels):
+        if one // below != other // below:
+            crossed = level
+        below *= found.size
+    return send(_sent_bytes(pcg), crossed, cluster)
