@@ -2,6 +2,7 @@
 
 from parloom.ir.graph import Arg, Function, Graph, Input, Node, Ref, TensorSpec, Value
 from parloom.ir.mesh import Cluster, Device, Level, Link
+from parloom.ir.text import parse_graph
 
 Shape = tuple[int, ...]
 
@@ -78,3 +79,45 @@ def cluster(*sizes: int) -> Cluster:
     device = Device("toy", (("float32", 1e12),), 2**30, 1e11)
     levels = tuple(Level(f"level{i}", s, Link(1e10, 1e-6)) for i, s in enumerate(reversed(sizes)))
     return Cluster("toy", device, levels)
+
+
+def stack(depth: int, batch: int = 16, seq: int = 8, width: int = 32, vocab: int = 64) -> Graph:
+    """A language model of `depth` perceptrons with skips, without attention."""
+    inner, rows = 4 * width, batch * seq
+    hidden = f"float32[{batch}, {seq}, {width}]"
+    wide = f"float32[{batch}, {seq}, {inner}]"
+    shapes = {"norm": [width], "up": [inner, width], "down": [width, inner]}
+    weights = [("tokens_weight", "tokens.weight", [vocab, width])]
+    calls, before = [], "x"
+    for i in range(depth):
+        own = [(f"blocks_{i}_{n}_weight", f"blocks.{i}.{n}.weight", s) for n, s in shapes.items()]
+        weights += own
+        arguments = ", ".join([before, *(name for name, _, _ in own)])
+        before = f"blocks_{i}"
+        calls.append(f'    {before}: {hidden} = block["blocks.{i}"]({arguments})')
+    weights.append(("head_weight", "head.weight", [vocab, width]))
+    inputs = [
+        f'input {name}: float32{shape} = parameter("{target}", trainable=True)'
+        for name, target, shape in weights
+    ]
+    formal = [f"{name}_weight: float32{shape}" for name, shape in shapes.items()]
+    lines = [
+        'graph "Stack" training=True', "", *inputs,
+        f'input ids: int64[{batch}, {seq}] = batch("ids")',
+        f'input labels: int64[{batch}, {seq}] = batch("labels")',
+        "", "def block(", f"    hidden: {hidden},", *(f"    {line}," for line in formal), "):",
+        f"    normed: {hidden} = mul(hidden, norm_weight)  # norm",
+        f"    wide: {wide} = linear(normed, up_weight)  # up",
+        f"    active: {wide} = relu(wide)  #",
+        f"    out: {hidden} = linear(active, down_weight)  # down",
+        f"    sum: {hidden} = add(hidden, out)  #",
+        "    return sum", "", "main main:",
+        f"    x: {hidden} = embedding(tokens_weight, ids)  # tokens",
+        *calls,
+        f"    logits: float32[{batch}, {seq}, {vocab}] = linear({before}, head_weight)  # head",
+        f"    flat: float32[{rows}, {vocab}] = view(logits, ({rows}, {vocab}))  #",
+        f'    targets: int64[{rows}] = view(labels, ({rows},))  # "" #1',
+        "    loss: float32[] = cross_entropy_loss(flat, targets)  #",
+        "    return loss", "", "loss loss",
+    ]  # fmt: skip
+    return parse_graph("\n".join(lines) + "\n")

@@ -218,7 +218,7 @@ def test_every_number_has_a_source_and_what_was_recalled_is_said() -> None:
         assert all(fields.values())
     h100 = find_device("H100")
     assert dict(h100.sources)["rates.bfloat16"].startswith("ml-engineering")
-    assert h100.recalled == ("rates.float32",)
+    assert h100.recalled == ("rates.float32", "cores")
     assert "scale_up" in find_device("DGX-2").recalled
     lines = resolve_cluster("8xH800").assumptions
     assert "written from memory, so check them: memory, memory_bandwidth, rates" in lines

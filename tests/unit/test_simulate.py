@@ -308,7 +308,8 @@ def test_a_split_backward_pass_is_as_long_as_a_whole_one() -> None:
     split = stage_actions("all", pcg, cluster, decisions, split=True)
     halves = split.actions["B"].ps + split.actions["W"].ps
     assert halves == pytest.approx(whole.actions["B"].ps, abs=100)
-    assert halves / 3 < split.actions["W"].ps < halves / 2
+    # Nobody wants the gradient of what the first product reads.
+    assert halves / 3 < split.actions["W"].ps < 0.6 * halves
     assert split.actions["B"].memory.net == (0,) * len(COMPONENTS)
     assert split.actions["W"].memory.net == whole.actions["B"].memory.net
     found = simulate_pipeline(schedule("zb_h1", 3, 2), [split] * 3)

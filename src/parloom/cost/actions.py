@@ -34,6 +34,7 @@ from parloom.cost.transfers import ROOT, Gathered, Offloaded, Ready, Reduced, wh
 from parloom.cost.works import Called, Track, Work
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
+from parloom.ir.step_program import EACH_STEP
 
 TEMPORARY, RETAINED = "temporary", "retained"
 Gradient = tuple[str, int]
@@ -127,7 +128,7 @@ class Stage:
         works = self.found.main.backward.works
         touched = [name for work in works for name in self._touched(work)]
         parameters, buckets = self.found.parameters, self.found.buckets
-        pending = self.pending if last else None
+        pending = self.pending if last and self.found.walker.kernels.software.overlaps else None
         ready = Ready(parameters, buckets, touched, self.reduced, pending)
         classes = self._classes(first)
         if first:
@@ -157,8 +158,11 @@ class Stage:
         return Action(name, (*parts, self._place(out)))
 
     def reduce(self) -> Action:
-        """Wait until all gradients are whole."""
+        """Wait until all gradients are whole; some software launches their reduction only now."""
         out = Listing()
+        if not self.found.walker.kernels.software.overlaps:
+            late = (bucket for bucket in self.found.buckets if bucket.when == EACH_STEP)
+            self.pending = [whole(bucket, self.links, out) for bucket in late]
         for key in self.pending:
             out.run("gradients", "wait", waits=(key,))
         self.pending = []

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from parloom.cost.devices import (
     torus_levels,
 )
 from parloom.cost.strict_yaml import Section, read
-from parloom.ir.mesh import Cluster, Device, Host, Level, Link, Part
+from parloom.ir.mesh import Cluster, Device, Efficiency, Host, Level, Link, Part
 
 # A message over a level that says neither its latency nor a name that is known: the fastest level,
 # and those above it.
@@ -128,7 +128,9 @@ def _device(root: Section) -> tuple[KnownDevice | None, Device]:
         known = root.parse("device", find_device)
         return known, known.device
     section = root.section("device")
-    section.check(("name", "memory", "memory_bandwidth", "rates"), ("price_per_hour",))
+    section.check(
+        ("name", "memory", "memory_bandwidth", "rates"), ("price_per_hour", "cores", "efficiency")
+    )
     return None, read_device(section.text("name"), section)
 
 
@@ -263,6 +265,10 @@ def _document(cluster: Cluster) -> dict[str, Any]:
         "memory_bandwidth": f"{device.memory_bytes_per_s!r}B/s",
         "rates": {dtype: f"{rate!r}FLOP/s" for dtype, rate in device.flops_per_s},
     }
+    if device.efficiency != Efficiency():
+        described["efficiency"] = {n: repr(v) for n, v in asdict(device.efficiency).items()}
+    if device.cores:
+        described["cores"] = device.cores
     if device.price_per_hour is not None:
         described["price_per_hour"] = f"{device.price_per_hour!r}USD"
     result = {"name": cluster.name, "device": described, "backend": cluster.backend}

@@ -5,14 +5,14 @@ from. Bandwidths are per device and direction.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 
 from parloom.cost import units
 from parloom.cost.strict_yaml import Section, read
 from parloom.errors import InputError, nearest
-from parloom.ir.mesh import FABRICS, Device, Host, Level, Link
+from parloom.ir.mesh import FABRICS, Device, Efficiency, Host, Level, Link
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -95,8 +95,9 @@ class KnownDevice:
             groups.setdefault(field.split(".")[0], []).append(field)
         named = {field for field, source in self.sources if source == RECALLED}
         found: list[str] = []
-        for group, fields in groups.items():
-            found += [group] if named.issuperset(fields) else [f for f in fields if f in named]
+        for group, named_fields in groups.items():
+            whole = named.issuperset(named_fields)
+            found += [group] if whole else [f for f in named_fields if f in named]
         return tuple(found)
 
     @property
@@ -161,7 +162,9 @@ def find_interconnect(name: str) -> Interconnect | None:
 
 
 def read_device(name: str, section: Section) -> Device:
-    """A device from the keys memory, memory_bandwidth, rates and price_per_hour of `section`."""
+    """A device from the keys memory, memory_bandwidth, rates, price_per_hour, cores and efficiency
+    of `section`.
+    """
     rates = section.section("rates")
     rates.check((), (*DTYPES, *DTYPES.values()))
     if not rates.names():
@@ -179,7 +182,17 @@ def read_device(name: str, section: Section) -> Device:
         memory_bytes=memory,
         memory_bytes_per_s=section.parse("memory_bandwidth", units.parse_bandwidth),
         price_per_hour=section.parse_or("price_per_hour", units.parse_dollars, None),
+        efficiency=_efficiency(section.section("efficiency"))
+        if section.has("efficiency")
+        else Efficiency(),
+        cores=section.integer("cores") if section.has("cores") else 0,
     )
+
+
+def _efficiency(section: Section) -> Efficiency:
+    names = [field.name for field in fields(Efficiency)]
+    section.check((), tuple(names))
+    return Efficiency(**{n: section.parse(n, units.parse_share) for n in section.names()})
 
 
 def read_host(section: Section) -> Host:
@@ -260,7 +273,7 @@ def _known(
 ) -> KnownDevice:
     section.check(
         ("memory", "memory_bandwidth", "rates", "scale_up", "sources"),
-        ("short", "network", "host", "price_per_hour", "backend"),
+        ("short", "network", "host", "price_per_hour", "backend", "cores", "efficiency"),
     )
     device = read_device(name, section)
     return KnownDevice(
@@ -315,20 +328,19 @@ def _sources(
     for name in listed.names():
         text = _reference(listed, name, references)
         given |= dict.fromkeys(listed.texts(name), text)
-    fields = ["memory", "memory_bandwidth", *(f"rates.{dtype}" for dtype, _ in device.flops_per_s)]
+    named = ["memory", "memory_bandwidth", *(f"rates.{dtype}" for dtype, _ in device.flops_per_s)]
     for group in ("scale_up", "network", "host"):
         if section.has(group):
             keys = section.section(group).names()
-            fields += [f"{group}.{key}" for key in keys if key not in ("name", "fabric", "reduces")]
-    if section.has("price_per_hour"):
-        fields.append("price_per_hour")
+            named += [f"{group}.{key}" for key in keys if key not in ("name", "fabric", "reduces")]
+    named += [n for n in ("price_per_hour", "cores", "efficiency") if section.has(n)]
     found = []
-    for field in fields:
+    for field in named:
         covering = [n for n in given if field == n or field.startswith(f"{n}.")]
         if not covering:
             raise listed.error(listed.node, f"{device.name}: no source for {field}")
         found.append((field, given[max(covering, key=len)]))
-    unused = [n for n in given if not any(f == n or f.startswith(f"{n}.") for f in fields)]
+    unused = [n for n in given if not any(f == n or f.startswith(f"{n}.") for f in named)]
     if unused:
         raise listed.error(
             listed.node, f"{device.name}: a source for {unused[0]}, which has no number"

@@ -175,7 +175,7 @@ class Parameters:
         return sum(
             value.spec.num_bytes if entry.kind == "batch" else self.walker.local_bytes(value)
             for entry, value in entries
-            if entry.kind in ("buffer", "batch")
+            if entry.kind in ("buffer", "batch") and not entry.trainable
         )
 
     def home_bytes(self, parameter: PParameter) -> int:

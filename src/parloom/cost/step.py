@@ -73,10 +73,12 @@ def priced(
     """
     walker = Walker(pcg.by_name, pcg.mesh, cluster, kernels)
     inputs = [(entry.kind, entry.value.name) for entry in pcg.graph.inputs]
-    outside = frozenset(name for kind, name in inputs if kind != "constant")
+    # What another stage made takes memory when it arrives.
+    arriving = {e.value.name for e in pcg.graph.of_kind("batch") if e.trainable}
+    outside = frozenset(name for kind, name in inputs if kind != "constant") - arriving
     weights = frozenset(name for kind, name in inputs if kind == "parameter")
     results = (*pcg.outputs, *pcg.updates)
-    held = frozenset(value.name for _, value in results) - outside
+    held = frozenset(value.name for _, value in results) - outside - arriving
     main = walker.walk(pcg.main.inputs, pcg.main.body, Lives(outside, weights, held))
     prologue = walker.walk(pcg.main.inputs, pcg.prologue, Lives(outside, weights))
     parameters = Parameters(pcg, walker, decisions, optimizer or Optimizer())
@@ -107,7 +109,9 @@ def price_plan(
     # Chunked gradients are reduced in every microbatch, whole ones in the last.
     exposed = steps * max(0.0, gathers.comm_s - hidden[0])
     exposed += (steps - 1) * max(0.0, again.comm_s + chunked.comm_s - hidden[1])
-    exposed += max(0.0, again.comm_s + chunked.comm_s + whole.comm_s - hidden[1])
+    late = 0.0 if found.walker.kernels.software.overlaps else whole.comm_s
+    beside = again.comm_s + chunked.comm_s + whole.comm_s - late
+    exposed += max(0.0, beside - hidden[1]) + late
     hoisted = found.prologue.forward.total if pcg.hoisted else Pass()
     each = forward.seconds + backward.seconds + hoisted.seconds
     step_s = steps * each + exposed + update.seconds + publish.seconds

@@ -38,15 +38,17 @@ def repeated(graph: Graph, count: int) -> Graph:
     mine = f"{template.prefix}."
     own = [a for a in template.args if a in parameters and parameters[a].target.startswith(mine)]
     made, inputs = list(calls[:count]), list(graph.inputs)
+    taken = set(graph.main.specs())
     last = max(inputs.index(parameters[a]) for a in own) + 1 if own else len(inputs)
     for number in range(len(calls), count):
         prefix = f"{run.stem}{number}"
-        names = {a: f"{a}.{number}" for a in own}
+        named = _Named(template.prefix, prefix, taken)
+        names = {a: named(a) for a in own}
         names |= dict(zip(_results(calls[0]), _results(made[-1]), strict=True))
         added = [_renamed(parameters[a], names[a], mine, f"{prefix}.") for a in own]
         inputs[last:last] = added
         last += len(added)
-        results = tuple(replace(v, name=f"{v.name}.{number}") for v in template.results)
+        results = tuple(replace(v, name=named(v.name)) for v in template.results)
         args = tuple(names.get(a, a) for a in template.args)
         made.append(replace(template, prefix=prefix, args=args, results=results))
     gone = {a for c in calls[count:] for a in c.args if a in parameters} - {
@@ -69,6 +71,20 @@ def repeated(graph: Graph, count: int) -> Graph:
         outputs=tuple((user, after.get(name, name)) for user, name in graph.outputs),
         updates=tuple((user, after.get(name, name)) for user, name in graph.updates),
     )
+
+
+class _Named:
+    """Names for one more call: as those of the template, with its place in the module list."""
+
+    def __init__(self, old: str, new: str, taken: set[str]) -> None:
+        self.old, self.new, self.taken = old.replace(".", "_"), new.replace(".", "_"), taken
+
+    def __call__(self, name: str) -> str:
+        wanted = name.replace(self.old, self.new, 1) if self.old in name else f"{name}_{self.new}"
+        while wanted in self.taken:
+            wanted += "_"
+        self.taken.add(wanted)
+        return wanted
 
 
 def run_of(graph: Graph) -> Repeated:

@@ -1,0 +1,233 @@
+"""Plans by hand against closed forms: parameters per rank, FLOPs, volumes of collectives."""
+
+from dataclasses import replace
+
+import pytest
+
+from parloom.cost.clusters import load_cluster
+from parloom.cost.kernels import Kernels, LocalOperator, Seconds
+from parloom.cost.software import GENERATIONS, Software
+from parloom.cost.step import priced
+from parloom.cost.works import Called, Work
+from parloom.errors import InputError
+from parloom.ir.graph import Graph
+from parloom.ir.mesh import Cluster
+from parloom.ir.plan import Optimizer
+from parloom.ir.repeat import repeated
+from parloom.search.handmade import Configuration, Program, part_of, plan, program
+from tests.unit.graphs import stack
+
+BATCH, SEQ, WIDTH, VOCAB, DEPTH = 16, 8, 32, 64, 4
+BLOCK = 8 * WIDTH * WIDTH + WIDTH
+EMBEDDINGS = 2 * VOCAB * WIDTH
+CLUSTER = load_cluster("2x8xA100")
+PLAIN = Configuration(master_dtype=None)
+
+
+def model(depth: int = DEPTH) -> Graph:
+    return repeated(stack(2, BATCH, SEQ, WIDTH, VOCAB), depth)
+
+
+def built(chosen: Configuration, graph: Graph | None = None) -> Program:
+    return program(graph or model(), chosen, machine(chosen))
+
+
+def machine(chosen: Configuration) -> Cluster:
+    return part_of(CLUSTER, chosen.ranks)
+
+
+def stored(found: Program, index: int = 0) -> dict[str, int]:
+    """Elements of weights, gradients and optimizer states of a rank of a stage."""
+    own = part_of(machine(found.chosen), found.chosen.ranks // found.chosen.pipeline)
+    part, pcg = found.parts[index], found.lowered[index]
+    sizes = priced(pcg, own, part.decisions, Optimizer("adamw", 2)).parameters.stored_bytes()
+    return {name: size // 4 for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "zero"), [(1, 4, 1), (1, 4, 2), (1, 4, 3), (2, 2, 1), (4, 4, 3)]
+)
+def test_parameters_of_a_rank(tensor: int, data: int, zero: int) -> None:
+    chosen = replace(PLAIN, tensor=tensor, data=data, zero=zero, num_microbatches=BATCH // data)
+    norms = DEPTH * WIDTH  # on every rank
+    whole = (EMBEDDINGS + DEPTH * (BLOCK - WIDTH)) // tensor + norms
+    share = {
+        name: data if zero >= level else 1 for name, level in (("weights", 3), ("gradients", 2))
+    }
+    found = stored(built(chosen))
+    assert found["weights"] == whole // share["weights"]
+    assert found["gradients"] == whole // share["gradients"]
+    assert found["optimizer"] == (3 if zero < 3 else 2) * whole // data
+
+
+def test_stages_share_the_blocks() -> None:
+    chosen = replace(PLAIN, pipeline=4, num_microbatches=BATCH)
+    found = built(chosen)
+    sizes = [stored(found, index)["weights"] for index in range(4)]
+    assert sizes == [VOCAB * WIDTH + BLOCK, BLOCK, BLOCK, VOCAB * WIDTH + BLOCK]
+    uneven = built(replace(PLAIN, pipeline=4, num_microbatches=BATCH), model(6))
+    blocks = [stored(uneven, index)["weights"] // BLOCK for index in (1, 2)]
+    assert blocks == [2, 1]
+
+
+def test_zero_over_a_part_of_the_data_parallel_ranks() -> None:
+    chosen = replace(PLAIN, data=8, zero=1, shard=2, num_microbatches=2)
+    whole = EMBEDDINGS + DEPTH * BLOCK
+    assert stored(built(chosen))["optimizer"] == 3 * whole // 2
+    with pytest.raises(InputError, match="ZeRO over 3 of 8"):
+        built(replace(chosen, shard=3))
+
+
+def flops(found: Program) -> float:
+    """Forward and backward FLOPs of a step on all ranks, counted by a table that measures FLOPs."""
+
+    class Counting:
+        def seconds(self, operator: LocalOperator) -> Seconds:
+            work = operator.flops if operator.op == "linear" else 0.0
+            return Seconds(work, work * len(operator.wanted))
+
+    chosen = found.chosen
+    own = part_of(machine(chosen), chosen.ranks // chosen.pipeline)
+    total = 0.0
+    for part, pcg in zip(found.parts, found.lowered, strict=True):
+        kernels = Kernels(own.device, Software("none", launch_s=0.0), Counting())
+        walked = priced(pcg, own, part.decisions, kernels=kernels)
+        for backward, track in ((False, walked.main.forward), (True, walked.main.backward)):
+            for work in track.works:
+                if isinstance(work, Called):
+                    inner = walked.walker.inner(work, backward)
+                    total += sum(
+                        w.compute_s
+                        for t in inner
+                        for w in t.works
+                        if isinstance(w, Work) and w.kind == "linear"
+                    )
+                elif work.kind == "linear":
+                    total += work.compute_s
+    return total * chosen.num_microbatches * own.num_devices
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Configuration(num_microbatches=16),
+        Configuration(data=4, num_microbatches=4, zero=3),
+        Configuration(tensor=4, data=2, num_microbatches=8),
+        Configuration(tensor=2, data=2, pipeline=2, num_microbatches=8),
+        Configuration(tensor=4, data=2, num_microbatches=8, sequence_parallel=True),
+        Configuration(pipeline=2, interleave=2, num_microbatches=16),
+    ],
+)
+def test_flops_of_a_step(chosen: Configuration) -> None:
+    """6 FLOPs per parameter of a product and token; 8 with full recomputation (of the blocks)."""
+    products = DEPTH * (BLOCK - WIDTH)
+    head = VOCAB * WIDTH
+    tokens = BATCH * SEQ
+    assert flops(built(chosen)) == pytest.approx(6 * (products + head) * tokens)
+    again = flops(built(replace(chosen, recompute="full")))
+    assert again == pytest.approx((8 * products + 6 * head) * tokens)
+    every_other = flops(built(replace(chosen, recompute="alternate")))
+    assert flops(built(chosen)) < every_other <= again
+
+
+def moved(found: Program, kind: str, least: float) -> float:
+    """Bytes that a rank sends in collectives of a kind, of at least `least` bytes each, in a
+    microbatch's two passes.
+    """
+    chosen = found.chosen
+    own = part_of(machine(chosen), chosen.ranks // chosen.pipeline)
+    walked = priced(found.lowered[0], own, found.parts[0].decisions)
+    sizes: list[float] = []
+    for backward, track in ((False, walked.main.forward), (True, walked.main.backward)):
+        works: list[Work | Called] = []
+        for work in track.works:
+            inner = walked.walker.inner(work, backward) if isinstance(work, Called) else ()
+            works += [w for t in inner for w in t.works] or [work]
+        exchanges = [w.exchange for w in works if isinstance(w, Work)]
+        sizes += [t[1] for e in exchanges if e and e.kind == kind for t in e.traffic]
+    return sum(size for size in sizes if size >= least)
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_tensor_parallelism_reduces_once_a_pass_and_block(tensor: int) -> None:
+    """One all-reduce of the activations forward and one backward (Shoeybi et al., 2019, figure 3);
+    one more for the embedding's result and for the gradient of what the head reads.
+    """
+    chosen = replace(PLAIN, tensor=tensor, num_microbatches=BATCH)
+    ring = 2 * (tensor - 1) / tensor * SEQ * WIDTH * 4
+    assert moved(built(chosen), "all_reduce", ring) == pytest.approx((2 * DEPTH + 2) * ring)
+    assert moved(built(chosen), "all_gather", 0) == 0
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_sequence_parallelism_moves_as_much_in_other_collectives(tensor: int) -> None:
+    """An all-reduce is a reduce-scatter and an all-gather (Korthikanti et al., 2022, 4.2)."""
+    chosen = replace(PLAIN, tensor=tensor, num_microbatches=BATCH, sequence_parallel=True)
+    found = built(chosen)
+    half = (tensor - 1) / tensor * SEQ * WIDTH * 4
+    assert moved(found, "all_gather", half) == pytest.approx((2 * DEPTH + 2) * half)
+    assert moved(found, "reduce_scatter", half) == pytest.approx((2 * DEPTH + 2) * half)
+    assert moved(found, "all_reduce", half) == 0
+
+
+def test_a_pipeline_of_equal_stages_takes_what_the_formula_says() -> None:
+    """(m + p - 1) passes of a stage; the ends do a little more (Narayanan et al., SC'21)."""
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 8)
+    chosen = replace(PLAIN, pipeline=4, num_microbatches=BATCH)
+    cluster = machine(chosen)
+    links = (replace(x.link, bandwidth_bytes_per_s=1e18, latency_s=0.0) for x in cluster.levels)
+    levels = zip(cluster.levels, links, strict=True)
+    fast = replace(cluster, levels=tuple(replace(x, link=link) for x, link in levels))
+    kernels = Kernels(cluster.device, GENERATIONS["compiled"])
+    found = program(graph, chosen, cluster)
+    own = part_of(cluster, 1)
+    middle = priced(found.lowered[1], own, found.parts[1].decisions, None, kernels)
+    each = middle.main.forward.total.price.compute_s + middle.main.backward.total.price.compute_s
+    update = middle.parameters.update().price.compute_s
+    played = found.play(fast, kernels)
+    assert played.step_s == pytest.approx((BATCH + 3) * each + update, rel=0.05)
+    slower = replace(chosen, num_microbatches=BATCH // 2, microbatch=2)
+    assert program(graph, slower, cluster).play(fast, kernels).peak_bytes > 0
+
+
+def test_interleaving_shrinks_the_bubble() -> None:
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 8)
+    plain = replace(PLAIN, pipeline=4, num_microbatches=4, microbatch=4)
+    cluster = machine(plain)
+    one = program(graph, plain, cluster).play(cluster)
+    two = program(graph, replace(plain, interleave=2), cluster).play(cluster)
+    assert two.step_s < one.step_s
+
+
+def test_equal_stages_are_lowered_once() -> None:
+    found = built(replace(PLAIN, pipeline=8, num_microbatches=BATCH), model(8))
+    assert len({id(pcg) for pcg in found.lowered}) == 3
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InputError, match="32 ranks"):
+        plan(model(), Configuration(data=32, num_microbatches=1), CLUSTER)
+    with pytest.raises(InputError, match="4 blocks do not make 8 stages"):
+        built(replace(PLAIN, pipeline=8, num_microbatches=16))
+    with pytest.raises(InputError, match="not 8 samples"):
+        built(replace(PLAIN, num_microbatches=8))
+    with pytest.raises(InputError, match="no regular part"):
+        part_of(CLUSTER, 3 * 7)
+
+
+def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> None:
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 4)
+    chosen = replace(PLAIN, data=16, num_microbatches=1)
+    found = program(graph, chosen, CLUSTER)
+    overlaps = Software("overlaps")
+    waits = replace(overlaps, overlaps=False)
+    early, late = (
+        found.play(CLUSTER, Kernels(CLUSTER.device, software)) for software in (overlaps, waits)
+    )
+    reduced = sum(t.total().comm_s for t in priced(
+        found.lowered[0], CLUSTER, found.parts[0].decisions).buckets)  # fmt: skip
+    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions)
+    compute = alone.main.forward.total.seconds + alone.main.backward.total.seconds
+    compute += alone.parameters.update().price.compute_s
+    assert late.step_s == pytest.approx(compute + reduced, rel=0.02)
+    assert early.step_s < late.step_s
