@@ -63,7 +63,7 @@ from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from parloom.report.shortage import Shortage, shortage_document, shortage_line
 from parloom.report.trace import chrome_trace
-from parloom.report.words import WARNING, idle_words
+from parloom.report.words import WARNING, checkpoint_words, idle_words
 from parloom.rewrite.pad import rewritten
 from parloom.search.baselines import METHODS
 
@@ -220,9 +220,7 @@ def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
         evaluation_program(plan, training.pcg)
     except ParloomError as error:  # an operator of evaluation alone: no reason not to train
         plan = replace(plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {error}"))
-    if graph.recompute:
-        line = f"{len(graph.recompute)} blocks are recomputed, as the model's checkpoints ask"
-        plan = replace(plan, assumptions=(*plan.assumptions, line))
+    plan = replace(plan, assumptions=(*plan.assumptions, *checkpoint_words(graph)))
     reasons = {n.op: op_of(n).why_whole for _, n in graph.unfolded() if n.refs}
     whole = "; ".join(f"{op}: {why}" for op, why in sorted(reasons.items()) if why)
     if whole and plan.decisions.mesh.num_ranks > 1:
@@ -282,7 +280,7 @@ def _candidates(
             decisions = replace(decisions, num_microbatches=microbatches)
         return [Candidate(method, method, decisions)], ()
     found: list[Candidate] = []
-    recomputed = tuple(ActivationDecision(prefix, "recompute") for prefix in graph.recompute)
+    recomputed = tuple(ActivationDecision(prefix, "recompute") for prefix in graph.recomputed_calls)
     low = any(i.value.spec.dtype in LOW_PRECISION for i in graph.of_kind("parameter"))
     refused: dict[str, InputError] = {}
     for name in AUTO if method == "auto" else (method,):

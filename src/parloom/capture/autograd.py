@@ -9,6 +9,7 @@ inside them is marked.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -60,13 +61,17 @@ class Context(FunctionCtx):
 
 @contextmanager
 def derived_autograd(model: nn.Module) -> Iterator[list[CustomCall]]:
-    """Custom functions run as plain calls and are listed; nodes inside checkpoints are marked."""
+    """Custom functions run as plain calls and are listed.
+
+    Nodes inside checkpoints are marked with the number of the innermost one.
+    """
     calls: list[CustomCall] = []
+    numbers = count()
 
     def apply(kind: Kind, *args: Any, **kwargs: Any) -> Any:
         if kind is checkpoint.CheckpointFunction:
             function, _, *operands = args
-            with annotate({CHECKPOINT: True}):
+            with annotate({CHECKPOINT: next(numbers)}):
                 return function(*operands)
         if kind.__module__.startswith("torch."):
             return super(base, kind).apply(*args, **kwargs)
@@ -75,7 +80,7 @@ def derived_autograd(model: nn.Module) -> Iterator[list[CustomCall]]:
         return forward_of(kind, args, kwargs)
 
     def marked(*_: Any, **__: Any) -> Iterator[None]:
-        with annotate({CHECKPOINT: True}):
+        with annotate({CHECKPOINT: next(numbers)}):
             yield
 
     base: Any = torch.autograd.function._SingleLevelFunction

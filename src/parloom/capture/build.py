@@ -38,7 +38,7 @@ def capture(
     Raises: CaptureError where the model cannot be traced, InputError for an unusable batch.
     """
     flat, classes = capture_flat(model, batch, loss=loss, training=training)
-    return readable(with_calls_only(fold(flat, classes)))
+    return readable(without_covered(fold(flat, classes)))
 
 
 def capture_flat(
@@ -66,27 +66,44 @@ def capture_flat(
     graph = Graph(type(model).__name__, (), main, inputs, loss_name, outputs, updates, training)
     check_dtypes(graph)
     graph = without_unused_constants(with_trained(with_experts(simplified(graph))))
-    recompute = checkpointed(graph, translator.checkpointed) if training else ()
+    recompute = checkpointed(graph, translator.checkpoints) if training else ()
     return replace(graph, recompute=recompute), translator.classes
 
 
-def checkpointed(graph: Graph, marked: set[str]) -> tuple[str, ...]:
-    """Paths of modules all of whose values are `marked` as made inside a checkpoint."""
-    whole: dict[str, bool] = {}
+def checkpointed(graph: Graph, numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """Paths of modules all of whose values are made inside one checkpoint, by `numbers`.
+
+    And those of modules that own other nodes inside of checkpoints.
+    """
+    inside: dict[str, set[int | None]] = {}
     for node in nodes_of(graph):
-        parts = node.path.split(".")
-        inside = all(v.name in marked for v in node.results)
-        for depth in range(1, len(parts) + 1):
-            path = ".".join(parts[:depth])
-            whole[path] = whole.get(path, True) and inside
-    return tuple(path for path, inside in whole.items() if inside and path)
+        found = {numbers.get(v.name) for v in node.results}
+        for path in paths_to(node.path):
+            inside.setdefault(path, set()).update(found)
+    whole = {path for path, found in inside.items() if len(found) == 1 and None not in found}
+    loose = {
+        node.path or graph.name: None
+        for node in nodes_of(graph)
+        if any(v.name in numbers for v in node.results) and whole.isdisjoint(paths_to(node.path))
+    }
+    return (*(path for path in inside if path in whole), *loose)
 
 
-def with_calls_only(graph: Graph) -> Graph:
-    """The folded graph with block calls alone among what is recomputed."""
-    wanted = set(graph.recompute)
-    calls = (c.prefix for c in graph.main.body if isinstance(c, Call))
-    return replace(graph, recompute=tuple(p for p in calls if p in wanted))
+def paths_to(path: str) -> tuple[str, ...]:
+    """The paths of a module and of those around it, outermost first; without the model's own."""
+    parts = path.split(".") if path else []
+    return tuple(".".join(parts[: depth + 1]) for depth in range(len(parts)))
+
+
+def without_covered(graph: Graph) -> Graph:
+    """The folded graph with what is recomputed named once: block calls, and the rest outermost."""
+    wanted = dict.fromkeys(graph.recompute)
+    calls = {c.prefix: None for c in graph.main.body if isinstance(c, Call) and c.prefix in wanted}
+    around = {outer for prefix in calls for outer in paths_to(prefix)}
+    rest = {path: None for path in wanted if path not in around
+            and calls.keys().isdisjoint(paths_to(path))}  # fmt: skip
+    outermost = (path for path in rest if rest.keys().isdisjoint(paths_to(path)[:-1]))
+    return replace(graph, recompute=(*calls, *outermost))
 
 
 @dataclass(frozen=True, slots=True)

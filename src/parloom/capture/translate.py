@@ -67,7 +67,7 @@ class Translator:
         self.nodes: list[Node] = []
         self.classes: dict[str, str] = {}
         self.evaluated: dict[fx.Node, Any] = {}
-        self.checkpointed: set[str] = set()
+        self.checkpoints: dict[str, int] = {}  # of values made inside one, its number
 
     def translate(self, nodes: Iterable[fx.Node]) -> None:
         """Translate every call; placeholders must be in `names` already."""
@@ -254,8 +254,9 @@ class Translator:
             for name, tensor in zip(names, tensors, strict=True)
         )
         self.specs.update((value.name, value.spec) for value in results)
-        if (node.meta.get("custom") or {}).get(CHECKPOINT):
-            self.checkpointed.update(names)
+        checkpoint = (node.meta.get("custom") or {}).get(CHECKPOINT)
+        if checkpoint is not None:
+            self.checkpoints |= dict.fromkeys(names, checkpoint)
         self.nodes.append(Node(op, args, kwargs, results, path, 0, source))
 
     def arguments(self, node: fx.Node, args: Iterable[Any]) -> tuple[Arg, ...]:

@@ -5,13 +5,17 @@ one signature (operators, arguments up to the names of values, shapes, dtypes, p
 block) that occur at least twice become a function with a call for each. Outermost lists are tried
 first; what does not repeat there is tried one list further in, and else stays inline.
 
+What the user recomputes as a whole becomes a function even where it does not repeat, so that it can
+be recomputed.
+
 Numbers that are added or multiplied may differ from block to block, as the rates of stochastic
 depth do: then they are constants that the calls pass.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from parloom.ir.graph import (
     Call,
@@ -76,6 +80,7 @@ def fold(graph: Graph, classes: Mapping[str, str] | None = None) -> Graph:
     while folder.has_depth(depth):
         folder.fold_depth(depth)
         depth += 1
+    folder.fold_recomputed()
     inputs = tuple(folder.inputs.values())
     main = replace(graph.main, body=numbered(folder.body), inputs=tuple(i.value for i in inputs))
     return replace(graph, functions=tuple(folder.functions), main=main, inputs=inputs)
@@ -92,20 +97,30 @@ class Folder:
         self.inputs = {i.value.name: i for i in graph.inputs}
         self.specs = graph.main.specs()
         self.returned = set(graph.main.outputs)
+        self.recomputed = frozenset(graph.recompute)
 
     def has_depth(self, depth: int) -> bool:
         return any(isinstance(i, Node) and block_prefix(i.path, depth) for i in self.body)
 
     def fold_depth(self, depth: int) -> None:
         """Fold all repeated segments whose prefix has `depth` list entries."""
+        self.fold_segments(segments(self.body, partial(block_prefix, depth=depth)))
+
+    def fold_recomputed(self) -> None:
+        """Make functions of what is recomputed and in no list, outermost modules first."""
+        for prefix in sorted(self.recomputed, key=lambda path: path.count(".")):
+            self.fold_segments(segments(self.body, partial(prefix_of_module, module=prefix)))
+
+    def fold_segments(self, found: Iterator[Segment]) -> None:
+        """Fold those segments that repeat or are recomputed."""
         groups: dict[Signature, list[Segment]] = {}
-        for segment in segments(self.body, depth):
+        for segment in found:
             if segment.is_block:
                 groups.setdefault(self.signature(segment), []).append(segment)
         users = readers(self.body)
         replaced: dict[int, tuple[Call, int]] = {}
         for group in groups.values():
-            if len(group) > 1:
+            if len(group) > 1 or group[0].prefix in self.recomputed:
                 group = self.with_constants(group)
                 function, calls = self.make_function(group, users)
                 self.functions.append(function)
@@ -271,17 +286,25 @@ def block_prefix(path: str, depth: int) -> str:
     return ".".join(parts[: entries[depth - 1] + 1]) if len(entries) >= depth else ""
 
 
+def prefix_of_module(path: str, module: str) -> str:
+    """The path of a module for itself and what is in it, else ``""``."""
+    return module if f"{path}.".startswith(f"{module}.") else ""
+
+
 def below(path: str, prefix: str) -> str:
     """A path relative to a block prefix."""
     return path[len(prefix) + 1 :]
 
 
-def segments(body: Body, depth: int) -> Iterator[Segment]:
-    """Blocks of the body whose nodes are contiguous (others would give a name to two calls)."""
+def segments(body: Body, prefix_of: Callable[[str], str]) -> Iterator[Segment]:
+    """Blocks of the body whose nodes are contiguous (others would give a name to two calls).
+
+    `prefix_of` says by its path in which block a node is, if any.
+    """
     runs: dict[str, list[tuple[int, list[Node]]]] = {}
     previous = ""
     for position, item in enumerate(body):
-        prefix = block_prefix(item.path, depth) if isinstance(item, Node) else ""
+        prefix = prefix_of(item.path) if isinstance(item, Node) else ""
         if prefix and isinstance(item, Node):
             found = runs.setdefault(prefix, [])
             if prefix != previous:

@@ -165,8 +165,8 @@ class Graph:
 
     `loss` names a scalar value of main; `outputs` are (user's name, value) pairs for evaluation;
     `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
-    that was captured; `recompute` names the block calls (by prefix) that the user's model
-    checkpoints.
+    that was captured; `recompute` names what the user's model checkpoints: block calls (by prefix),
+    and modules with parts of them that are no block calls.
     """
 
     name: str
@@ -182,6 +182,12 @@ class Graph:
     @cached_property
     def by_name(self) -> dict[str, Function]:
         return {f.name: f for f in self.functions}
+
+    @property
+    def recomputed_calls(self) -> tuple[str, ...]:
+        """The block calls that the user's model checkpoints."""
+        calls = {item.prefix for item in self.main.body if isinstance(item, Call)}
+        return tuple(prefix for prefix in self.recompute if prefix in calls)
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.kind == kind)

@@ -51,6 +51,22 @@ def words(graph: Graph, decisions: Decisions) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def checkpoint_words(graph: Graph) -> tuple[str, ...]:
+    """What becomes of the checkpoints that the model itself asks for."""
+    blocks = graph.recomputed_calls
+    lines = []
+    if blocks:
+        lines.append(f"{_count(len(blocks), 'block')} recomputed, as the model's checkpoints ask")
+    kept = [path for path in graph.recompute if path not in blocks]
+    if kept:
+        some = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
+        lines.append(
+            "kept in memory although the model checkpoints it, because it is only a part of a"
+            f" block or of a module: {some}; checkpoint whole blocks to have it recomputed"
+        )
+    return tuple(lines)
+
+
 def idle_axes(decisions: Decisions) -> tuple[MeshAxis, ...]:
     """The axes of more than one device that split no operator: their devices do the same work."""
     used = {a for node in decisions.nodes for _, axes in node.factors for a in axes}
