@@ -101,24 +101,23 @@ def test_saved_tensors_are_as_declared(name: str) -> None:
     """Bytes that autograd keeps are what the entry says, up to a factor of two and small change."""
     program = Program(CASES[name])
     op, site = OPS[CASES[name].op], program.site
-    tensors = {"operand": site.operands, "result": site.results, "mask": site.results}
     for kind, index in op.saves(site):
-        assert index < len(tensors[kind]), f"{op.name} saves {kind} {index}, which is not there"
+        there = site.operands if kind in ("operand", "other") else site.results
+        assert index < len(there), f"{op.name} saves {kind} {index}, which is not there"
     if not op.emit:  # a program of others
         return
     leaves, made, kept = program.run_emitted()
     if not any(t.requires_grad for t in made) or {name, op.name} & KEPT_OTHERWISE.keys():
         return
-    masks = sum(made[index].numel() for kind, index in op.saves(site) if kind == "mask")
+    own = op.own_bytes(site, False) if op.own_bytes else 0
     declared = {
         id(t): t
         for kind, index in op.saves(site)
-        if kind != "mask"
-        for t in [leaves[site.node.refs[index]] if kind == "operand" else made[index]]
+        for t in [made[index] if kind == "result" else leaves[site.node.refs[index]]]
     }
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     total = sum(found.values())
-    said = masks + sum(t.untyped_storage().nbytes() for t in declared.values())
+    said = own + sum(t.untyped_storage().nbytes() for t in declared.values())
     largest = max(t.untyped_storage().nbytes() for t in (*leaves.values(), *made))
     assert total <= 2 * said + largest / 3, (total, said)
     assert said <= 2 * total + largest / 3, (total, said)

@@ -30,7 +30,7 @@ from parloom.cost.tasks import (
     segment,
     with_placeholders,
 )
-from parloom.cost.transfers import ROOT, Gathered, Offloaded, Ready, Reduced, whole
+from parloom.cost.transfers import ROOT, Gathered, Offloaded, Pool, Ready, Reduced, whole
 from parloom.cost.works import Called, Track, Work
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
@@ -59,8 +59,10 @@ class Stage:
         self.pcg, self.found = pcg, found
         self.links = Links(cluster)
         self.names = [value.name for value in pcg.main.inputs]
-        self.gathered = Gathered(found.parameters.gathers, self.links)
-        self.reduced = Reduced(self.links)
+        self.pool = Pool()
+        lasting = {n for n, p in found.parameters.by_name.items() if not p.input.trainable}
+        self.gathered = Gathered(found.parameters.gathers, self.links, self.pool, lasting)
+        self.reduced = Reduced(self.links, self.pool)
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
         self.pending: list[str] = []
@@ -75,9 +77,13 @@ class Stage:
         forward, first = self.forward(), self.backward(last=steps == 1, first=True)
         backwards = [first]
         if steps > 1:
-            # A backward pass may leave reductions to the next one, and adds to its gradients.
-            between = self.again() if steps > 2 else first
-            backwards = [first, *[between] * (steps - 2), self.again(last=True)]
+            # A backward pass may leave reductions to the next one, and adds to its gradients; at
+            # most two are under way, so that every other one is the same.
+            count = steps - 2
+            between = [self.again() for _ in range(min(count, 3 + (count + 1) % 2))]
+            while len(between) < count:
+                between.append(between[-2])
+            backwards = [first, *between, self.again(last=True)]
         for backward in backwards:
             actions += [forward, backward]
         return self.step((*actions, self.reduce(), self.update(), self.publish()))
@@ -94,6 +100,7 @@ class Stage:
         base[WEIGHTS] = stored["weights"]
         base[GRADIENTS] = stored["gradients"] - self.own_gradients
         base[OPTIMIZER] = stored["optimizer"]
+        base[COMMUNICATION] = self.pool.held_bytes
         base[BUFFERS] = self.found.parameters.held_bytes()
         return StepTasks(actions, self.links.names, self.links.capacities, tuple(base))
 
@@ -131,9 +138,10 @@ class Stage:
         pending = self.pending if last and self.found.walker.kernels.software.overlaps else None
         ready = Ready(parameters, buckets, touched, self.reduced, pending)
         classes = self._classes(first)
+        self.reduced.first = first
         if first:
-            own = {name for name in touched if self._is_own(name)}
-            self.own_gradients = sum(parameters.gradient_bytes(parameters.by_name[n]) for n in own)
+            own = {name for name in touched if self._is_own(name) or self._in_chunks(name)}
+            self.own_gradients = sum(parameters.kept_gradient_bytes(n) for n in own)
         parts: list[Placed] = []
         out = Listing()
         self.host.expect([w for w in works if isinstance(w, Called) and w.moves])
@@ -192,9 +200,15 @@ class Stage:
         transfers = self.found.parameters.publications
         keys = []
         for transfer in transfers:
-            keys.append(whole(transfer, self.links, out))
+            self.pool.take(transfer.staging_bytes, transfer.dtype)
+            taken = transfer.chunk_bytes + transfer.scratch_bytes
+            keys.append(whole(transfer, self.links, out, taken))
         for transfer, key in zip(transfers, keys, strict=True):
-            out.run(transfer.name, "wait", waits=(key,))
+            self.pool.give(transfer.staging_bytes, transfer.dtype)
+            after = ((COMMUNICATION, -transfer.scratch_bytes),)
+            out.run(transfer.name, "wait", waits=(key,), after=after)
+        chunks = sum(transfer.chunk_bytes for transfer in transfers)
+        out.run("drop chunks", "memory", after=((COMMUNICATION, -chunks),))
         # The next step begins with that.
         out.run("drop gradients", "memory", after=((GRADIENTS, -self.own_gradients),))
         return Action("GATHER", (self._place(out),))
@@ -266,6 +280,10 @@ class Stage:
         shared = self.found.parameters.reduces(parameter) or parameter.decision.gradient.axes
         return name not in self.unit_of and not shared
 
+    def _in_chunks(self, name: str) -> bool:
+        """Whether a gradient is stored in chunks, which come and go with the step."""
+        return bool(self.found.parameters.by_name[name].decision.gradient.axes)
+
     def _classes(self, first: bool) -> dict[int, Gradient]:
         """Per parameter among main's inputs, what autograd leaves of its gradient."""
         found: dict[int, Gradient] = {}
@@ -274,7 +292,7 @@ class Stage:
             parameter = parameters.by_name.get(name)
             if parameter is None or not parameter.input.trainable:
                 continue
-            chunks = parameter.decision.gradient.axes and parameters.reduces(parameter)
+            chunks = parameter.decision.gradient.axes
             if first and self._is_own(name):
                 found[index] = (RETAINED, parameters.gradient_bytes(parameter))
             elif name in self.unit_of or chunks:
@@ -370,14 +388,15 @@ class Stage:
         seconds = work.weights_s if part == "W" else seconds
         takes, gives = (work.takes, work.gives) if part != "W" else (0, 0)
         staging = work.staging if part != "W" else 0
+        beside = COMMUNICATION if work.exchange else flat.component
         before = (
             (flat.component, takes),
-            (COMMUNICATION, staging),
+            (beside, staging),
             *((GRADIENTS, size) for _, size in made),
         )
         after = (
             (flat.component, -gives),
-            (COMMUNICATION, -staging),
+            (beside, -staging),
             *((GRADIENTS, -size) for kind, size in made if kind == TEMPORARY),
         )
         exchange = work.exchange if part != "W" else None

@@ -50,6 +50,7 @@ class Backend:
     `rails`: every device of a node uses its own link to the network. `orders`: it may go through
     the levels in any order, where others number their ranks as the topology nests. `turns`: where
     the directions of a pair take turns, a collective of p ranks is a + b / (p - 1) times slower.
+    `scratch`: the part of the whole tensor of which it makes a copy of its own while it runs.
     """
 
     algorithms: Mapping[str, tuple[str, ...]]
@@ -57,6 +58,7 @@ class Backend:
     rails: bool = True
     orders: bool = False
     turns: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scratch: Mapping[str, float] = field(default_factory=dict)
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
@@ -92,6 +94,9 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             ),
             rails=False,
             turns=MappingProxyType({"all_gather": (1.0, 0.6), "all_to_all": (1.5, 0.6)}),
+            # torch's ProcessGroupGloo gathers into flat memory and all-reduces a clone; counted
+            # with torch 2.13, as are the others, which need nothing of torch's allocator.
+            scratch=MappingProxyType({"all_gather": 1.0, "reduce_scatter": 1.0}),
         ),
         # Devices that none of the back ends above runs on: the best of what libraries have.
         "other": Backend(

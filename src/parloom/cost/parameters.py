@@ -6,6 +6,7 @@ that are gathered together, buckets of gradients in the order in which they beco
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from parloom.cost.price import Price
 from parloom.cost.walk import Walker
@@ -26,8 +27,9 @@ from parloom.ir.step_program import (
 class Transfer:
     """Parameters that travel together, by the collectives `exchanges` one after the other.
 
-    `num_bytes` are those of the whole tensors, which need a buffer while they travel. `unit` as in
-    `StepNode`; `when` is when the gradients are reduced.
+    `num_bytes` are those of the whole tensors. What is stored in `parts` chunks travels through
+    `staging_bytes` of memory, chunks padded to equal length. `unit` as in `StepNode`; `when` is
+    when the gradients are reduced.
     """
 
     name: str
@@ -36,6 +38,19 @@ class Transfer:
     num_bytes: int
     when: str = EACH_STEP
     unit: str | None = None
+    dtype: str = ""
+    parts: int = 1
+    staging_bytes: int = 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the back end takes while the longest of its collectives runs."""
+        return max((exchange.scratch_bytes for exchange in self.exchanges), default=0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """One rank's part of the staging memory."""
+        return self.staging_bytes // self.parts
 
     def total(self) -> Pass:
         """What it costs."""
@@ -88,12 +103,12 @@ class Parameters:
         for name in arrival:
             parameter = self.by_name[name]
             path = self._path(parameter)
-            if name in gathered or not path:
+            if name in gathered or not (path or parameter.decision.gradient.axes):
                 continue
             kind = path, parameter.decision.gradient, self.gradient_width(parameter)
             bucket = filling.setdefault(kind, [])
             bucket.append(parameter)
-            limit = self.nodes[path[0]].bucket_bytes
+            limit = self.nodes[path[0]].bucket_bytes if path else 0
             if kind not in begun:  # a small one first, to start early
                 limit = min(limit, MIN_BUCKET_BYTES)
             if sum(self.gradient_bytes(p) for p in bucket) >= limit:
@@ -137,8 +152,8 @@ class Parameters:
     def update_bytes(self) -> int:
         """What the optimizer needs beside its states: Adam's denominators.
 
-        For all parameters at once on GPUs (torch's `foreach`), for one at a time on CPUs, where
-        the quotient is a tensor, too.
+        For all parameters at once on GPUs (torch's `foreach`). On CPUs for one after the other:
+        its root and the quotient, while the quotient of the one before is still there.
         """
         if self.optimizer.num_states < 2:
             return 0
@@ -146,7 +161,9 @@ class Parameters:
         sizes = [
             p.elements(mesh, p.decision.optimizer) * self.master_width(p) for p in self.trained
         ]
-        return 2 * max(sizes, default=0) if self.walker.cluster.backend == "gloo" else sum(sizes)
+        if self.walker.cluster.backend != "gloo":
+            return sum(sizes)
+        return max((2 * now + last for last, now in pairwise([0, *sizes])), default=0)
 
     def stored_bytes(self) -> dict[str, int]:
         """Device bytes of weights, gradients and optimizer states between steps."""
@@ -185,6 +202,12 @@ class Parameters:
     def gradient_bytes(self, parameter: PParameter) -> int:
         """Bytes of a home shard's gradient, as reduced."""
         return parameter.elements(self.pcg.mesh) * self.gradient_width(parameter)
+
+    def kept_gradient_bytes(self, name: str) -> int:
+        """Bytes of the gradient that outlives a microbatch: the whole home shard, or a chunk."""
+        parameter = self.by_name[name]
+        elements = parameter.elements(self.pcg.mesh, parameter.decision.gradient)
+        return elements * self.gradient_width(parameter)
 
     def width(self, parameter: PParameter) -> int:
         return DTYPE_BYTES[parameter.input.value.spec.dtype]
@@ -225,6 +248,10 @@ class Parameters:
         nodes = [self.nodes[index] for index in path]
         gathers = bool(nodes) and nodes[0].action == "GATHER"
         size = sum(map(self.home_bytes if gathers else self.gradient_bytes, members))
+        dtype = members[0].input.value.spec.dtype
+        dtype = dtype if gathers else self.decisions.reduce_dtype or dtype
+        chunk = sum(p.elements(self.pcg.mesh, _owner(p)) for p in members)
+        parts = self.pcg.mesh.size(_owner(members[0]).axes)
         exchanges, left = [], size
         for node in nodes:
             exchanges.append(self.walker.exchange(node.kind, node.axes, left))
@@ -239,4 +266,13 @@ class Parameters:
             size,
             when,
             nodes[0].unit if gathers else unit,
+            dtype,
+            parts,
+            parts * chunk * DTYPE_BYTES[dtype],
         )
+
+
+def _owner(parameter: PParameter) -> Storage:
+    """How what a rank updates of a parameter, or has of a frozen one, is stored."""
+    decision = parameter.decision
+    return decision.optimizer if parameter.input.trainable else decision.weight

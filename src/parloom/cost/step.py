@@ -9,6 +9,7 @@ behind nothing. Peak memory is the sum of the components, each at its own peak. 
 that is quick to make; `cost.simulate` plays the same works and transfers.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -130,18 +131,25 @@ def _total(transfers: Iterable[Transfer]) -> Pass:
 def _memory(found: Priced) -> tuple[tuple[str, int], ...]:
     """Bytes per device of every component.
 
-    A gathered unit is in memory twice while it is unpacked; a reduction of chunked gradients has a
-    bucket, or the gradients of a unit, in flight.
+    Buffers that weights are gathered into and gradients leave from stay for the next use: two of
+    each size at most, and what the back end needs for the largest.
     """
     forward, backward = found.main.forward, found.main.backward
     activations = max(forward.peak_bytes, forward.net_bytes + backward.peak_bytes)
-    units: dict[str | None, int] = {}
-    for gather in found.parameters.gathers:
-        units[gather.unit] = units.get(gather.unit, 0) + gather.num_bytes
-    reductions = (*found.parameters.unit_reductions, *found.buckets)
-    flights = [t.num_bytes for t in reductions if t.when == EACH_MICROBATCH]
-    held = found.parameters.held_bytes()
-    buffers = held + 2 * max(units.values(), default=0) + max(flights, default=0)
-    stored = found.parameters.stored_bytes()
-    sizes = stored | {"activations": activations, "buffers": buffers}
-    return tuple((name, sizes[name]) for name in COMPONENTS)
+    parameters = found.parameters
+    reductions = (*parameters.unit_reductions, *found.buckets)
+    chunked = [t for t in reductions if t.when == EACH_MICROBATCH]
+    sizes = [(t.staging_bytes, t.dtype) for t in parameters.gathers]
+    memory = [(t.num_bytes, t.dtype) for t in parameters.gathers]
+    leaving = [(t.staging_bytes, t.dtype) for t in chunked]
+    scratch = max((t.scratch_bytes for t in (*parameters.gathers, *chunked)), default=0)
+    in_use = Counter(sizes) | Counter(leaving)
+    pool = _two_each(in_use) + _two_each(Counter(memory))
+    buffers = parameters.held_bytes() + pool + scratch
+    stored = parameters.stored_bytes()
+    found_bytes = stored | {"activations": activations, "buffers": buffers}
+    return tuple((name, found_bytes[name]) for name in COMPONENTS)
+
+
+def _two_each(buffers: Counter[tuple[int, str]]) -> int:
+    return sum(size * min(count, 2) for (size, _), count in buffers.items())

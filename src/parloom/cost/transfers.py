@@ -7,7 +7,8 @@ that leave for the host do so while the next block runs, and come back a block a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 
 from parloom.cost.parameters import Parameters, Transfer
 from parloom.cost.tasks import (
@@ -24,11 +25,39 @@ from parloom.ir.step_program import EACH_MICROBATCH
 ROOT = ""
 
 
-class Gathered:
-    """Which units are gathered or under way; writes what has to happen into a listing."""
+class Pool:
+    """`runtime.chunks.Pool`: flat buffers by size, which stay for the next use."""
 
-    def __init__(self, gathers: Iterable[Transfer], links: Links) -> None:
-        self.links = links
+    def __init__(self) -> None:
+        self._out: Counter[tuple[int, str]] = Counter()
+        self._most: dict[tuple[int, str], int] = {}
+
+    def take(self, num_bytes: int, dtype: str) -> None:
+        """A buffer is in use."""
+        key = num_bytes, dtype
+        self._out[key] += 1
+        self._most[key] = max(self._most.get(key, 0), self._out[key])
+
+    def give(self, num_bytes: int, dtype: str) -> None:
+        """A buffer may be used again."""
+        self._out[num_bytes, dtype] -= 1
+
+    @property
+    def held_bytes(self) -> int:
+        """All buffers, from the first step on."""
+        return sum(size * count for (size, _), count in self._most.items())
+
+
+class Gathered:
+    """Which units are gathered or under way; writes what has to happen into a listing.
+
+    Memory of units with `lasting` (frozen) weights does not return to the pool.
+    """
+
+    def __init__(
+        self, gathers: Iterable[Transfer], links: Links, pool: Pool, lasting: Container[str] = ()
+    ) -> None:
+        self.links, self.pool, self._lasting = links, pool, lasting
         self.units: dict[str, list[Transfer]] = {}
         for gather in gathers:
             self.units.setdefault(gather.unit or ROOT, []).append(gather)
@@ -72,8 +101,13 @@ class Gathered:
         """Give back a unit's memory."""
         if unit in self._launched:
             self._arrive(unit, out)
-            size = sum(gather.num_bytes for gather in self.units[unit])
-            out.run("drop weights", "memory", after=((COMMUNICATION, -size),))
+            gathers = self.units[unit]
+            if self._lasts(unit):
+                size = sum(gather.num_bytes for gather in gathers)
+                out.run("drop weights", "memory", after=((COMMUNICATION, -size),))
+            else:
+                for gather in gathers:
+                    self.pool.give(gather.num_bytes, gather.dtype)
             self._launched.discard(unit)
             self._whole.discard(unit)
 
@@ -89,7 +123,8 @@ class Gathered:
         for gather in self.units[unit]:
             (exchange,) = gather.exchanges
             launch = self.links.exchange(_key(gather), exchange)
-            out.launch(launch, gather.name, before=((COMMUNICATION, gather.num_bytes),))
+            self.pool.take(gather.staging_bytes, gather.dtype)
+            out.launch(launch, gather.name, before=((COMMUNICATION, gather.scratch_bytes),))
 
     def _arrive(self, unit: str, out: Listing) -> None:
         """Wait, and unpack into memory of its own."""
@@ -97,36 +132,51 @@ class Gathered:
             return
         self._whole.add(unit)
         for gather in self.units[unit]:
-            size = gather.num_bytes
-            out.run(
-                gather.name,
-                "wait",
-                waits=(_key(gather),),
-                before=((COMMUNICATION, size),),
-                after=((COMMUNICATION, -size),),
-            )
+            if self._lasts(unit):
+                fresh = gather.num_bytes
+            else:
+                fresh = 0
+                self.pool.take(gather.num_bytes, gather.dtype)
+            self.pool.give(gather.staging_bytes, gather.dtype)
+            # The back end is through before the weights are unpacked.
+            after = ((COMMUNICATION, -gather.scratch_bytes), (COMMUNICATION, fresh))
+            out.run(gather.name, "wait", waits=(_key(gather),), after=after)
+
+    def _lasts(self, unit: str) -> bool:
+        return any(n in self._lasting for gather in self.units[unit] for n in gather.parameters)
 
 
 class Reduced:
-    """The reductions of chunked gradients under way, oldest first."""
+    """The reductions of chunked gradients under way, oldest first.
 
-    def __init__(self, links: Links) -> None:
-        self.links = links
-        # Each with the number of its collectives that were launched.
-        self.flights: list[tuple[Transfer, int]] = []
+    In the `first` backward pass of a step the chunks that arrive stay: others are added to them.
+    """
+
+    def __init__(self, links: Links, pool: Pool) -> None:
+        self.links, self.pool = links, pool
+        self.first = False
+        # Each with the number of its collectives that were launched, and what it then gives back.
+        self.flights: list[tuple[Transfer, int, int]] = []
 
     def launch(self, transfer: Transfer, freed_bytes: int, out: Listing) -> None:
         """Gradients set out; `freed_bytes` of them were whole until now."""
-        after = ((GRADIENTS, -freed_bytes),)
-        if not transfer.exchanges:
-            out.run(transfer.name, "memory", after=after)
-            return
-        self.flights = [(t, self._proceed(t, n, out)) for t, n in self.flights]
-        while len(self.flights) > 1 or any(t is transfer for t, _ in self.flights):
+        chunk = transfer.chunk_bytes
+        self.flights = [(t, self._proceed(t, n, out), size) for t, n, size in self.flights]
+        while len(self.flights) > 1:
             self._land(out)
-        first = self.links.exchange(_key(transfer), transfer.exchanges[0])
-        out.launch(first, transfer.name, ((COMMUNICATION, transfer.num_bytes),), after)
-        self.flights.append((transfer, 1))
+        if any(flight.name == transfer.name for flight, _, _ in self.flights):
+            # That of the microbatch before is still under way.
+            transfer = replace(transfer, name=f"{transfer.name} again")
+        self.pool.take(transfer.staging_bytes, transfer.dtype)
+        given = transfer.scratch_bytes + (0 if self.first else chunk)
+        before = ((COMMUNICATION, given), (GRADIENTS, chunk if self.first else 0))
+        after = ((GRADIENTS, -freed_bytes),)
+        if transfer.exchanges:
+            first = self.links.exchange(_key(transfer), transfer.exchanges[0])
+            out.launch(first, transfer.name, before, after)
+        else:  # whole on every rank already, which keeps its chunk
+            out.run(transfer.name, "memory", before=before, after=after)
+        self.flights.append((transfer, 1, given))
 
     def land(self, out: Listing) -> None:
         """Wait for all of them."""
@@ -142,13 +192,14 @@ class Reduced:
         return len(transfer.exchanges)
 
     def _land(self, out: Listing) -> None:
-        transfer, launched = self.flights.pop(0)
+        transfer, launched, given = self.flights.pop(0)
         self._proceed(transfer, launched, out)
+        self.pool.give(transfer.staging_bytes, transfer.dtype)
         out.run(
             transfer.name,
             "wait",
-            waits=(_key(transfer, len(transfer.exchanges) - 1),),
-            after=((COMMUNICATION, -transfer.num_bytes),),
+            waits=(_key(transfer, len(transfer.exchanges) - 1),) if transfer.exchanges else (),
+            after=((COMMUNICATION, -given),),
         )
 
 
@@ -253,11 +304,11 @@ def _fetched(call: Called) -> str:
     return key_of("host", f"fetch {call.prefix}")
 
 
-def whole(transfer: Transfer, links: Links, out: Listing) -> str:
-    """Launch a bucket of whole tensors; its key."""
+def whole(transfer: Transfer, links: Links, out: Listing, taken_bytes: int = 0) -> str:
+    """Launch a bucket of whole tensors, which takes so many bytes; its key."""
     (exchange,) = transfer.exchanges
     launch = links.exchange(_key(transfer), exchange)
-    out.launch(launch, transfer.name)
+    out.launch(launch, transfer.name, before=((COMMUNICATION, taken_bytes),))
     return launch.key
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
-from parloom.cost.collectives import collective, group_of
-from parloom.cost.kernels import Kernels, local_operator
+from parloom.cost.collectives import BACKENDS, collective, group_of
+from parloom.cost.kernels import Kernels, kept, local_operator
 from parloom.cost.liveness import Lives
 from parloom.cost.merging import Part, merged
+from parloom.cost.staging import staging_bytes
 from parloom.cost.works import (
     INSIDE,
     NEW,
@@ -28,6 +29,7 @@ from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Site, op_of
+from parloom.ir.ops.opdef import SavedTensors
 from parloom.ir.pcg import Compute, Item, Movement, PCall, PFunction, PValue
 
 # Primitives that leave the local tensor where it is.
@@ -40,7 +42,7 @@ COLLECTIVE_PRIMITIVES = {
     "halo_exchange": "halo_exchange",
     "halo_add": "halo_exchange",
 }
-# Primitives that need a stacked copy of the larger side.
+# Primitives that may need a stacked copy of the larger side.
 STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -162,7 +164,8 @@ class Walker:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
         group = group_of(tuple(self.mesh[a] for a in axes))
         found = collective(kind, moved, group, self.cluster)
-        return Exchange(kind, axes, found.traffic, found.seconds, found.latency_s)
+        scratch = round(BACKENDS[self.cluster.backend].scratch.get(kind, 0.0) * moved)
+        return Exchange(kind, axes, found.traffic, found.seconds, found.latency_s, scratch)
 
 
 class _Body:
@@ -204,24 +207,37 @@ class _Body:
         forward = Work(name, kind, seconds.forward_s, parameters=self.weights(read))
         if not any(v.differentiable for v in item.results):
             return forward, None
-        for what, index in op.saves(site):
-            if what == "mask":  # one byte an element of the result
-                made = item.results[index]
-                mask = f"{made.name} mask"
-                lives.sizes[mask] = prod(
-                    local_shape(made.layout, made.spec.shape, self.walker.mesh)
-                )
-                lives.keep(mask)
-            else:
-                lives.keep(lives.of((item.operands if what == "operand" else item.results)[index]))
+        self.keep(item, kept(item))
+        if op.own_bytes:
+            own = f"{item.results[0].name} own"
+            lives.sizes[own] = self.share(item.results[0], op.own_bytes(site, self.fused))
+            lives.keep(own)
+        undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
         share = seconds.weights_s
         if len(weights) == len(wanted):
             share = seconds.backward_s
         return forward, Work(
-            name, kind, seconds.backward_s, parameters=weights, weights_s=share if weights else 0.0
-        )
+            name, kind, seconds.backward_s, staging=undo, parameters=weights,
+            weights_s=share if weights else 0.0,
+        )  # fmt: skip
+
+    @property
+    def fused(self) -> bool:
+        """Whether the back end's devices have fused kernels."""
+        return self.walker.cluster.backend != "gloo"
+
+    def share(self, value: PValue, num_bytes: float) -> int:
+        """One rank's part of memory that is sharded as `value` is."""
+        local = prod(local_shape(value.layout, value.spec.shape, self.walker.mesh))
+        return round(num_bytes * local / max(1, value.spec.num_elements))
+
+    def keep(self, item: Compute, saved: SavedTensors) -> None:
+        """What autograd keeps of an operator lives until its backward pass."""
+        for what, index in saved:
+            value = item.results[index] if what == "result" else item.operands[index]
+            self.lives.keep(self.lives.of(value))
 
     def weights(self, owners: Iterable[str]) -> tuple[int, ...]:
         """The positions of those that are parameters."""
@@ -230,18 +246,19 @@ class _Body:
     def move(self, item: Movement) -> tuple[Work | None, Work | None]:
         """Forward and backward of a movement."""
         adjoint = ADJOINTS[item.step.row]
-        before, after = self.define((item.operand,), (item.result,))
+        self.define((item.operand,), (item.result,))
         if adjoint.forward in FREE:
             self.lives.share(item.operand, item.result)
-        forward = self.primitive(adjoint.forward, item, before, after)
+        forward = self.primitive(adjoint.forward, item, item.operand, item.result)
         if not item.operand.differentiable:
             return forward, None
-        return forward, self.primitive(adjoint.backward, item, after, before)
+        return forward, self.primitive(adjoint.backward, item, item.result, item.operand)
 
-    def primitive(self, name: str, item: Movement, before: int, after: int) -> Work | None:
-        """One primitive that makes `after` local bytes of `before`."""
+    def primitive(self, name: str, item: Movement, source: PValue, target: PValue) -> Work | None:
+        """One primitive that makes a local tensor of another."""
         if name in FREE:
             return None
+        before, after = self.walker.local_bytes(source), self.walker.local_bytes(target)
         kind = COLLECTIVE_PRIMITIVES.get(name)
         copies = kind is None or (name in STACKED and self.walker.kernels.software.stacks)
         seconds = self.walker.kernels.stream_s(before + after) if copies else 0.0
@@ -250,7 +267,14 @@ class _Body:
             return Work(item.result.name, name, seconds, parameters=weights)
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
         exchange = self.walker.exchange(kind, item.step.axes, moved)
-        staging = moved if name in STACKED else 0
+        staging = exchange.scratch_bytes
+        if self.walker.kernels.software.stacks:
+            mesh = self.walker.mesh
+            shapes = [local_shape(v.layout, v.spec.shape, mesh) for v in (source, target)]
+            staging = staging_bytes(
+                name, item.step, mesh.size(item.step.axes), (shapes[0], before),
+                (shapes[1], after), staging, undone=source is item.result,
+            )  # fmt: skip
         return Work(item.result.name, name, seconds, exchange, staging=staging, parameters=weights)
 
     def call(self, item: PCall) -> tuple[Called, Called | None]:

@@ -26,7 +26,8 @@ class Pass:
 class Exchange:
     """One collective over the joint group of `axes`.
 
-    It takes `seconds` alone, in the first `latency_s` of which no link is busy.
+    It takes `seconds` alone, in the first `latency_s` of which no link is busy. The back end takes
+    `scratch_bytes` meanwhile.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Exchange:
     traffic: tuple[Traffic, ...]
     seconds: float
     latency_s: float
+    scratch_bytes: int = 0
 
     def total(self, count: int = 1) -> Pass:
         """What it costs, `count` times over."""

@@ -2,7 +2,7 @@
 
 from math import prod
 
-from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build
 
 
@@ -95,6 +95,34 @@ def _flops(site: Site, rule: Rule) -> float:
     return 2.0 * prod(site.results[0].shape[:-1]) * v[-2] * (q[-1] + v[-1])
 
 
+def _written_out(site: Site, fused: bool) -> bool:
+    """Whether probabilities are tensors: with dropout on CPUs, so that its mask is keyed."""
+    return not fused and bool(site.arg(4, "dropout_p", 0.0))
+
+
+def _weights_bytes(site: Site) -> float:
+    """Bytes of the probabilities [lead, s, t]."""
+    width = site.results[0].num_bytes / max(1, site.results[0].num_elements)
+    return width * prod(site.results[0].shape[:-1]) * site.operands[1].shape[-2]
+
+
+def _saves(site: Site) -> SavedTensors:
+    return (("operand", 0), ("operand", 1), ("operand", 2), ("result", 0))
+
+
+def _own_bytes(site: Site, fused: bool) -> float:
+    """Probabilities, what dropout leaves of them and its mask; otherwise a float32 per row."""
+    if not _written_out(site, fused):
+        return 4.0 * prod(site.results[0].shape[:-1])
+    mask = prod(site.results[0].shape[:-1]) * site.operands[1].shape[-2]
+    return 2 * _weights_bytes(site) + mask
+
+
+def _undo_bytes(site: Site, fused: bool) -> float:
+    """Gradients of the probabilities before and after the softmax."""
+    return 2 * _weights_bytes(site) if _written_out(site, fused) else 0.0
+
+
 OPS: tuple[OpDef, ...] = (
     OpDef(
         "scaled_dot_product_attention",
@@ -102,6 +130,8 @@ OPS: tuple[OpDef, ...] = (
         _attention,
         _flops,
         2.5,  # the backward pass recomputes q k^T: 5 products for 2 (FlashAttention, section 3)
-        (("operand", 0), ("operand", 1), ("operand", 2), ("result", 0)),
+        _saves,
+        _own_bytes,
+        _undo_bytes,
     ),
 )

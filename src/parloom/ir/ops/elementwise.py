@@ -1,7 +1,15 @@
 """Elementwise operators: factors are the dims of the result, size-1 dims broadcast."""
 
 from parloom.ir.graph import Ref
-from parloom.ir.ops.opdef import Emission, OpDef, Saved, SavedTensors, all_operands, each_other
+from parloom.ir.ops.opdef import (
+    Emission,
+    OpDef,
+    Saved,
+    SavedTensors,
+    all_operands,
+    both_operands,
+    each_other,
+)
 from parloom.ir.ops.rule import Rule, Site, broadcast, build
 
 FIRST: SavedTensors = (("operand", 0),)
@@ -27,7 +35,12 @@ spherical_bessel_j0
 """
 _UNDERIVED = " ".join(f"special_{n}" for n in (*_POLYNOMIALS.split(), *_WAVES.split()))
 
-_SAVED = {"mul": each_other, "div": each_other, "remainder": each_other}
+
+def _quotient_saves(site: Site) -> SavedTensors:
+    return (("other", 0), ("operand", 1)) if len(site.operands) > 1 else ()
+
+
+_SAVED = {"mul": each_other, "div": _quotient_saves, "remainder": both_operands}
 _LINEAR = {"mul": "either", "div": "first", "add": "joint", "sub": "joint"}
 
 
@@ -100,7 +113,7 @@ OPS: tuple[OpDef, ...] = (
     *_each("special_i0e special_i1 special_i1e special_erfcx", (*FIRST, *RESULT),
            "torch.ops.aten."),
     *_each("maximum minimum fmax fmin atan2 logaddexp logaddexp2 xlogy fmod ldexp nextafter",
-           each_other),
+           both_operands),
     *_each("hypot", (("operand", 0), ("operand", 1), *RESULT)),
     *_each("copysign", (*FIRST, *RESULT)),
     *_each("special_xlog1py", each_other, "torch.ops.aten."),

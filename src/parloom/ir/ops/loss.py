@@ -5,7 +5,7 @@ from math import prod
 
 from parloom.errors import LayoutError
 from parloom.ir.graph import Dtype, Function, Ref, TensorSpec, Value
-from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, all_operands
+from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, all_operands, first_bytes
 from parloom.ir.ops.program import Body, wide
 from parloom.ir.ops.reduce import exponentials
 from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, build, opaque
@@ -292,7 +292,9 @@ def _plain(name: str, position: int, names: tuple[str, ...] = (), first: int = 2
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("cross_entropy_loss", _class_rule, _class_loss("cross_entropy"), saved=_SAVED,
+    # log_softmax keeps its result, and its backward pass is given the gradient of that
+    OpDef("cross_entropy_loss", _class_rule, _class_loss("cross_entropy"),
+          saved=(("operand", 1),), own_bytes=first_bytes, undo_bytes=first_bytes,
           expand=expand_cross_entropy),
     OpDef("nll_loss_nd", _class_rule, _class_loss("nll_loss"), saved=_SAVED, expand=expand_nll),
     _plain("mse_loss", 2),

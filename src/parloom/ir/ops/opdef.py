@@ -134,7 +134,18 @@ class Emission:
 
 Emit = Callable[[Emission], str] | str
 SavedTensors = tuple[tuple[str, int], ...]
+Own = Callable[[Site, bool], float]
 Saved = SavedTensors | Callable[[Site], SavedTensors]
+
+
+def each_element(num_bytes: int) -> Own:
+    """So many bytes for every element of the result."""
+    return lambda site, fused: num_bytes * site.results[0].num_elements
+
+
+def first_bytes(site: Site, fused: bool) -> float:
+    """As many bytes as the first operand has."""
+    return site.operands[0].num_bytes
 
 
 def all_operands(site: Site) -> SavedTensors:
@@ -142,9 +153,16 @@ def all_operands(site: Site) -> SavedTensors:
     return tuple(("operand", i) for i in range(len(site.operands)))
 
 
+def both_operands(site: Site) -> SavedTensors:
+    """The operands of a comparison; a lone one is compared with a number, which takes a mask."""
+    return all_operands(site) if len(site.operands) > 1 else ()
+
+
 def each_other(site: Site) -> SavedTensors:
     """Operands of a product: each is kept for the gradient of the others, so a lone one is not."""
-    return all_operands(site) if len(site.operands) > 1 else ()
+    if len(site.operands) == 1:
+        return ()
+    return tuple(("other", i) for i in range(len(site.operands)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +173,11 @@ class OpDef:
     for a method of the first, or a function that writes the expression; `flops` the forward work
     over the global index space (an axis on any factor divides it; the backward pass costs
     `backward_ratio` times as much); `saved` what autograd keeps, as ("operand" | "result", index),
-    or ("mask", index) for one byte an element of that result, or a function of the call that says
-    so;
+    ("other", index) for an operand that is kept where another one needs a gradient, or a function
+    of the call that says so;
+    `own_bytes` what autograd keeps that is no value of the graph, `undo_bytes` what the backward
+    pass takes beside gradients, both over the global index space (sharded as result 0 is) and told
+    whether kernels are fused (GPUs) or not (CPUs);
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded, or
     always where there is nothing to `emit`;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
@@ -173,6 +194,8 @@ class OpDef:
     flops: Callable[[Site, Rule], float] = elementwise_flops
     backward_ratio: float = 1.0
     saved: Saved = ()
+    own_bytes: Own | None = None
+    undo_bytes: Own | None = None
     expand: Callable[[Site, frozenset[str]], Function] | None = None
     halo: Callable[[Site], Mapping[str, tuple[int, int, int]]] | None = None
     view: bool = False

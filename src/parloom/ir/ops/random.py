@@ -1,7 +1,7 @@
 """Random operators: keyed by seed, operator path, step and global index, never by call order."""
 
 from parloom.ir.graph import Dtype
-from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.opdef import Emission, OpDef, each_element
 from parloom.ir.ops.rule import Rule, Site, broadcast, build
 
 
@@ -21,7 +21,7 @@ def _draw(e: Emission) -> str:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("dropout", broadcast, _dropout, saved=(("mask", 0),), random=True),
+    OpDef("dropout", broadcast, _dropout, own_bytes=each_element(1), random=True),
     *(OpDef(n, _draw_rule, _draw, random=True, differentiable=False) for n in ("rand", "randn")),
 )
 
