@@ -72,12 +72,13 @@ def _memory(
     """
     memory, end = span.played.memory, span.start_ps + span.played.ps
     if detailed:
-        now = None
+        now, last = None, 0
         for when, component, size in memory_line(span):
-            if now is not None and when != now:
+            # The most of an instant is shown, too.
+            if now is not None and (when != now or size < 0 < last):
                 yield _counter(index, now, held)
             held[component] += size
-            now = when
+            now, last = when, size
         if now is not None:
             yield _counter(index, now, held)
         return
