@@ -1,24 +1,26 @@
 """Which models are captured, with which operators, and which plans of them are equal.
 
-    PYTHONPATH=. python benchmarks/breadth.py [--models listed,GemmaForCausalLM] [--plans 2]
-        [--timeout SECONDS] [--json FILE]
+    PYTHONPATH=. python benchmarks/breadth.py [--models listed,GemmaForCausalLM] [--plans 10]
+        [--timeout SECONDS] [--json FILE] [--keep]
 
 `--models` takes groups (`listed`, `common`, `zoo`, a task of transformers such as `causal_lm`) and
 architectures. Each model runs in a process of its own, which is ended after `--timeout` seconds:
 it is captured, its loss and gradients are compared with the model's to the bit, its operators are
-counted, and data_parallel, fsdp, megatron and random legal plans on four ranks are compared with
-one device in float64 (1e-9). Exit code 1 where something differs or fails.
+counted, and data_parallel, fsdp, megatron at each degree and random legal plans on four gloo ranks
+are compared with one device (`gate.py`). Exit code 1 where something differs or fails.
+`support_matrix.py` writes the README's table from the JSON.
 """
 
 import argparse
 import copy
+import json
 import multiprocessing
 import resource
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Collection
+from dataclasses import asdict
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,22 +28,15 @@ from typing import Any
 import torch
 from breadth_models import names, tiny
 from common import report
+from gate import told, verdicts
 from tests.dist import lowered
-from tests.equality import TOLERANCE, difference, parallel
 from torch import Tensor, nn
 
 from parloom.capture import capture, parameters_of
-from parloom.cost.clusters import load_cluster
-from parloom.errors import ParloomError
 from parloom.execute.reference import evaluate
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Graph
-from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, grid
-from parloom.ir.ops import OPS, Site, op_of
-from parloom.ir.plan import Decisions
-from parloom.rewrite.pad import rewritten
-from parloom.search.baselines import METHODS, random_plan
+from parloom.ir.ops import OPS, Site, op_of, why_whole
 
 Row = dict[str, Any]
 ROUNDING = 1e-5  # single precision sums in another order, where torch picks another kernel
@@ -56,16 +51,13 @@ def examine(name: str, plans: int, row: Row) -> None:
     row["parameters"] = sum(p.numel() for p in model.parameters())
     graph = capture(model, batch)
     row["capture_s"] = round(time.perf_counter() - started, 2)
-    row["calls"] = sum(1 for _ in graph.unfolded())
     row["kinds"] = kinds(graph)
     row["rounding"], row["rounding_at"] = rounding(graph, model, batch)
-    factored = factorize(graph)
-    row |= coverage(graph, factored)
-    subject = lowered.of(model, batch)
-    judgements: dict[str, str] = {}
-    row["plans"] = judgements
-    for case, error in errors(subject, plans):
-        judgements[case] = error
+    row |= coverage(graph, factorize(graph))
+    found: list[Row] = []
+    row["plans"] = found
+    for verdict in verdicts(lowered.of(model, batch, graph), SHAPE, plans):
+        found.append(asdict(verdict))
     row["seconds"] = round(time.perf_counter() - started, 1)
 
 
@@ -121,80 +113,34 @@ def rounding(graph: Graph, model: nn.Module, batch: dict[str, Tensor]) -> tuple[
 
 
 def coverage(graph: Graph, factored: Factored) -> Row:
-    """Calls and work of operators with a rule; the opaque ones and those split nowhere, by name."""
-    opaque: Counter[str] = Counter()
-    whole: Counter[str] = Counter()
-    calls, flops, lost = 0, 0.0, 0.0
+    """How much has a rule that splits something: calls, work, and the others by operator."""
+    calls, flops = 0, 0.0
+    rest: dict[str, Row] = {}
     specs = {f.name: f.specs() for f in (graph.main, *graph.functions)}
     for flat in graph.flat():
         node = flat.node
         site = Site(node, tuple(specs[flat.function][n] for n in node.refs))
         rule = factored.rule(flat.function, node)
-        work = op_of(node).flops(site, rule)
-        calls += 1
+        entry = op_of(node)
+        work = entry.flops(site, rule)
         if node.op not in OPS:
-            opaque[node.op] += 1
             # No entry says its work: two operations per pair of elements read and written.
             work = 2.0 * max((s.num_elements for s in (*site.operands, *site.results)), default=0)
-            lost += work
-        elif not rule.shardable and any(s.num_elements > 1 for s in site.results):
-            whole[node.op] += 1
-        flops += work
-    real = calls - sum(opaque.values())
+        calls, flops = calls + 1, flops + work
+        reason = why_whole(site, rule)
+        if reason:
+            row = rest.setdefault(node.op, {"calls": 0, "flops": 0.0, "reasons": []})
+            row["calls"] += 1
+            row["flops"] += work
+            if reason not in row["reasons"]:
+                row["reasons"].append(reason)
     return {
-        "rule_calls": real / max(calls, 1),
-        "rule_flops": 1 - lost / flops if flops else 1.0,
-        "opaque": dict(opaque),
-        "whole": dict(whole),
+        "calls": calls,
+        "flops": flops,
+        "rule_calls": 1 - sum(row["calls"] for row in rest.values()) / max(calls, 1),
+        "rule_flops": 1 - sum(row["flops"] for row in rest.values()) / max(flops, 1.0),
+        "unsplit": rest,
     }
-
-
-def errors(subject: lowered.Model, count: int) -> Iterator[tuple[str, str]]:
-    """Each plan and how it differs from one device; an empty text where it does not."""
-    cluster = load_cluster(f"{SHAPE[0]}x{SHAPE[1]}xcpu")
-    for method in ("data_parallel", "fsdp", "megatron"):
-        try:
-            plans = list(METHODS[method](subject.graph, cluster, 1, 0))
-        except Exception as err:
-            yield method, told(err)
-            continue
-        for plan in plans:
-            degrees = "x".join(str(a.size) for a in plan.mesh.axes)
-            yield f"{method} {degrees}", judged(partial(error_of, subject, plan))
-    mesh = grid({"x": SHAPE[0], "y": SHAPE[1]})
-    for seed in range(count):
-        yield f"random {seed}", judged(partial(error_of_random, subject, mesh, seed))
-
-
-def error_of_random(subject: lowered.Model, mesh: Mesh, seed: int) -> tuple[float, str]:
-    """A random legal plan's difference from one device."""
-    return subject.error(random_plan(subject.graph, subject.factored, mesh, seed))
-
-
-def error_of(subject: lowered.Model, plan: Decisions) -> tuple[float, str]:
-    """A plan's difference from one device, its rewrites applied."""
-    if not plan.rewrites:
-        return subject.error(plan)
-    graph = rewritten(subject.graph, plan.rewrites)
-    pcg = lower(graph, plan, factored=factorize(graph))
-    return difference(subject.expected, parallel(pcg, subject.tensors, subject.batch))
-
-
-def judged(run: Callable[[], tuple[float, str]]) -> str:
-    """What is wrong with a plan, if anything."""
-    try:
-        error, where = run()
-    except Exception as err:
-        return told(err)
-    return "" if error <= TOLERANCE else f"{error:.1e} at {where}"
-
-
-def told(err: Exception) -> str:
-    """An exception in one line, with where it was raised."""
-    frame = traceback.extract_tb(err.__traceback__)[-1]
-    kind = "" if isinstance(err, ParloomError) else f"{type(err).__name__}: "
-    text = str(err).strip().splitlines() or [""]
-    return f"{kind}{text[0]} [{Path(frame.filename).name}:{frame.lineno}]"
 
 
 def child(name: str, plans: int, pipe: Connection) -> None:
@@ -229,24 +175,26 @@ def isolated(name: str, plans: int, timeout_s: float) -> Row:
 
 def passed(row: Row) -> bool:
     """Whether the model is captured and everything is equal."""
-    plans: Any = row.get("plans")
-    return "failed" not in row and row["rounding"] <= ROUNDING and not any(plans.values())
+    if "failed" in row:
+        return False
+    return row["rounding"] <= ROUNDING and not any(plan["wrong"] for plan in row["plans"])
 
 
 def printed(row: Row) -> str:
     """One line for the model and one for each thing that is not as it should be."""
     lines = [f"{row['model']:44}"]
     if "rule_calls" in row:
-        plans = row["plans"]
-        equal = sum(not error for error in plans.values())
+        plans = row.get("plans", [])
+        equal = sum(not plan["wrong"] for plan in plans)
+        worst = max((plan["error"] for plan in plans if plan["error"] is not None), default=0.0)
         same = f"{row['rounding']:.0e}" if row["rounding"] else "bits"
         lines[0] += (
             f" {row['calls']:5} calls  rules {row['rule_calls']:7.2%} of calls"
-            f" {row['rule_flops']:7.2%} of flops  plans {equal}/{len(plans)}  {same}"
-            f"  {row.get('seconds', '-')} s  {row['kinds']}"
+            f" {row['rule_flops']:8.3%} of flops  plans {equal}/{len(plans)}, worst {worst:.1e}"
+            f"  {same}  {row.get('seconds', '-')} s  {row['kinds']}"
         )
-        lines += [f"    {key} {row[key]}" for key in ("opaque", "whole") if row[key]]
-        lines += [f"    {plan}: {error}" for plan, error in plans.items() if error]
+        lines += [f"    {op}: {rest}" for op, rest in row["unsplit"].items()]
+        lines += [f"    {plan['plan']}: {plan['wrong']}" for plan in plans if plan["wrong"]]
         if row["rounding"] > ROUNDING:
             lines.append(f"    differs from the model by {same}: {row['rounding_at']}")
     if "failed" in row:
@@ -254,21 +202,31 @@ def printed(row: Row) -> str:
     return "\n".join(lines)
 
 
+def others(path: str | None, chosen: Collection[str]) -> list[Row]:
+    """The rows in a file for models that are not chosen."""
+    if path is None or not Path(path).exists():
+        return []
+    rows: list[Row] = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row["model"] not in chosen]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default="listed,zoo")
-    parser.add_argument("--plans", type=int, default=2, help="random plans per model")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per model")
+    parser.add_argument("--plans", type=int, default=10, help="random plans per model")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds per model")
     parser.add_argument("--json", default=None)
+    parser.add_argument("--keep", action="store_true", help="rows of other models in the file stay")
     args = parser.parse_args()
     torch.set_num_threads(1)  # models are forked, ranks are threads
     chosen = dict.fromkeys(n for group in args.models.split(",") for n in names(group))
-    rows = []
+    kept = others(args.json, chosen) if args.keep else []
+    rows: list[Row] = []
     for name in chosen:
         row = isolated(name, args.plans, args.timeout)
-        rows.append(row)
+        rows.append(row | {"date": datetime.now(UTC).date().isoformat()})
         print(printed(row), flush=True)
-        report("breadth", rows, args.json)
+        report("breadth", [*kept, *rows], args.json)
     good = sum(passed(row) for row in rows)
     print(f"{good} of {len(rows)} models pass")
     return int(good < len(rows))

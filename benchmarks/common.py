@@ -4,8 +4,12 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,8 +23,11 @@ def report(name: str, rows: Sequence[dict[str, object]], path: str | None) -> No
         return
     document = {
         "benchmark": name,
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
         "parloom": __version__,
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
         "machine": {
             "cpus": os.cpu_count(),
