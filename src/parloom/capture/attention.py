@@ -9,6 +9,7 @@ That is what the untraced model computes, to the bit; it lets a device use its f
 leaves dozens of operators dead.
 """
 
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -17,25 +18,54 @@ from torch import Tensor, fx
 
 CAUSAL = "causal"
 NOTHING = "nothing"
-# A mask of one gigabyte: batch 16 at 8192 positions. Larger ones are kept as they are.
-MAX_MASK_ELEMENTS = 1 << 30
+# One gigabyte, a mask of 32768 positions for all samples alike. Larger ones are kept as they are.
+MAX_ELEMENTS = 1 << 30
+LOOKED_THROUGH = 1 << 24  # elements up to which a value is looked through for dims it repeats along
+# Elementwise without torch's tag.
+ELEMENTWISE = frozenset({"__and__", "__or__", "__xor__", "_to_copy", "clone"})
+# Of any strides, without a copy.
+VIEWS = frozenset({
+    "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose",
+    "unsqueeze",
+})  # fmt: skip
+
+
+class TooLarge(Exception):
+    """A value that is not worth its memory."""
+
+
+class FixedMasks:
+    """What the masks of a graph mean; values that several depend on are evaluated once."""
+
+    def __init__(self) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self.meanings: dict[fx.Node, str | None] = {}
+
+    def meaning(self, mask: fx.Node) -> str | None:
+        """`causal`, `nothing` (masks nothing out), or None for any other mask."""
+        if mask not in self.meanings:
+            self.meanings[mask] = mask_meaning(mask, self.values)
+            for node, value in tuple(self.values.items()):
+                if isinstance(value, Tensor) and distinct(value).numel() > LOOKED_THROUGH:
+                    del self.values[node]
+        return self.meanings[mask]
 
 
 def mask_meaning(mask: fx.Node, known: dict[fx.Node, Any]) -> str | None:
-    """`causal`, `nothing` (masks nothing out), or None for any other mask.
-
-    `known` keeps what has been evaluated, for the next mask of the same graph.
-    """
+    """What one mask means; `known` is added to."""
     spec = mask.meta.get("val")
     if not isinstance(spec, Tensor) or spec.dtype != torch.bool or spec.dim() < 2:
         return None
-    if spec.numel() > MAX_MASK_ELEMENTS or not is_fixed(mask):
+    if not is_fixed(mask):
         return None
+    rows, columns = spec.shape[-2:]
     with torch.no_grad(), torch.device("cpu"):
-        value = evaluate_fixed(mask, known)
+        try:
+            value = distinct(evaluate_fixed(mask, known))
+        except TooLarge:
+            return None
         if bool(value.all()):
             return NOTHING
-        rows, columns = value.shape[-2:]
         if rows == columns and bool(
             (value == torch.ones(rows, columns, dtype=torch.bool).tril()).all()
         ):
@@ -79,13 +109,72 @@ def evaluate_fixed(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 
 def run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """Call a node's operator on known values."""
-    args = fx.node.map_arg(node.args, known.__getitem__)
-    kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
+    """Call a node's operator on known values.
+
+    What repeats along a dim, as most of a mask does along the samples, is held and computed once.
+    Raises `TooLarge` for a result of more than `MAX_ELEMENTS`.
+    """
+    target: Any = node.target
+    spec = node.meta.get("val")
+    elementwise = is_elementwise(node)
+    view = target is torch.ops.aten.view.default
+    any_strides = view or packet(node) in VIEWS
+    plain = distinct if elementwise else as_it_lies if any_strides else contiguous
+    args: Any = fx.node.map_arg(node.args, lambda n: plain(known[n]))
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: plain(known[n]))
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
+    if not isinstance(spec, Tensor) or packet(node) in VIEWS:
+        return target(*args, **kwargs)
+    shape = tuple(spec.shape)
+    if elementwise:
+        operands = (distinct(known[n]).shape for n in node.all_input_nodes)
+        shape = torch.broadcast_shapes(*operands)  # type: ignore[no-untyped-call]
+    if prod(shape) > MAX_ELEMENTS:
+        raise TooLarge
+    if view:
+        target = torch.ops.aten.reshape.default
+    return repeated(target(*args, **kwargs)).expand(spec.shape)
+
+
+def as_it_lies(value: Any) -> Any:
+    """For operators that take any strides."""
+    return value
+
+
+def contiguous(value: Any) -> Any:
+    """For those that may not."""
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of a node's result comes from the elements of its operands there."""
     target: Any = node.target
-    return target(*args, **kwargs)
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or packet(node) in ELEMENTWISE
+
+
+def distinct(value: Any) -> Any:
+    """A tensor without what it repeats: size 1 in the dims along which it is expanded."""
+    if not isinstance(value, Tensor):
+        return value
+    for dim in range(value.dim()):
+        if value.stride(dim) == 0 and value.shape[dim] > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def repeated(value: Tensor) -> Tensor:
+    """The same tensor, expanded along the dims where all its elements are equal."""
+    shape = value.shape
+    if value.is_floating_point() or value.is_complex() or value.numel() > LOOKED_THROUGH:
+        return value  # zeros of both signs are equal, and not the same
+    for dim, size in enumerate(shape):
+        first = value.narrow(dim, 0, min(size, 1))
+        if size > 1 and bool((value == first).all()):
+            value = first
+    return value.expand(shape)
 
 
 def grouped_source(node: fx.Node) -> fx.Node | None:

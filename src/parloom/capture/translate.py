@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from parloom.capture.attention import CAUSAL, grouped_source, mask_meaning
+from parloom.capture.attention import CAUSAL, FixedMasks, grouped_source
 from parloom.capture.autograd import CHECKPOINT
 from parloom.capture.blame import WAYS_ON, module_path, source_of, without_wrapper
 from parloom.capture.spelling import RECURRENT
@@ -66,7 +66,7 @@ class Translator:
         self.hidden = hidden
         self.nodes: list[Node] = []
         self.classes: dict[str, str] = {}
-        self.evaluated: dict[fx.Node, Any] = {}
+        self.masks = FixedMasks()
         self.checkpoints: dict[str, int] = {}  # of values made inside one, its number
 
     def translate(self, nodes: Iterable[fx.Node]) -> None:
@@ -207,7 +207,7 @@ class Translator:
         """
         arguments: tuple[Any, ...] = node.args
         mask = arguments[3] if len(arguments) > 3 else node.kwargs.get("attn_mask")
-        meaning = mask_meaning(mask, self.evaluated) if isinstance(mask, fx.Node) else None
+        meaning = self.masks.meaning(mask) if isinstance(mask, fx.Node) else None
         args = self.arguments(node, arguments)
         kwargs = self.kwargs(node, overload)
         if meaning is not None:
