@@ -142,6 +142,23 @@ def group_moments(x: Tensor) -> Tensor:
     return sum((t.sum() for t in made), torch.zeros(()))
 
 
+def images(x: Tensor) -> Tensor:
+    """Rows of features in place of some tokens."""
+    tokens = x.unsqueeze(0).repeat(2, 1, 1)
+    mask = torch.tensor([[True, False, True, True], [False, True, False, False]])
+    return tokens.masked_scatter(mask.unsqueeze(-1).expand_as(tokens), x.sin() * 2)
+
+
+def elements(x: Tensor) -> Tensor:
+    return x.masked_scatter(torch.eye(4, dtype=torch.bool), x.cos())
+
+
+def placed(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[torch.tensor([True, False, True, False])] = x[:2].exp()
+    return y
+
+
 LOWER = {
     "softmax": lambda x: torch._softmax(x, -1, False) + torch._log_softmax(x, 0, False),
     "convolution": lambda x: torch.convolution(
@@ -159,6 +176,9 @@ LOWER = {
     ),
     "reflect": lambda x: torch.ops.aten.reflection_pad1d(x, [1, 2]),
     "replicate": lambda x: torch.ops.aten.replication_pad2d(x[None], [1, 1, 1, 0]),
+    "images": images,
+    "elements": elements,
+    "placed": placed,
     "memory": lambda x: x + torch.empty_permuted((4, 4), (1, 0)).fill_(2),
 }
 
@@ -174,6 +194,13 @@ class Lower(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = LOWER[self.name](self.layer(x)).square().mean()  # type: ignore[no-untyped-call]
         return result
+
+
+def test_rows_in_place_of_tokens_stay_rows() -> None:
+    graph = capture(Lower("images"), {"x": torch.rand(4, 4)})
+    shapes = {n.op: n.results[0].spec.shape for n in graph.main.body if isinstance(n, Node)}
+    assert shapes["index"] == (8, 4)
+    assert shapes["cumsum"] == (8,)
 
 
 @pytest.mark.parametrize("name", LOWER)

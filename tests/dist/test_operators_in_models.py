@@ -141,9 +141,35 @@ def pooled() -> Built:
     }  # fmt: skip
 
 
+class Images(nn.Module):
+    """Features of images in place of some tokens, as models of text and images have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.patches = nn.Embedding(12, 12), nn.Linear(6, 12)
+        self.mix, self.head = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, ids: Tensor, image: Tensor, labels: Tensor) -> Tensor:
+        h, features = self.tokens(ids), self.patches(image).flatten(0, 1)
+        mask = (ids == 1).unsqueeze(-1).expand_as(h)
+        h = h.masked_scatter(mask, features)
+        again = h.clone()
+        again[ids == 1] = features.tanh()
+        logits = self.head(F.gelu(self.mix(h + again)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def images() -> Built:
+    ids = torch.randint(2, 12, (12, 6))
+    for row in range(12):  # two places in each, though that is not asked for
+        ids[row, torch.randperm(6)[:2]] = 1
+    labels = torch.randint(0, 12, (12, 6))
+    return Images(), {"ids": ids, "image": torch.rand(12, 2, 6), "labels": labels}
+
+
 MODELS: dict[str, Callable[[], Built]] = {
     "unet": unet, "recurrent": recurrent, "bags": bags, "waves": waves,
-    "pooled": pooled,
+    "pooled": pooled, "images": images,
 }  # fmt: skip
 
 

@@ -132,6 +132,46 @@ def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
     return slice_scatter(x, source.unsqueeze(dim), dim, index, index + 1)
 
 
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements of the source, in order, where the mask is true.
+
+    Dims that the mask is the same along, as where image features replace placeholder tokens, are
+    rows of the source that stay whole.
+    """
+    mask = mask.expand(x.shape)
+    whole = 0
+    for size, found, stride in zip(x.shape[::-1], source.shape[::-1], mask.stride()[::-1],
+                                   strict=False):  # fmt: skip
+        if stride or size != found:
+            break
+        mask, whole = mask.select(-1, 0), whole + 1
+    return rows_where(x, mask, source.reshape(-1, *x.shape[x.dim() - whole :]))
+
+
+def rows_where(x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """`x` with the rows, in order, where a mask of its leading dims is true."""
+    if not rows.shape[0]:
+        return x
+    order = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+    rest = x.shape[mask.dim() :]
+    found = aten.index.Tensor(rows, [order]).reshape(x.shape)
+    result: Tensor = torch.where(mask.reshape(*mask.shape, *[1] * len(rest)), found, x)
+    return result
+
+
+def index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """By a mask, with a value for each place where it is true."""
+    mask = indices[0]
+    ordered = mask is not None and mask.dtype == torch.bool and len(indices) == 1
+    if mask is None or not ordered or accumulate or values.dim() != x.dim() - mask.dim() + 1:
+        return NotImplemented  # type: ignore[no-any-return]
+    if values.shape[0] == 1:  # one row for all places
+        return NotImplemented  # type: ignore[no-any-return]
+    return rows_where(x, mask, values.expand(-1, *x.shape[mask.dim() :]))
+
+
 def rrelu(
     x: Tensor,
     lower: Number = 1 / 8,
@@ -391,6 +431,8 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         aten.select_scatter.default: select_scatter,
         aten.max.other: torch.maximum,
         aten.min.other: torch.minimum,
+        aten.masked_scatter.default: masked_scatter,
+        aten.index_put.default: index_put,
         aten.rrelu.default: rrelu,
         aten.bernoulli.p: bernoulli,
         aten.bernoulli.default: bernoulli_of,
