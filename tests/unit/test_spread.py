@@ -74,3 +74,16 @@ def test_values_that_carry_gradients_are_not_sharded_backwards() -> None:
     )
     assert ":exp#0" not in chosen(made, SAMPLES)
     assert "e" in view(made).differentiable
+
+
+def test_rows_that_are_looked_up_stay_with_their_index() -> None:
+    made = graph(
+        {"w": (8, 6)},
+        {"x": ((8, 6), "float32"), "order": ((8,), "int64")},
+        node("mul", "x", "w", to="rows", shape=(8, 6)),
+        node("index", "rows", ("order",), to="found", shape=(8, 6)),
+        node("sum", "found", to="loss", shape=()),
+    )
+    both = SAMPLES | {"order": Layout((Shard("data", 0, 4),))}
+    assert chosen(made, both)[":index#0"] == {"i0": ("data",)}
+    assert chosen(made, SAMPLES)[":index#0"] == {"w0": ("data",)}

@@ -13,6 +13,7 @@ from parloom.ir.graph import FlatNode, Graph, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, op_of
+from parloom.ir.ops.rule import OFFSET
 from parloom.ir.plan import NodeDecision
 
 Assignment = dict[str, tuple[str, ...]]
@@ -81,10 +82,22 @@ def spread(
 
 
 def followed(program: Unfolded, index: int, layouts: Mapping[str, Layout]) -> Assignment:
-    """What operator `index` does when it takes its operands as they lie."""
-    flat = program.nodes[index]
+    """What operator `index` does when it takes its operands as they lie.
+
+    Where they shard an axis on a dim that is looked up and on one of the indices, the indices stay:
+    the result is then sharded, and not a sum that must be reduced.
+    """
+    flat, rule = program.nodes[index], program.rules[index]
     lying = tuple(layouts.get(name, Layout()) for name in flat.operands)
-    return follow(program.rules[index], lying, program.mesh)
+    found = follow(rule, lying, program.mesh)
+    made = {factor for dims in rule.results for dim in dims for factor in dim}
+    looked_up = {a for f, axes in found.items() if rule.kind(f) == OFFSET and f not in made
+                 for a in axes}  # fmt: skip
+    if looked_up:
+        other = follow(rule, (lying[0].without(looked_up), *lying[1:]), program.mesh)
+        if looked_up <= {axis for factor in other if factor in made for axis in other[factor]}:
+            return other
+    return found
 
 
 def record(
