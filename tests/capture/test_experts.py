@@ -237,6 +237,11 @@ class Experts(nn.Module):
             weighted = out * scores.flatten().unsqueeze(1)
         else:
             weighted = out * scores.flatten()[order].unsqueeze(1)
+        if change.startswith("added"):
+            base = torch.zeros_like(x) if change != "added to others" else x * 1.0
+            at = order // 2 if change != "added in order" else torch.arange(len(order)) // 2
+            added: Tensor = base.index_add(0, at, weighted).square().mean()
+            return added
         if change == "scatter":
             back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order)))
         else:
@@ -253,7 +258,7 @@ def own(change: str = "") -> Built:
     return Experts(change).to(torch.bfloat16), {"x": x}
 
 
-@pytest.mark.parametrize("change", ["", "scatter"])
+@pytest.mark.parametrize("change", ["", "scatter", "added"])
 def test_a_module_of_ones_own_is_recognised(change: str) -> None:
     model, batch = own(change)
     graph = capture(model, batch)
@@ -263,7 +268,16 @@ def test_a_module_of_ones_own_is_recognised(change: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["descending", "range", "across rows", "weights unsorted", "not put back", "read elsewhere"],
+    [
+        "descending",
+        "range",
+        "across rows",
+        "weights unsorted",
+        "not put back",
+        "read elsewhere",
+        "added to others",
+        "added in order",
+    ],
 )
 def test_what_computes_something_else_stays_as_it_is(change: str) -> None:
     model, batch = own(change)
@@ -275,7 +289,8 @@ def test_what_computes_something_else_stays_as_it_is(change: str) -> None:
 def test_loops_over_experts_cannot_be_captured() -> None:
     model, batch = built("mixtral", "eager")
     with pytest.raises(
-        CaptureError, match=r"model\.layers\.0\.mlp\.experts.*depends on the values"
+        CaptureError,
+        match=r"model\.layers\.0\.mlp\.experts.*depends on the values.*for experts, .*torch\.bmm",
     ):
         capture(model, batch)
 

@@ -32,6 +32,12 @@ WAYS_ON = (
     "use torch.where instead of the branch, move it out of forward, or make it depend on a Python"
     " value fixed at construction"
 )
+SELECTED = (
+    "give it a fixed size: weigh rows with zero instead of selecting them; for experts, multiply"
+    " each token and slot by a copy of its expert's matrix (torch.bmm with weights[expert]), which"
+    " is recognised, and run group by group"
+)
+SELECTS = re.compile(r"^for |nonzero|tolist|unique|masked_select|expert")
 LAYER_DROP = "skipping layers at random is no fixed program: set the layer drop to 0"
 HIDDEN = "fake tensor in the exported program constant"  # what torch.export says of such tensors
 
@@ -81,7 +87,7 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
         line = user_line(frames(err))
         return (
             f"cannot capture {where}: what it does next depends on the values of a tensor"
-            f" ({line or reason}); {LAYER_DROP if 'drop' in line else WAYS_ON}"
+            f" ({line or reason}); {ways_on(line)}"
         )
     if HIDDEN in text:
         return (
@@ -99,6 +105,13 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
         f"cannot capture {where}: {type(err).__name__}: {reason}{notes}; check that the model runs"
         f" on this batch ({shapes}){also if tracer or TRACER.search(text) else ''}"
     )
+
+
+def ways_on(line: str) -> str:
+    """What to do instead of what a line does with the values of a tensor."""
+    if "drop" in line:
+        return LAYER_DROP
+    return SELECTED if SELECTS.search(line) else WAYS_ON
 
 
 def forward_place(model: nn.Module) -> str:

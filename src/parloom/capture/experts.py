@@ -3,9 +3,10 @@
 A router gives every token the experts of its slots. What follows is written in two ways: pairs of
 token and slot are sorted by expert, multiplied group by group and put back in order; or each pair
 multiplies with a copy of its expert's matrix. Either way a sum over slots of weighted rows comes
-out. From such a sum the dataflow is followed back: what every value on the way means is read off
-the operators, never off names. If all of it is understood, one `parloom.experts` takes its place,
-which can be split over experts, tokens and inner widths. Otherwise everything stays as it is.
+out, or sorted rows are added where their tokens are. From there the dataflow is followed back: what
+every value on the way means is read off the operators, never off names. If all of it is understood,
+one `parloom.experts` takes its place, which can be split over experts, tokens and inner widths.
+Otherwise everything stays as it is.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ def with_experts(graph: Graph) -> Graph:
     flow = Flow(graph)
     body: list[Node] = []
     for node in flow.nodes:
-        body += Mixture(flow, node).written() if node.op == "sum" else [node]
+        body += Mixture(flow, node).written() if node.op in ("sum", "index_add") else [node]
     if len(body) == len(flow.nodes):
         return graph
     main = replace(graph.main, body=numbered(tuple(body)))
@@ -65,7 +66,7 @@ class Flow:
 
 
 class Mixture:
-    """A sum over slots, read back to the tokens, the router's choice and the experts' tensors."""
+    """A sum of weighted rows, read back to tokens, the router's choice and the experts' tensors."""
 
     def __init__(self, flow: Flow, last: Node) -> None:
         self.flow, self.last = flow, last
@@ -82,22 +83,11 @@ class Mixture:
 
     def understood(self) -> bool:
         """Whether everything behind the sum is known, and no row is read from elsewhere."""
-        match self.last.args:
-            case (Ref(name), (1,)) if not self.last.kwargs:
-                made = self.flow.maker.get(name)
-            case _:
-                return False
-        if made is None or made.op != "view" or len(self.shape(name)) != 3:
-            return False
-        self.tokens, self.slots, width = self.shape(name)
-        self.pairs = self.tokens * self.slots
-        back = made.refs[0]
-        if self.pairs < 2 or self.shape(back) != (self.pairs, width):
-            return False
-        if self.meaning(back) != Meaning(WEIGHTED):
+        last = self.summed() if self.last.op == "sum" else self.added()
+        if last is None:
             return False
         inside = {id(self.flow.maker[n]) for n, m in self.known.items() if m}
-        inside |= {id(made), *self.between}
+        inside |= {id(last), *self.between}
         rows = [n for n, m in self.known.items() if m and m.kind in (ROWS, WEIGHTED)]
         elsewhere = (
             name in self.flow.returned or any(id(r) not in inside for r in self.flow.readers[name])
@@ -105,6 +95,38 @@ class Mixture:
         )
         wanted = {"ids", "weights", "tokens", "experts"}
         return wanted <= self.parts.keys() and not any(elsewhere)
+
+    def summed(self) -> Node | None:
+        """What reads the weighted rows, if this is their sum over the slots of each token."""
+        match self.last.args:
+            case (Ref(name), (1,)) if not self.last.kwargs:
+                made = self.flow.maker.get(name)
+            case _:
+                return None
+        if made is None or made.op != "view" or len(self.shape(name)) != 3:
+            return None
+        self.tokens, self.slots, width = self.shape(name)
+        self.pairs = self.tokens * self.slots
+        back = made.refs[0]
+        if self.pairs < 2 or self.shape(back) != (self.pairs, width):
+            return None
+        return made if self.meaning(back) == Meaning(WEIGHTED) else None
+
+    def added(self) -> Node | None:
+        """The same where sorted rows are added to zeros at the places of their tokens."""
+        match self.last.args:
+            case (Ref(zeros), 0, Ref(at), Ref(rows)) if not self.last.kwargs:
+                made = self.flow.maker.get(zeros)
+            case _:
+                return None
+        if made is None or made.op != "zeros" or len(self.shape(zeros)) != 2:
+            return None
+        self.tokens, self.pairs = self.shape(zeros)[0], self.shape(rows)[0]
+        self.slots = self.pairs // max(self.tokens, 1)
+        if self.pairs < 2 or self.pairs != self.tokens * self.slots:
+            return None
+        known = (self.meaning(at), self.meaning(rows))
+        return self.last if known == (Meaning(TOKEN, True), Meaning(WEIGHTED, True)) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.flow.specs[name].shape
@@ -195,7 +217,7 @@ def _sort(mixture: Mixture, node: Node, name: str) -> Meaning | None:
 
 
 def _divided(mixture: Mixture, node: Node, name: str) -> Meaning | None:
-    floor = node.op == "floor_divide" or node.kwarg("rounding_mode") == "floor"
+    floor = node.op == "floor_divide" or node.kwarg("rounding_mode") in ("floor", "trunc")
     if floor and node.args[1] == mixture.slots and mixture.is_kind(node.args[0], ORDER):
         return Meaning(TOKEN, sorted=True)
     return None

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from parloom.capture.attention import CAUSAL, FixedMasks, grouped_source
 from parloom.capture.autograd import CHECKPOINT
-from parloom.capture.blame import WAYS_ON, module_path, source_of, without_wrapper
+from parloom.capture.blame import SELECTED, WAYS_ON, module_path, source_of, without_wrapper
 from parloom.capture.spelling import RECURRENT
 from parloom.errors import CaptureError
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
@@ -43,11 +43,9 @@ DRAW = (
 
 def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape and dtype; raises where a dim is symbolic."""
-    for size in tensor.shape:
-        if not isinstance(size, int):
-            raise CaptureError(
-                f"a shape, {tuple(tensor.shape)}, depends on the values of a tensor; {WAYS_ON}"
-            )
+    if not all(isinstance(size, int) for size in tensor.shape):
+        known = ", ".join(str(n) if isinstance(n, int) else "?" for n in tensor.shape)
+        raise CaptureError(f"a shape, [{known}], depends on the values of a tensor; {SELECTED}")
     return TensorSpec(tuple(int(size) for size in tensor.shape), dtype_name(tensor.dtype))
 
 
@@ -281,8 +279,8 @@ class Translator:
     def reference(self, node: fx.Node, arg: fx.Node) -> Arg:
         name = self.names.get(arg)
         if isinstance(arg.meta.get("val"), NUMBERS):
-            reason = f"it takes a Python number from the values of a tensor; {WAYS_ON}"
-            raise self.refusal(node, reason)
+            reason = "it takes a Python number from the values of a tensor; keep it a tensor, or"
+            raise self.refusal(node, f"{reason} {SELECTED}")
         if name is None:
             raise self.refusal(node, f"it depends on {arg.target}, which is no tensor")
         return Ref(name) if isinstance(name, str) else tuple(Ref(n) for n in name)
