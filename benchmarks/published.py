@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from parloom.capture import capture
 from parloom.capture.load import cast_model
@@ -33,28 +35,28 @@ NOT_STATED = ("", "null", "none (not stated)")
 # Which generation of software a run used: the first entry whose words are all in the framework's
 # name decides.
 FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("composer",), "flash"),
+    (("composer",), "eager"),
     (("torchtitan", "compile"), "compiled"),
-    (("torchtitan",), "flash"),
-    (("internevo",), "compiled"),
-    (("megatron-bridge",), "compiled"),
-    (("nemo",), "compiled"),
+    (("torchtitan",), "eager"),
+    (("internevo",), "fused"),
+    (("megatron-bridge",), "fused"),
+    (("nemo",), "fused"),
     (("megatron",), "megatron"),
-    (("nvidia release",), "compiled"),
+    (("nvidia release",), "fused"),
     (("ngc",), "megatron"),
-    (("nvidia",), "compiled"),
+    (("nvidia",), "fused"),
     (("pytorch ddp",), "megatron"),
     (("oneflow",), "megatron"),
     (("paddle",), "megatron"),
-    (("horovod",), "eager"),
-    (("pytorch",), "flash"),
+    (("horovod",), "megatron"),
+    (("pytorch",), "eager"),
     (("mxnet",), "megatron"),
-    (("tensorflow",), "eager"),
-    (("alpa",), "eager"),
+    (("tensorflow",), "megatron"),
+    (("alpa",), "megatron"),
 )
-# Frameworks that pad the vocabulary to a multiple of 128 for each tensor-parallel rank
-# (Megatron-LM, --make-vocab-size-divisible-by).
-PADS = ("megatron", "nemo")
+# Frameworks that pad the vocabulary, to a multiple of this for each tensor-parallel rank:
+# Megatron-LM (--make-vocab-size-divisible-by), NVIDIA's DeepLearningExamples (run_pretraining.py).
+PADS = {"megatron": 128, "nemo": 128, "ngc pytorch": 8, "nvidia": 8}
 FAMILIES = {
     "gpt": "gpt", "gpt(mpt)": "gpt", "gpt(bloom)": "gpt", "gpt(bloom, ALiBi)": "gpt",
     "llama": "llama", "llama-like": "llama", "bert": "bert",
@@ -275,9 +277,9 @@ def graph_of(row: Row, chosen: Configuration, known: list[tuple[Shape, Graph]]) 
     if family is None:
         raise Unpredictable(f"no model of the family {row['family']!r} is built here")
     vocab = whole(row, "vocab", VOCABULARY[family])
-    if any(name in row["framework"].lower() for name in PADS):
-        multiple = 128 * chosen.tensor
-        vocab = -(-vocab // multiple) * multiple
+    padded = [n for word, n in PADS.items() if word in row["framework"].lower()]
+    multiple = padded[0] * chosen.tensor if padded else 1
+    vocab = -(-vocab // multiple) * multiple
     heads, width = whole(row, "heads"), whole(row, "hidden")
     groups = whole(row, "kv_heads", heads) if family == "llama" else heads
     # Llama's rule: 8/3 of the width, rounded up to 256.
@@ -298,6 +300,15 @@ def graph_of(row: Row, chosen: Configuration, known: list[tuple[Shape, Graph]]) 
     return repeated(known[0][1], whole(row, "layers"))
 
 
+def language_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross-entropy in float32, as frameworks compute it, of labels that are already shifted."""
+    _, logits, *others = output
+    loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+    for other in others:
+        loss = loss + F.cross_entropy(other.float(), batch["next_sentence_label"])
+    return loss
+
+
 def captured(shape: Shape) -> Graph:
     """Two blocks of a model on a batch of `samples`."""
     builders = {"gpt": gpt.build, "llama": llama.build, "bert": bert.build}
@@ -308,4 +319,4 @@ def captured(shape: Shape) -> Graph:
         name: torch.empty((shape.samples, *value.shape[1:]), dtype=value.dtype, device="meta")
         for name, value in batch.items()
     }
-    return capture(model, shaped)
+    return capture(model, shaped, loss=language_loss)

@@ -73,10 +73,13 @@ def test_tiles_and_waves() -> None:
 
 
 def test_rows_that_are_not_aligned_miss_the_matrix_units() -> None:
-    kernels = Kernels(DEVICE, BARE)
+    kernels = Kernels(replace(DEVICE, cores=1), BARE)
     aligned = kernels.product_s(1024, 1024, 1024, "bfloat16")
-    assert kernels.product_s(1024, 1024, 1028, "bfloat16") > 9 * aligned
-    assert kernels.product_s(1028, 1024, 1024, "bfloat16") < 1.1 * aligned
+    assert kernels.product_s(1024, 1024, 1028, "bfloat16") > 5 * aligned
+    assert kernels.product_s(1028, 1024, 1024, "bfloat16") < 1.3 * aligned
+    assert kernels.product_s(1024, 1024, 1028, "float32") == pytest.approx(
+        kernels.product_s(1024, 1024, 1028, "bfloat16")
+    )
 
 
 def test_flash_attention_skips_what_is_masked_and_keeps_scores_on_the_chip() -> None:

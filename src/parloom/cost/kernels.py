@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-from parloom.cost.software import OWN, Software
+from parloom.cost.software import OWN, ROWS, Software
 from parloom.ir.graph import DTYPE_BYTES, Arg, Ref, TensorSpec
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Device, Mesh
@@ -40,6 +40,9 @@ ATTENTION = "scaled_dot_product_attention"
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.6))
 # Multiplications along k that the beginning and the end of a tile are worth.
 TILE_ENDS = 128
+# The share of their peak that products reach on vector units, which memory feeds fast enough
+# (recalled: cuBLAS sgemm on V100, 14 of 15.7 TFLOP/s).
+VECTOR_SHARE = 0.9
 # Bytes that the rows of 16-bit operands must be multiples of for the matrix units (cuBLAS).
 ALIGNED_BYTES = 16
 # Rows of keys at which a causal attention kernel is at half of its rate: tiles on the diagonal are
@@ -50,7 +53,10 @@ ATTENTION_BACKWARD = 0.8
 # Passes over scores in memory when attention is not one kernel. Merged: softmax with scale and mask
 # reads and writes; backward it reads scores and gradients and writes. Otherwise scale, mask and
 # softmax are kernels of their own.
-SCORE_PASSES = {True: (2.0, 3.0), False: (7.0, 8.0)}
+MERGED_SCORE_PASSES, SCORE_PASSES = (2.0, 3.0), (7.0, 8.0)
+# Passes over the classes that a cross-entropy makes beside reading them and writing their gradient:
+# it writes their logarithms, and in the backward pass a gradient of zeros but one, and reads it.
+CLASS_PASSES = {"cross_entropy_loss": (1.0, 2.0)}
 
 # What an update of operations one by one moves more than a fused one, per state: torch's multi-
 # tensor AdamW (decay, lerp, mul, addcmul, sqrt, div, add, addcdiv) moves 21 tensors against 7.
@@ -155,8 +161,8 @@ class Kernels:
         """`batch` products of [m, k] and [k, n] that move `num_bytes`, without the launch."""
         device = self.device
         rate = device.rate(dtype) * device.efficiency.matmul
-        if not _aligned(n, k, dtype):
-            rate = min(rate, device.rate("float32") * device.efficiency.matmul)
+        if device.cores and (dtype in ("float32", "float64") or not _aligned(n, k, dtype)):
+            rate = min(device.rate(dtype), device.rate("float32")) * VECTOR_SHARE
         work = 2.0 * batch * m * n * k / (rate * self._share(m, n, k, batch))
         return max(work, num_bytes / (device.memory_bytes_per_s * device.efficiency.memory))
 
@@ -219,7 +225,7 @@ class Kernels:
         scores = float(lead * rows * keys * DTYPE_BYTES[q.dtype])
         both = self.product_s(rows, keys, width, operator.dtype, lead, moved / 2 + scores)
         both += self.product_s(rows, width, keys, operator.dtype, lead, moved / 2 + scores)
-        fore, aft = SCORE_PASSES[self.software.merges]
+        fore, aft = MERGED_SCORE_PASSES if self.software.merges else SCORE_PASSES
         forward = both + 2 * launch + self.stream_s(fore * scores)
         back = 2 * both + 4 * launch + self.stream_s(aft * scores)
         back += 0.0 if self.software.keeps_scores else forward
@@ -233,6 +239,10 @@ class Kernels:
         read = sum(operands[i] for i in outer)
         written = [i for i in range(len(results)) if i not in operator.inner_results]
         launches = int(operator.launches)
+        fore, aft = CLASS_PASSES.get(operator.op, (0.0, 0.0))
+        if self.software.merges == ROWS:
+            fore = aft = 0.0
+        read += int(fore * operands[0]) if operands else 0
         forward = self._stream(operator, read + sum(results[i] for i in written), launches)
         if not operator.wanted:
             return Seconds(forward)
@@ -247,6 +257,7 @@ class Kernels:
             if not made:
                 return Seconds(forward)
         back += sum(operands[i] for i in made) + sum(results[i] for i in written)
+        back += int(aft * operands[0])
         return Seconds(forward, self._stream(operator, back, launches))
 
     def _stream(self, operator: LocalOperator, num_bytes: float, launches: int) -> float:

@@ -1,23 +1,30 @@
 """Which operators of a body a fusing compiler, or a hand-fused kernel, runs as one.
 
-Elementwise operators, reductions of rows and norms are merged with those that feed them, as long as
-nothing else has to run in between: operators are in one kernel where the same number of other
-kernels come before them on the longest path. What a merged kernel hands on inside never reaches
-memory, and its backward pass makes it again (TorchInductor's partitioner; Megatron-LM's fused
-bias, GeLU, dropout and softmax).
+Elementwise operators, and where asked reductions of rows and norms, are merged with those that
+feed them, as long as nothing else has to run in between: operators are in one kernel where the same
+number of other kernels come before them on the longest path. What a merged kernel hands on inside
+never reaches memory, and its backward pass makes it again (TorchInductor's partitioner;
+Megatron-LM's fused bias, GeLU, dropout and softmax).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from parloom.cost.software import ELEMENTWISE, ROWS
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import op_of
-from parloom.ir.ops.elementwise import OPS as ELEMENTWISE
+from parloom.ir.ops.elementwise import OPS as OPERATORS
 from parloom.ir.pcg import Compute, Item, Movement, PValue, operands_of, results_of
 
 ROWWISE = ("mean", "sum", "amax", "softmax", "log_softmax", "layer_norm", "rms_norm", "cat",
            "dropout", "native_dropout", "parloom.dropout")  # fmt: skip
-MERGEABLE = frozenset((*(op.name for op in ELEMENTWISE), *ROWWISE))
+MERGEABLE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        ELEMENTWISE: frozenset(op.name for op in OPERATORS),
+        ROWS: frozenset((*(op.name for op in OPERATORS), *ROWWISE)),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -35,14 +42,17 @@ class _Kernel:
     read: set[str] = field(default_factory=set)
 
 
-def merged(items: Sequence[Item], outputs: Sequence[PValue]) -> dict[int, Part]:
-    """Part of a merged kernel, per index of an operator that is in one with others."""
-    return _Merging(items).run(outputs)
+def merged(items: Sequence[Item], outputs: Sequence[PValue], merges: str) -> dict[int, Part]:
+    """Part of a merged kernel, per index of an operator that is in one with others.
+
+    `merges` is that of a `Software`.
+    """
+    return _Merging(items, MERGEABLE[merges]).run(outputs) if merges else {}
 
 
 class _Merging:
-    def __init__(self, items: Sequence[Item]) -> None:
-        self.items = items
+    def __init__(self, items: Sequence[Item], mergeable: frozenset[str]) -> None:
+        self.items, self.mergeable = items, mergeable
         self.root: dict[str, str] = {}
         self.depth: dict[str, int] = {}
         self.made: dict[str, int] = {}  # by value, the item whose kernel makes it
@@ -75,7 +85,7 @@ class _Merging:
         sources = [self.of(value) for value in operands_of(item)]
         depth = max((self.depth.get(name, 0) for name in sources), default=0)
         names = [value.name for value in results_of(item)]
-        if not (isinstance(item, Compute) and item.node.op in MERGEABLE):
+        if not (isinstance(item, Compute) and item.node.op in self.mergeable):
             self.depth.update((name, depth + 1) for name in names)
             return
         own = self.kernel[index] = _Kernel([index])

@@ -82,7 +82,7 @@ class Walker:
     ) -> Walked:
         """The price of a body; `lives` says what of its inputs others count."""
         state = _Body(self, inputs, lives)
-        parts = merged(body, outputs) if self.kernels.software.merges else {}
+        parts = merged(body, outputs, self.kernels.software.merges)
         for index, item in enumerate(body):
             lives.items.append(item)
             forward, backward = state.works(item, parts.get(index))

@@ -35,11 +35,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a device's peaks that large kernels reach: what is fitted of a device."""
+    """Shares of a device's peaks that large kernels reach: what is fitted of a device.
 
-    matmul: float = 0.8
-    memory: float = 0.85
-    attention: float = 0.5
+    The defaults are what fitted GPUs have in common (docs/fidelity.md).
+    """
+
+    matmul: float = 0.65
+    memory: float = 0.75
+    attention: float = 0.3
 
 
 @dataclass(frozen=True, slots=True)
