@@ -160,6 +160,22 @@ class Walker:
             shape[dim] += below + above
         return prod(shape) * DTYPE_BYTES[value.spec.dtype]
 
+    def primitive(
+        self, name: str, axes: tuple[str, ...], before: int, after: int
+    ) -> tuple[float, Exchange | None]:
+        """Seconds of copying and the exchange of a primitive that makes `after` local bytes of
+        `before`.
+        """
+        if name in FREE:
+            return 0.0, None
+        kind = COLLECTIVE_PRIMITIVES.get(name)
+        copies = kind is None or (name in STACKED and self.kernels.software.stacks)
+        seconds = self.kernels.stream_s(before + after) if copies else 0.0
+        if kind is None:
+            return seconds, None
+        moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
+        return seconds, self.exchange(kind, axes, moved)
+
     def exchange(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
         group = group_of(tuple(self.mesh[a] for a in axes))
@@ -259,16 +275,10 @@ class _Body:
         if name in FREE:
             return None
         before, after = self.walker.local_bytes(source), self.walker.local_bytes(target)
-        kind = COLLECTIVE_PRIMITIVES.get(name)
-        copies = kind is None or (name in STACKED and self.walker.kernels.software.stacks)
-        seconds = self.walker.kernels.stream_s(before + after) if copies else 0.0
+        seconds, exchange = self.walker.primitive(name, item.step.axes, before, after)
         weights = self.weights([self.lives.of(item.operand)])
-        if kind is None:
-            return Work(item.result.name, name, seconds, parameters=weights)
-        moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
-        exchange = self.walker.exchange(kind, item.step.axes, moved)
-        staging = exchange.scratch_bytes
-        if self.walker.kernels.software.stacks:
+        staging = 0 if exchange is None else exchange.scratch_bytes
+        if exchange is not None and self.walker.kernels.software.stacks:
             mesh = self.walker.mesh
             shapes = [local_shape(v.layout, v.spec.shape, mesh) for v in (source, target)]
             staging = staging_bytes(

@@ -1,0 +1,158 @@
+"""What can be chosen for an operator on a mesh: every assignment of axes to its factors.
+
+An axis goes to one factor that it divides, or to none; of several axes on one factor the first of
+the mesh is outermost. `docs/space.md` says what this leaves out.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.ir.layout import Layout
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops import Rule, op_of
+from parloom.search.program import Operator
+
+T = TypeVar("T", bound=Hashable)
+Indices = NDArray[np.intp]
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A value at one end of its way: its layout, and the axes over which its cotangent is partial.
+
+    `used` are the axes that an operator on weights alone is split over; over all others it passes
+    on what its readers leave partial.
+    """
+
+    layout: Layout
+    varying: Axes = ()
+    used: Axes = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Factor -> axes, with the states that operands must have and results come out with.
+
+    `passed` are the axes over which it leaves the gradients of weights as partial as they come.
+    """
+
+    assignment: tuple[tuple[str, Axes], ...]
+    passed: Axes
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+
+
+@dataclass(frozen=True)
+class Distinct(Generic[T]):
+    """Values without repeats, and for each choice the index of its value."""
+
+    values: tuple[T, ...]
+    index: Indices
+
+    @classmethod
+    def of(cls, values: Iterable[T]) -> "Distinct[T]":
+        """Number `values` in the order in which they come."""
+        known: dict[T, int] = {}
+        index = np.array([known.setdefault(v, len(known)) for v in values], dtype=np.intp)
+        return cls(tuple(known), index)
+
+
+@dataclass(frozen=True)
+class Menu:
+    """All choices of an operator, and per operand and result the distinct states among them."""
+
+    choices: tuple[Choice, ...]
+    operands: tuple[Distinct[State], ...]
+    results: tuple[Distinct[State], ...]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+
+def menu_of(operator: Operator, mesh: Mesh) -> Menu:
+    """All choices of `operator` on `mesh`."""
+    choices = tuple(_choices(operator, mesh))
+    operands = range(len(operator.operands))
+    results = range(len(operator.node.results))
+    return Menu(
+        choices,
+        tuple(Distinct.of(c.operands[i] for c in choices) for i in operands),
+        tuple(Distinct.of(c.results[i] for c in choices) for i in results),
+    )
+
+
+def assignments(rule: Rule, mesh: Mesh) -> Iterator[dict[str, Axes]]:
+    """Every legal assignment of the axes of `mesh` to factors of `rule`."""
+    sizes = dict(rule.sizes)
+    for factors in product((None, *rule.shardable), repeat=len(mesh.axes)):
+        left = dict(sizes)
+        chosen: dict[str, Axes] = {}
+        for axis, factor in zip(mesh.axes, factors, strict=True):
+            if factor is None:
+                continue
+            if left[factor] % axis.size:
+                break
+            left[factor] //= axis.size
+            chosen[factor] = (*chosen.get(factor, ()), axis.name)
+        else:
+            yield chosen
+
+
+def subsets(axes: Sequence[str]) -> Iterator[Axes]:
+    """All subsets of `axes`, each in their order."""
+    return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
+
+
+def _choices(operator: Operator, mesh: Mesh) -> Iterator[Choice]:
+    rule, op = operator.rule, op_of(operator.node)
+    flowing = [any(flags) for flags in zip(*(f for f, _ in operator.flows), strict=True)]
+    flowing = [op.differentiable and flows for flows in flowing]
+    layouts = _Layouts(rule, mesh)
+    for chosen in assignments(rule, mesh):
+        used = tuple(a for a in mesh.names if any(a in axes for axes in chosen.values()))
+        operands = [layouts.operand(i, chosen) for i in range(len(rule.operands))]
+        varying = [rule.varying(i, chosen) if flows else () for i, flows in enumerate(flowing)]
+        results = [layouts.result(i, chosen) for i in range(len(rule.results))]
+        free = [a for a in mesh.names if a not in used] if operator.passes else []
+        for passed in subsets(free):
+            yield Choice(
+                tuple(chosen.items()),
+                passed,
+                tuple(
+                    State(layout, _ordered((*axes, *passed), mesh) if flows else ())
+                    for layout, axes, flows in zip(operands, varying, flowing, strict=True)
+                ),
+                tuple(State(layout, passed, used if operator.derived else ()) for layout in results),
+            )
+
+
+def _ordered(axes: Iterable[str], mesh: Mesh) -> Axes:
+    wanted = set(axes)
+    return tuple(sorted(a for a in mesh.names if a in wanted))
+
+
+class _Layouts:
+    """Layouts by what an assignment says of the factors that a tensor has."""
+
+    def __init__(self, rule: Rule, mesh: Mesh) -> None:
+        self.rule, self.mesh = rule, mesh
+        self.factors = [[f for dim in dims for f in dim] for dims in rule.operands]
+        self.known: dict[tuple[int, tuple[Axes, ...]], Layout] = {}
+
+    def operand(self, index: int, chosen: dict[str, Axes]) -> Layout:
+        key = index, tuple(chosen.get(f, ()) for f in self.factors[index])
+        if key not in self.known:
+            self.known[key] = self.rule.operand_layout(index, chosen, self.mesh)
+        return self.known[key]
+
+    def result(self, index: int, chosen: dict[str, Axes]) -> Layout:
+        key = -1 - index, tuple(chosen.get(f, ()) for f, _ in self.rule.sizes)
+        if key not in self.known:
+            self.known[key] = self.rule.result_layout(index, chosen, self.mesh)
+        return self.known[key]

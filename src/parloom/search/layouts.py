@@ -1,0 +1,361 @@
+"""The layout problem on one mesh: a choice for every operator, a home for every weight that several
+read, and what all of it costs.
+
+Costs are sums over operators, ways and weights, each a vector (`prices`, `storage`). Under given
+multipliers they are numbers, and elimination finds the least sum. Ways are priced exactly only
+where a minimum uses them: as long as it uses an optimistic price, that price is replaced and the
+minimum sought again, so that the last one is a minimum under the true prices.
+
+A value that several operators of one call read is brought to each wanted state once. The minimum
+counts the n-th part of a movement for each of n readers, which is never more than the truth.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.cost.walk import Walker
+from parloom.ir.graph import Graph
+from parloom.ir.layout import Layout
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops import Site, op_of
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer
+from parloom.search.choices import Axes, Distinct, Menu, State, menu_of, subsets
+from parloom.search.eliminate import Factor, minimum
+from parloom.search.prices import KEPT, PARTS, Prices
+from parloom.search.program import Flow, Program, Reader, Weight
+from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored
+from parloom.search.ways import Ways
+
+Totals = NDArray[np.int64]
+WHOLE = State(Layout())
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """What a part of a price counts: per function for operators and ways, and for weights."""
+
+    functions: Mapping[str, NDArray[np.float64]]
+    weights: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a weight that several operators read is at home: the layout that reader `star` wants,
+    and the axes over which its gradient is partial.
+    """
+
+    layout: Layout
+    reduce: Axes
+    star: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A value per variable (operators, then shared weights), a level per weight, and what it costs
+    per function and for all weights. `bound` is what no solution under the multipliers undercuts.
+    """
+
+    values: tuple[int, ...]
+    levels: tuple[Level, ...]
+    functions: Mapping[str, Totals]
+    weights: Totals
+    bound: float = 0.0
+
+
+@dataclass
+class _Way:
+    """How one reader gets its value: tables between the states of two variables."""
+
+    flow: Flow
+    reader: Reader | None
+    source: int | None
+    source_index: NDArray[np.intp]
+    target: int | None
+    target_index: NDArray[np.intp]
+    ways: Ways
+    kept: NDArray[np.int64]
+    function: str
+    scope: tuple[int, ...] = field(default=())
+
+
+class LayoutProblem:
+    """All variables and tables of `program` on the mesh of `walker`."""
+
+    def __init__(
+        self, program: Program, walker: Walker, decisions: Decisions, optimizer: Optimizer
+    ) -> None:
+        self.program, self.mesh = program, walker.mesh
+        self.prices = Prices(program, walker)
+        self.storage = StoragePrices(walker, decisions, optimizer)
+        self.menus: list[Menu] = [menu_of(o, self.mesh) for o in program.operators]
+        self.homes = {
+            index: tuple(self._homes(weight))
+            for index, weight in enumerate(program.weights)
+            if len(weight.readers) > 1
+        }
+        self.variable = {
+            index: len(self.menus) + position for position, index in enumerate(self.homes)
+        }
+        self.sizes = [*map(len, self.menus), *(len(h) for h in self.homes.values())]
+        self.operators = [self._operator_parts(i) for i in range(len(self.menus))]
+        self.tables: dict[object, Ways] = {}
+        self.ways = [way for flow in program.flows for way in self._ways(flow)]
+
+    def solve(self, multipliers: Multipliers) -> Solution:
+        """The least cost under `multipliers`."""
+        fixed = [*self._operator_factors(multipliers), *self._weight_factors(multipliers)]
+        while True:
+            factors = [*fixed, *(self._way_factor(way, multipliers) for way in self.ways)]
+            found = minimum(self.sizes, factors)
+            if not self._sharpen(found.values):
+                break
+        return self.evaluate(found.values, multipliers, found.cost)
+
+    def _sharpen(self, values: Sequence[int]) -> bool:
+        """Price the ways that `values` use; whether any was optimistic."""
+        changed = False
+        for way in self.ways:
+            changed |= way.ways.sharpen(*self._states(way, values))
+        return changed
+
+    def _states(self, way: _Way, values: Sequence[int]) -> tuple[int, int]:
+        """Indices of the states that `values` mean at both ends of a way."""
+        source = way.source_index[0 if way.source is None else values[way.source]]
+        target = way.target_index[0 if way.target is None else values[way.target]]
+        return int(source), int(target)
+
+    # Choices and homes
+
+    def _homes(self, weight: Weight) -> Iterator[Home]:
+        for star, reader in enumerate(weight.readers):
+            states = self.menus[reader.operator].operands[reader.operand].values
+            for layout in dict.fromkeys(state.layout for state in states):
+                free = [a for a in self.mesh.names if a not in layout.axes]
+                for reduce in subsets(free) if weight.trainable else ((),):
+                    yield Home(layout, tuple(sorted(reduce)), star)
+
+    def _operator_parts(self, index: int) -> Totals:
+        """Prices of all choices of an operator, all its calls together: [choice, part]."""
+        operator = self.program.operators[index]
+        found = np.zeros((len(self.menus[index]), PARTS), dtype=np.int64)
+        for row, choice in enumerate(self.menus[index].choices):
+            for flags, count in operator.flows:
+                found[row] += count * self.prices.operator(index, choice, flags)
+        return found
+
+    # Ways
+
+    def _ways(self, flow: Flow) -> Iterator[_Way]:
+        source, index, states = self._source(flow)
+        kept = sum(self._keeps(flow, reader) for reader in flow.readers)
+        if flow.whole:
+            table = self._table(flow, False, states, (WHOLE,))
+            function = self.program.operators[flow.operator].function
+            yield _Way(flow, None, source, index, None, np.zeros(1, dtype=np.intp), table,
+                       np.zeros(1, dtype=np.int64), function)  # fmt: skip
+        for reader in flow.readers:
+            if reader == flow.like:
+                continue
+            operator = self.program.operators[reader.operator]
+            flows = flow.differentiable and op_of(operator.node).differentiable
+            distinct = self.menus[reader.operator].operands[reader.operand]
+            table = self._table(flow, flows, states, distinct.values)
+            sizes = [self.prices.held_bytes(flow.spec, s) for s in distinct.values]
+            share = np.array(sizes, dtype=np.int64) * self._keeps(flow, reader) // max(kept, 1)
+            yield _Way(flow, reader, source, index, reader.operator, distinct.index, table, share,
+                       operator.function)  # fmt: skip
+
+    def _source(self, flow: Flow) -> tuple[int | None, NDArray[np.intp], tuple[State, ...]]:
+        """The variable that a flow comes from, and the states that its values mean."""
+        found: Distinct[State]
+        if flow.operator >= 0:
+            found = self.menus[flow.operator].results[flow.result]
+            return flow.operator, found.index, found.values
+        if flow.weight >= 0:
+            homes = self.homes[flow.weight]
+            found = Distinct.of(State(home.layout, home.reduce) for home in homes)
+            return self.variable[flow.weight], found.index, found.values
+        if flow.like is not None:
+            found = self.menus[flow.like.operator].operands[flow.like.operand]
+            return flow.like.operator, found.index, found.values
+        return None, np.zeros(1, dtype=np.intp), (WHOLE,)
+
+    def _table(
+        self, flow: Flow, flows: bool, sources: tuple[State, ...], targets: tuple[State, ...]
+    ) -> Ways:
+        key = flow.spec, flows, sources, targets
+        if key not in self.tables:
+            self.tables[key] = Ways(self.prices, flow.spec, flows, sources, targets)
+        return self.tables[key]
+
+    def _keeps(self, flow: Flow, reader: Reader) -> bool:
+        """Whether autograd keeps what the reader gets."""
+        operator = self.program.operators[reader.operator]
+        if flow.weight >= 0 or not any(any(flags) for flags, _ in operator.flows):
+            return False
+        site = Site(operator.node, operator.operands)
+        return ("operand", reader.operand) in op_of(operator.node).saves(site)
+
+    # Numbers
+
+    def _operator_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
+        for index, parts in enumerate(self.operators):
+            weights = multipliers.functions[self.program.operators[index].function]
+            yield Factor((index,), parts @ weights)
+
+    def _way_factor(self, way: _Way, multipliers: Multipliers) -> Factor:
+        """A way as a table over the choices at both ends."""
+        weights = multipliers.functions[way.function] * way.flow.count
+        costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
+        costs /= max(1, len(way.flow.readers))
+        costs += weights[KEPT] * way.kept[None, :]
+        costs = np.where(way.ways.legal, costs, np.inf)
+        costs += self._forbidden(way)
+        if way.source is None:
+            return Factor((way.target,) if way.target is not None else (), costs[0, way.target_index])
+        if way.target is None:
+            return Factor((way.source,), costs[way.source_index, 0])
+        if way.source == way.target:
+            return Factor((way.source,), costs[way.source_index, way.target_index])
+        return Factor((way.source, way.target), costs[np.ix_(way.source_index, way.target_index)])
+
+    def _forbidden(self, way: _Way) -> NDArray[np.float64]:
+        """Infinite where a value of weights alone would not pass on what its reader leaves partial."""
+        costs = np.zeros(way.ways.legal.shape)
+        if way.flow.operator < 0 or not self.program.operators[way.flow.operator].derived:
+            return costs
+        for i, source in enumerate(way.ways.sources):
+            covered = {*source.varying, *source.used}
+            for j, target in enumerate(way.ways.targets):
+                if not covered.issuperset((*target.varying, *target.layout.axes)):
+                    costs[i, j] = np.inf
+        return costs
+
+    def _weight_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
+        for index, weight in enumerate(self.program.weights):
+            if index in self.homes:
+                costs = [self._level(weight, h.layout, h.reduce, multipliers)[0] for h in self.homes[index]]
+                yield Factor((self.variable[index],), np.array(costs))
+                yield from self._home_factors(index, weight)
+            elif weight.readers:
+                (reader,) = weight.readers
+                distinct = self.menus[reader.operator].operands[reader.operand]
+                costs = [self._level(weight, s.layout, s.varying, multipliers)[0] for s in distinct.values]
+                yield Factor((reader.operator,), np.array(costs)[distinct.index])
+            else:
+                yield Factor((), np.array(self._level(weight, Layout(), (), multipliers)[0]))
+
+    def _home_factors(self, index: int, weight: Weight) -> Iterator[Factor]:
+        """Infinite where a reader contradicts a home (see `ir.lower`: the home is the layout that is
+        split most, its gradient is partial over all that any reader leaves partial).
+        """
+        for position, reader in enumerate(weight.readers):
+            menu = self.menus[reader.operator]
+            passes = self.program.operators[reader.operator].passes
+            seen = Distinct.of(
+                (c.operands[reader.operand], c.passed, tuple(a for _, x in c.assignment for a in x))
+                for c in menu.choices
+            )
+            table = np.zeros((len(self.homes[index]), len(seen.values)))
+            for i, home in enumerate(self.homes[index]):
+                for j, (state, passed, used) in enumerate(seen.values):
+                    if not self._agree(home, position, state, passed if passes else None, used):
+                        table[i, j] = np.inf
+            yield Factor((self.variable[index], reader.operator), table[:, seen.index])
+
+    def _agree(
+        self, home: Home, position: int, state: State, passed: Axes | None, used: Axes
+    ) -> bool:
+        mine, theirs = self.mesh.size(home.layout.axes), self.mesh.size(state.layout.axes)
+        if position == home.star and state.layout != home.layout:
+            return False
+        if theirs > mine or (position < home.star and theirs == mine):
+            return False
+        needed = {*state.varying, *state.layout.axes} - set(home.layout.axes)
+        if not needed.issubset(home.reduce):
+            return False
+        return passed is None or set(passed) == set(home.reduce) - set(used)
+
+    def _level(
+        self, weight: Weight, layout: Layout, reduce: Axes, multipliers: Multipliers
+    ) -> tuple[float, Level, Totals]:
+        """The best level for all weights that are equal: cost, level, parts."""
+        stored = Stored(weight.spec, weight.trainable, weight.block, layout, tuple(reduce) if weight.trainable else ())
+        levels, parts = self.storage.options(stored)
+        costs = parts @ multipliers.weights
+        best = int(costs.argmin())
+        return float(costs[best]) * weight.count, levels[best], parts[best] * weight.count
+
+    # Answers
+
+    def evaluate(
+        self, values: Sequence[int], multipliers: Multipliers, bound: float = 0.0
+    ) -> Solution:
+        """What `values` cost in truth, with the levels that are best under `multipliers`."""
+        functions = {f.name: np.zeros(PARTS, dtype=np.int64) for f in self._functions()}
+        for index, parts in enumerate(self.operators):
+            functions[self.program.operators[index].function] += parts[values[index]]
+        self._sharpen(values)
+        made: dict[int, tuple[set[object], set[Layout]]] = {}
+        for way in self.ways:
+            source, target = self._states(way, values)
+            reached = made.setdefault(id(way.flow), (set(), set()))
+            state, flows = way.ways.targets[target], way.ways.flows
+            key = state.layout, state.varying
+            functions[way.function][KEPT] += way.flow.count * int(way.kept[target])
+            if key in reached[0] if flows else state.layout in reached[1]:
+                continue
+            if flows:
+                reached[0].add(key)
+            reached[1].add(state.layout)
+            functions[way.function][:KEPT] += way.flow.count * way.ways.parts[:KEPT, source, target]
+        levels, weights = self._levels(values, multipliers)
+        return Solution(tuple(values), levels, functions, weights, bound)
+
+    def _levels(
+        self, values: Sequence[int], multipliers: Multipliers
+    ) -> tuple[tuple[Level, ...], Totals]:
+        levels, total = [], np.zeros(WEIGHT_PARTS, dtype=np.int64)
+        for index, weight in enumerate(self.program.weights):
+            layout, reduce = self.home(index, values)
+            _, level, parts = self._level(weight, layout, reduce, multipliers)
+            levels.append(level)
+            total += parts
+        return tuple(levels), total
+
+    def home(self, index: int, values: Sequence[int]) -> tuple[Layout, Axes]:
+        """Compute layout of a weight, and the axes over which its gradient is partial."""
+        weight = self.program.weights[index]
+        if index in self.homes:
+            home = self.homes[index][values[self.variable[index]]]
+            return home.layout, home.reduce
+        if not weight.readers:
+            return Layout(), ()
+        (reader,) = weight.readers
+        state = self.menus[reader.operator].choices[values[reader.operator]].operands[reader.operand]
+        return state.layout, state.varying
+
+    def _functions(self) -> tuple[object, ...]:
+        graph: Graph = self.program.graph
+        return (graph.main, *graph.functions)
+
+    def decisions(self, solution: Solution, base: Decisions) -> Decisions:
+        """A solution as a plan says it."""
+        from dataclasses import replace
+
+        nodes = []
+        for flat in self.program.graph.flat():
+            index = self.program.index[flat.function, flat.node.key]
+            choice = self.menus[index].choices[solution.values[index]]
+            nodes.append(NodeDecision(flat.key, choice.assignment))
+        parameters = [
+            level.decision(target)
+            for weight, level in zip(self.program.weights, solution.levels, strict=True)
+            for target in weight.targets
+            if level.axes
+        ]
+        mesh: Mesh = self.mesh
+        return replace(base, mesh=mesh, nodes=tuple(nodes), parameters=tuple(parameters))

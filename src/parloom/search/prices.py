@@ -1,0 +1,198 @@
+"""What choices cost, by the cost layer itself: one operator or one chain of movements is lowered
+and walked as a whole plan would be.
+
+A price counts whole picoseconds and bytes, so that sums do not depend on their order. Scalars are
+not counted: what one operator does with a partial scalar depends on all that read it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.cost.liveness import Lives
+from parloom.cost.tasks import picoseconds
+from parloom.cost.walk import Walker
+from parloom.cost.works import Work
+from parloom.errors import LayoutError
+from parloom.ir.graph import DTYPE_BYTES, Call, Function, Node, TensorSpec, Value, with_operands
+from parloom.ir.lower_body import Assignment, Body, Hoist
+from parloom.ir.mesh import Mesh
+from parloom.ir.moves import plan_moves
+from parloom.ir.ops import op_of
+from parloom.ir.ops.rule import HALO, LOCAL
+from parloom.ir.pcg import Item, Movement, PFunction, PValue, operands_of, results_of
+from parloom.ir.layout import local_shape
+from parloom.search.choices import Choice, State
+from parloom.search.program import Operator, Program
+
+# Parts of a price: forward and backward pass, computing and exchanging (ps), and bytes that are
+# kept for the backward pass.
+FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT, KEPT = range(5)
+PARTS = 5
+Price = NDArray[np.int64]
+Flags = tuple[bool, ...]
+
+
+class Prices:
+    """Prices on one mesh of one cluster; what was asked before is known."""
+
+    def __init__(self, program: Program, walker: Walker) -> None:
+        self.program, self.walker, self.mesh = program, walker, walker.mesh
+        self.owner = _Owner(program, self.mesh)
+        self.known: dict[object, Price] = {}
+        self.singles: dict[object, NDArray[np.int64] | None] = {}
+
+    def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
+        """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
+        operator = self.program.operators[index]
+        if operator.is_scalar:
+            return _nothing()
+        key = index, flags, self._signature(operator, choice)
+        if key not in self.known:
+            self.known[key] = self._operator(operator, choice, flags)
+        return self.known[key]
+
+    def _signature(self, operator: Operator, choice: Choice) -> object:
+        """What the price depends on: local sizes, or where a local program runs, all of it."""
+        kinds = {operator.rule.kind(factor) for factor, _ in choice.assignment}
+        if kinds & {LOCAL, HALO} or not op_of(operator.node).emit:
+            return choice.assignment
+        used = tuple(a for _, axes in choice.assignment for a in axes)
+        specs = (*operator.operands, *(v.spec for v in operator.node.results))
+        states = (*choice.operands, *choice.results)
+        shapes = tuple(
+            local_shape(state.layout, spec.shape, self.mesh)
+            for state, spec in zip(states, specs, strict=True)
+        )
+        return shapes, self.mesh.size(used)
+
+    def _operator(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
+        names = tuple(f"operand{i}" for i in range(len(flags)))
+        node = with_operands(operator.node, names)
+        operands = tuple(
+            PValue(name, spec, state.layout, state.varying if flows else (), flows)
+            for name, spec, state, flows in zip(
+                names, operator.operands, choice.operands, flags, strict=True
+            )
+        )
+        inputs = tuple(Value(v.name, v.spec) for v in operands)
+        outputs = tuple(v.name for v in node.results)
+        body = Body(self.owner, Function("", inputs, (node,), outputs), "", operands)
+        body.lower_node(node, operator.rule, dict(choice.assignment))
+        results = tuple(body.values[name] for name in outputs)
+        return self._walked(operands, body.items, results, frozenset(names))
+
+    def movement(self, spec: TensorSpec, flows: bool, source: State, target: State) -> Price | None:
+        """The movements from `source` to `target`; None where there are none that lead there."""
+        if source.layout == target.layout and (not flows or source.varying == target.varying):
+            return _nothing()
+        key = spec, flows, source.layout, source.varying, target.layout, target.varying
+        if key not in self.known:
+            self.known[key] = self._movement(spec, flows, source, target)
+        found = self.known[key]
+        return None if found[FORWARD] < 0 else found
+
+    def _movement(self, spec: TensorSpec, flows: bool, source: State, target: State) -> Price:
+        try:
+            steps = plan_moves(
+                source.layout,
+                target.layout,
+                spec.shape,
+                self.mesh,
+                source_varying=source.varying,
+                target_varying=target.varying,
+                differentiable=flows,
+            )
+        except LayoutError:
+            return np.full(PARTS, -1, dtype=np.int64)
+        first = value = PValue("value0", spec, source.layout, source.varying, flows)
+        items = []
+        varying = frozenset(source.varying)
+        for index, step in enumerate(steps):
+            varying = step.varying(varying)
+            made = PValue(f"value{index + 1}", spec, step.result, tuple(sorted(varying)), flows)
+            items.append(Movement(step, value, made))
+            value = made
+        return self._walked((first,), items, (value,), frozenset([first.name]))
+
+    def memo(
+        self, key: object, price: Callable[[], NDArray[np.int64] | None]
+    ) -> NDArray[np.int64] | None:
+        """What `price` said when it was first asked for `key`."""
+        if key not in self.singles:
+            self.singles[key] = price()
+        return self.singles[key]
+
+    def primitive(
+        self, name: str, axes: tuple[str, ...], before: int, after: int, *, backward: bool
+    ) -> Price:
+        """One primitive over `axes` that makes `after` local bytes of `before`."""
+        compute_s, exchange = self.walker.primitive(name, axes, before, after)
+        price = _nothing()
+        at = BACKWARD if backward else FORWARD
+        price[at] = picoseconds(compute_s)
+        price[at + 1] = picoseconds(exchange.seconds) if exchange is not None else 0
+        return price
+
+    def _walked(
+        self,
+        inputs: tuple[PValue, ...],
+        items: Iterable[Item],
+        outputs: tuple[PValue, ...],
+        outside: frozenset[str],
+    ) -> Price:
+        lives = Lives(outside, frozenset())
+        walked = self.walker.walk(inputs, tuple(items), lives, outputs)
+        return np.array([*passes_ps(lives), walked.inside_bytes], dtype=np.int64)
+
+    def held_bytes(self, spec: TensorSpec, state: State) -> int:
+        """Bytes of one rank's shard."""
+        size = DTYPE_BYTES[spec.dtype]
+        for n in local_shape(state.layout, spec.shape, self.mesh):
+            size *= n
+        return size
+
+
+def passes_ps(lives: Lives) -> tuple[int, int, int, int]:
+    """Forward and backward pass of a body that was walked, computing and exchanging.
+
+    Calls and scalars are not counted.
+    """
+    found = []
+    for works in (lives.forward, lives.backward):
+        counted = [
+            work
+            for item, work in zip(lives.items, works, strict=True)
+            if isinstance(work, Work) and not is_scalar(item)
+        ]
+        found.append(sum(picoseconds(work.compute_s) for work in counted))
+        exchanges = (work.exchange.seconds for work in counted if work.exchange is not None)
+        found.append(sum(map(picoseconds, exchanges)))
+    return found[0], found[1], found[2], found[3]
+
+
+def is_scalar(item: Item) -> bool:
+    """Whether an item reads and makes nothing but scalars."""
+    return not any(v.spec.shape for v in (*operands_of(item), *results_of(item)))
+
+
+def _nothing() -> Price:
+    return np.zeros(PARTS, dtype=np.int64)
+
+
+class _Owner:
+    """What lowering a single operator asks of the program that it belongs to."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.graph, self.factored, self.mesh = program.graph, program.factored, mesh
+        self.steps = 1
+        self.policies: dict[str, str] = {}
+        self.hoist = Hoist()
+
+    def assignment(self, prefix: str, node: Node) -> Assignment:
+        raise AssertionError("a single operator is given its assignment")
+
+    def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction:
+        raise AssertionError("a single operator calls no block")

@@ -1,0 +1,233 @@
+"""What a layout search chooses about: operators by block kind, values that flow between them, and
+weights.
+
+Calls of one block kind share their choices, so everything is counted: an operator stands for as
+many as there are calls, a flow for as many equal ways from a source to the readers in one call
+(the first call of a block reads the embedding, the others read the call before). Movements are
+made once for all readers in a call that want the same, so these stand together.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from parloom.ir.factors import Factored
+from parloom.ir.graph import FlatNode, Graph, Node, TensorSpec
+from parloom.ir.ops import Rule, op_of
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator of a block kind.
+
+    `flows` counts its calls by the operands through which gradients flow; `passes`: all of these
+    gradients are those of weights, and may leave it as partial as they come. `derived`: it reads
+    nothing of the batch either.
+    """
+
+    function: str
+    node: Node
+    rule: Rule
+    operands: tuple[TensorSpec, ...]
+    flows: tuple[tuple[tuple[bool, ...], int], ...]
+    passes: bool
+    derived: bool
+
+    @property
+    def count(self) -> int:
+        """How many calls run it."""
+        return sum(count for _, count in self.flows)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it reads and makes nothing but scalars."""
+        return not any(s.shape for s in (*self.operands, *(v.spec for v in self.node.results)))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Reader:
+    """Operand `operand` of operator `operator` (an index into `Program.operators`)."""
+
+    operator: int
+    operand: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value with all that read it in one call, `count` times.
+
+    The source is result `result` of operator `operator`, or the weight `weight` (an index, where
+    several operators read it); a batch tensor comes as the reader `like` wants it; with none of
+    these the value is replicated. `whole` flows end replicated (buffers that are written back).
+    """
+
+    spec: TensorSpec
+    differentiable: bool
+    readers: tuple[Reader, ...]
+    count: int
+    operator: int = -1
+    result: int = 0
+    like: Reader | None = None
+    weight: int = -1
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """`count` equal parameters, each read by `readers`, in the order of the program.
+
+    `block`: only one block call reads each, so that its chunks are gathered for that call.
+    """
+
+    spec: TensorSpec
+    trainable: bool
+    readers: tuple[Reader, ...]
+    targets: tuple[str, ...]
+    block: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True)
+class Program:
+    """All of a graph that layouts are chosen for."""
+
+    graph: Graph
+    factored: Factored
+    operators: tuple[Operator, ...]
+    flows: tuple[Flow, ...]
+    weights: tuple[Weight, ...]
+    index: dict[tuple[str, str], int]
+
+
+def program_of(graph: Graph, factored: Factored) -> Program:
+    """Fold the unfolded program of `graph` into counted operators, flows and weights."""
+    return _Folding(graph, factored).run()
+
+
+class _Folding:
+    """One walk over the unfolded program."""
+
+    def __init__(self, graph: Graph, factored: Factored) -> None:
+        self.graph, self.factored = graph, factored
+        self.flats = list(graph.flat())
+        self.inputs = {entry.value.name: entry for entry in graph.inputs}
+        self.index: dict[tuple[str, str], int] = {}
+        self.made: dict[str, tuple[int, int]] = {}
+        self.specs = {entry.value.name: entry.value.spec for entry in graph.inputs}
+        self.flowing = {e.value.name for e in graph.of_kind("parameter") if e.trainable}
+        self.fixed = {e.value.name for e in graph.inputs if e.kind != "batch"}
+        self.derived = {e.value.name for e in graph.of_kind("parameter")}
+        self.first: dict[str, Reader] = {}
+
+    def run(self) -> Program:
+        templates: list[FlatNode] = []
+        counts: list[dict[tuple[bool, ...], int]] = []
+        reads: dict[tuple[str, str, str], list[Reader]] = {}
+        for flat in self.flats:
+            key = flat.function, flat.node.key
+            at = self.index.setdefault(key, len(templates))
+            if at == len(templates):
+                templates.append(flat)
+                counts.append({})
+            flags = tuple(name in self.flowing for name in flat.operands)
+            counts[at][flags] = counts[at].get(flags, 0) + 1
+            self._define(flat, at, flags)
+            for position, name in enumerate(flat.operands):
+                reader = Reader(at, position)
+                self.first.setdefault(name, reader)
+                reads.setdefault((flat.function, flat.prefix, name), []).append(reader)
+        weights = tuple(self._weights(reads))
+        shared = {
+            target: index
+            for index, weight in enumerate(weights)
+            for target in weight.targets
+            if len(weight.readers) > 1
+        }
+        operators = tuple(
+            self._operator(flat, found, shared)
+            for flat, found in zip(templates, counts, strict=True)
+        )
+        flows = tuple(self._flows(reads, shared))
+        return Program(self.graph, self.factored, operators, flows, weights, self.index)
+
+    def _define(self, flat: FlatNode, at: int, flags: tuple[bool, ...]) -> None:
+        differentiable = op_of(flat.node).differentiable and any(flags)
+        if self.fixed.issuperset(flat.operands):
+            self.fixed.update(flat.results)
+            if differentiable and self.derived.intersection(flat.operands):
+                self.derived.update(flat.results)
+        for position, (name, value) in enumerate(
+            zip(flat.results, flat.node.results, strict=True)
+        ):
+            self.made[name] = at, position
+            self.specs[name] = value.spec
+            if differentiable and value.spec.is_float:
+                self.flowing.add(name)
+
+    def _operator(
+        self, flat: FlatNode, counts: dict[tuple[bool, ...], int], shared: Iterable[str]
+    ) -> Operator:
+        flowing = [name for name in flat.operands if name in self.flowing]
+        passes = op_of(flat.node).differentiable and bool(flowing) and self.derived.issuperset(flowing)
+        derived = passes and self.derived.issuperset(flat.results)
+        ties = {self.inputs[name].target for name in flowing if name in self.inputs}
+        return Operator(
+            flat.function,
+            flat.node,
+            self.factored.rule(flat.function, flat.node),
+            tuple(self.specs[name] for name in flat.operands),
+            tuple(sorted(counts.items())),
+            passes and (derived or not ties.isdisjoint(shared)),
+            derived,
+        )
+
+    def _flows(
+        self, reads: dict[tuple[str, str, str], list[Reader]], shared: dict[str, int]
+    ) -> Iterable[Flow]:
+        found: dict[Flow, int] = {}
+        for (_, _, name), readers in reads.items():
+            flow = self._flow(name, tuple(dict.fromkeys(readers)), shared)
+            if flow is not None:
+                found[flow] = found.get(flow, 0) + 1
+        for _, name in self.graph.updates:
+            if name in self.made and self.specs[name].shape:
+                flow = Flow(self.specs[name], False, (), 1, *self.made[name], whole=True)
+                found[flow] = found.get(flow, 0) + 1
+        return (replace(flow, count=count) for flow, count in found.items())
+
+    def _flow(
+        self, name: str, readers: tuple[Reader, ...], shared: dict[str, int]
+    ) -> Flow | None:
+        """How `readers` get a value; None where there is nothing to choose."""
+        spec, flows, entry = self.specs[name], name in self.flowing, self.inputs.get(name)
+        if not spec.shape:
+            return None
+        if entry is None:
+            return Flow(spec, flows, readers, 1, *self.made[name])
+        if entry.kind == "parameter":
+            weight = shared.get(entry.target)
+            return None if weight is None else Flow(spec, flows, readers, 1, weight=weight)
+        return Flow(spec, flows, readers, 1, like=self.first[name] if entry.kind == "batch" else None)
+
+    def _weights(self, reads: dict[tuple[str, str, str], list[Reader]]) -> Iterable[Weight]:
+        found: dict[tuple[TensorSpec, bool, tuple[Reader, ...], bool], list[str]] = {}
+        places: dict[str, list[tuple[str, str]]] = {}
+        readers: dict[str, list[Reader]] = {}
+        for (function, prefix, name), some in reads.items():
+            places.setdefault(name, []).append((function, prefix))
+            readers.setdefault(name, []).extend(some)
+        for entry in self.graph.of_kind("parameter"):
+            name = entry.value.name
+            where = places.get(name, [])
+            block = len(where) == 1 and where[0][0] != self.graph.main.name
+            key = (
+                entry.value.spec,
+                entry.trainable,
+                tuple(dict.fromkeys(readers.get(name, ()))),
+                block,
+            )
+            found.setdefault(key, []).append(entry.target)
+        for (spec, trainable, some_readers, block), targets in found.items():
+            yield Weight(spec, trainable, some_readers, tuple(targets), block)

@@ -1,0 +1,159 @@
+"""What storing a weight costs, for every ZeRO level over every set of axes that replicate it.
+
+Collectives on weights travel in buckets and units, so a weight pays its share of a full bucket: its
+bytes at the rate of `MAX_BUCKET_BYTES`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.cost.tasks import picoseconds
+from parloom.cost.walk import Walker
+from parloom.ir.graph import DTYPE_BYTES, TensorSpec
+from parloom.ir.layout import Layout, local_shape
+from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
+from parloom.ir.step_program import MAX_BUCKET_BYTES
+from parloom.search.choices import Axes, subsets
+
+# Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED) and bytes:
+# gathering it in the forward and in the backward pass, reducing its gradient in every microbatch or
+# once, what follows (update, gathering what was updated), and what is stored.
+GATHERED, AGAIN, CHUNKED, REDUCED, AFTER, STORED = range(6)
+WEIGHT_PARTS = 6
+WeightPrice = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Which of weight, gradient and optimizer state are in chunks over `axes` of dim `dim`."""
+
+    axes: Axes = ()
+    dim: int = 0
+    weight: bool = False
+    gradient: bool = False
+    optimizer: bool = False
+
+    def decision(self, name: str) -> ParameterDecision:
+        """As a plan says it."""
+        chunks = Storage(self.axes, self.dim)
+        whole = Storage()
+        return ParameterDecision(
+            name,
+            chunks if self.weight else whole,
+            chunks if self.gradient else whole,
+            chunks if self.optimizer else whole,
+        )
+
+
+def level_of(decision: ParameterDecision) -> Level:
+    """The level of a decision as `Level.decision` makes them."""
+    chunks = next((s for s in (decision.weight, decision.gradient, decision.optimizer) if s.axes), Storage())
+    return Level(
+        chunks.axes, chunks.dim, bool(decision.weight.axes), bool(decision.gradient.axes),
+        bool(decision.optimizer.axes),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight whose storage is priced: its home layout and the axes its gradient is partial over.
+
+    `block`: it is gathered for one block call, in the backward pass once more.
+    """
+
+    spec: TensorSpec
+    trainable: bool
+    block: bool
+    layout: Layout
+    reduce: Axes
+
+
+class StoragePrices:
+    """Prices of storage on one mesh under one policy of dtypes and one optimizer."""
+
+    def __init__(self, walker: Walker, decisions: Decisions, optimizer: Optimizer) -> None:
+        self.walker, self.mesh = walker, walker.mesh
+        self.decisions, self.optimizer = decisions, optimizer
+        self.rates: dict[tuple[str, Axes], float] = {}
+        self.known: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
+
+    def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
+        """All levels and their prices: [level, part]."""
+        if weight not in self.known:
+            levels = tuple(self._levels(weight))
+            prices = np.array([self.price(weight, level) for level in levels], dtype=np.int64)
+            self.known[weight] = levels, prices
+        return self.known[weight]
+
+    def _levels(self, weight: Stored) -> Iterator[Level]:
+        yield Level()
+        free = [a for a in self.mesh.names if a not in weight.layout.axes and self.mesh[a].size > 1]
+        if not weight.spec.shape:
+            return
+        shape = local_shape(weight.layout, weight.spec.shape, self.mesh)
+        for axes in subsets(free):
+            if not axes:
+                continue
+            count = self.mesh.size(axes)
+            # The dim that wastes least; of equals the first, whose chunks are contiguous.
+            dim = min(range(len(shape)), key=lambda d: ceil(shape[d] / count) / max(shape[d], 1))
+            if not weight.trainable:
+                yield Level(axes, dim, weight=True)
+                continue
+            yield Level(axes, dim, optimizer=True)
+            yield Level(axes, dim, gradient=True, optimizer=True)
+            yield Level(axes, dim, weight=True, gradient=True, optimizer=True)
+
+    def price(self, weight: Stored, level: Level) -> WeightPrice:
+        """One level."""
+        found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
+        shape = list(local_shape(weight.layout, weight.spec.shape, self.mesh))
+        whole = prod(shape)
+        if level.axes:
+            shape[level.dim] = ceil(shape[level.dim] / self.mesh.size(level.axes))
+        chunk = prod(shape)
+        width = DTYPE_BYTES[weight.spec.dtype]
+        master = DTYPE_BYTES[self.decisions.master_dtype or weight.spec.dtype]
+        gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
+        if level.weight:
+            found[GATHERED] = self.seconds("all_gather", level.axes, whole * width)
+            found[AGAIN] = found[GATHERED] if weight.block else 0
+        found[STORED] = (chunk if level.weight else whole) * width
+        if not weight.trainable:
+            return found
+        self._reduce(found, weight, level, whole * gradient)
+        owned = chunk if level.optimizer else whole
+        found[AFTER] = picoseconds(
+            self.walker.kernels.update_s(owned * master, self.optimizer.num_states)
+            - self.walker.kernels.software.launch_s
+        )
+        if level.optimizer and not level.weight:
+            found[AFTER] += self.seconds("all_gather", level.axes, whole * width)
+        copy = level.optimizer != level.weight or master != width
+        found[STORED] += owned * master * (self.optimizer.num_states + copy)
+        found[STORED] += (chunk if level.gradient else whole) * gradient
+        return found
+
+    def _reduce(self, found: WeightPrice, weight: Stored, level: Level, size: int) -> None:
+        """Making the gradient whole: scattered over its chunks where it is partial over them."""
+        partial = tuple(a for a in self.mesh.names if a in weight.reduce)
+        part = CHUNKED if level.gradient else REDUCED
+        if level.gradient and set(level.axes) <= set(partial):
+            found[part] += self.seconds("reduce_scatter", level.axes, size)
+            size //= self.mesh.size(level.axes)
+            partial = tuple(a for a in partial if a not in level.axes)
+        if partial:
+            found[part] += self.seconds("all_reduce", partial, size)
+
+    def seconds(self, kind: str, axes: Axes, num_bytes: int) -> int:
+        """Picoseconds of a share of a full bucket."""
+        if self.mesh.size(axes) < 2:
+            return 0
+        if (kind, axes) not in self.rates:
+            seconds = self.walker.exchange(kind, axes, MAX_BUCKET_BYTES).seconds
+            self.rates[kind, axes] = seconds / MAX_BUCKET_BYTES
+        return picoseconds(self.rates[kind, axes] * num_bytes)
