@@ -194,6 +194,18 @@ class Graph:
 
     def flat(self) -> Iterator[FlatNode]:
         """Every operator call in execution order; ids of main's values are their names."""
+        return self._visit({})
+
+    @property
+    def flat_ids(self) -> dict[str, str]:
+        """The id in `flat` of every value of main: results of calls are named where they are made."""
+        ids: dict[str, str] = {}
+        for _ in self._visit(ids):
+            pass
+        return ids
+
+    def _visit(self, ids: dict[str, str]) -> Iterator[FlatNode]:
+        """The same, with the ids of main's values put into `ids`."""
         count = 0
 
         def visit(function: Function, prefix: str, ids: dict[str, str]) -> Iterator[FlatNode]:
@@ -219,7 +231,8 @@ class Graph:
                     )
 
         body = (v for item in self.main.body for v in item.results)
-        yield from visit(self.main, "", {v.name: v.name for v in (*self.main.inputs, *body)})
+        ids.update((v.name, v.name) for v in (*self.main.inputs, *body))
+        yield from visit(self.main, "", ids)
 
     def unfolded(self) -> Iterator[tuple[str, Node]]:
         """(decision key, node) of every operator call, in execution order."""

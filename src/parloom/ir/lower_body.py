@@ -136,7 +136,7 @@ class Body:
                     made.spec,
                     layout,
                     varying,
-                    differentiable and made.spec.is_float,
+                    differentiable and made.spec.is_float and index not in op.detached,
                 )
             )
         renamed = with_operands(node, tuple(v.name for v in operands))

@@ -15,24 +15,12 @@ from numpy.typing import NDArray
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, op_of
-from parloom.search.program import Operator
+from parloom.ir.plan import NodeDecision
+from parloom.search.program import Axes, Operator, State
+from parloom.search.single import Single, is_local_program
 
 T = TypeVar("T", bound=Hashable)
 Indices = NDArray[np.intp]
-Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A value at one end of its way: its layout, and the axes over which its cotangent is partial.
-
-    `used` are the axes that an operator on weights alone is split over; over all others it passes
-    on what its readers leave partial.
-    """
-
-    layout: Layout
-    varying: Axes = ()
-    used: Axes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +34,11 @@ class Choice:
     passed: Axes
     operands: tuple[State, ...]
     results: tuple[State, ...]
+
+    @property
+    def used(self) -> Axes:
+        """The axes that it splits something over."""
+        return tuple(a for _, axes in self.assignment for a in axes)
 
 
 @dataclass(frozen=True)
@@ -75,9 +68,9 @@ class Menu:
         return len(self.choices)
 
 
-def menu_of(operator: Operator, mesh: Mesh) -> Menu:
-    """All choices of `operator` on `mesh`."""
-    choices = tuple(_choices(operator, mesh))
+def menu_of(operator: Operator, single: Single) -> Menu:
+    """All choices of `operator` on the mesh of `single`."""
+    choices = tuple(_choices(operator, single))
     operands = range(len(operator.operands))
     results = range(len(operator.node.results))
     return Menu(
@@ -109,27 +102,28 @@ def subsets(axes: Sequence[str]) -> Iterator[Axes]:
     return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
 
 
-def _choices(operator: Operator, mesh: Mesh) -> Iterator[Choice]:
-    rule, op = operator.rule, op_of(operator.node)
+def _choices(operator: Operator, single: Single) -> Iterator[Choice]:
+    rule, op, mesh = operator.rule, op_of(operator.node), single.mesh
     flowing = [any(flags) for flags in zip(*(f for f, _ in operator.flows), strict=True)]
     flowing = [op.differentiable and flows for flows in flowing]
     layouts = _Layouts(rule, mesh)
     for chosen in assignments(rule, mesh):
-        used = tuple(a for a in mesh.names if any(a in axes for axes in chosen.values()))
-        operands = [layouts.operand(i, chosen) for i in range(len(rule.operands))]
+        ordered = NodeDecision("", tuple(chosen.items())).factors  # as a plan has it
+        chosen = dict(ordered)
+        used = {a for axes in chosen.values() for a in axes}
+        wanted = [layouts.operand(i, chosen) for i in range(len(rule.operands))]
         varying = [rule.varying(i, chosen) if flows else () for i, flows in enumerate(flowing)]
-        results = [layouts.result(i, chosen) for i in range(len(rule.results))]
-        free = [a for a in mesh.names if a not in used] if operator.passes else []
+        made = [layouts.result(i, chosen) for i in range(len(rule.results))]
+        free = [a for a in mesh.names if a not in used] if operator.derived else []
         for passed in subsets(free):
-            yield Choice(
-                tuple(chosen.items()),
-                passed,
-                tuple(
-                    State(layout, _ordered((*axes, *passed), mesh) if flows else ())
-                    for layout, axes, flows in zip(operands, varying, flowing, strict=True)
-                ),
-                tuple(State(layout, passed, used if operator.derived else ()) for layout in results),
+            operands = tuple(
+                State(layout, _ordered((*axes, *passed), mesh) if flows else ())
+                for layout, axes, flows in zip(wanted, varying, flowing, strict=True)
             )
+            if is_local_program(operator, chosen):
+                made = list(single.result_layouts(operator, chosen, operands))
+            results = tuple(State(layout, passed) for layout in made)
+            yield Choice(ordered, passed, operands, results)
 
 
 def _ordered(axes: Iterable[str], mesh: Mesh) -> Axes:

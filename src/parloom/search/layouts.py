@@ -22,10 +22,10 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Axes, Distinct, Menu, State, menu_of, subsets
+from parloom.search.choices import Distinct, Menu, menu_of, subsets
 from parloom.search.eliminate import Factor, minimum
 from parloom.search.prices import KEPT, PARTS, Prices
-from parloom.search.program import Flow, Program, Reader, Weight
+from parloom.search.program import Axes, Flow, Operator, Program, Reader, State, Weight
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored
 from parloom.search.ways import Ways
 
@@ -90,7 +90,7 @@ class LayoutProblem:
         self.program, self.mesh = program, walker.mesh
         self.prices = Prices(program, walker)
         self.storage = StoragePrices(walker, decisions, optimizer)
-        self.menus: list[Menu] = [menu_of(o, self.mesh) for o in program.operators]
+        self.menus: list[Menu] = [menu_of(o, self.prices.single) for o in program.operators]
         self.homes = {
             index: tuple(self._homes(weight))
             for index, weight in enumerate(program.weights)
@@ -106,7 +106,11 @@ class LayoutProblem:
 
     def solve(self, multipliers: Multipliers) -> Solution:
         """The least cost under `multipliers`."""
-        fixed = [*self._operator_factors(multipliers), *self._weight_factors(multipliers)]
+        fixed = [
+            *self._operator_factors(multipliers),
+            *self._weight_factors(multipliers),
+            *self._derived_factors(),
+        ]
         while True:
             factors = [*fixed, *(self._way_factor(way, multipliers) for way in self.ways)]
             found = minimum(self.sizes, factors)
@@ -151,11 +155,6 @@ class LayoutProblem:
     def _ways(self, flow: Flow) -> Iterator[_Way]:
         source, index, states = self._source(flow)
         kept = sum(self._keeps(flow, reader) for reader in flow.readers)
-        if flow.whole:
-            table = self._table(flow, False, states, (WHOLE,))
-            function = self.program.operators[flow.operator].function
-            yield _Way(flow, None, source, index, None, np.zeros(1, dtype=np.intp), table,
-                       np.zeros(1, dtype=np.int64), function)  # fmt: skip
         for reader in flow.readers:
             if reader == flow.like:
                 continue
@@ -167,6 +166,11 @@ class LayoutProblem:
             share = np.array(sizes, dtype=np.int64) * self._keeps(flow, reader) // max(kept, 1)
             yield _Way(flow, reader, source, index, reader.operator, distinct.index, table, share,
                        operator.function)  # fmt: skip
+        if flow.whole:
+            table = self._table(flow, flow.differentiable, states, (WHOLE,))
+            none = np.zeros(1, dtype=np.intp)
+            main = self.program.graph.main.name
+            yield _Way(flow, None, source, index, None, none, table, none, main)
 
     def _source(self, flow: Flow) -> tuple[int | None, NDArray[np.intp], tuple[State, ...]]:
         """The variable that a flow comes from, and the states that its values mean."""
@@ -210,10 +214,9 @@ class LayoutProblem:
         """A way as a table over the choices at both ends."""
         weights = multipliers.functions[way.function] * way.flow.count
         costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
-        costs /= max(1, len(way.flow.readers))
+        costs /= len(way.flow.readers) + way.flow.whole
         costs += weights[KEPT] * way.kept[None, :]
         costs = np.where(way.ways.legal, costs, np.inf)
-        costs += self._forbidden(way)
         if way.source is None:
             return Factor((way.target,) if way.target is not None else (), costs[0, way.target_index])
         if way.target is None:
@@ -221,18 +224,6 @@ class LayoutProblem:
         if way.source == way.target:
             return Factor((way.source,), costs[way.source_index, way.target_index])
         return Factor((way.source, way.target), costs[np.ix_(way.source_index, way.target_index)])
-
-    def _forbidden(self, way: _Way) -> NDArray[np.float64]:
-        """Infinite where a value of weights alone would not pass on what its reader leaves partial."""
-        costs = np.zeros(way.ways.legal.shape)
-        if way.flow.operator < 0 or not self.program.operators[way.flow.operator].derived:
-            return costs
-        for i, source in enumerate(way.ways.sources):
-            covered = {*source.varying, *source.used}
-            for j, target in enumerate(way.ways.targets):
-                if not covered.issuperset((*target.varying, *target.layout.axes)):
-                    costs[i, j] = np.inf
-        return costs
 
     def _weight_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
         for index, weight in enumerate(self.program.weights):
@@ -249,35 +240,49 @@ class LayoutProblem:
                 yield Factor((), np.array(self._level(weight, Layout(), (), multipliers)[0]))
 
     def _home_factors(self, index: int, weight: Weight) -> Iterator[Factor]:
-        """Infinite where a reader contradicts a home (see `ir.lower`: the home is the layout that is
+        """Infinite where a reader contradicts a home (`ir.lower`: the home is the layout that is
         split most, its gradient is partial over all that any reader leaves partial).
         """
         for position, reader in enumerate(weight.readers):
-            menu = self.menus[reader.operator]
-            passes = self.program.operators[reader.operator].passes
-            seen = Distinct.of(
-                (c.operands[reader.operand], c.passed, tuple(a for _, x in c.assignment for a in x))
-                for c in menu.choices
-            )
-            table = np.zeros((len(self.homes[index]), len(seen.values)))
+            operator, menu = self.program.operators[reader.operator], self.menus[reader.operator]
+            distinct = Distinct.of((c.operands[reader.operand], c.used, c.passed) for c in menu.choices)
+            table = np.zeros((len(self.homes[index]), len(distinct.values)))
             for i, home in enumerate(self.homes[index]):
-                for j, (state, passed, used) in enumerate(seen.values):
-                    if not self._agree(home, position, state, passed if passes else None, used):
-                        table[i, j] = np.inf
-            yield Factor((self.variable[index], reader.operator), table[:, seen.index])
+                for j, (state, used, passed) in enumerate(distinct.values):
+                    agrees = self._is_home(home, position, state)
+                    agrees = agrees and _passes(operator, home.reduce, used, passed)
+                    table[i, j] = 0.0 if agrees else np.inf
+            yield Factor((self.variable[index], reader.operator), table[:, distinct.index])
 
-    def _agree(
-        self, home: Home, position: int, state: State, passed: Axes | None, used: Axes
-    ) -> bool:
+    def _is_home(self, home: Home, position: int, state: State) -> bool:
         mine, theirs = self.mesh.size(home.layout.axes), self.mesh.size(state.layout.axes)
         if position == home.star and state.layout != home.layout:
             return False
         if theirs > mine or (position < home.star and theirs == mine):
             return False
         needed = {*state.varying, *state.layout.axes} - set(home.layout.axes)
-        if not needed.issubset(home.reduce):
-            return False
-        return passed is None or set(passed) == set(home.reduce) - set(used)
+        return needed.issubset(home.reduce)
+
+    def _derived_factors(self) -> Iterator[Factor]:
+        """Infinite where what is made of weights does not pass on what its readers leave partial."""
+        for flow in self.program.flows:
+            if flow.operator < 0 or not self.program.operators[flow.operator].derived:
+                continue
+            source = Distinct.of((c.passed, c.used) for c in self.menus[flow.operator].choices)
+            for reader in flow.readers:
+                operator, menu = self.program.operators[reader.operator], self.menus[reader.operator]
+                target = Distinct.of(
+                    (c.operands[reader.operand], c.used, c.passed) for c in menu.choices
+                )
+                table = np.zeros((len(source.values), len(target.values)))
+                for i, (varying, split) in enumerate(source.values):
+                    for j, (state, used, passed) in enumerate(target.values):
+                        needed = {*state.varying, *state.layout.axes} - set(split)
+                        agrees = needed.issubset(varying)
+                        agrees = agrees and _passes(operator, varying, used, passed)
+                        table[i, j] = 0.0 if agrees else np.inf
+                scope = flow.operator, reader.operator
+                yield Factor(scope, table[np.ix_(source.index, target.index)])
 
     def _level(
         self, weight: Weight, layout: Layout, reduce: Axes, multipliers: Multipliers
@@ -359,3 +364,11 @@ class LayoutProblem:
         ]
         mesh: Mesh = self.mesh
         return replace(base, mesh=mesh, nodes=tuple(nodes), parameters=tuple(parameters))
+
+
+def _passes(operator: Operator, varying: Axes, used: Axes, passed: Axes) -> bool:
+    """Whether a reader passes on what varies as its choice says (see `docs/space.md`)."""
+    left = set(varying) - set(used)
+    if operator.derived:
+        return left == set(passed)
+    return not (operator.exposed and left)

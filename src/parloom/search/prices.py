@@ -6,7 +6,6 @@ not counted: what one operator does with a partial scalar depends on all that re
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +15,19 @@ from parloom.cost.tasks import picoseconds
 from parloom.cost.walk import Walker
 from parloom.cost.works import Work
 from parloom.errors import LayoutError
-from parloom.ir.graph import DTYPE_BYTES, Call, Function, Node, TensorSpec, Value, with_operands
-from parloom.ir.lower_body import Assignment, Body, Hoist
-from parloom.ir.mesh import Mesh
-from parloom.ir.moves import plan_moves
-from parloom.ir.ops import op_of
-from parloom.ir.ops.rule import HALO, LOCAL
-from parloom.ir.pcg import Item, Movement, PFunction, PValue, operands_of, results_of
+from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import local_shape
-from parloom.search.choices import Choice, State
-from parloom.search.program import Operator, Program
+from parloom.ir.moves import plan_moves
+from parloom.ir.pcg import Item, Movement, PValue, operands_of, results_of
+from parloom.search.choices import Choice
+from parloom.search.program import Operator, Program, State
+from parloom.search.single import Flags, Single, is_local_program
 
 # Parts of a price: forward and backward pass, computing and exchanging (ps), and bytes that are
 # kept for the backward pass.
 FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT, KEPT = range(5)
 PARTS = 5
 Price = NDArray[np.int64]
-Flags = tuple[bool, ...]
 
 
 class Prices:
@@ -40,7 +35,7 @@ class Prices:
 
     def __init__(self, program: Program, walker: Walker) -> None:
         self.program, self.walker, self.mesh = program, walker, walker.mesh
-        self.owner = _Owner(program, self.mesh)
+        self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
         self.singles: dict[object, NDArray[np.int64] | None] = {}
 
@@ -56,33 +51,20 @@ class Prices:
 
     def _signature(self, operator: Operator, choice: Choice) -> object:
         """What the price depends on: local sizes, or where a local program runs, all of it."""
-        kinds = {operator.rule.kind(factor) for factor, _ in choice.assignment}
-        if kinds & {LOCAL, HALO} or not op_of(operator.node).emit:
+        if is_local_program(operator, dict(choice.assignment)):
             return choice.assignment
-        used = tuple(a for _, axes in choice.assignment for a in axes)
         specs = (*operator.operands, *(v.spec for v in operator.node.results))
         states = (*choice.operands, *choice.results)
         shapes = tuple(
             local_shape(state.layout, spec.shape, self.mesh)
             for state, spec in zip(states, specs, strict=True)
         )
-        return shapes, self.mesh.size(used)
+        return shapes, self.mesh.size(choice.used)
 
     def _operator(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
-        names = tuple(f"operand{i}" for i in range(len(flags)))
-        node = with_operands(operator.node, names)
-        operands = tuple(
-            PValue(name, spec, state.layout, state.varying if flows else (), flows)
-            for name, spec, state, flows in zip(
-                names, operator.operands, choice.operands, flags, strict=True
-            )
-        )
-        inputs = tuple(Value(v.name, v.spec) for v in operands)
-        outputs = tuple(v.name for v in node.results)
-        body = Body(self.owner, Function("", inputs, (node,), outputs), "", operands)
-        body.lower_node(node, operator.rule, dict(choice.assignment))
-        results = tuple(body.values[name] for name in outputs)
-        return self._walked(operands, body.items, results, frozenset(names))
+        found = self.single.lower(operator, dict(choice.assignment), choice.operands, flags)
+        names = frozenset(value.name for value in found.operands)
+        return self._walked(found.operands, found.items, found.results, names)
 
     def movement(self, spec: TensorSpec, flows: bool, source: State, target: State) -> Price | None:
         """The movements from `source` to `target`; None where there are none that lead there."""
@@ -180,19 +162,3 @@ def is_scalar(item: Item) -> bool:
 
 def _nothing() -> Price:
     return np.zeros(PARTS, dtype=np.int64)
-
-
-class _Owner:
-    """What lowering a single operator asks of the program that it belongs to."""
-
-    def __init__(self, program: Program, mesh: Mesh) -> None:
-        self.graph, self.factored, self.mesh = program.graph, program.factored, mesh
-        self.steps = 1
-        self.policies: dict[str, str] = {}
-        self.hoist = Hoist()
-
-    def assignment(self, prefix: str, node: Node) -> Assignment:
-        raise AssertionError("a single operator is given its assignment")
-
-    def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction:
-        raise AssertionError("a single operator calls no block")

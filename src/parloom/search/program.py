@@ -7,21 +7,34 @@ many as there are calls, a flow for as many equal ways from a source to the read
 made once for all readers in a call that want the same, so these stand together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from parloom.ir.factors import Factored
 from parloom.ir.graph import FlatNode, Graph, Node, TensorSpec
+from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, op_of
+
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A value at one end of its way: its layout, and the axes over which its cotangent is partial."""
+
+    layout: Layout
+    varying: Axes = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
     """An operator of a block kind.
 
-    `flows` counts its calls by the operands through which gradients flow; `passes`: all of these
-    gradients are those of weights, and may leave it as partial as they come. `derived`: it reads
-    nothing of the batch either.
+    `flows` counts its calls by the operands through which gradients flow. `derived`: it makes of
+    weights what does not depend on the batch, so that gradients pass it as partial as they come
+    (`ir.lower`). `exposed`: they might, because all it has gradients of are weights that several
+    operators read, or derived.
     """
 
     function: str
@@ -29,8 +42,8 @@ class Operator:
     rule: Rule
     operands: tuple[TensorSpec, ...]
     flows: tuple[tuple[tuple[bool, ...], int], ...]
-    passes: bool
     derived: bool
+    exposed: bool
 
     @property
     def count(self) -> int:
@@ -153,7 +166,8 @@ class _Folding:
         return Program(self.graph, self.factored, operators, flows, weights, self.index)
 
     def _define(self, flat: FlatNode, at: int, flags: tuple[bool, ...]) -> None:
-        differentiable = op_of(flat.node).differentiable and any(flags)
+        op = op_of(flat.node)
+        differentiable = op.differentiable and any(flags)
         if self.fixed.issuperset(flat.operands):
             self.fixed.update(flat.results)
             if differentiable and self.derived.intersection(flat.operands):
@@ -163,42 +177,46 @@ class _Folding:
         ):
             self.made[name] = at, position
             self.specs[name] = value.spec
-            if differentiable and value.spec.is_float:
+            if differentiable and value.spec.is_float and position not in op.detached:
                 self.flowing.add(name)
 
     def _operator(
-        self, flat: FlatNode, counts: dict[tuple[bool, ...], int], shared: Iterable[str]
+        self, flat: FlatNode, counts: dict[tuple[bool, ...], int], shared: Mapping[str, int]
     ) -> Operator:
         flowing = [name for name in flat.operands if name in self.flowing]
-        passes = op_of(flat.node).differentiable and bool(flowing) and self.derived.issuperset(flowing)
-        derived = passes and self.derived.issuperset(flat.results)
-        ties = {self.inputs[name].target for name in flowing if name in self.inputs}
+        derived = bool(flowing) and self.derived.issuperset(flat.results)
+        several = {
+            name
+            for name in self.derived.intersection(flowing)
+            if name not in self.inputs or self.inputs[name].target in shared
+        }
         return Operator(
             flat.function,
             flat.node,
             self.factored.rule(flat.function, flat.node),
             tuple(self.specs[name] for name in flat.operands),
             tuple(sorted(counts.items())),
-            passes and (derived or not ties.isdisjoint(shared)),
             derived,
+            bool(flowing) and not derived and several.issuperset(flowing),
         )
 
     def _flows(
-        self, reads: dict[tuple[str, str, str], list[Reader]], shared: dict[str, int]
+        self, reads: dict[tuple[str, str, str], list[Reader]], shared: Mapping[str, int]
     ) -> Iterable[Flow]:
+        ids = self.graph.flat_ids
+        main, ends = self.graph.main.name, {ids[name] for _, name in self.graph.updates}
+        for name in ends:
+            reads.setdefault((main, "", name), [])
         found: dict[Flow, int] = {}
-        for (_, _, name), readers in reads.items():
+        for (function, _, name), readers in reads.items():
             flow = self._flow(name, tuple(dict.fromkeys(readers)), shared)
             if flow is not None:
-                found[flow] = found.get(flow, 0) + 1
-        for _, name in self.graph.updates:
-            if name in self.made and self.specs[name].shape:
-                flow = Flow(self.specs[name], False, (), 1, *self.made[name], whole=True)
+                flow = replace(flow, whole=function == main and name in ends)
                 found[flow] = found.get(flow, 0) + 1
         return (replace(flow, count=count) for flow, count in found.items())
 
     def _flow(
-        self, name: str, readers: tuple[Reader, ...], shared: dict[str, int]
+        self, name: str, readers: tuple[Reader, ...], shared: Mapping[str, int]
     ) -> Flow | None:
         """How `readers` get a value; None where there is nothing to choose."""
         spec, flows, entry = self.specs[name], name in self.flowing, self.inputs.get(name)

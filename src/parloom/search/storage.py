@@ -17,7 +17,8 @@ from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
 from parloom.ir.step_program import MAX_BUCKET_BYTES
-from parloom.search.choices import Axes, subsets
+from parloom.search.choices import subsets
+from parloom.search.program import Axes
 
 # Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED) and bytes:
 # gathering it in the forward and in the backward pass, reducing its gradient in every microbatch or

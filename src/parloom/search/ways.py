@@ -16,7 +16,7 @@ from parloom.errors import LayoutError
 from parloom.ir.graph import TensorSpec
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.moves import ADJOINTS, plan_moves
-from parloom.search.choices import State
+from parloom.search.program import State
 from parloom.search.prices import KEPT, PARTS, Prices
 
 # Movements over several axes that the planner may join into one.

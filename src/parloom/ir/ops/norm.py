@@ -262,6 +262,7 @@ OPS: tuple[OpDef, ...] = (
         _batch_norm,
         saved=_SAVED,
         expand=expand_batch_norm,
+        detached=(1, 2),
         returns_list=True,
     ),
     OpDef(

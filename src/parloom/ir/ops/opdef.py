@@ -184,6 +184,7 @@ class OpDef:
     operand's memory; `linear` where the result is linear in the first operand ("first"), in either
     of two ("either") or in all together ("joint"), so that partial sums may pass through; "carried"
     is "first" where they always do, and the gradients of the other operands become partial;
+    `detached` the results that carry no gradient where others do;
     `returns_list` where the code gives a list (or tuple) even of a single result;
     `why_whole` why nothing of it can be split, for plans to say.
     """
@@ -201,6 +202,7 @@ class OpDef:
     view: bool = False
     random: bool = False
     differentiable: bool = True
+    detached: tuple[int, ...] = ()
     linear: str = ""
     returns_list: bool = False
     why_whole: str = ""
