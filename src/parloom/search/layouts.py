@@ -11,7 +11,7 @@ counts the n-th part of a movement for each of n readers, which is never more th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -347,23 +347,13 @@ class LayoutProblem:
         graph: Graph = self.program.graph
         return (graph.main, *graph.functions)
 
-    def decisions(self, solution: Solution, base: Decisions) -> Decisions:
-        """A solution as a plan says it."""
-        from dataclasses import replace
-
+    def decisions(self, values: Sequence[int], base: Decisions) -> Decisions:
+        """The layouts of `values` as a plan says them."""
         nodes = []
         for flat in self.program.graph.flat():
             index = self.program.index[flat.function, flat.node.key]
-            choice = self.menus[index].choices[solution.values[index]]
-            nodes.append(NodeDecision(flat.key, choice.assignment))
-        parameters = [
-            level.decision(target)
-            for weight, level in zip(self.program.weights, solution.levels, strict=True)
-            for target in weight.targets
-            if level.axes
-        ]
-        mesh: Mesh = self.mesh
-        return replace(base, mesh=mesh, nodes=tuple(nodes), parameters=tuple(parameters))
+            nodes.append(NodeDecision(flat.key, self.menus[index].choices[values[index]].assignment))
+        return replace(base, mesh=self.mesh, nodes=tuple(nodes))
 
 
 def _passes(operator: Operator, varying: Axes, used: Axes, passed: Axes) -> bool:

@@ -1,0 +1,89 @@
+"""Linear and integer programs, by HiGHS."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+INFINITY = float("inf")
+Row = tuple[Mapping[int, float], float, float]
+"""Coefficients by column, lower and upper side."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Values of the columns, prices of the rows (of a linear program), and the bound that was
+    proved: the cost itself where the program was solved to the end.
+    """
+
+    cost: float
+    values: tuple[float, ...]
+    prices: tuple[float, ...]
+    bound: float
+
+
+@dataclass
+class LinearProgram:
+    """min costs . x subject to rows and bounds, built column by column and row by row."""
+
+    costs: list[float] = field(default_factory=list)
+    bounds: list[tuple[float, float]] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def column(
+        self, cost: float, low: float = 0.0, high: float = INFINITY, *, integer: bool = False
+    ) -> int:
+        """Add a column; its index."""
+        self.costs.append(cost)
+        self.bounds.append((low, high))
+        self.integers.append(integer)
+        return len(self.costs) - 1
+
+    def row(self, terms: Mapping[int, float], low: float = -INFINITY, high: float = INFINITY) -> int:
+        """Add a row; its index."""
+        self.rows.append((dict(terms), low, high))
+        return len(self.rows) - 1
+
+    def solve(self, gap: float = 1e-6) -> Answer | None:
+        """The least cost; None where nothing satisfies the rows. One thread: the same every time."""
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.passModel(self._model())
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        found, info = solver.getSolution(), solver.getInfo()
+        cost = float(info.objective_function_value)
+        bound = float(info.mip_dual_bound) if any(self.integers) else cost
+        return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound)
+
+    def _model(self) -> highspy.HighsLp:
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(self.costs), len(self.rows)
+        model.col_cost_ = np.array(self.costs)
+        model.col_lower_ = np.array([low for low, _ in self.bounds])
+        model.col_upper_ = np.array([high for _, high in self.bounds])
+        model.row_lower_ = np.array([low for _, low, _ in self.rows])
+        model.row_upper_ = np.array([high for _, _, high in self.rows])
+        starts, indices, values = [0], [], []
+        for terms, _, _ in self.rows:
+            indices += terms.keys()
+            values += terms.values()
+            starts.append(len(indices))
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.array(starts)
+        model.a_matrix_.index_ = np.array(indices, dtype=np.int32)
+        model.a_matrix_.value_ = np.array(values, dtype=float)
+        if any(self.integers):
+            kinds = highspy.HighsVarType
+            model.integrality_ = [kinds.kInteger if i else kinds.kContinuous for i in self.integers]
+        return model
+
+
+def picked(values: Sequence[float]) -> tuple[int, ...]:
+    """Values of integer columns as integers."""
+    return tuple(round(v) for v in values)
