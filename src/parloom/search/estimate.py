@@ -96,9 +96,7 @@ def _passes(function: PFunction, walker: Walker) -> tuple[int, int, int, int]:
     return passes_ps(lives)
 
 
-def _weights(
-    pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimizer
-) -> Totals:
+def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimizer) -> Totals:
     prices = StoragePrices(walker, pcg.decisions, optimizer)
     own = block_weights(pcg)
     blocks = {

@@ -11,21 +11,28 @@ counts the n-th part of a movement for each of n readers, which is never more th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.walk import Walker
-from parloom.ir.graph import Graph
 from parloom.ir.layout import Layout
-from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, menu_of, subsets
 from parloom.search.eliminate import Factor, minimum
 from parloom.search.prices import KEPT, PARTS, Prices
-from parloom.search.program import Axes, Flow, Operator, Program, Reader, State, Weight
+from parloom.search.program import (
+    Axes,
+    Block,
+    Flow,
+    Operator,
+    Program,
+    Reader,
+    State,
+    Weight,
+)
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored
 from parloom.search.ways import Ways
 
@@ -78,7 +85,6 @@ class _Way:
     ways: Ways
     kept: NDArray[np.int64]
     function: str
-    scope: tuple[int, ...] = field(default=())
 
 
 class LayoutProblem:
@@ -102,7 +108,8 @@ class LayoutProblem:
         self.sizes = [*map(len, self.menus), *(len(h) for h in self.homes.values())]
         self.operators = [self._operator_parts(i) for i in range(len(self.menus))]
         self.tables: dict[object, Ways] = {}
-        self.ways = [way for flow in program.flows for way in self._ways(flow)]
+        self.ways_of = [tuple(self._ways(flow)) for flow in program.flows]
+        self.ways = [way for ways in self.ways_of for way in ways]
 
     def solve(self, multipliers: Multipliers) -> Solution:
         """The least cost under `multipliers`."""
@@ -218,7 +225,9 @@ class LayoutProblem:
         costs += weights[KEPT] * way.kept[None, :]
         costs = np.where(way.ways.legal, costs, np.inf)
         if way.source is None:
-            return Factor((way.target,) if way.target is not None else (), costs[0, way.target_index])
+            return Factor(
+                (way.target,) if way.target is not None else (), costs[0, way.target_index]
+            )
         if way.target is None:
             return Factor((way.source,), costs[way.source_index, 0])
         if way.source == way.target:
@@ -228,13 +237,19 @@ class LayoutProblem:
     def _weight_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
         for index, weight in enumerate(self.program.weights):
             if index in self.homes:
-                costs = [self._level(weight, h.layout, h.reduce, multipliers)[0] for h in self.homes[index]]
+                costs = [
+                    self._level(weight, h.layout, h.reduce, multipliers)[0]
+                    for h in self.homes[index]
+                ]
                 yield Factor((self.variable[index],), np.array(costs))
                 yield from self._home_factors(index, weight)
             elif weight.readers:
                 (reader,) = weight.readers
                 distinct = self.menus[reader.operator].operands[reader.operand]
-                costs = [self._level(weight, s.layout, s.varying, multipliers)[0] for s in distinct.values]
+                costs = [
+                    self._level(weight, s.layout, s.varying, multipliers)[0]
+                    for s in distinct.values
+                ]
                 yield Factor((reader.operator,), np.array(costs)[distinct.index])
             else:
                 yield Factor((), np.array(self._level(weight, Layout(), (), multipliers)[0]))
@@ -245,7 +260,9 @@ class LayoutProblem:
         """
         for position, reader in enumerate(weight.readers):
             operator, menu = self.program.operators[reader.operator], self.menus[reader.operator]
-            distinct = Distinct.of((c.operands[reader.operand], c.used, c.passed) for c in menu.choices)
+            distinct = Distinct.of(
+                (c.operands[reader.operand], c.used, c.passed) for c in menu.choices
+            )
             table = np.zeros((len(self.homes[index]), len(distinct.values)))
             for i, home in enumerate(self.homes[index]):
                 for j, (state, used, passed) in enumerate(distinct.values):
@@ -264,13 +281,16 @@ class LayoutProblem:
         return needed.issubset(home.reduce)
 
     def _derived_factors(self) -> Iterator[Factor]:
-        """Infinite where what is made of weights does not pass on what its readers leave partial."""
+        """Infinite where what weights make does not pass on what its readers leave partial."""
         for flow in self.program.flows:
             if flow.operator < 0 or not self.program.operators[flow.operator].derived:
                 continue
             source = Distinct.of((c.passed, c.used) for c in self.menus[flow.operator].choices)
             for reader in flow.readers:
-                operator, menu = self.program.operators[reader.operator], self.menus[reader.operator]
+                operator, menu = (
+                    self.program.operators[reader.operator],
+                    self.menus[reader.operator],
+                )
                 target = Distinct.of(
                     (c.operands[reader.operand], c.used, c.passed) for c in menu.choices
                 )
@@ -288,7 +308,13 @@ class LayoutProblem:
         self, weight: Weight, layout: Layout, reduce: Axes, multipliers: Multipliers
     ) -> tuple[float, Level, Totals]:
         """The best level for all weights that are equal: cost, level, parts."""
-        stored = Stored(weight.spec, weight.trainable, weight.block, layout, tuple(reduce) if weight.trainable else ())
+        stored = Stored(
+            weight.spec,
+            weight.trainable,
+            weight.block,
+            layout,
+            tuple(reduce) if weight.trainable else (),
+        )
         levels, parts = self.storage.options(stored)
         costs = parts @ multipliers.weights
         best = int(costs.argmin())
@@ -300,25 +326,48 @@ class LayoutProblem:
         self, values: Sequence[int], multipliers: Multipliers, bound: float = 0.0
     ) -> Solution:
         """What `values` cost in truth, with the levels that are best under `multipliers`."""
-        functions = {f.name: np.zeros(PARTS, dtype=np.int64) for f in self._functions()}
-        for index, parts in enumerate(self.operators):
-            functions[self.program.operators[index].function] += parts[values[index]]
-        self._sharpen(values)
-        made: dict[int, tuple[set[object], set[Layout]]] = {}
-        for way in self.ways:
-            source, target = self._states(way, values)
-            reached = made.setdefault(id(way.flow), (set(), set()))
-            state, flows = way.ways.targets[target], way.ways.flows
-            key = state.layout, state.varying
-            functions[way.function][KEPT] += way.flow.count * int(way.kept[target])
-            if key in reached[0] if flows else state.layout in reached[1]:
-                continue
-            if flows:
-                reached[0].add(key)
-            reached[1].add(state.layout)
-            functions[way.function][:KEPT] += way.flow.count * way.ways.parts[:KEPT, source, target]
         levels, weights = self._levels(values, multipliers)
-        return Solution(tuple(values), levels, functions, weights, bound)
+        return Solution(tuple(values), levels, self.passes(values), weights, bound)
+
+    def passes(self, values: Sequence[int]) -> dict[str, Totals]:
+        """Prices of all calls per function."""
+        graph = self.program.graph
+        found = {f.name: np.zeros(PARTS, dtype=np.int64) for f in (graph.main, *graph.functions)}
+        for index, parts in enumerate(self.operators):
+            found[self.program.operators[index].function] += parts[values[index]]
+        for index, flow in enumerate(self.program.flows):
+            if self.ways_of[index]:
+                function = self.ways_of[index][0].function
+                found[function] += flow.count * self._moved(index, values)
+        return found
+
+    def passes_of(self, block: Block, values: Sequence[int]) -> Totals:
+        """The price of one call."""
+        found = np.zeros(PARTS, dtype=np.int64)
+        for index, flags in block.operators:
+            found += self.prices.operator(index, self.menus[index].choices[values[index]], flags)
+        for index in block.flows:
+            found += self._moved(index, values)
+        return found
+
+    def _moved(self, index: int, values: Sequence[int]) -> Totals:
+        """What it costs to bring a value to all its readers in a call, equal wishes once."""
+        found = np.zeros(PARTS, dtype=np.int64)
+        wanted: set[State] = set()
+        layouts: set[Layout] = set()
+        for way in self.ways_of[index]:
+            source, target = self._states(way, values)
+            way.ways.sharpen(source, target)
+            state = way.ways.targets[target]
+            found[KEPT] += way.kept[target]
+            # A reader that returns no gradient takes whatever reaches the layout.
+            known = state in wanted if way.ways.flows else state.layout in layouts
+            if not known:
+                found[:KEPT] += way.ways.parts[:KEPT, source, target]
+            if way.ways.flows:
+                wanted.add(state)
+            layouts.add(state.layout)
+        return found
 
     def _levels(
         self, values: Sequence[int], multipliers: Multipliers
@@ -331,6 +380,13 @@ class LayoutProblem:
             total += parts
         return tuple(levels), total
 
+    def stored(self, index: int, values: Sequence[int]) -> Stored:
+        """A weight where `values` put it."""
+        weight = self.program.weights[index]
+        layout, reduce = self.home(index, values)
+        reduce = reduce if weight.trainable else ()
+        return Stored(weight.spec, weight.trainable, weight.block, layout, reduce)
+
     def home(self, index: int, values: Sequence[int]) -> tuple[Layout, Axes]:
         """Compute layout of a weight, and the axes over which its gradient is partial."""
         weight = self.program.weights[index]
@@ -340,19 +396,19 @@ class LayoutProblem:
         if not weight.readers:
             return Layout(), ()
         (reader,) = weight.readers
-        state = self.menus[reader.operator].choices[values[reader.operator]].operands[reader.operand]
+        state = (
+            self.menus[reader.operator].choices[values[reader.operator]].operands[reader.operand]
+        )
         return state.layout, state.varying
-
-    def _functions(self) -> tuple[object, ...]:
-        graph: Graph = self.program.graph
-        return (graph.main, *graph.functions)
 
     def decisions(self, values: Sequence[int], base: Decisions) -> Decisions:
         """The layouts of `values` as a plan says them."""
         nodes = []
         for flat in self.program.graph.flat():
             index = self.program.index[flat.function, flat.node.key]
-            nodes.append(NodeDecision(flat.key, self.menus[index].choices[values[index]].assignment))
+            nodes.append(
+                NodeDecision(flat.key, self.menus[index].choices[values[index]].assignment)
+            )
         return replace(base, mesh=self.mesh, nodes=tuple(nodes))
 
 

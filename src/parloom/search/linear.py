@@ -41,13 +41,15 @@ class LinearProgram:
         self.integers.append(integer)
         return len(self.costs) - 1
 
-    def row(self, terms: Mapping[int, float], low: float = -INFINITY, high: float = INFINITY) -> int:
+    def row(
+        self, terms: Mapping[int, float], low: float = -INFINITY, high: float = INFINITY
+    ) -> int:
         """Add a row; its index."""
         self.rows.append((dict(terms), low, high))
         return len(self.rows) - 1
 
     def solve(self, gap: float = 1e-6) -> Answer | None:
-        """The least cost; None where nothing satisfies the rows. One thread: the same every time."""
+        """The least cost, on one thread: the same every time. None where nothing is allowed."""
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
@@ -69,7 +71,9 @@ class LinearProgram:
         model.col_upper_ = np.array([high for _, high in self.bounds])
         model.row_lower_ = np.array([low for _, low, _ in self.rows])
         model.row_upper_ = np.array([high for _, _, high in self.rows])
-        starts, indices, values = [0], [], []
+        starts = [0]
+        indices: list[int] = []
+        values: list[float] = []
         for terms, _, _ in self.rows:
             indices += terms.keys()
             values += terms.values()

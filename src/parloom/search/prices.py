@@ -5,7 +5,7 @@ A price counts whole picoseconds and bytes, so that sums do not depend on their 
 not counted: what one operator does with a partial scalar depends on all that read it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,8 @@ from parloom.ir.layout import local_shape
 from parloom.ir.moves import plan_moves
 from parloom.ir.pcg import Item, Movement, PValue, operands_of, results_of
 from parloom.search.choices import Choice
-from parloom.search.program import Operator, Program, State
-from parloom.search.single import Flags, Single, is_local_program
+from parloom.search.program import Flags, Operator, Program, State
+from parloom.search.single import Single, is_local_program
 
 # Parts of a price: forward and backward pass, computing and exchanging (ps), and bytes that are
 # kept for the backward pass.
@@ -37,7 +37,7 @@ class Prices:
         self.program, self.walker, self.mesh = program, walker, walker.mesh
         self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
-        self.singles: dict[object, NDArray[np.int64] | None] = {}
+        self.single_axis: dict[object, NDArray[np.int64] | None] = {}
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
         """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
@@ -98,14 +98,6 @@ class Prices:
             items.append(Movement(step, value, made))
             value = made
         return self._walked((first,), items, (value,), frozenset([first.name]))
-
-    def memo(
-        self, key: object, price: Callable[[], NDArray[np.int64] | None]
-    ) -> NDArray[np.int64] | None:
-        """What `price` said when it was first asked for `key`."""
-        if key not in self.singles:
-            self.singles[key] = price()
-        return self.singles[key]
 
     def primitive(
         self, name: str, axes: tuple[str, ...], before: int, after: int, *, backward: bool

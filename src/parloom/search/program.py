@@ -11,17 +11,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from parloom.ir.factors import Factored
-from parloom.ir.graph import FlatNode, Graph, Node, TensorSpec
+from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, op_of
 
-
 Axes = tuple[str, ...]
+Flags = tuple[bool, ...]
+CallKey = tuple[str, str]  # block kind and prefix
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A value at one end of its way: its layout, and the axes over which its cotangent is partial."""
+    """One end of a way: a layout, and the axes over which the cotangent is partial."""
 
     layout: Layout
     varying: Axes = ()
@@ -41,7 +42,7 @@ class Operator:
     node: Node
     rule: Rule
     operands: tuple[TensorSpec, ...]
-    flows: tuple[tuple[tuple[bool, ...], int], ...]
+    flows: tuple[tuple[Flags, int], ...]
     derived: bool
     exposed: bool
 
@@ -102,6 +103,18 @@ class Weight:
         return len(self.targets)
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Calls of a block kind that cost the same: their prefixes, the flows into their operators (by
+    index), and the operators that they run with the operands through which gradients flow.
+    """
+
+    function: str
+    prefixes: tuple[str, ...]
+    flows: tuple[int, ...]
+    operators: tuple[tuple[int, Flags], ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """All of a graph that layouts are chosen for."""
@@ -111,6 +124,7 @@ class Program:
     operators: tuple[Operator, ...]
     flows: tuple[Flow, ...]
     weights: tuple[Weight, ...]
+    blocks: tuple[Block, ...]
     index: dict[tuple[str, str], int]
 
 
@@ -136,8 +150,9 @@ class _Folding:
 
     def run(self) -> Program:
         templates: list[FlatNode] = []
-        counts: list[dict[tuple[bool, ...], int]] = []
-        reads: dict[tuple[str, str, str], list[Reader]] = {}
+        counts: list[dict[Flags, int]] = []
+        reads: dict[tuple[CallKey, str], list[Reader]] = {}
+        runs: dict[CallKey, list[tuple[int, Flags]]] = {}
         for flat in self.flats:
             key = flat.function, flat.node.key
             at = self.index.setdefault(key, len(templates))
@@ -147,10 +162,12 @@ class _Folding:
             flags = tuple(name in self.flowing for name in flat.operands)
             counts[at][flags] = counts[at].get(flags, 0) + 1
             self._define(flat, at, flags)
+            call = flat.function, flat.prefix
+            runs.setdefault(call, []).append((at, flags))
             for position, name in enumerate(flat.operands):
                 reader = Reader(at, position)
                 self.first.setdefault(name, reader)
-                reads.setdefault((flat.function, flat.prefix, name), []).append(reader)
+                reads.setdefault((call, name), []).append(reader)
         weights = tuple(self._weights(reads))
         shared = {
             target: index
@@ -162,26 +179,25 @@ class _Folding:
             self._operator(flat, found, shared)
             for flat, found in zip(templates, counts, strict=True)
         )
-        flows = tuple(self._flows(reads, shared))
-        return Program(self.graph, self.factored, operators, flows, weights, self.index)
+        flows, by_call = self._flows(reads, shared)
+        blocks = tuple(self._blocks(runs, by_call))
+        return Program(self.graph, self.factored, operators, flows, weights, blocks, self.index)
 
-    def _define(self, flat: FlatNode, at: int, flags: tuple[bool, ...]) -> None:
+    def _define(self, flat: FlatNode, at: int, flags: Flags) -> None:
         op = op_of(flat.node)
         differentiable = op.differentiable and any(flags)
         if self.fixed.issuperset(flat.operands):
             self.fixed.update(flat.results)
             if differentiable and self.derived.intersection(flat.operands):
                 self.derived.update(flat.results)
-        for position, (name, value) in enumerate(
-            zip(flat.results, flat.node.results, strict=True)
-        ):
+        for position, (name, value) in enumerate(zip(flat.results, flat.node.results, strict=True)):
             self.made[name] = at, position
             self.specs[name] = value.spec
             if differentiable and value.spec.is_float and position not in op.detached:
                 self.flowing.add(name)
 
     def _operator(
-        self, flat: FlatNode, counts: dict[tuple[bool, ...], int], shared: Mapping[str, int]
+        self, flat: FlatNode, counts: dict[Flags, int], shared: Mapping[str, int]
     ) -> Operator:
         flowing = [name for name in flat.operands if name in self.flowing]
         derived = bool(flowing) and self.derived.issuperset(flat.results)
@@ -201,19 +217,41 @@ class _Folding:
         )
 
     def _flows(
-        self, reads: dict[tuple[str, str, str], list[Reader]], shared: Mapping[str, int]
-    ) -> Iterable[Flow]:
-        ids = self.graph.flat_ids
-        main, ends = self.graph.main.name, {ids[name] for _, name in self.graph.updates}
+        self, reads: dict[tuple[CallKey, str], list[Reader]], shared: Mapping[str, int]
+    ) -> tuple[tuple[Flow, ...], dict[CallKey, list[int]]]:
+        """All flows, and those of each call."""
+        ids, top = self.graph.flat_ids, (self.graph.main.name, "")
+        ends = {ids[name] for _, name in self.graph.updates}
         for name in ends:
-            reads.setdefault((main, "", name), [])
+            reads.setdefault((top, name), [])
         found: dict[Flow, int] = {}
-        for (function, _, name), readers in reads.items():
+        counts: list[int] = []
+        by_call: dict[CallKey, list[int]] = {}
+        for (call, name), readers in reads.items():
             flow = self._flow(name, tuple(dict.fromkeys(readers)), shared)
-            if flow is not None:
-                flow = replace(flow, whole=function == main and name in ends)
-                found[flow] = found.get(flow, 0) + 1
-        return (replace(flow, count=count) for flow, count in found.items())
+            if flow is None:
+                continue
+            index = found.setdefault(replace(flow, whole=call == top and name in ends), len(found))
+            if index == len(counts):
+                counts.append(0)
+            counts[index] += 1
+            by_call.setdefault(call, []).append(index)
+        flows = (replace(flow, count=count) for flow, count in zip(found, counts, strict=True))
+        return tuple(flows), by_call
+
+    def _blocks(
+        self, runs: dict[CallKey, list[tuple[int, Flags]]], flows: dict[CallKey, list[int]]
+    ) -> Iterable[Block]:
+        """The calls of main whose blocks call no others, those that cost the same together."""
+        callers = {f.name for f in self.graph.functions if any(isinstance(i, Call) for i in f.body)}
+        alike: dict[tuple[str, tuple[int, ...], tuple[tuple[int, Flags], ...]], list[str]] = {}
+        for item in self.graph.main.body:
+            if isinstance(item, Call) and item.function not in callers:
+                call = item.function, item.prefix
+                key = item.function, tuple(flows.get(call, ())), tuple(runs.get(call, ()))
+                alike.setdefault(key, []).append(item.prefix)
+        for (function, read, run), prefixes in alike.items():
+            yield Block(function, tuple(prefixes), read, run)
 
     def _flow(
         self, name: str, readers: tuple[Reader, ...], shared: Mapping[str, int]
@@ -227,14 +265,16 @@ class _Folding:
         if entry.kind == "parameter":
             weight = shared.get(entry.target)
             return None if weight is None else Flow(spec, flows, readers, 1, weight=weight)
-        return Flow(spec, flows, readers, 1, like=self.first[name] if entry.kind == "batch" else None)
+        return Flow(
+            spec, flows, readers, 1, like=self.first[name] if entry.kind == "batch" else None
+        )
 
-    def _weights(self, reads: dict[tuple[str, str, str], list[Reader]]) -> Iterable[Weight]:
+    def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
         found: dict[tuple[TensorSpec, bool, tuple[Reader, ...], bool], list[str]] = {}
-        places: dict[str, list[tuple[str, str]]] = {}
+        places: dict[str, list[CallKey]] = {}
         readers: dict[str, list[Reader]] = {}
-        for (function, prefix, name), some in reads.items():
-            places.setdefault(name, []).append((function, prefix))
+        for (call, name), some in reads.items():
+            places.setdefault(name, []).append(call)
             readers.setdefault(name, []).extend(some)
         for entry in self.graph.of_kind("parameter"):
             name = entry.value.name

@@ -10,9 +10,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
 from parloom.ir.ops.rule import HALO, LOCAL
 from parloom.ir.pcg import Item, PFunction, PValue
-from parloom.search.program import Axes, Operator, State
-
-Flags = tuple[bool, ...]
+from parloom.search.program import Axes, Flags, Operator, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,6 @@ class Single:
 
 
 def is_local_program(operator: Operator, assignment: dict[str, Axes]) -> bool:
-    """Whether more than the local sizes matters: parts run in its place, or neighbours give rows."""
+    """Whether more than local sizes matter: parts run in its place, or neighbours give rows."""
     kinds = {operator.rule.kind(factor) for factor in assignment}
     return bool(kinds & {LOCAL, HALO}) or not op_of(operator.node).emit

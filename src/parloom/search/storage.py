@@ -52,7 +52,9 @@ class Level:
 
 def level_of(decision: ParameterDecision) -> Level:
     """The level of a decision as `Level.decision` makes them."""
-    chunks = next((s for s in (decision.weight, decision.gradient, decision.optimizer) if s.axes), Storage())
+    chunks = next(
+        (s for s in (decision.weight, decision.gradient, decision.optimizer) if s.axes), Storage()
+    )
     return Level(
         chunks.axes, chunks.dim, bool(decision.weight.axes), bool(decision.gradient.axes),
         bool(decision.optimizer.axes),

@@ -16,8 +16,9 @@ from parloom.errors import LayoutError
 from parloom.ir.graph import TensorSpec
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.moves import ADJOINTS, plan_moves
-from parloom.search.program import State
+from parloom.search.choices import Distinct
 from parloom.search.prices import KEPT, PARTS, Prices
+from parloom.search.program import State
 
 # Movements over several axes that the planner may join into one.
 JOINED = (("reduce", "reduce_varying"), ("replicate", "elect"), ("combine", "combine_varying"))
@@ -63,45 +64,54 @@ class Ways:
 
 
 def _optimistic(ways: Ways) -> tuple[Parts, NDArray[np.bool_]]:
-    mesh, spec = ways.prices.mesh, ways.spec
-    sizes = [axis.size for axis in mesh.axes]
+    """Prices that are never too high, and where a way leads."""
+    mesh = ways.prices.mesh
+    ends = ways.sources, ways.targets
     split = [
         np.array([[s.layout.shard(a) is not None for a in mesh.names] for s in states])
-        for states in (ways.sources, ways.targets)
+        for states in ends
     ]
     either = split[0][:, None, :] | split[1][None, :, :]
     shape = len(ways.sources), len(ways.targets)
     parts = np.zeros((PARTS, *shape), dtype=np.int64)
     joined: list[Parts | None] = [None] * len(JOINED)
     legal = np.ones(shape, dtype=bool)
-    for position, axis in enumerate(mesh.names):
+    for position, axis in enumerate(mesh.axes):
         others = np.ones(shape, dtype=np.int64)
-        for other, size in enumerate(sizes):
+        for other, size in enumerate(a.size for a in mesh.axes):
             if other != position:
                 others *= np.where(either[:, :, other], size, 1)
-        codes = [[_code(s, axis) for s in states] for states in (ways.sources, ways.targets)]
-        known = [list(dict.fromkeys(found)) for found in codes]
-        place = [np.array([k.index(c) for c in cs]) for k, cs in zip(known, codes, strict=True)]
         shares, share = np.unique(others, return_inverse=True)
-        table = np.zeros((len(JOINED) + 1, PARTS, *map(len, known), len(shares)), dtype=np.int64)
-        allowed = np.ones(tuple(map(len, known)), dtype=bool)
-        for i, source in enumerate(known[0]):
-            for j, target in enumerate(known[1]):
-                for k, among in enumerate(shares):
-                    found = ways.prices.memo(
-                        (axis, source, target, spec.num_bytes // int(among), ways.flows),
-                        lambda: _single(ways, axis, source, target, int(among)),
-                    )
-                    allowed[i, j] = found is not None
-                    if found is not None:
-                        table[:, :, i, j, k] = found
-        rows, columns = place[0][:, None], place[1][None, :]
+        sources, targets = (Distinct.of(_code(s, axis.name) for s in states) for states in ends)
+        table, allowed = _axis_table(ways, axis.name, sources.values, targets.values, shares)
+        rows, columns = sources.index[:, None], targets.index[None, :]
         picked = table[:, :, rows, columns, share.reshape(shape)]
         parts += picked[-1]
-        for group, found_parts in enumerate(picked[:-1]):
-            joined[group] = _cheapest(joined[group], found_parts)
+        for group, found in enumerate(picked[:-1]):
+            joined[group] = _cheapest(joined[group], found)
         legal &= allowed[rows, columns]
     return sum((group for group in joined if group is not None), parts), legal
+
+
+def _axis_table(
+    ways: Ways,
+    axis: str,
+    sources: Sequence[Code],
+    targets: Sequence[Code],
+    shares: NDArray[np.int64],
+) -> tuple[Parts, NDArray[np.bool_]]:
+    """Prices of moving one axis, [group, part, source, target, share of the others]."""
+    shape = len(sources), len(targets)
+    table = np.zeros((len(JOINED) + 1, PARTS, *shape, len(shares)), dtype=np.int64)
+    allowed = np.ones(shape, dtype=bool)
+    for i, source in enumerate(sources):
+        for j, target in enumerate(targets):
+            for k, among in enumerate(shares):
+                found = _single_axis(ways, axis, source, target, int(among))
+                allowed[i, j] = found is not None
+                if found is not None:
+                    table[:, :, i, j, k] = found
+    return table, allowed
 
 
 def _cheapest(before: Parts | None, found: Parts) -> Parts | None:
@@ -110,7 +120,9 @@ def _cheapest(before: Parts | None, found: Parts) -> Parts | None:
         return before
     if before is None:
         return found
-    return np.where(before.any(axis=0), np.where(found.any(axis=0), np.minimum(before, found), before), found)
+    return np.where(
+        before.any(axis=0), np.where(found.any(axis=0), np.minimum(before, found), before), found
+    )
 
 
 def _code(state: State, axis: str) -> Code:
@@ -131,8 +143,18 @@ def _layout(axis: str, code: Code) -> Layout:
     return Layout((), ((axis, what),)) if kind == "P" else Layout()
 
 
-def _single(ways: Ways, axis: str, source: Code, target: Code, among: int) -> Parts | None:
-    """What moving one axis costs where the others hold a share of 1 / `among`."""
+def _single_axis(ways: Ways, axis: str, source: Code, target: Code, among: int) -> Parts | None:
+    """What moving one axis costs where the others hold a share of 1 / `among`: per group of
+    `JOINED`, and for all other movements last. None where no way leads.
+    """
+    known = ways.prices.single_axis
+    key = axis, source, target, ways.spec.num_bytes // among, ways.flows
+    if key not in known:
+        known[key] = _price_axis(ways, axis, source, target, among)
+    return known[key]
+
+
+def _price_axis(ways: Ways, axis: str, source: Code, target: Code, among: int) -> Parts | None:
     mesh, spec = ways.prices.mesh, ways.spec
     found = np.zeros((len(JOINED) + 1, PARTS), dtype=np.int64)
     if source == target:

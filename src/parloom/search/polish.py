@@ -1,0 +1,141 @@
+"""Storage and recomputation for given layouts, by integer program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.search.layouts import LayoutProblem, Totals
+from parloom.search.linear import LinearProgram, picked
+from parloom.search.prices import BACKWARD, FORWARD, KEPT, PARTS
+from parloom.search.storage import (
+    AFTER,
+    AGAIN,
+    CHUNKED,
+    GATHERED,
+    REDUCED,
+    STORED,
+    WEIGHT_PARTS,
+    Level,
+)
+from parloom.search.sums import Sums, recomputed, summed
+
+MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
+# How far an answer may be from the best.
+GAP = 1e-4
+SENT_BACKWARD = (AGAIN, CHUNKED, REDUCED)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layouts with storage and recomputation: how many weights of each kind have which level, and
+    how many calls of each block recompute (in the order of `Program.blocks`).
+    """
+
+    values: tuple[int, ...]
+    levels: tuple[tuple[tuple[Level, int], ...], ...]
+    recomputed: tuple[int, ...]
+    sums: Sums
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Columns that count how often each of some options is taken, and the options' prices."""
+
+    columns: tuple[int, ...]
+    prices: Sequence[Totals]
+
+
+def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) -> Candidate | None:
+    """The fastest storage and recomputation under `limit_bytes`; None where nothing fits."""
+    program = LinearProgram()
+    spare = program.column(1.0), program.column(1.0)
+    weights: list[tuple[tuple[Level, ...], _Choice]] = []
+    for index, weight in enumerate(problem.program.weights):
+        levels, parts = problem.storage.options(problem.stored(index, values))
+        columns = tuple(program.column(p[AFTER] / MS, 0, weight.count, integer=True) for p in parts)
+        program.row(dict.fromkeys(columns, 1.0), weight.count, weight.count)
+        weights.append((levels, _Choice(columns, tuple(parts))))
+    blocks: list[_Choice] = []
+    for block in problem.program.blocks:
+        once = problem.passes_of(block, values)
+        more = recomputed(once) - once
+        column = program.column(float(more[:KEPT].sum()) / MS, 0, len(block.prefixes), integer=True)
+        blocks.append(_Choice((column,), (more,)))
+    base = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
+    stored, nothing = [choice for _, choice in weights], np.zeros(WEIGHT_PARTS, dtype=np.int64)
+    _limit(program, spare, base, stored, blocks, limit_bytes)
+    answer = program.solve(GAP)
+    if answer is None:
+        return None
+    counts = picked(answer.values)
+    return Candidate(
+        tuple(values),
+        tuple(
+            tuple(
+                (level, counts[c])
+                for c, level in zip(choice.columns, levels, strict=True)
+                if counts[c]
+            )
+            for levels, choice in weights
+        ),
+        tuple(counts[block.columns[0]] for block in blocks),
+        summed(
+            _total(blocks, counts, base),
+            _total([w for _, w in weights], counts, np.zeros(WEIGHT_PARTS, dtype=np.int64)),
+        ),
+    )
+
+
+def _limit(
+    program: LinearProgram,
+    spare: tuple[int, int],
+    base: Totals,
+    weights: Sequence[_Choice],
+    blocks: Sequence[_Choice],
+    limit_bytes: float,
+) -> None:
+    """`spare` is at least what weights send beyond what hides it; and the limit on memory."""
+    gathered = _terms(weights, (GATHERED,), -MS)
+    program.row(gathered | {spare[0]: 1.0}, low=-base[FORWARD] / MS)
+    reduced = _terms(weights, SENT_BACKWARD, -MS) | _terms(blocks, (BACKWARD,), MS)
+    program.row(reduced | {spare[1]: 1.0}, low=-base[BACKWARD] / MS)
+    held = _terms(weights, (STORED,), GB) | _terms(blocks, (KEPT,), GB)
+    program.row(held, high=(limit_bytes - base[KEPT]) / GB)
+
+
+def _terms(choices: Sequence[_Choice], parts: tuple[int, ...], unit: float) -> dict[int, float]:
+    """What one more of each option adds to some parts."""
+    return {
+        column: float(sum(price[part] for part in parts)) / unit
+        for choice in choices
+        for column, price in zip(choice.columns, choice.prices, strict=True)
+    }
+
+
+def _total(choices: Sequence[_Choice], counts: Sequence[int], base: Totals) -> Totals:
+    for choice in choices:
+        for column, price in zip(choice.columns, choice.prices, strict=True):
+            base = base + counts[column] * price
+    return base
+
+
+def decisions(problem: LayoutProblem, candidate: Candidate, base: Decisions) -> Decisions:
+    """A candidate as a plan says it; of equal calls the last recompute."""
+    program = problem.program
+    parameters = []
+    for weight, chosen in zip(program.weights, candidate.levels, strict=True):
+        levels = [level for level, count in chosen for _ in range(count)]
+        parameters += [
+            level.decision(target)
+            for level, target in zip(levels, weight.targets, strict=True)
+            if level.axes
+        ]
+    activations = tuple(
+        ActivationDecision(prefix, "recompute")
+        for block, count in zip(program.blocks, candidate.recomputed, strict=True)
+        for prefix in block.prefixes[len(block.prefixes) - count :]
+    )
+    plain = problem.decisions(candidate.values, base)
+    return replace(plain, parameters=tuple(parameters), activations=activations)

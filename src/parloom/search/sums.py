@@ -1,0 +1,44 @@
+"""What the parts of a plan add up to, as the search counts it (see `estimate`)."""
+
+from dataclasses import dataclass
+
+from parloom.search.layouts import Totals
+from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
+from parloom.search.storage import AFTER, AGAIN, CHUNKED, GATHERED, REDUCED, STORED
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the parts of a plan add up to: sums in ps that the objective is made of, and bytes.
+
+    `plain` counts as it is; of `gathered` and `reduced` only what is above zero: what weights send
+    beyond what hides it, in the forward and in the backward pass.
+    """
+
+    plain: int
+    gathered: int
+    reduced: int
+    held_bytes: int
+
+    @property
+    def step_ps(self) -> int:
+        return self.plain + max(0, self.gathered) + max(0, self.reduced)
+
+
+def recomputed(parts: Totals) -> Totals:
+    """The parts of a block whose forward pass is run again in its backward pass."""
+    found = parts.copy()
+    found[BACKWARD] += parts[FORWARD]
+    found[BACKWARD_SENT] += parts[FORWARD_SENT]
+    found[KEPT] = 0
+    return found
+
+
+def summed(passes: Totals, weights: Totals) -> Sums:
+    """The sums of a plan of one microbatch (see `estimate`)."""
+    return Sums(
+        int(passes[:KEPT].sum() + weights[AFTER]),
+        int(weights[GATHERED] - passes[FORWARD]),
+        int(weights[AGAIN] + weights[CHUNKED] + weights[REDUCED] - passes[BACKWARD]),
+        int(passes[KEPT] + weights[STORED]),
+    )
