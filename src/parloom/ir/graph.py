@@ -198,7 +198,7 @@ class Graph:
 
     @property
     def flat_ids(self) -> dict[str, str]:
-        """The id in `flat` of every value of main: results of calls are named where they are made."""
+        """The id in `flat` of every value of main; results of calls have their maker's."""
         ids: dict[str, str] = {}
         for _ in self._visit(ids):
             pass

@@ -9,6 +9,7 @@ from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.layouts import LayoutProblem, Totals
 from parloom.search.linear import LinearProgram, picked
 from parloom.search.prices import BACKWARD, FORWARD, KEPT, PARTS
+from parloom.search.program import Block
 from parloom.search.storage import (
     AFTER,
     AGAIN,
@@ -61,10 +62,13 @@ def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) ->
     for block in problem.program.blocks:
         once = problem.passes_of(block, values)
         more = recomputed(once) - once
-        column = program.column(float(more[:KEPT].sum()) / MS, 0, len(block.prefixes), integer=True)
+        forced = len(_forced(problem, block))
+        cost = float(more[:KEPT].sum()) / MS
+        column = program.column(cost, forced, len(block.prefixes), integer=True)
         blocks.append(_Choice((column,), (more,)))
     base = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
-    stored, nothing = [choice for _, choice in weights], np.zeros(WEIGHT_PARTS, dtype=np.int64)
+    stored = [choice for _, choice in weights]
+    nothing = np.zeros(WEIGHT_PARTS, dtype=np.int64)
     _limit(program, spare, base, stored, blocks, limit_bytes)
     answer = program.solve(GAP)
     if answer is None:
@@ -81,10 +85,7 @@ def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) ->
             for levels, choice in weights
         ),
         tuple(counts[block.columns[0]] for block in blocks),
-        summed(
-            _total(blocks, counts, base),
-            _total([w for _, w in weights], counts, np.zeros(WEIGHT_PARTS, dtype=np.int64)),
-        ),
+        summed(_total(blocks, counts, base), _total(stored, counts, nothing)),
     )
 
 
@@ -135,7 +136,20 @@ def decisions(problem: LayoutProblem, candidate: Candidate, base: Decisions) -> 
     activations = tuple(
         ActivationDecision(prefix, "recompute")
         for block, count in zip(program.blocks, candidate.recomputed, strict=True)
-        for prefix in block.prefixes[len(block.prefixes) - count :]
+        for prefix in _chosen(problem, block, count)
     )
     plain = problem.decisions(candidate.values, base)
     return replace(plain, parameters=tuple(parameters), activations=activations)
+
+
+def _forced(problem: LayoutProblem, block: Block) -> tuple[str, ...]:
+    """Calls that the user's model checkpoints."""
+    asked = set(problem.program.graph.recompute)
+    return tuple(prefix for prefix in block.prefixes if prefix in asked)
+
+
+def _chosen(problem: LayoutProblem, block: Block, count: int) -> tuple[str, ...]:
+    """The `count` calls that recompute: those that must, then the last."""
+    forced = _forced(problem, block)
+    others = [prefix for prefix in block.prefixes if prefix not in forced]
+    return (*forced, *others[len(others) - (count - len(forced)) :])

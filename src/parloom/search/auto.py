@@ -1,0 +1,142 @@
+"""The search over all meshes: what is proposed, and what is proved.
+
+Every logical mesh has a program of its own (`master`); what it finds is lowered, and where the peak
+of its step is above the limit, storage and recomputation are chosen again under a limit that is
+lower by as much. The simulator judges what is proposed, not this module.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from parloom.cost.step import price_plan
+from parloom.cost.walk import Walker
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.plan import Decisions, Optimizer
+from parloom.search.layouts import LayoutProblem
+from parloom.search.master import MeshSearch
+from parloom.search.meshes import logical_meshes
+from parloom.search.polish import Candidate, decisions, polish
+from parloom.search.prices import BACKWARD, FORWARD
+from parloom.search.program import Program, program_of
+
+Say = Callable[[str], None]
+PER_MESH = 2
+TRIES = 6
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan with its estimate, and how far that is above what no plan on its mesh undercuts."""
+
+    decisions: Decisions
+    estimate_ps: int
+    bound_ps: float
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Proposals, best estimate first; what no plan of the space undercuts (computing alone); and
+    whether the search was interrupted.
+    """
+
+    proposals: tuple[Proposal, ...]
+    bound_ps: int
+    interrupted: bool = False
+
+    @property
+    def solver_gap(self) -> float | None:
+        """(Best estimate - the least bound of a mesh) / bound; None where nothing was found."""
+        if not self.proposals or not self.bound_ps:
+            return None
+        best = min(p.estimate_ps for p in self.proposals)
+        return max(0.0, best - min(p.bound_ps for p in self.proposals)) / self.bound_ps
+
+
+def search(
+    graph: Graph,
+    cluster: Cluster,
+    base: Decisions,
+    optimizer: Optimizer,
+    limit_bytes: int,
+    say: Say,
+) -> Searched:
+    """Plans of `graph` on `cluster` under `limit_bytes` a device, with the dtypes of `base`.
+
+    Ctrl-C ends the search with what it has, if it has something.
+    """
+    program = program_of(graph, factorize(graph))
+    proposals: list[Proposal] = []
+    bounds: list[int] = []
+    interrupted = False
+    for mesh in logical_meshes(cluster):
+        try:
+            on_mesh = _OnMesh(program, mesh, cluster, base, optimizer, limit_bytes)
+            found = tuple(on_mesh.proposals())
+        except KeyboardInterrupt:
+            if not proposals:
+                raise
+            interrupted = True
+            break
+        bounds.append(on_mesh.least_compute_ps())
+        proposals += found
+        sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
+        if found:
+            best = found[0]
+            estimate, least = best.estimate_ps / 1e12, best.bound_ps / 1e12
+            say(f"mesh {sizes}: {estimate:.4g} s, none below {least:.4g} s")
+        else:
+            say(f"mesh {sizes}: nothing fits")
+    proposals.sort(key=lambda p: p.estimate_ps)
+    return Searched(tuple(proposals), min(bounds, default=0), interrupted)
+
+
+class _OnMesh:
+    """The search on one mesh."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        cluster: Cluster,
+        base: Decisions,
+        optimizer: Optimizer,
+        limit_bytes: int,
+    ) -> None:
+        self.cluster, self.base, self.optimizer = cluster, base, optimizer
+        self.limit_bytes = limit_bytes
+        self.factored: Factored = program.factored
+        self.problem = LayoutProblem(program, Walker({}, mesh, cluster), base, optimizer)
+
+    def proposals(self) -> Iterator[Proposal]:
+        """The best plans that fit, by estimate."""
+        found = MeshSearch(self.problem, self.limit_bytes).run()
+        fitting = [p for c in found.candidates[: 2 * PER_MESH] if (p := self._fit(c)) is not None]
+        fitting.sort(key=lambda entry: entry[0].sums.step_ps)
+        for candidate, plan in fitting[:PER_MESH]:
+            yield Proposal(plan, candidate.sums.step_ps, found.bound_ps)
+
+    def _fit(self, candidate: Candidate) -> tuple[Candidate, Decisions] | None:
+        """The candidate with storage and recomputation such that the peak of the step fits."""
+        limit = float(self.limit_bytes)
+        for _ in range(TRIES):
+            plan = decisions(self.problem, candidate, self.base)
+            pcg = lower(self.problem.program.graph, plan, factored=self.factored)
+            peak = price_plan(pcg, self.cluster, plan, self.optimizer).peak_bytes
+            if peak <= self.limit_bytes:
+                return candidate, plan
+            limit = min(limit, candidate.sums.held_bytes) - (peak - self.limit_bytes)
+            again = polish(self.problem, candidate.values, limit)
+            if again is None:
+                return None
+            candidate = again
+        return None
+
+    def least_compute_ps(self) -> int:
+        """What the compute stream does at least, whatever is chosen for each operator."""
+        total = 0
+        for parts in self.problem.operators:
+            total += int((parts[:, FORWARD] + parts[:, BACKWARD]).min())
+        return total

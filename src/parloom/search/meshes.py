@@ -1,0 +1,40 @@
+"""Logical meshes of a cluster: runs of its prime axes, from the slowest links to the fastest."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
+
+# Outermost first.
+NAMES = ("x", "y", "z", "w")
+MAX_AXES = 2
+
+
+def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]:
+    """Every way to cut the prime axes of `cluster` into at most `max_axes` runs of neighbours.
+
+    A mesh whose axes are cut where the levels of the topology are comes before others.
+    """
+    primes = tuple(reversed(cluster.prime_axes()))
+    if not primes:
+        yield Mesh((MeshAxis(NAMES[0], (PrimeAxis(1, 1, 0),)),))
+        return
+    found = [
+        cuts
+        for count in range(min(max_axes, len(primes)))
+        for cuts in combinations(range(1, len(primes)), count)
+    ]
+    found.sort(key=lambda cuts: (_across(primes, cuts), len(cuts), cuts))
+    for cuts in found:
+        ends = zip((0, *cuts), (*cuts, len(primes)), strict=True)
+        yield Mesh(
+            tuple(
+                MeshAxis(name, primes[low:high])
+                for name, (low, high) in zip(NAMES, ends, strict=False)
+            )
+        )
+
+
+def _across(primes: Sequence[PrimeAxis], cuts: Sequence[int]) -> int:
+    """How many cuts part links of one level."""
+    return sum(primes[cut - 1].level == primes[cut].level for cut in cuts)
