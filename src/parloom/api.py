@@ -23,7 +23,6 @@ from parloom.capture import (
 from parloom.capture import capture as _capture
 from parloom.cost.clusters import on_this_machine, resolve_cluster
 from parloom.cost.simulate import simulate as _simulate
-from parloom.cost.step import price_plan
 from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import (
@@ -47,11 +46,10 @@ from parloom.execute.verify import VerifyReport
 from parloom.execute.verify import verify as _verify
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Cluster
+from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
     DTYPES,
-    ActivationDecision,
     Alternative,
     Decisions,
     ModelSource,
@@ -65,12 +63,10 @@ from parloom.report.shortage import Shortage, shortage_document, shortage_line
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, idle_words
 from parloom.rewrite.pad import rewritten
-from parloom.search.baselines import METHODS
+from parloom.search.candidates import Candidate, Candidates, Question, candidates
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
-AUTO = ("data_parallel", "fsdp", "megatron")
-LOW_PRECISION = ("bfloat16", "float16")
 
 
 def _silent(text: str) -> None:
@@ -183,29 +179,34 @@ def search(
     """The second half of `plan`: price the candidates and keep the fastest that fits."""
     machine = on_this_machine(resolve_cluster(cluster), num_cores())
     graph = captured.graph
-    candidates, refused = _candidates(graph, machine.cluster, method, microbatches, captured.seed)
-    for line in refused:
-        progress(line)
+    there = machine.cluster.device.memory_bytes
+    limit = arguments.memory_bytes(memory) or there
     asked = Plan(
         captured.source,
         machine.spec,
         captured.fingerprint,
         captured.optimizer,
         method,
-        Decisions(candidates[0].decisions.mesh),
+        Decisions(Mesh(())),
         print_graph(graph),
         assumptions=(*machine.assumptions, *captured.assumptions),
-        notes=(*refused, *captured.notes),
         seed=captured.seed,
         evaluation_graph=captured.evaluation_graph,
     )
-    there = machine.cluster.device.memory_bytes
-    limit = arguments.memory_bytes(memory) or there
     if limit > there:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         asked = replace(asked, assumptions=(*asked.assumptions, line))
-    best = _best(asked, graph, candidates, machine.cluster, limit, progress)
+    proposed = _candidates(graph, machine.cluster, asked, limit, microbatches, progress)
+    for line in proposed.refused:
+        progress(line)
+    asked = replace(
+        asked,
+        notes=(*proposed.refused, *captured.notes),
+        bound_s=proposed.bound_s,
+        solver_gap=proposed.solver_gap,
+    )
+    best = _best(asked, graph, proposed.found, machine.cluster, limit, progress)
     best = _with_evaluation(best, graph)
     for line in best.notes:
         if line.startswith(WARNING):
@@ -227,15 +228,6 @@ def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
         line = f"operators that every rank computes as a whole: {whole}"
         plan = replace(plan, assumptions=(*plan.assumptions, line))
     return plan
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that a method proposes, and what to call it."""
-
-    method: str
-    name: str
-    decisions: Decisions
 
 
 def _evaluation(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[str, tuple[str, ...]]:
@@ -262,54 +254,36 @@ def _assumed(batch: int | None, seq: int | None, tensors: Batch) -> Iterator[str
 
 
 def _candidates(
-    graph: Graph,
-    cluster: Cluster,
-    method: str,
-    microbatches: int | None,
-    seed: int,
-) -> tuple[list[Candidate], tuple[str, ...]]:
-    """All candidates of a method name, or the decisions of a plan file; why others are none."""
-    if method not in (*METHODS, "auto"):
-        decisions = read_plan(Path(method)).decisions
-        if decisions.mesh.num_ranks != cluster.num_devices:
-            raise InputError(
-                f"{method} is for {decisions.mesh.num_ranks} ranks, {cluster.name} has"
-                f" {cluster.num_devices} devices"
-            )
-        if microbatches is not None:
-            decisions = replace(decisions, num_microbatches=microbatches)
-        return [Candidate(method, method, decisions)], ()
-    found: list[Candidate] = []
-    recomputed = tuple(ActivationDecision(prefix, "recompute") for prefix in graph.recomputed_calls)
-    low = any(i.value.spec.dtype in LOW_PRECISION for i in graph.of_kind("parameter"))
-    refused: dict[str, InputError] = {}
-    for name in AUTO if method == "auto" else (method,):
-        try:
-            for decisions in METHODS[name](graph, cluster, microbatches or 1, seed):
-                decisions = replace(decisions, activations=recomputed)
-                if low:
-                    decisions = replace(decisions, master_dtype="float32", reduce_dtype="float32")
-                mesh = " x ".join(f"{a.name}={a.size}" for a in decisions.mesh.axes)
-                found.append(Candidate(name, f"{name} ({mesh})", decisions))
-        except InputError as error:
-            refused[name] = error
-    if not found:
-        raise next(iter(refused.values()))
-    return found, tuple(f"{name}: not possible: {error}" for name, error in refused.items())
+    graph: Graph, cluster: Cluster, asked: Plan, limit: int, microbatches: int | None, say: Say
+) -> Candidates:
+    """What the method asked for proposes; it may be a plan file, whose decisions are taken."""
+    if asked.method in arguments.METHODS:
+        question = Question(graph, cluster, asked.optimizer, limit, microbatches or 1, asked.seed)
+        return candidates(question, asked.method, say)
+    decisions = read_plan(Path(asked.method)).decisions
+    if decisions.mesh.num_ranks != cluster.num_devices:
+        raise InputError(
+            f"{asked.method} is for {decisions.mesh.num_ranks} ranks, {cluster.name} has"
+            f" {cluster.num_devices} devices"
+        )
+    if microbatches is not None:
+        decisions = replace(decisions, num_microbatches=microbatches)
+    return Candidates((Candidate(asked.method, asked.method, decisions),))
 
 
 def _best(
     asked: Plan,
     graph: Graph,
-    candidates: list[Candidate],
+    proposed: Sequence[Candidate],
     cluster: Cluster,
     limit: int,
     progress: Say,
 ) -> Plan:
-    priced: list[tuple[Candidate, Prediction]] = []
+    """The candidate whose simulated step is the fastest of those that fit."""
+    played: list[tuple[Candidate, Prediction]] = []
     refused: list[LayoutError] = []
     notes = asked.notes
-    for candidate in candidates:
+    for candidate in proposed:
         try:
             pcg = lower(rewritten(graph, candidate.decisions.rewrites), candidate.decisions)
         except LayoutError as error:  # as when microbatches do not divide over this mesh
@@ -317,22 +291,22 @@ def _best(
             notes = (f"{candidate.name}: not possible: {error}", *notes)
             progress(notes[0])
             continue
-        price = price_plan(pcg, cluster, candidate.decisions, asked.optimizer)
-        priced.append((candidate, price.prediction()))
-        step_s, peak = priced[-1][1].step_s, priced[-1][1].peak_bytes
+        timeline = _simulate(pcg, cluster, candidate.decisions, asked.optimizer)
+        played.append((candidate, timeline.prediction()))
+        step_s, peak = played[-1][1].step_s, played[-1][1].peak_bytes
         progress(f"{candidate.name}: {format_seconds(step_s)}, {format_bytes(peak)}")
-    if not priced:
+    if not played:
         raise refused[0]
     alternatives = tuple(
-        Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in priced
+        Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in played
     )
     fitting = [
-        (p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(priced) if p.peak_bytes <= limit
+        (p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(played) if p.peak_bytes <= limit
     ]
     if not fitting:
-        shortage = _shortage(priced, limit)
+        shortage = _shortage(played, limit)
         raise InfeasibleError(shortage_line(shortage), shortage_document(shortage))
-    candidate, prediction = priced[min(fitting)[2]]
+    candidate, prediction = played[min(fitting)[2]]
     return replace(
         asked,
         method=candidate.method,
@@ -343,9 +317,9 @@ def _best(
     )
 
 
-def _shortage(priced: list[tuple[Candidate, Prediction]], limit: int) -> Shortage:
+def _shortage(played: list[tuple[Candidate, Prediction]], limit: int) -> Shortage:
     """What fills memory in the smallest candidate, and what would help."""
-    candidate, smallest = min(priced, key=lambda entry: entry[1].peak_bytes)
+    candidate, smallest = min(played, key=lambda entry: entry[1].peak_bytes)
     return Shortage(
         limit,
         candidate.name,

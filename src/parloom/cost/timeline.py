@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from parloom.cost.engine import Outcome, Run, State
 from parloom.cost.tasks import COMPONENTS, COMPUTE, Placed
+from parloom.ir.plan import Prediction
 
 NOTHING = (0,) * len(COMPONENTS)
 # Beyond so many instructions, what is inside actions is only shown in outline.
@@ -136,6 +137,12 @@ class Timeline:
     def peak_bytes(self) -> int:
         """The most that any device holds."""
         return max(process.memory.peak for process in self.processes)
+
+    def prediction(self) -> Prediction:
+        """As a plan stores it: components at their own peaks, of the device that holds the most."""
+        memory = max((p.memory for p in self.processes), key=lambda memory: memory.peak)
+        peaks = tuple((n, s) for n, s in zip(COMPONENTS, memory.peaks, strict=True))
+        return Prediction(self.step_s, memory.peak, peaks, "spec")
 
     def busy(self, process: int = 0) -> dict[str, int]:
         """Picoseconds that the compute stream and the channels are busy."""

@@ -8,7 +8,7 @@ lower by as much. The simulator judges what is proposed, not this module.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parloom.cost.step import price_plan
+from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
@@ -124,7 +124,7 @@ class _OnMesh:
         for _ in range(TRIES):
             plan = decisions(self.problem, candidate, self.base)
             pcg = lower(self.problem.program.graph, plan, factored=self.factored)
-            peak = price_plan(pcg, self.cluster, plan, self.optimizer).peak_bytes
+            peak = simulate(pcg, self.cluster, plan, self.optimizer).peak_bytes
             if peak <= self.limit_bytes:
                 return candidate, plan
             limit = min(limit, candidate.sums.held_bytes) - (peak - self.limit_bytes)

@@ -144,7 +144,7 @@ def decisions(problem: LayoutProblem, candidate: Candidate, base: Decisions) -> 
 
 def _forced(problem: LayoutProblem, block: Block) -> tuple[str, ...]:
     """Calls that the user's model checkpoints."""
-    asked = set(problem.program.graph.recompute)
+    asked = set(problem.program.graph.recomputed_calls)
     return tuple(prefix for prefix in block.prefixes if prefix in asked)
 
 
