@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from tests.zoo_sizes import SMALL
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
@@ -39,7 +40,7 @@ CONVOLUTIONS = {
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
     "num_feat_extract_layers": 3, "classifier_proj_size": 16, "layerdrop": 0.0,
 }  # fmt: skip
-SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 2, "patch_size": 4}
+SWIN = {"embed_dim": 16, "depths": (1, 4), "num_heads": (2, 4), "window_size": 2, "patch_size": 4}
 STAGES = {"hidden_sizes": (16, 32), "depths": (2, 2)}
 DEEPSEEK = {
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3,
@@ -187,13 +188,5 @@ def tiny(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def tiny_zoo(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A zoo model at the smallest scale that its builder takes."""
-    sizes = zoo.sizes(name)
-    if "scale" not in sizes:
-        return zoo.build(name, batch=BATCH, seq=SEQ)
-    for scale in (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2):
-        try:
-            return zoo.build(name, batch=BATCH, seq=SEQ, scale=scale)
-        except ValueError:
-            continue
-    return zoo.build(name, batch=BATCH, seq=SEQ)
+    """A zoo model at the sizes that the tests run it in."""
+    return zoo.build(name, batch=BATCH, **SMALL[name])
