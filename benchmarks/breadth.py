@@ -19,7 +19,6 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,10 +53,13 @@ def examine(name: str, plans: int, row: Row) -> None:
     row["kinds"] = kinds(graph)
     row["rounding"], row["rounding_at"] = rounding(graph, model, batch)
     row |= coverage(graph, factorize(graph))
-    found: list[Row] = []
+    found: dict[str, float | str] = {}  # by plan its largest relative error, or what is wrong
     row["plans"] = found
+    worst = -1.0
     for verdict in verdicts(lowered.of(model, batch, graph), SHAPE, plans):
-        found.append(asdict(verdict))
+        found[verdict.plan] = verdict.wrong or float(f"{verdict.error:.1e}")
+        if verdict.error is not None and verdict.error > worst:
+            worst, row["worst_tensor"] = verdict.error, verdict.tensor
     row["seconds"] = round(time.perf_counter() - started, 1)
 
 
@@ -177,24 +179,29 @@ def passed(row: Row) -> bool:
     """Whether the model is captured and everything is equal."""
     if "failed" in row:
         return False
-    return row["rounding"] <= ROUNDING and not any(plan["wrong"] for plan in row["plans"])
+    return row["rounding"] <= ROUNDING and not wrong(row)
+
+
+def wrong(row: Row) -> dict[str, str]:
+    """What is wrong with plans, by plan."""
+    plans: dict[str, float | str] = row.get("plans", {})
+    return {plan: found for plan, found in plans.items() if isinstance(found, str)}
 
 
 def printed(row: Row) -> str:
     """One line for the model and one for each thing that is not as it should be."""
     lines = [f"{row['model']:44}"]
     if "rule_calls" in row:
-        plans = row.get("plans", [])
-        equal = sum(not plan["wrong"] for plan in plans)
-        worst = max((plan["error"] for plan in plans if plan["error"] is not None), default=0.0)
+        plans = row.get("plans", {})
+        errors = [e for e in plans.values() if not isinstance(e, str)]
         same = f"{row['rounding']:.0e}" if row["rounding"] else "bits"
         lines[0] += (
             f" {row['calls']:5} calls  rules {row['rule_calls']:7.2%} of calls"
-            f" {row['rule_flops']:8.3%} of flops  plans {equal}/{len(plans)}, worst {worst:.1e}"
-            f"  {same}  {row.get('seconds', '-')} s  {row['kinds']}"
+            f" {row['rule_flops']:8.3%} of flops  plans {len(errors)}/{len(plans)}, worst"
+            f" {max(errors, default=0.0):.1e}  {same}  {row.get('seconds', '-')} s  {row['kinds']}"
         )
         lines += [f"    {op}: {rest}" for op, rest in row["unsplit"].items()]
-        lines += [f"    {plan['plan']}: {plan['wrong']}" for plan in plans if plan["wrong"]]
+        lines += [f"    {plan}: {found}" for plan, found in wrong(row).items()]
         if row["rounding"] > ROUNDING:
             lines.append(f"    differs from the model by {same}: {row['rounding_at']}")
     if "failed" in row:
