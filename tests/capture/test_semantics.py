@@ -283,6 +283,24 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
     }
 
 
+def test_frozen_weights_are_stored_in_parts_and_have_no_gradient(tmp_path: Path) -> None:
+    path = tmp_path / "factory_of_lora.py"
+    path.write_text(FACTORY.format(name="lora"))
+    plan = parloom.plan(f"{path}:build", cluster="4xcpu", method="fsdp")
+    graph = parse_graph(plan.graph)
+    stored = {p.name: p.weight.axes for p in plan.decisions.parameters}
+    assert stored == {i.target: ("data",) for i in graph.of_kind("parameter")}
+    assert plan.prediction is not None
+    memory = dict(plan.prediction.memory)
+    trained = sum(i.value.spec.num_elements for i in graph.of_kind("parameter") if i.trainable)
+    assert trained <= memory["gradients"] <= 2 * trained  # 4 bytes each, on four ranks, in chunks
+    assert memory["weights"] > 3 * memory["gradients"]
+    report = parloom.verify(plan)
+    assert report.passed, report.first_difference
+    kept = {i.target for i in graph.of_kind("parameter") if not i.trainable}
+    assert {"blocks.0.inner.base.weight", "tokens.weight"} <= kept
+
+
 class Integers(Net):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.logits(x).argmax(-1).float().mean()
