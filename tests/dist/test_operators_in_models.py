@@ -130,6 +130,9 @@ class Pooled(nn.Module):
         logits = self.tags(h[torch.arange(n).unsqueeze(1), marks]).log_softmax(-1)
         rows, columns = torch.meshgrid(torch.arange(n), torch.arange(2), indexing="ij")
         chosen = logits[rows, columns, tags]
+        marked = h.clone()
+        marked[torch.arange(n), last] = 2.0 * pooled
+        pooled = pooled + marked.mean(1)
         loss: Tensor = F.cross_entropy(self.classes(pooled), labels) - chosen.mean()
         return loss
 
@@ -190,7 +193,8 @@ def test_rows_looked_up_by_sample_stay_with_their_samples() -> None:
     assert_equal(graph, model, batch)
     ops = [node.op for _, node in graph.unfolded()]
     assert ops.count("parloom.index_each") == 3
-    assert "index" not in ops
+    assert ops.count("parloom.put_each") == 1
+    assert not {"index", "index_put"} & set(ops)
     plan = next(METHODS["data_parallel"](graph, load_cluster("4xcpu"), 1, 0))
     assert {"parloom.index_each"} <= {node.key.split(":")[1].split("#")[0] for node in plan.nodes}
     assert " combine " not in print_pcg(lower(graph, plan))

@@ -220,11 +220,31 @@ def padded_bags(
 
 def index_each(x: Tensor, indices: list[Tensor | None], each: list[list[int]]) -> Tensor:
     """Advanced indexing, the ranges of `each` written out."""
+    result: Tensor = torch.ops.aten.index(x, with_ranges(x, indices, each))
+    return result
+
+
+def put_each(
+    x: Tensor,
+    indices: list[Tensor | None],
+    each: list[list[int]],
+    values: Tensor,
+    accumulate: bool,
+) -> Tensor:
+    """Writing by index in the same way."""
+    places = with_ranges(x, indices, each)
+    result: Tensor = torch.ops.aten.index_put(x, places, values, accumulate)
+    return result
+
+
+def with_ranges(
+    x: Tensor, indices: list[Tensor | None], each: list[list[int]]
+) -> list[Tensor | None]:
+    """Indices with those of dims that are read in order, (dim, index dims after it) in `each`."""
     given: list[Tensor | None] = list(indices)
     for dim, after in each:
         given[dim] = torch.arange(x.shape[dim], device=x.device)[(...,) + (None,) * after]
-    result: Tensor = torch.ops.aten.index(x, given)
-    return result
+    return given
 
 
 # Operators that capture writes and ATen does not have.
@@ -232,6 +252,7 @@ OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "parloom.experts": experts,
         "parloom.index_each": index_each,
+        "parloom.put_each": put_each,
         "parloom.embedding_bag": padded_bags,
         "parloom.ragged_bag": bags,
     }

@@ -4,14 +4,14 @@ Attention masks are often written as functions of (batch, head, query, key) numb
 `mask[batch, key]` becomes an index with two ranges. As an index it would need the whole batch on
 every rank and in every microbatch; as a view it is sharded as the mask is. Where only some of the
 indices are ranges, as in `x[arange(n), last]`, the call is `parloom.index_each`, which looks up a
-row in each sample.
+row in each sample, and writing there `parloom.put_each`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
-from parloom.ir.graph import Arg, Graph, Node, Ref, TensorSpec, numbered
+from parloom.ir.graph import Graph, Node, Ref, TensorSpec, numbered
+from parloom.ir.layout import Shape
 
 SAME = ("_to_copy", "clone", "alias", "detach")
 RESHAPED = ("unsqueeze", "view", "squeeze")
@@ -21,7 +21,7 @@ Ranges = dict[str, int]  # value that counts 0, 1, .. along a dim -> number of d
 def with_views_for_ranges(graph: Graph) -> Graph:
     """The flat graph with `view` instead of `index` where every index is a whole range.
 
-    And with `parloom.index_each` where some of them are.
+    And with `parloom.index_each` and `parloom.put_each` where some of them are.
     """
     specs = graph.main.specs()
     ranges: Ranges = {}
@@ -34,7 +34,7 @@ def with_views_for_ranges(graph: Graph) -> Graph:
             elif item.op == "index" and _in_order(item, ranges, specs):
                 args = (item.args[0], item.results[0].spec.shape)
                 item = replace(item, op="view", args=args, kwargs=())
-            elif item.op in ("index", "_unsafe_index"):
+            elif item.op in ("index", "_unsafe_index", "index_put"):
                 item = _by_sample(item, ranges, specs)
         body.append(item)
     return replace(graph, main=replace(graph.main, body=numbered(tuple(body))))
@@ -90,7 +90,7 @@ def _in_order(node: Node, ranges: Ranges, specs: Mapping[str, TensorSpec]) -> bo
 
 
 def _by_sample(node: Node, ranges: Ranges, specs: Mapping[str, TensorSpec]) -> Node:
-    """`parloom.index_each` where some, but not all indices are ranges along dims of their own."""
+    """The call by sample where some, but not all indices are ranges along dims of their own."""
     source, indices = node.args[0], node.args[1]
     if not isinstance(source, Ref) or not isinstance(indices, tuple):
         return node
@@ -103,26 +103,24 @@ def _by_sample(node: Node, ranges: Ranges, specs: Mapping[str, TensorSpec]) -> N
         if given[len(given) - 1 - after] == shape[dim] and after not in each.values():
             each[dim] = after
     left = tuple(None if d in each else index for d, index in enumerate(indices))
-    if not each or not _same_shape(node, source.name, left, each, specs):
+    whole = [specs[index.name].shape for index in indices if isinstance(index, Ref)]
+    others = [specs[index.name] for index in left if isinstance(index, Ref)]
+    made = [spec.shape for spec in others]
+    made += [(shape[d], *(1,) * after) for d, after in each.items()]
+    indexed = others and all(spec.dtype.startswith("int") for spec in others)
+    if not each or not indexed or _broadcast(whole) != _broadcast(made):
         return node
-    return replace(node, op="parloom.index_each", args=(source, left, tuple(each.items())))
+    pairs = tuple(each.items())
+    if node.op != "index_put":
+        return replace(node, op="parloom.index_each", args=(source, left, pairs))
+    values, accumulate = node.args[2], node.arg(3, "accumulate", False)
+    return replace(
+        node, op="parloom.put_each", args=(source, left, pairs, values, accumulate), kwargs=()
+    )
 
 
-def _same_shape(
-    node: Node,
-    source: str,
-    left: tuple[Arg, ...],
-    each: Mapping[int, int],
-    specs: Mapping[str, TensorSpec],
-) -> bool:
-    """Whether other indices are left, and give the shape of the result without the ranges."""
-    others = [specs[index.name].shape for index in left if isinstance(index, Ref)]
-    ranges = [(specs[source].shape[d], *(1,) * after) for d, after in each.items()]
-    rank = max(map(len, (*others, *ranges)))
-    sizes = [max(s[len(s) - k] if k <= len(s) else 1 for s in (*others, *ranges))
-             for k in range(rank, 0, -1)]  # fmt: skip
-    rest = [n for d, n in enumerate(specs[source].shape)
-            if d not in each and (d >= len(left) or left[d] is None)]  # fmt: skip
-    made = node.results[0].spec
-    whole = len(made.shape) == rank + len(rest) and made.num_elements == prod((*sizes, *rest))
-    return bool(others) and whole
+def _broadcast(shapes: list[Shape]) -> Shape:
+    """The shape that shapes are broadcast to."""
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True))

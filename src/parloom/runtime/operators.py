@@ -149,13 +149,38 @@ def index_each(
 
     (dim, number of index dims after it) in `each`; `digits` where another indexed dim is sharded.
     """
+    places = _in_order(x, indices, each)
+    if ctx is not None:
+        return index(x, places, ctx, digits)
+    return x[tuple(slice(None) if place is None else place for place in places)]
+
+
+def put_each(
+    x: Tensor,
+    indices: tuple[Tensor | None, ...],
+    each: tuple[tuple[int, int], ...],
+    values: Tensor,
+    accumulate: bool,
+    ctx: Context | None = None,
+    digits: tuple[Digits, ...] = (),
+) -> Tensor:
+    """`torch.index_put` in the same way."""
+    places = _in_order(x, indices, each)
+    if ctx is not None:
+        return index_put(x, places, values, ctx, digits, accumulate)
+    written: Tensor = torch.ops.aten.index_put(x, list(places), values, accumulate)
+    return written
+
+
+def _in_order(
+    x: Tensor, indices: tuple[Tensor | None, ...], each: tuple[tuple[int, int], ...]
+) -> tuple[Tensor | None, ...]:
+    """The indices with those of dims that are read in order."""
     places = [*indices, *(None for _ in range(x.dim() - len(indices)))]
     for dim, after in each:
         size = x.shape[dim]
         places[dim] = torch.arange(size, device=x.device).view(size, *[1] * after)
-    if ctx is not None:
-        return index(x, tuple(places), ctx, digits)
-    return x[tuple(slice(None) if place is None else place for place in places)]
+    return tuple(places)
 
 
 def index_put(

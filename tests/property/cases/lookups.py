@@ -83,6 +83,22 @@ def lookups_by_sample() -> list[Case]:
     ]
 
 
+def puts_by_sample() -> list[Case]:
+    op = "parloom.put_each"
+    order = Operand((6, 4), "order", 4, "batch", "int64")
+    return [
+        case(op, real(6, 12), (None, index(12, 6)), ((0, 0),), real(6), False),
+        case(op, real(6, 4, 12), (None, index(4, 6)), ((0, 0),), real(6, 12), False, label="rows"),
+        case(op, real(6, 4, 2), (None, order), ((0, 1),), real(6, 4, 2), False, label="several"),
+        case(op, real(6, 12), (None, index(12, 6)), ((0, 0),), real(), False, label="number"),
+        case(op, flag(6, 12), (None, index(12, 6)), ((0, 0),), flag(6), False, label="flags"),
+        case(op, real(6, 4), (None, index(4, 6, 12)), ((0, 1),), real(6, 12), True, label="add"),
+        case(op, real(6, 4), (None, index(4, 12)), ((0, 1),), real(12), True, label="add_shared"),
+        case(op, real(4, 6, 12), (None, index(6, 4, 1), None), ((0, 1), (2, 0)), real(4, 12), True,
+             label="add_around"),
+    ]  # fmt: skip
+
+
 def negative(size: int, count: int) -> Operand:
     """Indices of which some count from the end."""
     return Operand((count,), "negative", size, "batch", "int64")
@@ -167,6 +183,7 @@ def puts() -> list[Case]:
     return [
         case("index_put", real(12, 4), (distinct(12, 6),), real(6, 4)),
         case("index_put", x, (rows,), real(12, 4), True, label="add"),
+        *puts_by_sample(),
         case("put", real(4, 6), distinct(24, 6), real(6)),
         case("put", real(4, 6), index(24, 6, 2), real(6, 2), True, label="add"),
         case("index_put", x, (rows,), real(4), True, label="add_row"),

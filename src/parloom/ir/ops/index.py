@@ -151,14 +151,16 @@ def each_dims(site: Site) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def _each_rule(site: Site) -> Rule:
-    """`parloom.index_each(x, indices, each)`: `x[arange(n), index]` is `x[n, index[n]]`.
+def each_names(
+    site: Site, indices: int
+) -> tuple[list[str], list[list[str]], list[str], frozenset[str]]:
+    """Names of the source's dims, of the `indices` index tensors' dims, and of what they pick.
 
-    `indices` is as in advanced indexing; a pair (d, k) in `each` says that dim d is read in order
-    along the index dim that has k others after it, so it is one factor with that.
+    As `indexed` has them, but that dims read in order are the index dims that they are read along,
+    which are also given.
     """
     each = dict(each_dims(site))
-    shapes = [s.shape for s in site.operands[1:]]
+    shapes = [s.shape for s in site.operands[1 : 1 + indices]]
     lead = max(*(len(shape) for shape in shapes), *(k + 1 for k in each.values()))
     free = [f"i{k}" for k in range(lead)]
     at = sorted((*index_dims(site), *each))
@@ -168,21 +170,37 @@ def _each_rule(site: Site) -> Rule:
         source[d] = free[lead - 1 - after]
     before = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     picked = [*rest[:before], *free, *rest[before:]]
-    indices = [free[lead - len(shape) :] for shape in shapes]
+    shared = frozenset(free[lead - 1 - after] for after in each.values())
+    return source, [free[lead - len(shape) :] for shape in shapes], picked, shared
+
+
+def each_digits(e: Emission) -> str:
+    """Code of the digits of all indexed dims, if one that is looked up is sharded."""
+    each = dict(each_dims(e.site))
+    looked_up = index_dims(e.site)
+    if not any(e.axes_of(f"w{d}") for d in looked_up):
+        return ""
+    local = e.operand_shape(0)
+    at = sorted((*looked_up, *each))
+    digits = (e.operand_digits(d) if d in looked_up else f"({local[d]},)" for d in at)
+    return f"ctx, ({', '.join(digits)})"
+
+
+def _each_rule(site: Site) -> Rule:
+    """`parloom.index_each(x, indices, each)`: `x[arange(n), index]` is `x[n, index[n]]`.
+
+    `indices` is as in advanced indexing; a pair (d, k) in `each` says that dim d is read in order
+    along the index dim that has k others after it, so it is one factor with that.
+    """
+    source, indices, picked, _ = each_names(site, len(site.operands) - 1)
     kinds = {n: sums_up(site) for n in source if n[0] == "w"}
     return build([source, *indices], [picked], site, kinds)
 
 
 def _each(e: Emission) -> str:
-    each = each_dims(e.site)
-    parts = [e.arg(0), e.arg(1), e.code(each)]
-    looked_up = index_dims(e.site)
-    if any(e.axes_of(f"w{d}") for d in looked_up):
-        local = e.operand_shape(0)
-        at = sorted((*looked_up, *(d for d, _ in each)))
-        digits = (e.operand_digits(d) if d in looked_up else f"({local[d]},)" for d in at)
-        parts += ["ctx", f"({', '.join(digits)})"]
-    return f"rt.index_each({', '.join(parts)})"
+    parts = [e.arg(0), e.arg(1), e.arg(2)]
+    where = each_digits(e)
+    return f"rt.index_each({', '.join((*parts, where) if where else parts)})"
 
 
 def _index_saves(site: Site) -> SavedTensors:

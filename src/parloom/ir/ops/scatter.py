@@ -5,7 +5,7 @@ offset-aware; sums may be written from shards of the index too, the result is th
 from collections.abc import Callable
 
 from parloom.ir.graph import Ref
-from parloom.ir.ops.index import index_dims, indexed
+from parloom.ir.ops.index import each_digits, each_names, index_dims, indexed
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, all_operands
 from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build, no_flops, opaque
 
@@ -123,6 +123,24 @@ def _put_rule(site: Site) -> Rule:
     return build([source, *indices, picked[missing:]], [source], site, kinds)
 
 
+def _put_each_rule(site: Site) -> Rule:
+    """`parloom.put_each(x, indices, each, values, accumulate)`, as `parloom.index_each` reads."""
+    x, values = site.operands[0], site.operands[-1]
+    source, indices, picked, shared = each_names(site, len(site.operands) - 2)
+    free = site.arg(4, "accumulate", False) is True and x.dtype != "bool"
+    kinds = {n: OFFSET for n in source if n[0] == "w"}
+    kinds |= {n: WHOLE for n in picked if n[0] == "i" and not free and n not in shared}
+    missing = len(picked) - len(values.shape)
+    return build([source, *indices, picked[missing:]], [source], site, kinds)
+
+
+def _put_each(e: Emission) -> str:
+    accumulate = e.arg(4, "accumulate", False)
+    parts = [e.once(e.site.arg(0)), e.arg(1), e.arg(2), e.arg(3), accumulate]
+    where = each_digits(e)
+    return f"rt.put_each({', '.join((*parts, where) if where else parts)})"
+
+
 def _put(e: Emission) -> str:
     site = e.site
     x, values = site.operands[0], site.operands[-1]
@@ -176,5 +194,6 @@ OPS: tuple[OpDef, ...] = (
         for name in ("index_add", "index_copy", "index_fill", "index_reduce")
     ),
     OpDef("put", _flat_rule, _flat, no_flops, saved=_INDEX),
+    OpDef("parloom.put_each", _put_each_rule, _put_each, no_flops, saved=_put_saves),
     OpDef("index_put", _put_rule, _put, no_flops, saved=_put_saves),
 )
