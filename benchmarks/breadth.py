@@ -28,14 +28,13 @@ import torch
 from breadth_models import names, tiny
 from common import report
 from gate import told, verdicts
+from rules import coverage
 from tests.dist import lowered
 from torch import Tensor, nn
 
 from parloom.capture import capture, parameters_of
 from parloom.execute.reference import evaluate
-from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Graph
-from parloom.ir.ops import OPS, Site, op_of, why_whole
 
 Row = dict[str, Any]
 ROUNDING = 1e-5  # single precision sums in another order, where torch picks another kernel
@@ -52,7 +51,7 @@ def examine(name: str, plans: int, row: Row) -> None:
     row["capture_s"] = round(time.perf_counter() - started, 2)
     row["kinds"] = kinds(graph)
     row["rounding"], row["rounding_at"] = rounding(graph, model, batch)
-    row |= coverage(graph, factorize(graph))
+    row |= coverage(graph)
     found: dict[str, float | str] = {}  # by plan its largest relative error, or what is wrong
     row["plans"] = found
     worst = -1.0
@@ -112,37 +111,6 @@ def rounding(graph: Graph, model: nn.Module, batch: dict[str, Tensor]) -> tuple[
             scale = wanted.double().abs().max().clamp(min=1e-30)
             worst = max(worst, (float((ours.double() - wanted.double()).abs().max() / scale), name))
     return worst
-
-
-def coverage(graph: Graph, factored: Factored) -> Row:
-    """How much has a rule that splits something: calls, work, and the others by operator."""
-    calls, flops = 0, 0.0
-    rest: dict[str, Row] = {}
-    specs = {f.name: f.specs() for f in (graph.main, *graph.functions)}
-    for flat in graph.flat():
-        node = flat.node
-        site = Site(node, tuple(specs[flat.function][n] for n in node.refs))
-        rule = factored.rule(flat.function, node)
-        entry = op_of(node)
-        work = entry.flops(site, rule)
-        if node.op not in OPS:
-            # No entry says its work: two operations per pair of elements read and written.
-            work = 2.0 * max((s.num_elements for s in (*site.operands, *site.results)), default=0)
-        calls, flops = calls + 1, flops + work
-        reason = why_whole(site, rule)
-        if reason:
-            row = rest.setdefault(node.op, {"calls": 0, "flops": 0.0, "reasons": []})
-            row["calls"] += 1
-            row["flops"] += work
-            if reason not in row["reasons"]:
-                row["reasons"].append(reason)
-    return {
-        "calls": calls,
-        "flops": flops,
-        "rule_calls": 1 - sum(row["calls"] for row in rest.values()) / max(calls, 1),
-        "rule_flops": 1 - sum(row["flops"] for row in rest.values()) / max(flops, 1.0),
-        "unsplit": rest,
-    }
 
 
 def child(name: str, plans: int, pipe: Connection) -> None:

@@ -1,6 +1,6 @@
 """How long capture of a full-size model takes, and how much memory.
 
-    python benchmarks/capture_size.py [--models llama-3.1-405b,t5-11b] [--json FILE] [--profile]
+    python benchmarks/capture_size.py [--models "llama-3.1-405b;t5-11b"] [--json FILE] [--profile]
 
 Models are built on the meta device, one process each. `--profile` prints the slowest functions.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from common import report
+from rules import coverage
 from torch import Tensor, nn
 
 from parloom import zoo
@@ -29,17 +30,22 @@ BATCH, SEQ = 4, 2048
 Built = tuple[nn.Module, dict[str, Tensor]]
 
 
-def hugging_face(architecture: str, **sizes: Any) -> Callable[[], Built]:
+def hugging_face(architecture: str, batch: int = BATCH, **sizes: Any) -> Callable[[], Built]:
     def build() -> Built:
         kind = getattr(library(), architecture)
         config = kind.config_class(architectures=[architecture], **sizes)
         config.architectures = [architecture]
-        return build_from_config(config, BATCH, SEQ)
+        return build_from_config(config, batch, SEQ)
 
     return build
 
 
 # Sizes from the published configurations.
+MIXTRAL: dict[str, Any] = {
+    "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 32768,
+    "num_local_experts": 8, "max_position_embeddings": 65536, "output_router_logits": True,
+}  # fmt: skip
 MODELS: dict[str, Callable[[], Built]] = {
     "llama-3.1-405b": hugging_face(
         "LlamaForCausalLM", hidden_size=16384, intermediate_size=53248, num_hidden_layers=126,
@@ -49,11 +55,8 @@ MODELS: dict[str, Callable[[], Built]] = {
     "gpt-3-175b": lambda: zoo.build(
         "gpt", batch=BATCH, seq=SEQ, width=12288, depth=96, heads=96, vocab=50257
     ),
-    "mixtral-8x22b": hugging_face(
-        "MixtralForCausalLM", hidden_size=6144, intermediate_size=16384, num_hidden_layers=56,
-        num_attention_heads=48, num_key_value_heads=8, vocab_size=32768, num_local_experts=8,
-        max_position_embeddings=65536, output_router_logits=True,
-    ),
+    "mixtral-8x22b": hugging_face("MixtralForCausalLM", **MIXTRAL),
+    "mixtral-8x22b, batch 64": hugging_face("MixtralForCausalLM", 64, **MIXTRAL),
     "deepseek-v3-671b": hugging_face("DeepseekV3ForCausalLM"),
     "t5-11b": hugging_face(
         "T5ForConditionalGeneration", d_model=1024, d_ff=65536, d_kv=128, num_heads=128,
@@ -92,6 +95,8 @@ def measure(name: str, profile: bool) -> dict[str, Any]:
     for item in graph.main.body:
         if isinstance(item, Call):
             calls[item.function] = calls.get(item.function, 0) + 1
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = coverage(graph)
     return {
         "model": name,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -99,8 +104,12 @@ def measure(name: str, profile: bool) -> dict[str, Any]:
         "capture_s": round(captured - built, 1),
         "capture_cpu_s": round(used, 1),
         "text_s": round(ended - captured, 1),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "calls": sum(1 for _ in graph.unfolded()),
+        "peak_bytes": peak,
+        "calls": found["calls"],
+        "rule_calls": found["rule_calls"],
+        "rule_flops": found["rule_flops"],
+        "forward_flops": found["flops"],
+        "unsplit": found["unsplit"],
         "text_lines": text.count("\n"),
         "kinds": calls,
     }
@@ -108,21 +117,23 @@ def measure(name: str, profile: bool) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=";".join(MODELS))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     rows = []
-    print(f"{'model':18} {'parameters':>10} {'build':>8} {'capture':>9} {'cpu':>9} {'peak':>9}")
+    print(f"{'model':24} {'parameters':>10} {'build':>8} {'capture':>9} {'cpu':>9} {'peak':>9}")
     context = multiprocessing.get_context("spawn")  # each with a memory of its own
-    for name in args.models.split(","):
+    for name in args.models.split(";"):
         with context.Pool(1) as pool:
             row = pool.apply(measure, (name, args.profile))
         rows.append(row)
         print(
-            f"{name:18} {row['parameters'] / 1e9:8.1f} B {row['build_s']:6} s"
+            f"{name:24} {row['parameters'] / 1e9:8.1f} B {row['build_s']:6} s"
             f" {row['capture_s']:7} s {row['capture_cpu_s']:7} s {row['peak_bytes'] / 1e6:6.0f} MB"
-            f"  {row['calls']} calls, {row['text_lines']} lines, {row['kinds']}",
+            f"  {row['calls']} calls, {row['rule_calls']:.2%} of them and {row['rule_flops']:.3%}"
+            f" of {row['forward_flops']:.3g} FLOPs with a rule, {row['text_lines']} lines,"
+            f" {row['kinds']} {row['unsplit'] or ''}",
             flush=True,
         )
         report("capture_size", rows, args.json)
