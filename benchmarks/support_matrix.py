@@ -34,8 +34,9 @@ def matrix(document: dict[str, Any]) -> str:
         "weights and buffers are those of one device to 1e-9. *Captured* compares loss and"
         " gradients of the captured program",
         "with the model's own in float32; *rule* counts what can be split over devices.",
-        f"(`{document['command']}`; {when}, torch {document['torch']}, transformers"
-        f" {document['transformers']})",
+        f"Measured by `benchmarks/breadth.py` ({when}, torch {document['torch']}, transformers"
+        f" {document['transformers']}); `benchmarks/breadth.json` has",
+        "the command and every plan's error.",
         "",
         "| model | captured | blocks | calls with a rule | of FLOPs | plans equal | worst error |",
         "|---|---|---|---|---|---|---|",
