@@ -1,0 +1,80 @@
+"""Random small graphs, and an enumerator that shares nothing with the search but the prices."""
+
+from collections.abc import Iterator
+from itertools import permutations, product
+from random import Random
+
+from parloom.cost.walk import Walker
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops import Rule
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer
+from parloom.ir.text import parse_graph
+from parloom.search.estimate import Estimate, estimate
+from parloom.search.storage import StoragePrices, Stored, WeightPrice
+
+ADAM = Optimizer("adamw", 2)
+
+
+def random_graph(rng: Random, num_operators: int = 3) -> Graph:
+    """Products, sums and elementwise operators on values made before; weights may be shared."""
+    rows, columns = rng.choice((512, 1024)), rng.choice((512, 1024))
+    shape = f"float32[{rows}, {columns}]"
+    values, weights, body = ["x"], list[str](), list[str]()
+    for index in range(num_operators):
+        kind = "linear" if index == 0 else rng.choice(("linear", "relu", "add", "tanh"))
+        operand = rng.choice(values)
+        if kind == "linear":
+            if not weights or rng.random() > 0.25:
+                weights.append(f"w{len(weights)}")
+            call = f"linear({operand}, {rng.choice(weights)})"
+        elif kind == "add":
+            call = f"add({operand}, {rng.choice(values)})"
+        else:
+            call = f"{kind}({operand})"
+        values.append(f"v{index}")
+        body.append(f"    v{index}: {shape} = {call}  # m{index}\n")
+    square = f"float32[{columns}, {columns}]"
+    inputs = [f'input {w}: {square} = parameter("{w}", trainable=True)\n' for w in weights]
+    return parse_graph(
+        f'graph "Random" training=True\n\n{"".join(inputs)}input x: {shape} = batch("x")\n\n'
+        f"main main:\n{''.join(body)}    loss: float32[] = sum({values[-1]})\n    return loss\n\n"
+        "loss loss\n"
+    )
+
+
+def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[str, ...]], ...]]:
+    """All that a rule allows, the order of axes on one factor included."""
+    for factors in product((None, *rule.shardable), repeat=len(mesh.axes)):
+        used: dict[str, list[str]] = {}
+        for axis, factor in zip(mesh.names, factors, strict=True):
+            if factor is not None:
+                used.setdefault(factor, []).append(axis)
+        if all(rule.size(f) % mesh.size(tuple(axes)) == 0 for f, axes in used.items()):
+            for orders in product(*(permutations(axes) for axes in used.values())):
+                yield tuple(zip(used, orders, strict=True))
+
+
+def least_step_ps(graph: Graph, mesh: Mesh, walker: Walker) -> int:
+    """The least estimate over every layout of every operator and every storage of every weight."""
+    factored = factorize(graph)
+    nodes = list(graph.flat())
+    menus = [list(every_assignment(factored.rule(n.function, n.node), mesh)) for n in nodes]
+    storage = StoragePrices(walker, Decisions(mesh), ADAM)
+    least: int | None = None
+    for chosen in product(*menus):
+        keyed = tuple(NodeDecision(n.key, c) for n, c in zip(nodes, chosen, strict=True))
+        pcg = lower(graph, Decisions(mesh, keyed), factored=factored)
+        passes = estimate(pcg, walker, ADAM).passes
+        options: list[list[WeightPrice]] = []
+        for weight in pcg.parameters:
+            spec = weight.input.value.spec
+            stored = Stored(spec, True, False, weight.layout, weight.reduce)
+            options.append(list(storage.options(stored)[1]))
+        for levels in product(*options):
+            step_ps = Estimate(passes, sum(levels[1:], levels[0])).step_ps
+            least = step_ps if least is None else min(least, step_ps)
+    assert least is not None
+    return least

@@ -1,0 +1,167 @@
+"""The search against what it must agree with: enumeration, lowered plans, its own bounds."""
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parloom.cost.clusters import load_cluster
+from parloom.cost.simulate import simulate
+from parloom.cost.walk import Walker
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.plan import Decisions
+from parloom.search.auto import search
+from parloom.search.eliminate import Factor, minimum
+from parloom.search.estimate import estimate
+from parloom.search.layouts import LayoutProblem
+from parloom.search.master import MeshSearch
+from parloom.search.meshes import logical_meshes
+from parloom.search.polish import decisions, polish
+from parloom.search.prices import KEPT
+from parloom.search.program import program_of
+from parloom.search.ways import Ways
+from tests.property.searched import ADAM, least_step_ps, random_graph
+from tests.unit.test_simulate import model
+
+TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
+PLENTY = 1e15
+
+
+def problem_of(graph: Graph, mesh: Mesh, cluster: Cluster) -> LayoutProblem:
+    program = program_of(graph, factorize(graph))
+    return LayoutProblem(program, Walker({}, mesh, cluster), Decisions(mesh), ADAM)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[int], list[Factor]]:
+    """A few variables and random tables over some of them."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    scopes = draw(
+        st.lists(
+            st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=3, unique=True),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    factors = [
+        Factor(tuple(scope), rng.integers(0, 50, [sizes[v] for v in scope]).astype(float))
+        for scope in scopes
+    ]
+    return sizes, factors
+
+
+def cost_of(factors: list[Factor], values: tuple[int, ...]) -> float:
+    return sum(float(f.costs[tuple(values[v] for v in f.scope)]) for f in factors)
+
+
+@given(tables())
+def test_elimination_finds_the_minimum(drawn: tuple[list[int], list[Factor]]) -> None:
+    sizes, factors = drawn
+    found = minimum(sizes, factors)
+    assert cost_of(factors, found.values) == found.cost
+    assert found.cost == min(cost_of(factors, v) for v in product(*map(range, sizes)))
+
+
+def test_elimination_sees_every_table() -> None:
+    """Negative control: what the last table forbids is not chosen."""
+    factors = [Factor((0,), np.array([0.0, 1.0])), Factor((0, 1), np.zeros((2, 2)))]
+    assert minimum([2, 2], factors).values[0] == 0
+    factors.append(Factor((1, 0), np.array([[np.inf, 0.0], [np.inf, 0.0]])))
+    assert minimum([2, 2], factors).values[0] == 1
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6))
+def test_search_finds_what_enumeration_finds(seed: int) -> None:
+    graph = random_graph(Random(seed))
+    (mesh,) = logical_meshes(TWO)
+    least = least_step_ps(graph, mesh, Walker({}, mesh, TWO))
+    found = MeshSearch(problem_of(graph, mesh, TWO), PLENTY).run(tolerance=1e-9)
+    assert found.candidates[0].sums.step_ps == least
+    assert found.bound_ps <= least + 0.5
+
+
+def test_search_finds_what_enumeration_finds_on_two_axes() -> None:
+    graph = random_graph(Random(2), num_operators=2)
+    mesh = next(m for m in logical_meshes(FOUR) if len(m.axes) == 2)
+    least = least_step_ps(graph, mesh, Walker({}, mesh, FOUR))
+    found = MeshSearch(problem_of(graph, mesh, FOUR), PLENTY).run(tolerance=1e-9)
+    assert found.candidates[0].sums.step_ps == least
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_the_folded_price_is_that_of_the_lowered_plan(share: float) -> None:
+    """Six blocks that are chosen for once, with storage, and some of them recomputed."""
+    graph = model()
+    for mesh in logical_meshes(EIGHT):
+        problem = problem_of(graph, mesh, EIGHT)
+        roomy = MeshSearch(problem, PLENTY).run().candidates[0]
+        kept = sum(
+            len(block.prefixes) * int(problem.passes_of(block, roomy.values)[KEPT])
+            for block in problem.program.blocks
+        )
+        limit = roomy.sums.held_bytes - share * kept
+        candidate = polish(problem, roomy.values, limit)
+        assert candidate is not None
+        assert candidate.sums.held_bytes <= limit + 1
+        assert candidate.sums.step_ps >= roomy.sums.step_ps
+        assert bool(sum(candidate.recomputed)) == bool(share)
+        pcg = lower(graph, decisions(problem, candidate, Decisions(mesh)))
+        assert estimate(pcg, Walker({}, mesh, EIGHT), ADAM).step_ps == candidate.sums.step_ps
+
+
+def test_the_folded_price_counts_every_block() -> None:
+    """Negative control: a plan with one block less is not the same price."""
+    mesh = next(iter(logical_meshes(EIGHT)))
+    problem = problem_of(model(), mesh, EIGHT)
+    candidate = MeshSearch(problem, PLENTY).run().candidates[0]
+    other = problem_of(model(depth=5), mesh, EIGHT)
+    pcg = lower(model(depth=5), decisions(other, replace(candidate, levels=tuple(
+        tuple((level, weight.count) for level, _ in chosen[:1])
+        for chosen, weight in zip(candidate.levels, other.program.weights, strict=True)
+    )), Decisions(mesh)))  # fmt: skip
+    assert estimate(pcg, Walker({}, mesh, EIGHT), ADAM).step_ps != candidate.sums.step_ps
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_optimistic_ways_are_never_dearer_than_exact_ones(seed: int) -> None:
+    rng = Random(seed)
+    graph = random_graph(rng)
+    mesh = rng.choice(list(logical_meshes(EIGHT)))
+    problem = problem_of(graph, mesh, EIGHT)
+    for way in problem.ways:
+        ways: Ways = way.ways
+        for _ in range(10):
+            source = rng.randrange(len(ways.sources))
+            target = rng.randrange(len(ways.targets))
+            before, legal = ways.parts[:KEPT, source, target].copy(), ways.legal[source, target]
+            ways.sharpen(source, target)
+            assert legal or not ways.legal[source, target]
+            if ways.legal[source, target]:
+                assert (before <= ways.parts[:KEPT, source, target]).all()
+
+
+def test_the_bound_holds_for_every_plan_found() -> None:
+    for cluster in (TWO, EIGHT):
+        base = Decisions(Mesh(()))
+        found = search(model(), cluster, base, ADAM, int(PLENTY), lambda text: None)
+        assert found.proposals
+        assert 0 < found.bound_ps <= min(p.estimate_ps for p in found.proposals)
+        for proposal in found.proposals:
+            assert proposal.bound_ps <= proposal.estimate_ps + 0.5
+            pcg = lower(model(), proposal.decisions)
+            assert found.bound_ps <= simulate(pcg, cluster, proposal.decisions, ADAM).step_ps
+
+
+def test_nothing_is_proposed_that_does_not_fit() -> None:
+    base = Decisions(Mesh(()))
+    assert not search(model(), EIGHT, base, ADAM, 10**6, lambda text: None).proposals
