@@ -144,6 +144,24 @@ def pooled() -> Built:
     }  # fmt: skip
 
 
+class Attention(nn.Module):
+    """Torch's attention with padding and dropout: products are added to a mask of infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(12, 3, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor, pad: Tensor) -> Tensor:
+        out: Tensor = self.attend(x, x, x, key_padding_mask=pad)[0]
+        return out.square().mean()
+
+
+def attention() -> Built:
+    pad = torch.zeros(12, 6, dtype=torch.bool)
+    pad[3:7, 4:] = True
+    return Attention(), {"x": torch.rand(12, 6, 12), "pad": pad}
+
+
 class Images(nn.Module):
     """Features of images in place of some tokens, as models of text and images have them."""
 
@@ -173,6 +191,7 @@ def images() -> Built:
 MODELS: dict[str, Callable[[], Built]] = {
     "unet": unet, "recurrent": recurrent, "bags": bags, "waves": waves,
     "pooled": pooled, "images": images,
+    "attention": attention,
 }  # fmt: skip
 
 
@@ -185,6 +204,17 @@ def test_random_plans_of_a_model_are_equal(name: str) -> None:
         for seed in range(5):
             error, where = model.error(random_plan(model.graph, model.factored, mesh, seed))
             assert error <= TOLERANCE, (where, mesh, seed)
+
+
+def test_an_infinite_addend_counts_once() -> None:
+    """Heads that do not divide are split inside, so that scores are partial sums."""
+    torch.manual_seed(0)
+    model = of(*attention())
+    for plan in METHODS["megatron"](model.graph, load_cluster("4xcpu"), 1, 0):
+        error, where = model.error(plan)
+        assert error <= TOLERANCE, where
+    pcg = print_pcg(lower(model.graph, plan))
+    assert "partial(tensor) = baddbmm(" in pcg
 
 
 def test_rows_looked_up_by_sample_stay_with_their_samples() -> None:

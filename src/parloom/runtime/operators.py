@@ -308,9 +308,13 @@ def causal_mask(ctx: Context, queries: Digits, num_keys: int) -> Tensor:
 
 
 def once(x: Tensor, ctx: Context, axes: tuple[str, ...]) -> Tensor:
-    """`x` on the first rank of the group, zero on the others: an addend of a partial sum."""
-    group = ctx.group(axes)
-    return x if group.index == 0 else x * 0
+    """`x` on the first rank of the group, zero on the others: an addend of a partial sum.
+
+    Also where it is infinite, as a mask in front of a softmax is.
+    """
+    if ctx.group(axes).index == 0:
+        return x
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 def batch_norm(
