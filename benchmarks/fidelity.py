@@ -30,6 +30,7 @@ from published import Row, Run, Shape, Unpredictable, gated, run_of_row
 from parloom.cost.devices import table
 from parloom.cost.software import GENERATIONS
 from parloom.cost.timeline import Timeline
+from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Device
 from parloom.search.handmade import Program, program
@@ -95,7 +96,7 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
     try:
         run = run_of_row(row, known)
         built = program(run.graph, run.chosen, run.cluster)
-    except Unpredictable as why:
+    except (Unpredictable, ParloomError) as why:
         return replace(found, reason=str(why))
     timeline = _play(built, run, run.cluster)
     moved = []
