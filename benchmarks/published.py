@@ -161,6 +161,8 @@ def configuration(row: Row) -> Configuration:
         num_microbatches=steps,
         sequence_parallel=row["sequence_parallel"].lower() == "yes" and tensor > 1,
         master_dtype=None if precision(row)[0] == "float32" else "float32",
+        # Automatic mixed precision keeps gradients as wide as its weights.
+        reduce_dtype="float32" if "amp" in row["precision"].lower() else None,
     )
 
 
@@ -178,7 +180,8 @@ def _zero(row: Row, tensor: int) -> tuple[int, int]:
         return 3, int(group[1])
     if "zero-1" in text or "dist-optimizer" in text:
         return 1, 0
-    return (2, 0) if "zero-2" in text else (3, 0)
+    # FSDP's SHARD_GRAD_OP stores weights in shards, too, and gathers them for the forward pass.
+    return (2, 0) if "zero-2" in text and "fsdp" not in text else (3, 0)
 
 
 def _recompute(row: Row) -> str:
@@ -217,7 +220,8 @@ def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     software = software_of(row)
     if "attention" in row["activation_checkpointing"]:
         software = replace(software, keeps_scores=False)
-    return Kernels(cluster.device, software, None, precision(row)[1])
+    by_row = "row" in row["precision"].lower()
+    return Kernels(cluster.device, software, None, precision(row)[1], by_row)
 
 
 def software_of(row: Row) -> Software:

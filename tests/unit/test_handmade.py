@@ -183,6 +183,7 @@ def test_a_pipeline_of_equal_stages_takes_what_the_formula_says() -> None:
     own = part_of(cluster, 1)
     middle = priced(found.lowered[1], own, found.parts[1].decisions, None, kernels)
     each = middle.main.forward.total.price.compute_s + middle.main.backward.total.price.compute_s
+    each += middle.parameters.collect().price.compute_s
     update = middle.parameters.update().price.compute_s
     played = found.play(fast, kernels)
     assert played.step_s == pytest.approx((BATCH + 3) * each + update, rel=0.05)
@@ -231,3 +232,32 @@ def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> Non
     compute += alone.parameters.update().price.compute_s
     assert late.step_s == pytest.approx(compute + reduced, rel=0.02)
     assert early.step_s < late.step_s
+
+
+def test_collectives_that_are_hidden_behind_products() -> None:
+    chosen = replace(PLAIN, tensor=8, num_microbatches=BATCH, sequence_parallel=True)
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 4)
+    cluster = machine(chosen)
+    found = program(graph, chosen, cluster)
+    plain = GENERATIONS["compiled"]
+    one, other = (
+        found.play(cluster, Kernels(cluster.device, software)).step_s
+        for software in (plain, replace(plain, hides_moves=True))
+    )
+    assert other < one
+
+
+def test_gradients_of_microbatches_are_added() -> None:
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 4)
+    cluster = part_of(CLUSTER, 1)
+    chosen = replace(PLAIN, num_microbatches=2, microbatch=8)
+    found = program(graph, chosen, cluster)
+    parameters = priced(found.lowered[0], cluster, found.parts[0].decisions).parameters
+    elements = sum(p.elements(found.lowered[0].mesh) for p in found.lowered[0].parameters)
+    kernels = Kernels(cluster.device)
+    assert parameters.collect().price.compute_s == pytest.approx(kernels.stream_s(12 * elements))
+    # Chunks are added where gradients are stored in chunks.
+    sharded = replace(PLAIN, data=4, zero=3, num_microbatches=2, microbatch=2)
+    other = program(graph, sharded, part_of(CLUSTER, 4))
+    less = priced(other.lowered[0], part_of(CLUSTER, 4), other.parts[0].decisions).parameters
+    assert less.collect().price.compute_s < parameters.collect().price.compute_s / 3

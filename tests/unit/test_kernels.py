@@ -147,3 +147,14 @@ def test_generations_are_four_and_known_by_name() -> None:
 def test_a_cpu_has_no_tiles() -> None:
     device = load_cluster("4xcpu").device
     assert Kernels(device, BARE).product_s(3, 5, 7, "float32") == pytest.approx(210 / 160e9)
+
+
+def test_linear_layers_in_eight_bits() -> None:
+    device = replace(DEVICE, flops_per_s=(*DEVICE.flops_per_s, ("float8", 200e12)))
+    wide = Kernels(device, BARE).seconds(linear(8192, 8192, 8192))
+    narrow = Kernels(device, BARE, None, "float8").seconds(linear(8192, 8192, 8192))
+    assert 0.5 * wide.forward_s < narrow.forward_s < 0.7 * wide.forward_s  # casts cost, too
+    by_row = Kernels(device, BARE, None, "float8", by_row=True).seconds(linear(8192, 8192, 8192))
+    assert narrow.forward_s < by_row.forward_s
+    q = attention(64)
+    assert Kernels(device, BARE, None, "float8").seconds(q) == Kernels(device, BARE).seconds(q)

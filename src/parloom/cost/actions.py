@@ -155,6 +155,9 @@ class Stage:
             self._emit(out, Flat(work, "", ACTIVATIONS, work.parameters), part, classes)
             if part != "I":
                 ready.made(self._touched(work), out)
+        collect = picoseconds(parameters.collect().price.compute_s)
+        if collect and part != "I":
+            out.run("gradients", "collect", collect)
         if part != "W":
             self.gathered.drop_all(out)
         if part != "B":

@@ -43,6 +43,11 @@ TILE_ENDS = 128
 # The share of their peak that products reach on vector units, which memory feeds fast enough
 # (recalled: cuBLAS sgemm on V100, 14 of 15.7 TFLOP/s).
 VECTOR_SHARE = 0.9
+# Casting operands to 8-bit floats, in passes over them at 16 bits: a scale of the last step or one
+# reduction, read and written once; by rows, scales of rows and of columns, each with its own copy.
+CAST_PASSES = {False: 1.5, True: 3.0}
+# Products of operands scaled by row do without fast accumulation (taken to be this share).
+BY_ROW_SHARE = 0.6
 # Bytes that the rows of 16-bit operands must be multiples of for the matrix units (cuBLAS).
 ALIGNED_BYTES = 16
 # Rows of keys at which a causal attention kernel is at half of its rate: tiles on the diagonal are
@@ -117,13 +122,14 @@ class Kernels:
     """Prices operators on a device under a generation of software.
 
     Linear layers multiply in `product_dtype` where one is given (8-bit floats, TF32), to which
-    their operands are cast.
+    their operands are cast; 8-bit floats have one scale for a tensor, or `by_row` many.
     """
 
     device: Device
     software: Software = OWN
     measured: Measured | None = None
     product_dtype: str | None = None
+    by_row: bool = False
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
@@ -161,6 +167,8 @@ class Kernels:
         """`batch` products of [m, k] and [k, n] that move `num_bytes`, without the launch."""
         device = self.device
         rate = device.rate(dtype) * device.efficiency.matmul
+        if dtype == "float8" and self.by_row:
+            rate *= BY_ROW_SHARE
         if device.cores and (dtype in ("float32", "float64") or not _aligned(n, k, dtype)):
             rate = min(device.rate(dtype), device.rate("float32")) * VECTOR_SHARE
         work = 2.0 * batch * m * n * k / (rate * self._share(m, n, k, batch))
@@ -191,7 +199,8 @@ class Kernels:
         casts = 0.0
         if self.product_dtype and operator.op in ("linear", "addmm", "mm"):
             dtype = self.product_dtype
-            casts = self.stream_s(1.5 * (a.num_bytes + b.num_bytes)) if dtype == "float8" else 0.0
+            passes = CAST_PASSES[self.by_row] if dtype == "float8" else 0.0
+            casts = self.stream_s(passes * (a.num_bytes + b.num_bytes))
         forward = casts + self.product_s(m, n, k, dtype, batch, moved) + launch
         inputs = weights = 0.0
         if first in operator.wanted:

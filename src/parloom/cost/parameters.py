@@ -149,6 +149,19 @@ class Parameters:
         )
         return Pass(Price(self.walker.kernels.update_s(touched, self.optimizer.num_states)))
 
+    def collect(self) -> Pass:
+        """Adding a microbatch's gradients to where they collect: two are read, one is written.
+
+        What is stored in chunks is reduced in every microbatch, and its chunks are added.
+        """
+        if self.pcg.num_microbatches == 1:
+            return Pass()
+        mesh = self.pcg.mesh
+        added = sum(
+            p.elements(mesh, p.decision.gradient) * self.gradient_width(p) for p in self.trained
+        )
+        return Pass(Price(self.walker.kernels.stream_s(3 * added)))
+
     def update_bytes(self) -> int:
         """What the optimizer needs beside its states: Adam's denominators.
 

@@ -115,11 +115,13 @@ def price_plan(
     exposed += max(0.0, beside - hidden[1]) + late
     hoisted = found.prologue.forward.total if pcg.hoisted else Pass()
     each = forward.seconds + backward.seconds + hoisted.seconds
-    step_s = steps * each + exposed + update.seconds + publish.seconds
+    collect = parameters.collect()
+    step_s = steps * (each + collect.seconds) + exposed + update.seconds + publish.seconds
 
     price = (forward + backward + hoisted + gathers + again + chunked).price.times(steps)
     memory = _memory(found)
     events = tuple((name, size) for name, size in memory if size)
+    price = price + collect.price.times(steps)
     price = price + (whole + update + publish).price + Price(memory=events)
     return StepPrice(step_s, price, memory, forward, backward, exposed)
 

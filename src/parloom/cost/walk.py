@@ -45,6 +45,10 @@ COLLECTIVE_PRIMITIVES = {
 # Primitives that may need a stacked copy of the larger side.
 STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 
+# Of a collective that is cut up and runs beside the product that it feeds or follows: the rest is
+# the first chunk, and the cores and memory that it takes from the product (taken to be half).
+HIDDEN_SHARE = 0.5
+
 
 class Walker:
     """Prices the functions of one lowered program on one cluster."""
@@ -174,7 +178,11 @@ class Walker:
         if kind is None:
             return seconds, None
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
-        return seconds, self.exchange(kind, axes, moved)
+        exchange = self.exchange(kind, axes, moved)
+        if self.kernels.software.hides_moves and kind in ("all_gather", "reduce_scatter"):
+            hidden = HIDDEN_SHARE * (exchange.seconds - exchange.latency_s)
+            exchange = replace(exchange, seconds=exchange.seconds - hidden)
+        return seconds, exchange
 
     def exchange(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
