@@ -9,6 +9,7 @@ from parloom.cost.kernels import Kernels
 from parloom.cost.merging import merged
 from parloom.cost.software import ELEMENTWISE, GENERATIONS, ROWS, Software
 from parloom.cost.step import priced
+from parloom.cost.works import Work
 from parloom.errors import InputError
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
@@ -97,11 +98,9 @@ def test_bytes_of_a_merged_chain_by_hand() -> None:
     cluster = load_cluster("1xA100")
     kernels = Kernels(cluster.device, replace(BARE, merges=ROWS))
     walked = priced(lowered(), cluster, Decisions(Mesh(())), kernels=kernels).main
-    chain = sum(
-        w.compute_s
-        for w in walked.forward.works
-        if w.name.split(":")[1].split("#")[0] in ("mul", "gelu", "square", "mean", "rsqrt")  # type: ignore[union-attr]
-    )
+    kinds = ("mul", "gelu", "square", "mean", "rsqrt")
+    works = [w for w in walked.forward.works if isinstance(w, Work) and w.kind in kinds]
+    chain = sum(w.compute_s for w in works)
     rows = 64 * 256 * 4
     rate = cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory
     assert chain == pytest.approx((3 * rows + 256 * 4) / rate)
