@@ -39,6 +39,7 @@ from parloom.ir.plan import ActivationDecision
 from parloom.rewrite.pad import rewritten
 from parloom.runtime import DistributedComm, Program, Trainer, required_groups
 from parloom.runtime.comm import Group, Work
+from parloom.runtime.optimizer import OPTIMIZERS
 from parloom.search.baselines import METHODS
 
 Built = tuple[nn.Module, dict[str, Tensor]]
@@ -192,14 +193,16 @@ def predict(graph: Graph, kind: Kind) -> Predicted:
     return Predicted(made, components, sum(process.base), process.memory.peak)
 
 
-def allocated(program: Program, tensors: dict[str, Tensor], batch: dict[str, Tensor]) -> Allocated:
+def allocated(
+    program: Program, tensors: dict[str, Tensor], batch: dict[str, Tensor], optimizer: str
+) -> Allocated:
     """What one rank allocates in the third step and has between steps."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         batch = {name: tensor.clone() for name, tensor in batch.items()}
         trainer = Trainer(
             program,
             tensors,
-            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4),
+            optimizer=lambda named: OPTIMIZERS[optimizer].maker(named, {}),
             comm=_PatientComm(program.mesh, required_groups(program)),
         )
         for _ in range(2):
@@ -249,13 +252,16 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def _on_rank(
-    programs: list[Program], tensors: dict[str, Tensor], batch: dict[str, Tensor]
+def on_rank(
+    programs: list[Program],
+    tensors: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    optimizer: str = OPTIMIZER,
 ) -> list[Allocated | str]:
     found: list[Allocated | str] = []
     for program in programs:
         try:
-            found.append(allocated(program, tensors, batch))
+            found.append(allocated(program, tensors, batch, optimizer))
         except RuntimeError as error:  # all ranks run the same program and fail alike
             found.append(f"does not run: {error}")
     return found
@@ -275,7 +281,7 @@ def rows_of(name: str, kinds: list[Kind]) -> Iterator[dict[str, Any]]:
             except ParloomError as error:
                 print(f"{name}, {kind.name}: {error}", file=sys.stderr)
         programs = [predicted.program for _, predicted in made]
-        on_ranks = fork_ranks(ranks, _on_rank, programs, tensors, batch, timeout_s=500.0)
+        on_ranks = fork_ranks(ranks, on_rank, programs, tensors, batch, timeout_s=500.0)
         for index, (kind, predicted) in enumerate(made):
             of_kind = [found[index] for found in on_ranks]
             for failure in [found for found in of_kind if isinstance(found, str)][:1]:

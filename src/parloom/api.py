@@ -21,8 +21,9 @@ from parloom.capture import (
     scalars_apart,
 )
 from parloom.capture import capture as _capture
-from parloom.cost.clusters import on_this_machine, resolve_cluster
-from parloom.cost.simulate import simulate as _simulate
+from parloom.cost.calibration import Calibration, calibration_to_json
+from parloom.cost.clusters import resolve_cluster
+from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import (
@@ -33,9 +34,10 @@ from parloom.errors import (
     LayoutError,
     ParloomError,
 )
+from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
-from parloom.execute.doctor import num_cores
 from parloom.execute.files import read_plan, write_atomic
+from parloom.execute.machine import Machine, machine_for
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
 from parloom.execute.shrink import require_memory
@@ -46,7 +48,7 @@ from parloom.execute.verify import VerifyReport
 from parloom.execute.verify import verify as _verify
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
     DTYPES,
@@ -59,7 +61,7 @@ from parloom.ir.plan import (
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
-from parloom.report.shortage import Shortage, shortage_document, shortage_line
+from parloom.report.shortage import shortage_document, shortage_line, shortage_of
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, idle_words
 from parloom.rewrite.pad import rewritten
@@ -84,6 +86,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     method: str = "auto",
     memory: int | str | None = None,
     microbatches: int | None = None,
+    calibration: str | Path | None = None,
     seed: int = 0,
     progress: Say = _silent,
 ) -> Plan:
@@ -94,14 +97,14 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     Face config.json, folder or Hub id, or a factory (`file.py:factory`, `pkg.module:factory`).
 
     `optimizer` names a class of torch.optim; the default is what the model's factory returned, or
-    adamw.
+    adamw. `calibration` is a file that `parloom calibrate` wrote.
 
     Raises `InputError`, `CaptureError` or `InfeasibleError` (nothing fits).
     """
     # What is bad is told before the model is captured.
     sizes = {"batch": batch, "seq": seq, "microbatches": microbatches, "seed": seed}
     arguments.check(model, sizes | {"dtype": dtype, "method": method, "memory": memory})
-    resolve_cluster(cluster)
+    machine_for(cluster, calibration)
     captured = capture(
         model,
         batch=batch,
@@ -117,6 +120,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         method=method,
         memory=memory,
         microbatches=microbatches,
+        calibration=calibration,
         progress=progress,
     )
 
@@ -174,22 +178,23 @@ def search(
     method: str = "auto",
     memory: int | str | None = None,
     microbatches: int | None = None,
+    calibration: str | Path | None = None,
     progress: Say = _silent,
 ) -> Plan:
     """The second half of `plan`: price the candidates and keep the fastest that fits."""
-    machine = on_this_machine(resolve_cluster(cluster), num_cores())
+    machine = machine_for(cluster, calibration)
     graph = captured.graph
     there = machine.cluster.device.memory_bytes
     limit = arguments.memory_bytes(memory) or there
     asked = Plan(
         captured.source,
-        machine.spec,
+        machine.loaded.spec,
         captured.fingerprint,
         captured.optimizer,
         method,
         Decisions(Mesh(())),
         print_graph(graph),
-        assumptions=(*machine.assumptions, *captured.assumptions),
+        assumptions=(*machine.loaded.assumptions, *captured.assumptions),
         seed=captured.seed,
         evaluation_graph=captured.evaluation_graph,
     )
@@ -197,7 +202,7 @@ def search(
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         asked = replace(asked, assumptions=(*asked.assumptions, line))
-    proposed = _candidates(graph, machine.cluster, asked, limit, microbatches, progress)
+    proposed = _candidates(graph, machine, asked, limit, microbatches, progress)
     for line in proposed.refused:
         progress(line)
     asked = replace(
@@ -206,7 +211,7 @@ def search(
         bound_s=proposed.bound_s,
         solver_gap=proposed.solver_gap,
     )
-    best = _best(asked, graph, proposed.found, machine.cluster, limit, progress)
+    best = _best(asked, graph, proposed.found, machine, limit, progress)
     best = _with_evaluation(best, graph)
     for line in best.notes:
         if line.startswith(WARNING):
@@ -254,11 +259,14 @@ def _assumed(batch: int | None, seq: int | None, tensors: Batch) -> Iterator[str
 
 
 def _candidates(
-    graph: Graph, cluster: Cluster, asked: Plan, limit: int, microbatches: int | None, say: Say
+    graph: Graph, machine: Machine, asked: Plan, limit: int, microbatches: int | None, say: Say
 ) -> Candidates:
     """What the method asked for proposes; it may be a plan file, whose decisions are taken."""
+    cluster = machine.cluster
     if asked.method in arguments.METHODS:
-        question = Question(graph, cluster, asked.optimizer, limit, microbatches or 1, asked.seed)
+        question = Question(
+            graph, cluster, asked.optimizer, limit, microbatches or 1, asked.seed, machine.kernels
+        )
         return candidates(question, asked.method, say)
     decisions = read_plan(Path(asked.method)).decisions
     if decisions.mesh.num_ranks != cluster.num_devices:
@@ -275,7 +283,7 @@ def _best(
     asked: Plan,
     graph: Graph,
     proposed: Sequence[Candidate],
-    cluster: Cluster,
+    machine: Machine,
     limit: int,
     progress: Say,
 ) -> Plan:
@@ -291,8 +299,7 @@ def _best(
             notes = (f"{candidate.name}: not possible: {error}", *notes)
             progress(notes[0])
             continue
-        timeline = _simulate(pcg, cluster, candidate.decisions, asked.optimizer)
-        played.append((candidate, timeline.prediction()))
+        played.append((candidate, machine.predict(pcg, candidate.decisions, asked.optimizer)))
         step_s, peak = played[-1][1].step_s, played[-1][1].peak_bytes
         progress(f"{candidate.name}: {format_seconds(step_s)}, {format_bytes(peak)}")
     if not played:
@@ -304,7 +311,8 @@ def _best(
         (p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(played) if p.peak_bytes <= limit
     ]
     if not fitting:
-        shortage = _shortage(played, limit)
+        candidate, smallest = min(played, key=lambda entry: entry[1].peak_bytes)
+        shortage = shortage_of(candidate.name, smallest, limit)
         raise InfeasibleError(shortage_line(shortage), shortage_document(shortage))
     candidate, prediction = played[min(fitting)[2]]
     return replace(
@@ -314,24 +322,6 @@ def _best(
         prediction=prediction,
         alternatives=alternatives,
         notes=(*idle_words(candidate.decisions), *notes),
-    )
-
-
-def _shortage(played: list[tuple[Candidate, Prediction]], limit: int) -> Shortage:
-    """What fills memory in the smallest candidate, and what would help."""
-    candidate, smallest = min(played, key=lambda entry: entry[1].peak_bytes)
-    return Shortage(
-        limit,
-        candidate.name,
-        smallest.peak_bytes,
-        tuple(sorted(smallest.memory, key=lambda part: -part[1])),
-        (
-            "a smaller --batch or --seq",
-            "more --microbatches",
-            "more devices",
-            "--optimizer sgd",
-            "--dtype bf16",
-        ),
     )
 
 
@@ -350,10 +340,49 @@ def load(path: str | Path) -> Plan:
     return read_plan(Path(path))
 
 
-def simulate(plan: Plan) -> Timeline:
-    """Play one step of `plan` on the cluster that it was made for; one device stands for all."""
-    cluster = on_this_machine(resolve_cluster(plan.cluster), num_cores()).cluster
-    return _simulate(lowered(plan), cluster, plan.decisions, plan.optimizer)
+def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
+    """Play one step of `plan` on the cluster that it was made for; one device stands for all.
+
+    `calibration` is a file that `parloom calibrate` wrote.
+    """
+    machine = machine_for(plan.cluster, calibration)
+    return machine.simulate(lowered(plan), plan.decisions, plan.optimizer)
+
+
+def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
+    """Where the numbers of `simulate` come from, and how far they may be off."""
+    return machine_for(plan.cluster, calibration).source(lowered(plan))
+
+
+def calibrate(
+    models: Sequence[str] = (),
+    plans: Sequence[str | Path] = (),
+    *,
+    cluster: str | None = None,
+    progress: Say = _silent,
+) -> Calibration:
+    """Measure this machine: products, memory, the operators of `models` under the rule-of-thumb
+    plans for `cluster` and those of `plans`; under torchrun, with every rank calling alike, also
+    the collectives between the ranks.
+    """
+    found = [load(path) for path in plans]
+    described = cluster or next((plan.cluster for plan in found), None)
+    size = calibration_run.world_size()
+    machine = resolve_cluster(described or f"{size}xcpu").cluster
+    pcgs = [lowered(plan) for plan in found]
+    for model in models:
+        graph = capture(model, progress=progress).graph
+        question = Question(graph, machine, PlannedOptimizer(), machine.device.memory_bytes)
+        for name in ("data_parallel", "megatron"):
+            for found_plan in candidates(question, name, progress).found:
+                decisions = found_plan.decisions
+                pcgs.append(lower(rewritten(graph, decisions.rewrites), decisions))
+    return calibration_run.calibrate(pcgs, machine, progress)
+
+
+def save_calibration(calibration: Calibration, path: str | Path) -> Path:
+    """Write a calibration, whole or not at all."""
+    return write_atomic(Path(path), calibration_to_json(calibration), "choose another with --out")
 
 
 def write_trace(timeline: Timeline, path: str | Path, *names: str) -> Path:

@@ -80,6 +80,9 @@ Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
 ]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
+Calibrated = Annotated[
+    Path | None, typer.Option(metavar="F", help="Measured rates, as `parloom calibrate` writes.")
+]
 
 
 @app.command()
@@ -99,6 +102,7 @@ def plan(
     method: Method = "auto",
     memory: Memory = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,
+    calibration: Calibrated = None,
     pin: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
     objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
@@ -123,18 +127,19 @@ def plan(
             f"--batch-norm {batch_norm}": batch_norm != "global",
         }
     )
-    captured = {
+    captured: Asked = {
         "batch": batch,
         "seq": seq,
         "dtype": None if dtype is None else dtype.value,
         "optimizer": optimizer,
         "seed": seed,
     }
-    searched = {
+    searched: Asked = {
         "cluster": cluster,
         "method": method,
         "memory": memory,
         "microbatches": microbatches,
+        "calibration": calibration,
     }
     arguments.check(model, captured | searched)
     _quiet(verbose)
@@ -146,7 +151,10 @@ def _plan(model: str, captured: Asked, searched: Asked, out: Path | None, as_jso
     loaded = resolve_cluster(cluster)
     from parloom import api
     from parloom.execute.files import check_folder
+    from parloom.execute.machine import machine_for
     from parloom.report import terminal
+
+    machine_for(cluster, searched["calibration"])
 
     check_folder(out or Path("runs"))
     started = time.monotonic()
@@ -267,6 +275,7 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(metavar="F", help="Write a Chrome trace, as for Perfetto.")
     ] = None,
+    calibration: Calibrated = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -275,15 +284,15 @@ def simulate(
     from parloom.report import timeline
 
     chosen = api.load(path)
-    played = api.simulate(chosen)
+    played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
     ranks = chosen.decisions.mesh.num_ranks
     name = f"each of {ranks} devices" if ranks > 1 else "the device"
     written = None if trace is None else str(api.write_trace(played, trace, name))
     if as_json:
-        _print_json(timeline.timeline_document(played, [name], written))
+        _print_json(timeline.timeline_document(played, [name], written, source))
         return
     title = f"{chosen.source.spec} on {chosen.cluster}: {chosen.method}"
-    _print(timeline.timeline_screen(played, title, [name]))
+    _print(timeline.timeline_screen(played, title, [name], source))
     if written is not None:
         _print(f"trace {written}: open it in ui.perfetto.dev")
 
@@ -302,12 +311,47 @@ def explain(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path | None, typer.Option(metavar="F")] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="F", help="Where to write what was measured.")
+    ] = Path("calibration.json"),
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="Measure its operators, too.")
+    ] = None,
+    plan: Annotated[
+        list[Path] | None, typer.Option(metavar="PLAN", help="Measure its operators, too.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="C", help="What the ranks are; default: one node.")
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Not yet: measure this cluster's rates."""
-    _refuse({"calibrate": True})
+    """Measure this machine; under torchrun, on every rank, also collectives between the ranks."""
+    _quiet(verbose)
+    from parloom import api
+    from parloom.execute import calibrate as measuring
+    from parloom.execute.files import check_folder
+
+    check_folder(out.parent)
+    with measuring.ranks() as rank:
+        say = _say if rank == 0 else _nothing
+        found = api.calibrate(model or (), plan or (), cluster=cluster, progress=say)
+        if rank:
+            return
+        path = api.save_calibration(found, out)
+    if as_json:
+        _print_json(json.loads(path.read_text(encoding="utf-8")))
+        return
+    measured = f"{len(found.products)} products, {len(found.operators)} operators"
+    _print(
+        f"{path}: {found.fingerprint.processor}: {measured},"
+        f" {len(found.collectives)} collectives; repetitions differ by {found.error:.0%}"
+    )
+    _print(f"next: parloom plan MODEL --cluster C --calibration {path}")
+
+
+def _nothing(text: str) -> None:
+    """Progress that another rank prints."""
 
 
 @app.command()

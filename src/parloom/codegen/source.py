@@ -275,7 +275,7 @@ def _section(item: Item) -> str | None:
 def _statement(pcg: PCG, item: Item, prefix: str | None, weights: _Weights | None) -> Iterator[str]:
     targets = ", ".join(identifier(v.name) for v in results_of(item))
     if isinstance(item, Compute):
-        code = _compute(pcg, item, prefix)
+        code = expression(pcg, item, prefix)
         if len(item.results) == 1 and _returns_tuple(item.node):
             targets += ","
     elif isinstance(item, Movement):
@@ -299,7 +299,10 @@ def _returns_tuple(node: Node) -> bool:
     return op_of(node).returns_list
 
 
-def _compute(pcg: PCG, item: Compute, prefix: str | None) -> str:
+def expression(pcg: PCG, item: Compute, prefix: str | None) -> str:
+    """The code of one operator; its operands go by their names. `prefix` is that of the call, None
+    where it is the variable `prefix`.
+    """
     node = item.node
     if not is_operator(node.op):
         raise VerifyError(f"{node.op!r} is no operator's name")

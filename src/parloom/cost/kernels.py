@@ -117,12 +117,22 @@ class Measured(Protocol):
         """What was measured for such an operator; None where nothing was."""
 
 
+class MeasuredExchanges(Protocol):
+    """A table of measured collectives."""
+
+    def exchange_s(
+        self, kind: str, num_bytes: float, group: tuple[tuple[int, int], ...]
+    ) -> tuple[float, float] | None:
+        """Seconds of a collective, and those in which no link is busy; None where not measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Prices operators on a device under a generation of software.
 
-    Linear layers multiply in `product_dtype` where one is given (8-bit floats, TF32), to which
-    their operands are cast; 8-bit floats have one scale for a tensor, or `by_row` many.
+    Tables override the formulas, also those of collectives (`exchanges`). Linear layers multiply in
+    `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast; 8-bit
+    floats have one scale for a tensor, or `by_row` many.
     """
 
     device: Device
@@ -130,6 +140,7 @@ class Kernels:
     measured: Measured | None = None
     product_dtype: str | None = None
     by_row: bool = False
+    exchanges: MeasuredExchanges | None = None
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
@@ -193,7 +204,7 @@ class Kernels:
         """One product forward, and one for each gradient."""
         first, second = PRODUCTS[operator.op]
         a, b, out = operator.operands[first], operator.operands[second], operator.results[0]
-        batch, m, n, k = _sizes(operator)
+        batch, m, n, k = product_sizes(operator)
         sizes = a.num_bytes, b.num_bytes, out.num_bytes
         moved, dtype, launch = sum(sizes), operator.dtype, self.software.launch_s
         casts = 0.0
@@ -320,7 +331,7 @@ def _local(value: PValue, mesh: Mesh) -> TensorSpec:
     return TensorSpec(tuple(shape), value.spec.dtype)
 
 
-def _sizes(operator: LocalOperator) -> tuple[float, float, float, float]:
+def product_sizes(operator: LocalOperator) -> tuple[float, float, float, float]:
     """(batch, m, n, k) of a product."""
     out = operator.results[0].shape
     op = operator.op

@@ -189,7 +189,12 @@ class Walker:
         group = group_of(tuple(self.mesh[a] for a in axes))
         found = collective(kind, moved, group, self.cluster)
         scratch = round(BACKENDS[self.cluster.backend].scratch.get(kind, 0.0) * moved)
-        return Exchange(kind, axes, found.traffic, found.seconds, found.latency_s, scratch)
+        seconds, latency_s = found.seconds, found.latency_s
+        table = self.kernels.exchanges
+        timed = table.exchange_s(kind, moved, group) if table and moved else None
+        if timed is not None:
+            seconds, latency_s = timed
+        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch)
 
 
 class _Body:

@@ -149,12 +149,16 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the cost layer expects of one step; `source` is spec, calibrated or measured."""
+    """What the cost layer expects of one step; `source` is spec, calibrated or measured.
+
+    `error`: nine steps in ten take between 1/e^error and e^error times as long.
+    """
 
     step_s: float
     peak_bytes: int
     memory: tuple[tuple[str, int], ...] = ()
     source: str = "spec"
+    error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

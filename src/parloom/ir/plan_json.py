@@ -94,6 +94,7 @@ def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
         "peak_bytes": prediction.peak_bytes,
         "memory": dict(prediction.memory),
         "source": prediction.source,
+        "error": prediction.error,
     }
 
 
@@ -101,7 +102,7 @@ def _read_prediction(document: schema.PredictionDocument | None) -> Prediction |
     if document is None:
         return None
     memory = tuple(document.memory.items())
-    return Prediction(document.step_s, document.peak_bytes, memory, document.source)
+    return Prediction(document.step_s, document.peak_bytes, memory, document.source, document.error)
 
 
 def _decisions(decisions: Decisions) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class PredictionDocument(Document):
     peak_bytes: Index
     memory: dict[Name, Index]
     source: Literal["spec", "calibrated", "measured"]
+    error: Number = 0.0
 
 
 class AlternativeDocument(Document):

@@ -4,6 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from parloom.cost.units import format_bytes
+from parloom.ir.plan import Prediction
+
+WAYS = (
+    "a smaller --batch or --seq",
+    "more --microbatches",
+    "more devices",
+    "--optimizer sgd",
+    "--dtype bf16",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,12 @@ class Shortage:
     peak_bytes: int
     memory: tuple[tuple[str, int], ...]
     changes: tuple[str, ...]
+
+
+def shortage_of(name: str, smallest: Prediction, limit: int) -> Shortage:
+    """What fills memory in the smallest candidate, and what would help."""
+    parts = tuple(sorted(smallest.memory, key=lambda part: -part[1]))
+    return Shortage(limit, name, smallest.peak_bytes, parts, WAYS)
 
 
 def shortage_line(shortage: Shortage) -> str:

@@ -12,15 +12,9 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
-from parloom.report.words import words
+from parloom.report.words import source_words, words
 
 BAR_WIDTH = 32
-ERROR_SOURCES = {
-    "spec": "from data sheets, not calibrated: can be off by several times; compare plans with it,"
-    " not clocks",
-    "calibrated": "from rates measured on this cluster",
-    "measured": "measured",
-}
 
 
 def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> RenderableType:
@@ -59,6 +53,7 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "memory": [dict(prediction.memory)] if prediction else [],
         "prediction_source": prediction.source if prediction else None,
+        "prediction_error": prediction.error if prediction else None,
         "capture_s": capture_s,
         "search_s": search_s,
         "method": plan.method,
@@ -93,8 +88,9 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
         table.add_row("" if index else "plan", Text(line))
     table.add_row("microbatches", Text(str(plan.decisions.num_microbatches)))
     if plan.prediction is not None:
-        source = ERROR_SOURCES[plan.prediction.source]
-        table.add_row("step time", Text(f"{format_seconds(plan.prediction.step_s)} ({source})"))
+        step_s, said = plan.prediction.step_s, plan.prediction
+        source = source_words(said.source, said.error, step_s)
+        table.add_row("step time", Text(f"{format_seconds(step_s)} ({source})"))
         if plan.bound_s:
             above = f"{plan.prediction.step_s / plan.bound_s - 1:.0%}"
             least = f"no plan that is searched takes less than {format_seconds(plan.bound_s)}"

@@ -7,15 +7,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from parloom.cost.measured import Source
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.timeline import Timeline, sampled
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.report.words import source_words
 
 COLUMNS = 48
 LEVELS = " ▁▂▃▄▅▆▇█"
 
 
-def timeline_screen(timeline: Timeline, title: str, names: Sequence[str]) -> RenderableType:
+def timeline_screen(
+    timeline: Timeline, title: str, names: Sequence[str], source: Source
+) -> RenderableType:
     """What `parloom simulate` prints; `names` are the processes'."""
     step = timeline.step_ps
     bound = format_seconds(timeline.bound_ps / 1e12)
@@ -23,6 +27,8 @@ def timeline_screen(timeline: Timeline, title: str, names: Sequence[str]) -> Ren
     parts: list[RenderableType] = [
         Text(title, style="bold"),
         Text(f"step time {format_seconds(step / 1e12)} (at least {bound}, {gap:+.1%})"),
+        Text(source_words(source.name, source.error, timeline.step_s)),
+        *(Text(note) for note in source.notes),
     ]
     for index, name in enumerate(names):
         parts += [Text(""), Text(name, style="bold"), _streams(timeline, index)]
@@ -34,11 +40,14 @@ def timeline_screen(timeline: Timeline, title: str, names: Sequence[str]) -> Ren
 
 
 def timeline_document(
-    timeline: Timeline, names: Sequence[str], trace: str | None
+    timeline: Timeline, names: Sequence[str], trace: str | None, source: Source
 ) -> dict[str, Any]:
     """What `simulate --json` prints; seconds and bytes."""
     return {
         "step_s": timeline.step_ps / 1e12,
+        "source": source.name,
+        "band_s": list(source.band(timeline.step_s)),
+        "notes": list(source.notes),
         "bound_s": timeline.bound_ps / 1e12,
         "peak_bytes": timeline.peak_bytes,
         "devices": [

@@ -1,9 +1,12 @@
 """A plan's decisions in words that need no knowledge of rules and factors."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 
+from parloom.cost.units import format_seconds
 from parloom.ir.factors import factorize
 from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.layout import Layout, Shard
@@ -175,3 +178,20 @@ def _axis_words(axis: MeshAxis, ways: Counter[str]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+SOURCES = MappingProxyType(
+    {
+        "spec": "from data sheets, not calibrated",
+        "calibrated": "from measured rates",
+        "measured": "from measured operators",
+    }
+)
+
+
+def source_words(source: str, error: float, step_s: float) -> str:
+    """Where a predicted time comes from, and between which times the step is likely to be."""
+    if not error:
+        return SOURCES[source]
+    least, most = (format_seconds(step_s * math.exp(sign * error)) for sign in (-1, 1))
+    return f"{SOURCES[source]}; likely {least} .. {most}"

@@ -8,6 +8,7 @@ lower by as much. The simulator judges what is proposed, not this module.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.ir.factors import Factored, factorize
@@ -62,6 +63,7 @@ def search(
     optimizer: Optimizer,
     limit_bytes: int,
     say: Say,
+    kernels: Kernels | None = None,
 ) -> Searched:
     """Plans of `graph` on `cluster` under `limit_bytes` a device, with the dtypes of `base`.
 
@@ -73,7 +75,7 @@ def search(
     interrupted = False
     for mesh in logical_meshes(cluster):
         try:
-            on_mesh = _OnMesh(program, mesh, cluster, base, optimizer, limit_bytes)
+            on_mesh = _OnMesh(program, mesh, cluster, base, optimizer, limit_bytes, kernels)
             found = tuple(on_mesh.proposals())
         except KeyboardInterrupt:
             if not proposals:
@@ -104,11 +106,13 @@ class _OnMesh:
         base: Decisions,
         optimizer: Optimizer,
         limit_bytes: int,
+        kernels: Kernels | None = None,
     ) -> None:
         self.cluster, self.base, self.optimizer = cluster, base, optimizer
+        self.kernels = kernels
         self.limit_bytes = limit_bytes
         self.factored: Factored = program.factored
-        self.problem = LayoutProblem(program, Walker({}, mesh, cluster), base, optimizer)
+        self.problem = LayoutProblem(program, Walker({}, mesh, cluster, kernels), base, optimizer)
 
     def proposals(self) -> Iterator[Proposal]:
         """The best plans that fit, by estimate."""
@@ -124,7 +128,7 @@ class _OnMesh:
         for _ in range(TRIES):
             plan = decisions(self.problem, candidate, self.base)
             pcg = lower(self.problem.program.graph, plan, factored=self.factored)
-            peak = simulate(pcg, self.cluster, plan, self.optimizer).peak_bytes
+            peak = simulate(pcg, self.cluster, plan, self.optimizer, self.kernels).peak_bytes
             if peak <= self.limit_bytes:
                 return candidate, plan
             limit = min(limit, candidate.sums.held_bytes) - (peak - self.limit_bytes)

@@ -7,6 +7,7 @@ never loses to them in prediction.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parloom.cost.kernels import Kernels
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Mesh
@@ -53,6 +54,7 @@ class Question:
     limit_bytes: int
     num_microbatches: int = 1
     seed: int = 0
+    kernels: Kernels | None = None
 
 
 def candidates(question: Question, method: str, say: Say) -> Candidates:
@@ -87,7 +89,13 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
 def _searched(question: Question, say: Say) -> Searched:
     base = _with_dtypes(question.graph, Decisions(Mesh(())))
     return search_layouts(
-        question.graph, question.cluster, base, question.optimizer, question.limit_bytes, say
+        question.graph,
+        question.cluster,
+        base,
+        question.optimizer,
+        question.limit_bytes,
+        say,
+        question.kernels,
     )
 
 

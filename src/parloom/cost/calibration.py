@@ -1,0 +1,222 @@
+"""A calibration: what was measured of a machine, as a value and as a JSON file.
+
+Nothing here says what predictions make of it (`cost.measured`). Seconds are those of one rank while
+all ranks do the same.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from parloom.cost.collectives import Group
+from parloom.cost.kernels import LocalOperator
+from parloom.errors import InputError, nearest
+from parloom.ir.graph import Arg, Dtype
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The machine and software that were measured; `device` is what clusters call it."""
+
+    device: str
+    processor: str
+    cores: int
+    driver: str
+    torch: str
+    backend: str
+
+    def differences(self, other: "Fingerprint") -> tuple[str, ...]:
+        """What differs, as `name: this, not other`."""
+        own, others = asdict(self), asdict(other)
+        return tuple(f"{n}: {own[n]}, not {others[n]}" for n in own if own[n] != others[n])
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product of [m, k] and [k, n]."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An operator that reads and writes `num_bytes` together."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An operator with its local shapes (`key_of`)."""
+
+    key: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCollective:
+    """A collective over `group` while all groups like it do the same.
+
+    `num_bytes` as in `cost.algorithms`; `cpu_s` is what it takes of the rank's own processor.
+    """
+
+    kind: str
+    group: Group
+    num_bytes: int
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """All that was measured.
+
+    `launch_s` is what an operator takes that does next to nothing. `error` is how far repetitions
+    of the same measurement were apart (90th percentile of |log|).
+    """
+
+    fingerprint: Fingerprint
+    num_ranks: int
+    launch_s: float
+    products: tuple[Product, ...]
+    streams: tuple[Stream, ...]
+    operators: tuple[Timed, ...] = ()
+    collectives: tuple[TimedCollective, ...] = ()
+    error: float = 0.0
+
+
+def key_of(operator: LocalOperator) -> str:
+    """Text that says which operator, with local shapes, arguments and the gradients it makes."""
+    operands = " ".join(f"{s.dtype}{list(s.shape)}" for s in operator.operands)
+    results = " ".join(f"{s.dtype}{list(s.shape)}" for s in operator.results)
+    arguments = ", ".join(_argument(a) for a in operator.attributes)
+    wanted = ",".join(map(str, operator.wanted))
+    return f"{operator.op}({arguments}) {operands} -> {results} d{wanted}"
+
+
+def _argument(value: Arg) -> str:
+    if isinstance(value, tuple):
+        return f"({' '.join(_argument(v) for v in value)})"
+    return value.name if isinstance(value, Dtype) else repr(value)
+
+
+def calibration_to_json(calibration: Calibration) -> str:
+    """The file's content."""
+    return json.dumps({"parloom_calibration": VERSION, **asdict(calibration)}, indent=1) + "\n"
+
+
+def calibration_from_json(text: str | bytes, where: str) -> Calibration:
+    """Read a file's content strictly.
+
+    Raises `InputError` for anything that no calibration has: NaN, a time that is not positive, an
+    unknown key, another version.
+    """
+    try:
+        document = _Document.model_validate_json(text)
+    except ValidationError as error:
+        raise InputError(_said(error, where)) from None
+    return Calibration(
+        Fingerprint(**document.fingerprint.model_dump()),
+        document.num_ranks,
+        document.launch_s,
+        tuple(Product(**p.model_dump()) for p in document.products),
+        tuple(sorted((Stream(**s.model_dump()) for s in document.streams), key=_size)),
+        tuple(Timed(**o.model_dump()) for o in document.operators),
+        tuple(_collective(c) for c in document.collectives),
+        document.error,
+    )
+
+
+def _size(stream: Stream) -> int:
+    return stream.num_bytes
+
+
+def _said(error: ValidationError, where: str) -> str:
+    first = error.errors(include_url=False)[0]
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
+    advice = "measure again: parloom calibrate --out FILE"
+    if first["type"] == "extra_forbidden":
+        known = [n for part in _PARTS for n in part.model_fields]
+        return f"{where}: {path}: unknown key{nearest(str(first['loc'][-1]), known)}; {advice}"
+    said = first["msg"].lower() if first["msg"] else "not a calibration"
+    got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.60}"
+    return f"{where}: {path or 'the file'}: {said}{got}; {advice}"
+
+
+Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Some = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**62)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _FingerprintPart(_Part):
+    device: str
+    processor: str
+    cores: Count
+    driver: str
+    torch: str
+    backend: str
+
+
+class _ProductPart(_Part):
+    dtype: str
+    m: Count
+    n: Count
+    k: Count
+    seconds: Time
+
+
+class _StreamPart(_Part):
+    num_bytes: Count
+    seconds: Time
+
+
+class _TimedPart(_Part):
+    key: str
+    forward_s: Time
+    backward_s: Some
+
+
+class _CollectivePart(_Part):
+    kind: str
+    group: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=2)]]]
+    num_bytes: Count
+    seconds: Time
+    cpu_s: Some
+
+
+class _Document(_Part):
+    parloom_calibration: Literal[1]
+    fingerprint: _FingerprintPart
+    num_ranks: Count
+    launch_s: Time
+    products: Annotated[list[_ProductPart], Field(min_length=1)]
+    streams: Annotated[list[_StreamPart], Field(min_length=1)]
+    operators: list[_TimedPart]
+    collectives: list[_CollectivePart]
+    error: Some
+
+
+_PARTS = (_Document, _FingerprintPart, _ProductPart, _StreamPart, _TimedPart, _CollectivePart)
+
+
+def _collective(part: _CollectivePart) -> TimedCollective:
+    fields: dict[str, Any] = part.model_dump()
+    return TimedCollective(**fields | {"group": tuple(tuple(pair) for pair in fields["group"])})

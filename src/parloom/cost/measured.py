@@ -1,0 +1,188 @@
+"""What predictions make of a calibration: a device with measured rates, and a table of operators
+and collectives that overrides the formulas where it has them.
+
+A prediction has a source. `spec`: rates of data sheets. `calibrated`: rates, launches and
+collectives that were measured. `measured`: nine tenths of the operators' time besides come from the
+table. Each has an error band, which is how far predictions of that source were off where they were
+compared with real steps.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from parloom.cost.calibration import Calibration, Fingerprint, key_of
+from parloom.cost.collectives import Group
+from parloom.cost.kernels import (
+    MEASURED,
+    PRODUCTS,
+    SPEC,
+    Kernels,
+    LocalOperator,
+    Seconds,
+    local_operator,
+    product_sizes,
+)
+from parloom.cost.software import OWN
+from parloom.ir.mesh import Cluster, Efficiency
+from parloom.ir.pcg import PCG, Compute
+
+CALIBRATED = "calibrated"
+# From this share of the operators' time on, a prediction is called measured.
+MEASURED_SHARE = 0.9
+# 90th percentile of |log(predicted / measured)| of step times, by source: benchmarks/reality.py on
+# the cluster in a box (benchmarks/RESULTS.md).
+ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 1.0, CALIBRATED: 0.5, MEASURED: 0.25})
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a prediction comes from; the step takes between 1/e^error and e^error times as long
+    nine times in ten. `notes` say what does not fit.
+    """
+
+    name: str = SPEC
+    error: float = ERRORS[SPEC]
+    notes: tuple[str, ...] = ()
+
+    def band(self, step_s: float) -> tuple[float, float]:
+        """The shortest and the longest time that are likely."""
+        return step_s / math.exp(self.error), step_s * math.exp(self.error)
+
+
+class Table:
+    """Operators and collectives that were measured, and curves for those that were not.
+
+    `slowdown` as in `calibrated`; collectives were measured with all ranks.
+    """
+
+    def __init__(self, calibration: Calibration, slowdown: float = 1.0) -> None:
+        self._operators = {timed.key: timed for timed in calibration.operators}
+        self._slowdown, self._launch_s = slowdown, calibration.launch_s * slowdown
+        self._curves: dict[str, list[Point]] = {}
+        for product in calibration.products:
+            points = self._curves.setdefault(product.dtype, [])
+            points.append((math.log(product.flops), product.flops / product.seconds))
+        self._exchanges: dict[tuple[str, Group], list[Point]] = {}
+        self._processor: dict[tuple[str, Group], list[Point]] = {}
+        for found in calibration.collectives:
+            key = found.kind, found.group
+            self._exchanges.setdefault(key, []).append((found.num_bytes, found.seconds))
+            self._processor.setdefault(key, []).append((found.num_bytes, found.cpu_s))
+        for curve in (*self._curves.values(), *self._exchanges.values(), *self._processor.values()):
+            curve.sort()
+
+    def seconds(self, operator: LocalOperator) -> Seconds | None:
+        """As measured; products that were not, at the rate of products of their size."""
+        timed = self._operators.get(key_of(operator))
+        if timed is not None:
+            forward, backward = timed.forward_s * self._slowdown, timed.backward_s * self._slowdown
+            both = operator.op in PRODUCTS and len(operator.wanted) > 1
+            return Seconds(forward, backward, backward / 2 if both else 0.0, MEASURED)
+        curve = self._curves.get(operator.dtype)
+        if operator.op not in PRODUCTS or not operator.flops or curve is None:
+            return None
+        _, m, n, k = product_sizes(operator)
+        each = 2.0 * m * n * k
+        rate = max(1.0, _between(curve, math.log(max(each, 1.0)))) / self._slowdown
+        work = operator.flops / rate
+        factors = sum(index in operator.wanted for index in PRODUCTS[operator.op])
+        launch = self._launch_s
+        weights = (work + launch) if PRODUCTS[operator.op][1] in operator.wanted else 0.0
+        return Seconds(work + launch, factors * (work + launch), weights, CALIBRATED)
+
+    def exchange_s(self, kind: str, num_bytes: float, group: Group) -> tuple[float, float] | None:
+        """Seconds of a collective, and those in which next to nothing travels; None where neither
+        the kind nor the group was measured.
+        """
+        curve = self._exchanges.get((kind, group))
+        if not curve:
+            return None
+        return max(1e-9, _between(curve, num_bytes, extend=True)), min(t for _, t in curve)
+
+    def processor_s(self, kind: str, num_bytes: float, group: Group) -> float:
+        """What a collective takes of the rank's own processor."""
+        curve = self._processor.get((kind, group))
+        return max(0.0, _between(curve, num_bytes, extend=True)) if curve else 0.0
+
+
+def _between(curve: Sequence[Point], x: float, *, extend: bool = False) -> float:
+    """Linear between points; beyond them as at the nearest one, or with `extend` as steeply."""
+    if len(curve) == 1:
+        only, value = curve[0]
+        return value * max(1.0, x / only) if extend and only else value
+    at = bisect_right([p for p, _ in curve], x)
+    if not extend and at in (0, len(curve)):
+        return curve[0][1] if at == 0 else curve[-1][1]
+    if extend and at == 0:
+        return curve[0][1]
+    (x0, y0), (x1, y1) = curve[min(at, len(curve) - 1) - 1], curve[min(at, len(curve) - 1)]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
+
+
+def calibrated(
+    cluster: Cluster, calibration: Calibration, slowdown: float = 1.0
+) -> tuple[Cluster, Kernels]:
+    """`cluster` with the rates that were measured, and what its operators then cost.
+
+    `slowdown`: how many processes share what one had to itself when it was measured.
+    """
+    rates = dict(cluster.device.flops_per_s)
+    for product in calibration.products:
+        rates[product.dtype] = 0.0
+    for product in calibration.products:
+        rates[product.dtype] = max(rates[product.dtype], product.flops / product.seconds)
+    largest = max(calibration.streams, key=lambda stream: stream.num_bytes)
+    device = replace(
+        cluster.device,
+        flops_per_s=tuple((dtype, rate / slowdown) for dtype, rate in rates.items()),
+        memory_bytes_per_s=largest.num_bytes / largest.seconds / slowdown,
+        efficiency=Efficiency(1.0, 1.0, cluster.device.efficiency.attention),
+        cores=0,
+    )
+    software = replace(OWN, launch_s=calibration.launch_s * slowdown)
+    table = Table(calibration, slowdown)
+    kernels = Kernels(device, software, table, exchanges=table)
+    return replace(cluster, device=device), kernels
+
+
+def mismatches(
+    calibration: Calibration, cluster: Cluster, here: Fingerprint | None
+) -> tuple[str, ...]:
+    """Why a calibration may say little of `cluster`: made on another device or back end, or, where
+    the cluster is this machine's processes, on another machine than `here`.
+    """
+    found = calibration.fingerprint
+    if cluster.device.name == "cpu" and here is not None:
+        return found.differences(here)
+    lines = []
+    if found.device != cluster.device.name:
+        lines.append(f"device: {found.device}, not {cluster.device.name}")
+    if found.backend != cluster.backend:
+        lines.append(f"backend: {found.backend}, not {cluster.backend}")
+    return tuple(lines)
+
+
+def source_of(
+    pcg: PCG, kernels: Kernels, calibration: Calibration, different: Iterable[str] = ()
+) -> Source:
+    """The source of a prediction for `pcg`, with its band, which repetitions and a `different`
+    machine widen.
+    """
+    times = {MEASURED: 0.0, CALIBRATED: 0.0, SPEC: 0.0}
+    bodies = {function.name: function.body for function in pcg.functions}
+    for body in (pcg.main.body, *bodies.values()):
+        for item in body:
+            if isinstance(item, Compute):
+                found = kernels.seconds(local_operator(item, pcg.mesh))
+                times[found.source] += found.forward_s + found.backward_s
+    whole = sum(times.values())
+    name = MEASURED if whole and times[MEASURED] >= MEASURED_SHARE * whole else CALIBRATED
+    error = math.hypot(ERRORS[name], calibration.error)
+    notes = tuple(f"calibrated on another machine ({line})" for line in different)
+    if notes:
+        error = math.hypot(error, ERRORS[SPEC])
+    return Source(name, error, notes)

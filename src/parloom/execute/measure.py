@@ -1,0 +1,216 @@
+"""Times of operators on this device, as one rank runs them.
+
+A processor under a quota pauses for longer than an operator takes, so what counts is the mean over
+at least `LEAST_S`; on a GPU the device's own clock is read (events). Operands are used in turns, so
+that small ones are not always in the cache. Backward passes run over many calls at once, as in a
+program: the engine's start-up is not theirs.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parloom import runtime as rt
+from parloom.codegen.source import expression, identifier
+from parloom.cost.calibration import Product, Stream, Timed, key_of
+from parloom.cost.kernels import local_operator
+from parloom.errors import ParloomError
+from parloom.execute.program import compile_pcg
+from parloom.ir.graph import DTYPE_BYTES
+from parloom.ir.layout import local_shape
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops import op_of
+from parloom.ir.pcg import PCG, Compute, PValue
+from parloom.runtime import Context, SingleComm
+
+LEAST_S = 0.1
+MOST_CALLS = 32
+MOST_BYTES = 128 << 20  # of the results of one round of calls
+CACHE_BYTES = 32 << 20  # operands in turns take at least as much, where few enough will do
+MOST_COPIES = 16
+SIDES = (32, 64, 128, 256, 512, 1024, 2048)
+STREAM_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds on a device."""
+
+    device: torch.device
+    least_s: float = LEAST_S
+
+    def elapsed(self, run: Run) -> float:
+        """How long a run takes."""
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1e3
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    def mean(self, run: Run, calls: int = 1) -> float:
+        """Seconds of one of the `calls` that a run makes, after one to warm up."""
+        run()
+        total, rounds = 0.0, 0
+        while total < self.least_s:
+            total += self.elapsed(run)
+            rounds += 1
+        return total / (rounds * calls)
+
+
+def launch_s(clock: Clock) -> float:
+    """An operator on one element, recorded by autograd as in a training step."""
+    x = torch.zeros(1, device=clock.device, requires_grad=True)
+    return clock.mean(lambda: [x + 1.0 for _ in range(100)], 100)
+
+
+def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
+    """Square matrix products, until one takes longer than all of `least_s`."""
+    for name in dtypes:
+        dtype = getattr(torch, name)
+        for side in SIDES:
+            a, b, out = (torch.rand(side, side, device=clock.device).to(dtype) for _ in range(3))
+            calls = max(1, 512 // side)
+            seconds = clock.mean(partial(_multiply, a, b, out, calls), calls)
+            yield Product(name, side, side, side, seconds)
+            if seconds > clock.least_s:
+                break
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, calls: int) -> None:
+    for _ in range(calls):
+        torch.mm(a, b, out=out)
+
+
+def streams(clock: Clock) -> Iterator[Stream]:
+    """A product with a number: reads and writes."""
+    for size in STREAM_BYTES:
+        count = max(1, min(MOST_COPIES, CACHE_BYTES // size))
+        tensors = [torch.rand(size // 8, device=clock.device) for _ in range(count)]
+        out = torch.empty_like(tensors[0])
+        yield Stream(size, clock.mean(partial(_scale, tensors, out), len(tensors)))
+
+
+def _scale(tensors: Sequence[Tensor], out: Tensor) -> None:
+    for tensor in tensors:
+        torch.mul(tensor, 1.5, out=out)
+
+
+def operators(
+    pcgs: Sequence[PCG], clock: Clock, say: Callable[[str], None] = lambda text: None
+) -> Iterator[Timed]:
+    """Every operator of lowered programs once per local shape; those that cannot be run alone are
+    left out.
+    """
+    known: set[str] = set()
+    for pcg in pcgs:
+        mesh = compile_pcg(pcg, "calibration").program.mesh
+        ctx = Context(SingleComm(mesh), clock.device)  # operators do not communicate
+        for item in _computes(pcg):
+            key = key_of(local_operator(item, pcg.mesh))
+            if key in known or op_of(item.node).view:
+                continue
+            known.add(key)
+            try:
+                yield _Trial(pcg, item, ctx, clock).timed(key)
+            except (RuntimeError, IndexError, ParloomError) as error:
+                first = str(error).strip().splitlines()[:1]
+                say(f"not measured: {item.node.key}: {first[0] if first else error!r}")
+
+
+def _computes(pcg: PCG) -> Iterator[Compute]:
+    for body in (pcg.main.body, *(function.body for function in pcg.functions)):
+        for item in body:
+            if isinstance(item, Compute):
+                yield item
+
+
+class _Trial:
+    """One operator's code with operands to call it on."""
+
+    def __init__(self, pcg: PCG, item: Compute, ctx: Context, clock: Clock) -> None:
+        self._clock, self._ctx = clock, ctx
+        values = {identifier(v.name): v for v in item.operands}
+        code = f"lambda ctx, prefix, {', '.join(values)}: {expression(pcg, item, None)}"
+        self._call = eval(code, {"torch": torch, "F": F, "rt": rt, "Tensor": Tensor})
+        mesh = pcg.mesh
+        size, made = (max(1, sum(_num_bytes(v, mesh) for v in part))
+                      for part in (item.operands, item.results))  # fmt: skip
+        copies = max(1, min(MOST_COPIES, CACHE_BYTES // size))
+        self._copies = [
+            [_operand(v, values.values(), mesh, clock.device) for v in values.values()]
+            for _ in range(copies)
+        ]
+        calls = max(1, min(MOST_CALLS, MOST_BYTES // made, 4 * copies))
+        self._turns = list(islice(cycle(self._copies), calls))
+        self._made: list[Tensor] = []
+        self._roots: list[Tensor] = []
+        self._given: list[Tensor] = []
+
+    def timed(self, key: str) -> Timed:
+        """Forward and backward pass; the first round warms up."""
+        self._round()
+        forward = backward = 0.0
+        rounds = 0
+        while not rounds or forward < self._clock.least_s:
+            times = self._round()
+            forward, backward, rounds = forward + times[0], backward + times[1], rounds + 1
+        share = rounds * len(self._turns)
+        return Timed(key, max(1e-9, forward / share), backward / share)
+
+    def _round(self) -> tuple[float, float]:
+        forward_s = self._clock.elapsed(self._forward)
+        self._roots = [t for t in self._made if t.requires_grad]
+        if len(self._given) != len(self._roots):
+            self._given = [torch.ones_like(t) for t in self._roots]
+        backward_s = self._clock.elapsed(self._backward) if self._roots else 0.0
+        for tensors in self._copies:
+            for tensor in tensors:
+                tensor.grad = None
+        self._made, self._roots = [], []
+        return forward_s, backward_s
+
+    def _forward(self) -> None:
+        for tensors in self._turns:
+            made = self._call(self._ctx, "", *tensors)
+            self._made += [made] if isinstance(made, Tensor) else made
+
+    def _backward(self) -> None:
+        torch.autograd.backward(self._roots, self._given)
+
+
+def _shape(value: PValue, mesh: Mesh) -> tuple[int, ...]:
+    """One rank's, border rows included."""
+    shape = list(local_shape(value.layout, value.spec.shape, mesh))
+    for dim, below, above in value.halo:
+        shape[dim] += below + above
+    return tuple(shape)
+
+
+def _num_bytes(value: PValue, mesh: Mesh) -> int:
+    return prod(_shape(value, mesh)) * DTYPE_BYTES[value.spec.dtype]
+
+
+def _operand(value: PValue, beside: Iterable[PValue], mesh: Mesh, device: torch.device) -> Tensor:
+    """Numbers between 0.5 and 1.5, which every operator takes; indices into the smallest dim."""
+    shape, dtype = _shape(value, mesh), getattr(torch, value.spec.dtype)
+    if value.spec.is_float:
+        made = torch.rand(shape, device=device).add_(0.5).to(dtype)
+        return made.requires_grad_(value.differentiable)
+    if dtype == torch.bool:
+        return torch.rand(shape, device=device) > 0.5
+    dims = [n for v in beside if v.spec.is_float for n in _shape(v, mesh)]
+    return torch.randint(0, max(1, min(dims, default=2)), shape, device=device).to(dtype)

@@ -1,0 +1,103 @@
+"""What `calibrate` measures: every operator of a program, and collectives between ranks."""
+
+import torch
+
+from parloom import zoo
+from parloom.capture import capture
+from parloom.cost.calibration import (
+    Calibration,
+    calibration_from_json,
+    calibration_to_json,
+    key_of,
+)
+from parloom.cost.clusters import load_cluster
+from parloom.cost.kernels import local_operator
+from parloom.cost.measured import calibrated, source_of
+from parloom.execute.calibrate import calibrate, fingerprint
+from parloom.execute.measure import Clock, operators
+from parloom.execute.measure_collectives import collectives
+from parloom.execute.ranks import fork_ranks
+from parloom.ir.lower import lower
+from parloom.ir.ops import op_of
+from parloom.ir.pcg import PCG, Compute
+from parloom.search.baselines import METHODS
+from tests.zoo_sizes import small
+
+CPU = torch.device("cpu")
+
+
+def lowered(name: str, method: str) -> PCG:
+    model, batch = small(name) if name != "mlp" else zoo.build("mlp", batch=8)
+    graph = capture(model.train(), batch)
+    decisions = list(METHODS[method](graph, load_cluster("2xcpu"), 1, 0))[-1]
+    return lower(graph, decisions)
+
+
+def keys(pcg: PCG) -> set[str]:
+    bodies = (pcg.main.body, *(function.body for function in pcg.functions))
+    computes = [i for body in bodies for i in body if isinstance(i, Compute)]
+    return {
+        key_of(local_operator(item, pcg.mesh)) for item in computes if not op_of(item.node).view
+    }
+
+
+def test_every_operator_of_a_program_is_measured_once() -> None:
+    said: list[str] = []
+    for method in ("data_parallel", "megatron"):
+        pcg = lowered("gpt", method)
+        found = list(operators([pcg, pcg], Clock(CPU, 1e-4), said.append))
+        assert {timed.key for timed in found} == keys(pcg)
+        assert len(found) == len(keys(pcg))
+        assert all(timed.forward_s > 0 for timed in found)
+        products = [t for t in found if t.key.startswith("linear")]
+        assert products
+        assert all(t.backward_s > 0 for t in products)
+    assert not said
+
+
+def test_more_work_takes_longer() -> None:
+    clock = Clock(CPU, 0.02)
+    narrow, wide = (
+        next(
+            t
+            for t in operators([lowered_mlp(width)], clock)
+            if t.key.startswith("linear") and f"float32[{width}, {width}]" in t.key
+        )
+        for width in (64, 512)
+    )
+    assert wide.forward_s > 4 * narrow.forward_s
+    assert wide.backward_s > 4 * narrow.backward_s
+
+
+def lowered_mlp(width: int) -> PCG:
+    model, batch = zoo.build("mlp", batch=64, hidden=width)
+    graph = capture(model.train(), batch)
+    return lower(graph, next(METHODS["data_parallel"](graph, load_cluster("1xcpu"), 1, 0)))
+
+
+def on_rank() -> Calibration:
+    cluster = load_cluster("4xcpu")
+    timed = list(collectives(cluster, CPU, sizes=(1 << 10, 1 << 16), least_s=1e-3))
+    assert {t.group for t in timed} == {((0, 2),), ((0, 4),)}
+    return calibrate([], cluster, least_s=1e-3)
+
+
+def test_ranks_measure_collectives_and_agree() -> None:
+    first, *others = fork_ranks(4, on_rank)
+    assert first.num_ranks == 4
+    assert len(first.collectives) == 2 * 4 * 5
+    for other in others:
+        assert other.streams == first.streams
+        assert other.launch_s == first.launch_s
+        assert [c.seconds for c in other.collectives] == [c.seconds for c in first.collectives]
+    assert calibration_from_json(calibration_to_json(first), "here") == first
+
+
+def test_a_calibration_with_the_model_is_called_measured() -> None:
+    pcg = lowered("gpt", "data_parallel")
+    made = calibrate([pcg], None, least_s=1e-3)
+    assert made.fingerprint == fingerprint()
+    _, kernels = calibrated(load_cluster("2xcpu"), made)
+    assert source_of(pcg, kernels, made).name == "measured"
+    _, without = calibrated(load_cluster("2xcpu"), calibrate([], None, least_s=1e-3))
+    assert source_of(pcg, without, made).name == "calibrated"

@@ -1,0 +1,175 @@
+"""Calibrations: files are read strictly, and predictions follow what was measured."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parloom.cost.calibration import (
+    Calibration,
+    Fingerprint,
+    Product,
+    Stream,
+    Timed,
+    TimedCollective,
+    calibration_from_json,
+    calibration_to_json,
+    key_of,
+)
+from parloom.cost.clusters import load_cluster
+from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operator
+from parloom.cost.measured import CALIBRATED, ERRORS, Table, calibrated, mismatches, source_of
+from parloom.cost.simulate import simulate
+from parloom.errors import InputError
+from parloom.ir.graph import TensorSpec
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh
+from parloom.ir.pcg import Compute
+from parloom.ir.plan import Decisions
+from parloom.search.baselines import data_parallel
+from tests.unit.graphs import perceptron
+
+HERE = Fingerprint("cpu", "a processor", 2, "", "2.13.0", "gloo")
+MADE = Calibration(
+    HERE,
+    4,
+    2e-6,
+    (Product("float32", 64, 64, 64, 1e-5), Product("float32", 512, 512, 512, 1e-3)),
+    (Stream(1 << 16, 1e-5), Stream(1 << 24, 4e-3)),
+    (),
+    (
+        TimedCollective("all_reduce", ((0, 4),), 1 << 10, 1e-3, 1e-4),
+        TimedCollective("all_reduce", ((0, 4),), 1 << 20, 3e-3, 2e-4),
+    ),
+    0.05,
+)
+CLUSTER = load_cluster("4xcpu")
+
+
+def document(**changes: Any) -> str:
+    return json.dumps(json.loads(calibration_to_json(MADE)) | changes)
+
+
+def test_a_file_reads_back() -> None:
+    assert calibration_from_json(calibration_to_json(MADE), "here") == MADE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (document(launch_s=math.nan), "c.json: launch_s: .*finite number, got nan"),
+        (document(launch_s=-1.0), "c.json: launch_s: .*greater than 0, got -1.0"),
+        (document(launch_s=0.0), "greater than 0"),
+        (document(error=math.inf), "finite number"),
+        (document(products=[]), "products: .*at least 1"),
+        (document(streams=[{"num_bytes": 1, "seconds": -3.0}]), r"streams\[0\].seconds"),
+        (document(streams=[{"num_bytes": 1, "second": 3.0}]), r"seconds: field required"),
+        (document(launch=1.0), "launch: unknown key.*launch_s"),
+        (document(parloom_calibration=2), "parloom_calibration: "),
+        (document(num_ranks=True), "num_ranks"),
+        ("{", "c.json: the file"),
+        ("[]", "c.json: the file"),
+        ("", "c.json: the file"),
+    ],
+)
+def test_what_is_no_calibration_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        calibration_from_json(text, "c.json")
+
+
+@given(st.text(max_size=40) | st.binary(max_size=40))
+def test_any_other_text_is_refused(text: str | bytes) -> None:
+    with pytest.raises(InputError):
+        calibration_from_json(text, "c.json")
+
+
+def operator(rows: int = 8) -> LocalOperator:
+    x, w = TensorSpec((rows, 64), "float32"), TensorSpec((64, 64), "float32")
+    flops = 2.0 * rows * 64 * 64
+    return LocalOperator("linear", (x, w), (x,), flops=flops, wanted=(0, 1))
+
+
+def test_a_measured_operator_overrides_the_formula() -> None:
+    made = operator()
+    timed = Timed(key_of(made), 0.25, 0.5)
+    _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
+    found = kernels.seconds(made)
+    assert (found.forward_s, found.backward_s, found.source) == (0.25, 0.5, MEASURED)
+    other = kernels.seconds(operator(rows=16))
+    assert other.source == CALIBRATED
+    assert other.forward_s < 0.01
+    assert key_of(made) != key_of(replace(made, wanted=(1,)))
+
+
+def test_products_run_at_the_rate_of_products_of_their_size() -> None:
+    table = Table(MADE)
+    square = TensorSpec((64, 64), "float32")
+    made = LocalOperator("mm", (square, square), (square,), flops=2.0 * 64**3, wanted=(0, 1))
+    found = table.seconds(made)
+    assert found is not None
+    assert found.forward_s == pytest.approx(1e-5 + MADE.launch_s)
+    assert found.backward_s == pytest.approx(2 * found.forward_s)
+    assert Table(MADE, slowdown=2.0).seconds(made).forward_s == pytest.approx(  # type: ignore[union-attr]
+        2 * found.forward_s
+    )
+
+
+def test_collectives_are_interpolated_by_size_and_extended() -> None:
+    table = Table(MADE)
+    group = ((0, 4),)
+    assert table.exchange_s("all_reduce", 1 << 10, group) == (1e-3, 1e-3)
+    middle = table.exchange_s("all_reduce", ((1 << 20) + (1 << 10)) / 2, group)
+    assert middle is not None
+    assert middle[0] == pytest.approx(2e-3)
+    slope = 2e-3 / ((1 << 20) - (1 << 10))
+    beyond = table.exchange_s("all_reduce", 1 << 22, group)
+    assert beyond is not None
+    assert beyond[0] == pytest.approx(3e-3 + slope * 3 * (1 << 20))
+    assert table.exchange_s("all_reduce", 0.0, group) == (1e-3, 1e-3)
+    assert table.exchange_s("all_gather", 1.0, group) is None
+    assert table.exchange_s("all_reduce", 1.0, ((0, 2),)) is None
+
+
+def test_predictions_follow_the_table_and_say_so() -> None:
+    graph = perceptron()
+    (decisions,) = data_parallel(graph, CLUSTER)
+    pcg = lower(graph, decisions)
+    cluster, kernels = calibrated(CLUSTER, MADE)
+    assert source_of(pcg, kernels, MADE).name == CALIBRATED
+    computes = [item for item in pcg.main.body if isinstance(item, Compute)]
+    operators = tuple(
+        Timed(key, 0.01, 0.02)
+        for key in {key_of(local_operator(item, pcg.mesh)) for item in computes}
+    )
+    full = replace(MADE, operators=operators)
+    cluster, kernels = calibrated(CLUSTER, full)
+    found = source_of(pcg, kernels, full)
+    assert found.name == MEASURED
+    assert found.error == pytest.approx(math.hypot(ERRORS[MEASURED], full.error))
+    played = simulate(pcg, cluster, decisions, kernels=kernels)
+    assert played.step_s > 0.01 * len(computes)
+    low, high = found.band(1.0)
+    assert low * high == pytest.approx(1.0)
+    # Rates of another machine are used, and said to be less sure.
+    strange = source_of(pcg, kernels, full, mismatches(full, CLUSTER, replace(HERE, cores=64)))
+    assert strange.error > found.error
+    assert strange.notes == ("calibrated on another machine (cores: 2, not 64)",)
+
+
+def test_calibrations_of_other_devices_and_back_ends_are_told() -> None:
+    assert not mismatches(MADE, CLUSTER, HERE)
+    assert not mismatches(MADE, CLUSTER, None)
+    lines = mismatches(MADE, load_cluster("8xH100"), HERE)
+    assert lines == ("device: cpu, not H100-SXM5-80GB", "backend: gloo, not nccl")
+
+
+def test_one_device_has_no_collective_to_look_up() -> None:
+    graph = perceptron()
+    pcg = lower(graph, Decisions(Mesh(())))
+    cluster, kernels = calibrated(load_cluster("1xcpu"), MADE)
+    assert isinstance(kernels, Kernels)
+    assert simulate(pcg, cluster, Decisions(Mesh(())), kernels=kernels).step_s > 0
