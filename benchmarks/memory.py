@@ -197,12 +197,13 @@ def allocated(
     program: Program, tensors: dict[str, Tensor], batch: dict[str, Tensor], optimizer: str
 ) -> Allocated:
     """What one rank allocates in the third step and has between steps."""
+    maker: Any = OPTIMIZERS[optimizer].maker
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         batch = {name: tensor.clone() for name, tensor in batch.items()}
         trainer = Trainer(
             program,
             tensors,
-            optimizer=lambda named: OPTIMIZERS[optimizer].maker(named, {}),
+            optimizer=lambda named: maker(named, lr=1e-4),
             comm=_PatientComm(program.mesh, required_groups(program)),
         )
         for _ in range(2):
