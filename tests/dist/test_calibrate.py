@@ -1,8 +1,13 @@
 """What `calibrate` measures: every operator of a program, and collectives between ranks."""
 
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
 import torch
 
-from parloom import zoo
+from parloom import cli, zoo
 from parloom.capture import capture
 from parloom.cost.calibration import (
     Calibration,
@@ -13,6 +18,8 @@ from parloom.cost.calibration import (
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import local_operator
 from parloom.cost.measured import calibrated, source_of
+from parloom.errors import InputError
+from parloom.execute import calibrate as measuring
 from parloom.execute.calibrate import calibrate, fingerprint
 from parloom.execute.measure import Clock, operators
 from parloom.execute.measure_collectives import collectives
@@ -101,3 +108,74 @@ def test_a_calibration_with_the_model_is_called_measured() -> None:
     assert source_of(pcg, kernels, made).name == "measured"
     _, without = calibrated(load_cluster("2xcpu"), calibrate([], None, least_s=1e-3))
     assert source_of(pcg, without, made).name == "calibrated"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The command measures next to nothing; the file that it writes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measuring, "calibrate", partial(calibrate, least_s=1e-3))
+    return tmp_path / "new" / "calibration.json"
+
+
+def test_the_command_writes_what_plans_and_simulations_take(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory = quick.parents[1] / "factory.py"
+    factory.write_text(
+        "from parloom import zoo\ndef build():\n"
+        "    return zoo.build('mlp', batch=8, features=8, hidden=16, classes=4)\n"
+    )
+    spec = f"{factory}:build"
+    assert cli.main(["calibrate", "--out", str(quick), "--model", spec, "--cluster", "2xcpu"]) == 0
+    assert f"parloom plan MODEL --cluster C --calibration {quick}" in capsys.readouterr().out
+    assert sorted(quick.parent.iterdir()) == [quick]
+    given = ["--calibration", str(quick)]
+    assert cli.main(["plan", spec, "--cluster", "2xcpu", "--out", "run", *given]) == 0
+    assert "(from measured operators; likely " in capsys.readouterr().out
+    assert cli.main(["simulate", "run", "--json", *given]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"] == "measured"
+    assert document["notes"] == []
+    assert cli.main(["simulate", "run"]) == 0
+    assert "not calibrated" in capsys.readouterr().out
+    # Of another machine: used, said so, and the band is wider.
+    other = json.loads(quick.read_text())
+    other["fingerprint"]["processor"] = "another"
+    quick.write_text(json.dumps(other))
+    assert cli.main(["simulate", "run", "--json", *given]) == 0
+    strange = json.loads(capsys.readouterr().out)
+    assert strange["step_s"] == document["step_s"]
+    assert strange["band_s"][1] > document["band_s"][1]
+    assert "calibrated on another machine (processor: another, not" in strange["notes"][0]
+    for broken, said in (("NaN", "finite number"), ("-1.0", "greater than 0")):
+        quick.write_text(json.dumps(other | {"launch_s": 0.5}).replace("0.5", broken))
+        for command in (["plan", spec, "--cluster", "2xcpu"], ["simulate", "run"]):
+            assert cli.main([*command, *given]) == 2
+            assert f"{quick}: launch_s: " in (err := capsys.readouterr().err)
+            assert said in err
+    quick.unlink()
+    assert cli.main(["simulate", "run", *given]) == 2
+    assert "cannot read the calibration" in capsys.readouterr().err
+
+
+def test_what_cannot_be_calibrated_is_told(
+    quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    occupied = quick.parents[1] / "occupied"
+    occupied.write_text("")
+    assert cli.main(["calibrate", "--out", str(occupied / "c.json")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert cli.main(["calibrate", "--out", str(quick)]) == 8
+    assert not quick.exists()
+
+
+def wrong_cluster() -> str:
+    with pytest.raises(InputError, match="8xcpu has 8 devices, and 2 ranks were started") as told:
+        calibrate([], load_cluster("8xcpu"), least_s=1e-3)
+    return str(told.value)
+
+
+def test_more_devices_than_ranks_are_refused() -> None:
+    assert len(set(fork_ranks(2, wrong_cluster))) == 1

@@ -161,7 +161,11 @@ def test_simulate_prints_and_writes(
     assert events(trace.read_text(), "X")
     assert cli.main(["simulate", plan_path, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert set(document) == {"step_s", "bound_s", "peak_bytes", "devices", "trace"}
+    assert set(document) == {
+        "step_s", "bound_s", "source", "band_s", "notes", "peak_bytes", "devices", "trace"
+    }  # fmt: skip
+    assert document["source"] == "spec"
+    assert document["band_s"][0] < document["step_s"] < document["band_s"][1]
     (device,) = document["devices"]
     assert set(device["memory"]) == set(COMPONENTS)
     assert document["bound_s"] <= document["step_s"]

@@ -182,7 +182,7 @@ def _count(number: int, noun: str) -> str:
 
 SOURCES = MappingProxyType(
     {
-        "spec": "from data sheets, not calibrated",
+        "spec": "from data sheets, not calibrated: compare plans with it, not clocks",
         "calibrated": "from measured rates",
         "measured": "from measured operators",
     }
