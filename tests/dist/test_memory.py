@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 from torch.profiler import ProfilerActivity, profile
 
 from parloom import zoo
@@ -126,3 +126,33 @@ def _pooled_all(
     programs: list[Program], tensors: dict[str, Tensor], batch: dict[str, Tensor]
 ) -> list[int]:
     return [pooled(program, tensors, batch) for program in programs]
+
+
+class Regression(nn.Module):
+    """A product and a mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x).relu(), y)
+
+
+def test_a_mean_lies_in_the_memory_of_what_it_is_of() -> None:
+    batch = {"x": torch.rand(512, 256), "y": torch.rand(512, 256)}
+    model = Regression()
+    graph, decisions = capture(model.train(), batch), Decisions(Mesh(()))
+    pcg = lower(graph, decisions)
+    process = simulate(pcg, load_cluster("1xcpu"), decisions, Optimizer("sgd", 0)).processes[0]
+    before = sum(process.base[component] for component in (WEIGHTS, OPTIMIZER, BUFFERS))
+    program = compile_pcg(pcg, "memory").program
+    trainer = Trainer(
+        program,
+        parameters_of(model, graph),
+        optimizer=lambda named: SGD(named, lr=1e-4),
+        comm=SingleComm(program.mesh),
+    )
+    for _ in range(2):
+        trainer.step(batch)
+    assert process.memory.peak - before == pytest.approx(allocated(trainer, batch), rel=0.02)

@@ -22,7 +22,15 @@ from parloom.cost.calibration import (
 )
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operator
-from parloom.cost.measured import CALIBRATED, ERRORS, Table, calibrated, mismatches, source_of
+from parloom.cost.measured import (
+    CALIBRATED,
+    ERRORS,
+    Table,
+    calibrated,
+    contended,
+    mismatches,
+    source_of,
+)
 from parloom.cost.simulate import simulate
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
@@ -45,6 +53,7 @@ MADE = Calibration(
         TimedCollective("all_reduce", ((0, 4),), 1 << 10, 1e-3, 1e-4),
         TimedCollective("all_reduce", ((0, 4),), 1 << 20, 3e-3, 2e-4),
     ),
+    0.5,
     0.05,
 )
 CLUSTER = load_cluster("4xcpu")
@@ -71,6 +80,7 @@ def test_a_file_reads_back() -> None:
         (document(launch=1.0), "launch: unknown key.*launch_s"),
         (document(parloom_calibration=2), "parloom_calibration: "),
         (document(num_ranks=True), "num_ranks"),
+        (document(overlap=1.5), "overlap: .*less than or equal to 1"),
         ("{", "c.json: the file"),
         ("[]", "c.json: the file"),
         ("", "c.json: the file"),
@@ -165,6 +175,21 @@ def test_calibrations_of_other_devices_and_back_ends_are_told() -> None:
     assert not mismatches(MADE, CLUSTER, None)
     lines = mismatches(MADE, load_cluster("8xH100"), HERE)
     assert lines == ("device: cpu, not H100-SXM5-80GB", "backend: gloo, not nccl")
+
+
+def test_what_goes_on_beside_the_other_is_gained_in_part() -> None:
+    (decisions,) = data_parallel(perceptron(), CLUSTER)
+    played = simulate(lower(perceptron(), decisions), CLUSTER, decisions)
+    busy = played.busy()
+    compute, moving = busy.pop("compute"), sum(busy.values())
+    beside = compute + moving - played.step_ps
+    assert 0 < beside <= compute
+    assert contended(played, 1.0) is played
+    half, none = contended(played, 0.5), contended(played, 0.0)
+    assert half.step_ps == pytest.approx(played.step_ps + beside / 2, abs=1)
+    assert none.step_ps == compute + moving  # one after the other
+    assert half.peak_bytes == played.peak_bytes
+    assert half.processes[0].spans[-1].name == "CONTENTION"
 
 
 def test_one_device_has_no_collective_to_look_up() -> None:

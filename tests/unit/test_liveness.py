@@ -88,10 +88,10 @@ def test_random_layouts_lose_no_memory(seed: int, name: str) -> None:
 def test_peak_is_where_the_widest_operator_runs_backward() -> None:
     """x [8, 6] -> up 12 -> gelu 12 -> down 4 -> mul 4 -> mean: float32."""
     _, main = walked(perceptron(), Decisions(Mesh(())))
-    # Kept: h (gelu), a (down), y (mul). The product and the mean are gone.
-    assert main.forward.net_bytes == 8 * (12 + 12 + 4) * 4
+    # Kept: h (gelu), a (down), y (mul), and the mean, which is the loss. The product is gone.
+    assert main.forward.net_bytes == 8 * (12 + 12 + 4) * 4 + 4
     # Backward of down: h, a, the gradients of y and of a; then a is gone.
-    assert main.forward.net_bytes + main.backward.peak_bytes == 8 * (12 + 12 + 4 + 12) * 4
+    assert main.forward.net_bytes + main.backward.peak_bytes == 8 * (12 + 12 + 4 + 12) * 4 + 4
 
 
 def test_values_die_at_the_end_of_their_section() -> None:
@@ -99,7 +99,7 @@ def test_values_die_at_the_end_of_their_section() -> None:
     assert section_ends(pcg.main.body) == [0, 1, 2, 4, 4]
     given_back = [work.gives for work in main.forward.works]
     # The square is read by the mean, in the same section, which the loss ends.
-    assert given_back == [0, 0, 0, 0, 8 * 4 * 4 + 4]
+    assert given_back == [0, 0, 0, 0, 8 * 4 * 4]
 
 
 def test_gradients_of_parameters_arrive_last_used_first() -> None:

@@ -36,6 +36,9 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 from parloom.ir.step_program import EACH_STEP
 
+# Collectives that gloo runs at once: its threads (torch 2.13's default). Others wait with what they
+# would need.
+AT_ONCE = 2
 TEMPORARY, RETAINED = "temporary", "retained"
 Gradient = tuple[str, int]
 """How long what autograd leaves of a gradient lives, and its bytes: RETAINED is until it sets out,
@@ -202,13 +205,15 @@ class Stage:
         out = Listing()
         transfers = self.found.parameters.publications
         keys = []
-        for transfer in transfers:
+        scratch = [transfer.scratch_bytes for transfer in transfers]
+        for index, transfer in enumerate(transfers):
             self.pool.take(transfer.staging_bytes, transfer.dtype)
-            taken = transfer.chunk_bytes + transfer.scratch_bytes
-            keys.append(whole(transfer, self.links, out, taken))
-        for transfer, key in zip(transfers, keys, strict=True):
+            runs = scratch[index] if index < AT_ONCE else 0
+            keys.append(whole(transfer, self.links, out, transfer.chunk_bytes + runs))
+        for index, (transfer, key) in enumerate(zip(transfers, keys, strict=True)):
             self.pool.give(transfer.staging_bytes, transfer.dtype)
-            after = ((COMMUNICATION, -transfer.scratch_bytes),)
+            next_ = sum(scratch[index + AT_ONCE : index + AT_ONCE + 1])
+            after = ((COMMUNICATION, -scratch[index]), (COMMUNICATION, next_))
             out.run(transfer.name, "wait", waits=(key,), after=after)
         chunks = sum(transfer.chunk_bytes for transfer in transfers)
         out.run("drop chunks", "memory", after=((COMMUNICATION, -chunks),))

@@ -85,8 +85,10 @@ class TimedCollective:
 class Calibration:
     """All that was measured.
 
-    `launch_s` is what an operator takes that does next to nothing. `error` is how far repetitions
-    of the same measurement were apart (90th percentile of |log|).
+    `launch_s` is what an operator takes that does next to nothing. `overlap` is the part of the
+    time that collectives and operators take beside each other which is gained by that: 0 where they
+    only take turns. `error` is how far repetitions of the same measurement were apart (90th
+    percentile of |log|).
     """
 
     fingerprint: Fingerprint
@@ -96,6 +98,7 @@ class Calibration:
     streams: tuple[Stream, ...]
     operators: tuple[Timed, ...] = ()
     collectives: tuple[TimedCollective, ...] = ()
+    overlap: float = 1.0
     error: float = 0.0
 
 
@@ -137,6 +140,7 @@ def calibration_from_json(text: str | bytes, where: str) -> Calibration:
         tuple(sorted((Stream(**s.model_dump()) for s in document.streams), key=_size)),
         tuple(Timed(**o.model_dump()) for o in document.operators),
         tuple(_collective(c) for c in document.collectives),
+        document.overlap,
         document.error,
     )
 
@@ -211,6 +215,7 @@ class _Document(_Part):
     streams: Annotated[list[_StreamPart], Field(min_length=1)]
     operators: list[_TimedPart]
     collectives: list[_CollectivePart]
+    overlap: Annotated[float, Field(ge=0, le=1)]
     error: Some
 
 

@@ -26,6 +26,8 @@ from parloom.cost.kernels import (
     product_sizes,
 )
 from parloom.cost.software import OWN
+from parloom.cost.tasks import COMPUTE
+from parloom.cost.timeline import Memory, Played, Span, Timeline
 from parloom.ir.mesh import Cluster, Efficiency
 from parloom.ir.pcg import PCG, Compute
 
@@ -186,3 +188,26 @@ def source_of(
     if notes:
         error = math.hypot(error, ERRORS[SPEC])
     return Source(name, error, notes)
+
+
+def contended(timeline: Timeline, overlap: float) -> Timeline:
+    """The step where communication and computation gain only the part `overlap` of the time that
+    they spend beside each other: what they lose to each other is played as one more action.
+    """
+    lost = [round((1.0 - overlap) * _beside(timeline, i)) for i in range(len(timeline.processes))]
+    most = max(lost, default=0)
+    if not most:
+        return timeline
+    played = Played(most, (), (), (), Memory())
+    processes = tuple(
+        replace(process, spans=(*process.spans, Span(timeline.step_ps, "CONTENTION", played)))
+        for process in timeline.processes
+    )
+    return replace(timeline, step_ps=timeline.step_ps + most, processes=processes)
+
+
+def _beside(timeline: Timeline, process: int) -> int:
+    """Picoseconds in which a device computes and communicates: what is not waited for."""
+    busy = timeline.busy(process)
+    compute = busy.pop(COMPUTE, 0)
+    return min(compute, max(0, sum(busy.values()) - sum(timeline.exposed(process).values())))

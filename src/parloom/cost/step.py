@@ -79,7 +79,10 @@ def priced(
     outside = frozenset(name for kind, name in inputs if kind != "constant") - arriving
     weights = frozenset(name for kind, name in inputs if kind == "parameter")
     results = (*pcg.outputs, *pcg.updates)
-    held = frozenset(value.name for _, value in results) - outside - arriving
+    names = {value.name for _, value in results}
+    if pcg.loss is not None and not pcg.loss.spec.shape:  # what a stage sends leaves it
+        names.add(pcg.loss.name)
+    held = frozenset(names) - outside - arriving
     main = walker.walk(pcg.main.inputs, pcg.main.body, Lives(outside, weights, held))
     prologue = walker.walk(pcg.main.inputs, pcg.prologue, Lives(outside, weights))
     parameters = Parameters(pcg, walker, decisions, optimizer or Optimizer())

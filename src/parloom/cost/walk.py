@@ -218,6 +218,9 @@ class _Body:
         op, lives = op_of(item.node), self.lives
         site = Site(item.node, tuple(v.spec for v in item.operands))
         self.define(item.operands, item.results)
+        if op.lies_in:
+            roomy = self.share(item.results[0], op.lies_in(site, self.fused))
+            lives.sizes[item.results[0].name] = roomy
         if op.view:
             for value in item.results:
                 lives.share(item.operands[0], value)

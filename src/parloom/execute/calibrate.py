@@ -29,7 +29,7 @@ from parloom.cost.devices import find_device
 from parloom.errors import InputError, LaunchError
 from parloom.execute import measure
 from parloom.execute.doctor import num_cores
-from parloom.execute.measure_collectives import collectives
+from parloom.execute.measure_collectives import collectives, overlap
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 
@@ -123,9 +123,11 @@ def calibrate(
         say(f"measuring the operators of {len(pcgs)} programs")
     operators = _mean_of(list(measure.operators(pcgs, clock, say)))
     found: tuple[TimedCollective, ...] = ()
+    gained = 1.0
     if cluster is not None and size > 1:
         say(f"measuring collectives between {size} ranks")
         found = tuple(collectives(cluster, device, least_s=least_s))
+        gained = overlap(cluster, device, least_s)
     pairs = [(a.seconds, b.seconds) for a, b in zip(streams, again, strict=True)]
     pairs += [(a, sorted(launches)[1]) for a in launches]
     apart = sorted(abs(math.log(a / b)) for a, b in pairs)
@@ -137,6 +139,7 @@ def calibrate(
         streams,
         operators,
         found,
+        gained,
         apart[min(len(apart) - 1, math.ceil(0.9 * len(apart)) - 1)],
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from parloom.cost.calibration import Calibration
 from parloom.cost.clusters import LoadedCluster, on_this_machine, resolve_cluster
 from parloom.cost.kernels import Kernels
-from parloom.cost.measured import Source, calibrated, mismatches, source_of
+from parloom.cost.measured import Source, calibrated, contended, mismatches, source_of
 from parloom.cost.simulate import simulate
 from parloom.cost.timeline import Timeline
 from parloom.execute.calibrate import fingerprint, read_calibration
@@ -33,7 +33,8 @@ class Machine:
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
     ) -> Timeline:
         """Play one step of a lowered program."""
-        return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
+        played = simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
+        return played if self.calibration is None else contended(played, self.calibration.overlap)
 
     def source(self, pcg: PCG) -> Source:
         """Where a prediction for a lowered program comes from, and how sure it is."""

@@ -286,9 +286,14 @@ def _margin(position: int) -> Callable[[Emission], str]:
 _SAVED: SavedTensors = (("operand", 0), ("operand", 1))
 
 
+# Their sums and means lie at the beginning of memory in which all elements were (torch 2.13).
+_ROOMY = ("mse_loss", "smooth_l1_loss")
+
+
 def _plain(name: str, position: int, names: tuple[str, ...] = (), first: int = 2) -> OpDef:
     emit = _pointwise(name, position, names, first)
-    return OpDef(name, _pointwise_rule(position), emit, saved=_SAVED)
+    lies_in = first_bytes if name in _ROOMY else None
+    return OpDef(name, _pointwise_rule(position), emit, saved=_SAVED, lies_in=lies_in)
 
 
 OPS: tuple[OpDef, ...] = (
