@@ -40,6 +40,8 @@ from parloom.ir.pcg import Compute
 from parloom.ir.plan import Decisions
 from parloom.search.baselines import data_parallel
 from tests.unit.graphs import perceptron
+from tests.unit.test_simulate import chunked
+from tests.unit.test_simulate import model as blocks
 
 HERE = Fingerprint("cpu", "a processor", 2, "", "2.13.0", "gloo")
 MADE = Calibration(
@@ -178,12 +180,13 @@ def test_calibrations_of_other_devices_and_back_ends_are_told() -> None:
 
 
 def test_what_goes_on_beside_the_other_is_gained_in_part() -> None:
-    (decisions,) = data_parallel(perceptron(), CLUSTER)
-    played = simulate(lower(perceptron(), decisions), CLUSTER, decisions)
+    cluster = load_cluster("2x4xH100")
+    decisions = chunked(cluster)
+    played = simulate(lower(blocks(), decisions), cluster, decisions)
     busy = played.busy()
     compute, moving = busy.pop("compute"), sum(busy.values())
     beside = compute + moving - played.step_ps
-    assert 0 < beside <= compute
+    assert 0 < beside < compute
     assert contended(played, 1.0) is played
     half, none = contended(played, 0.5), contended(played, 0.0)
     assert half.step_ps == pytest.approx(played.step_ps + beside / 2, abs=1)

@@ -219,7 +219,7 @@ class _Body:
         site = Site(item.node, tuple(v.spec for v in item.operands))
         self.define(item.operands, item.results)
         if op.lies_in:
-            roomy = self.share(item.results[0], op.lies_in(site, self.fused))
+            roomy = self.share(item.operands[0], op.lies_in(site, self.fused))
             lives.sizes[item.results[0].name] = roomy
         if op.view:
             for value in item.results:

@@ -176,9 +176,9 @@ class OpDef:
     ("other", index) for an operand that is kept where another one needs a gradient, or a function
     of the call that says so;
     `own_bytes` what autograd keeps that is no value of the graph, `undo_bytes` what the backward
-    pass takes beside gradients, `lies_in` the memory that result 0 lies in where that is more than
-    its own, all over the global index space (sharded as result 0 is) and told whether kernels are
-    fused (GPUs) or not (CPUs);
+    pass takes beside gradients (sharded as result 0 is), `lies_in` the memory that result 0 lies in
+    where that is more than its own (sharded as operand 0 is), all over the global index space and
+    told whether kernels are fused (GPUs) or not (CPUs);
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded, or
     always where there is nothing to `emit`;
     `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
