@@ -90,6 +90,20 @@ class Balanced(Net):
         return (h.mean((0, 1)).sum() * counts.float().square().sum()) + (h.sum() * sizes).sum()
 
 
+class Seq2Seq(Net):
+    """Torch's transformer looks into its mask; its Gaussian loss refuses negative variances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(4, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.tokens(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        out = self.body(h, h, tgt_mask=mask)
+        return F.gaussian_nll_loss(out, h.detach(), F.softplus(h))
+
+
 def batch() -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {"x": torch.randint(8, (4, 3))}
@@ -122,6 +136,15 @@ def test_assertions_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [node.op for _, node in capture(model, batch()).unfolded()] == [
         "embedding", "square", "sum",
     ]  # fmt: skip
+
+
+def test_what_torch_itself_asks_is_answered() -> None:
+    model = Seq2Seq()
+    graph = capture(model, batch())
+    found = run_graph(graph, model, batch())["loss"]
+    assert found is not None
+    torch.testing.assert_close(found, model(**batch()), rtol=1e-6, atol=0)
+    assert nn.modules.transformer._detect_is_causal_mask.__module__.startswith("torch.")
 
 
 def test_distributions_are_captured() -> None:

@@ -9,36 +9,52 @@ asked for, and a larger value is an index that is out of range.
 import ast
 import dis
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from linecache import getlines
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules import transformer
 
 Span = tuple[int, int, int, int]  # first line, last line, first column, last column
 
 
-class NothingRaised(TorchFunctionMode):
-    """While it is active, tensors answer the tests of branches that only raise."""
+class NothingRaised:
+    """While it is active, tensors answer the tests of branches that only raise.
+
+    Wherever they are asked, also inside of torch's own functions; and torch's transformers do not
+    look into masks to see whether they are causal, which only chooses a kernel.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.tests: dict[str, tuple[ast.If | ast.Assert, ...]] = {}  # by file
+        self.changes = ExitStack()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__bool__:
+    def __enter__(self) -> None:
+        truth, bincount = Tensor.__bool__, torch.bincount
+
+        def asked(x: Tensor) -> bool:
             answer = self.harmless(sys._getframe(1))
-            if answer is not None:
-                return answer
-        if func in (torch.bincount, Tensor.bincount):
-            counted = counts(*args, **(kwargs or {}))
-            if counted is not None:
-                return counted
-        return func(*args, **(kwargs or {}))
+            return truth(x) if answer is None else answer
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            found = counts(*args, **kwargs)
+            return bincount(*args, **kwargs) if found is None else found
+
+        def said(mask: Tensor | None, is_causal: bool | None = None, size: object = None) -> bool:
+            return is_causal is True
+
+        self.changes = ExitStack()
+        self.changes.enter_context(replaced(Tensor, "__bool__", asked))
+        self.changes.enter_context(replaced(torch, "bincount", counted))
+        self.changes.enter_context(replaced(Tensor, "bincount", counted))
+        self.changes.enter_context(replaced(transformer, "_detect_is_causal_mask", said))
+
+    def __exit__(self, *_: object) -> None:
+        self.changes.close()
 
     def harmless(self, frame: FrameType) -> bool | None:
         """The truth of the value that a frame is testing for which it raises nothing.
@@ -63,6 +79,18 @@ class NothingRaised(TorchFunctionMode):
             for node in ast.walk(statement.test)
         )
         return isinstance(statement, ast.Assert) is (turned % 2 == 0)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Another attribute of a class or module, for a while."""
+    own = name in vars(owner)
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old) if own else delattr(owner, name)
 
 
 def counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:

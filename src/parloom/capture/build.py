@@ -233,9 +233,12 @@ def results_of(
                 updates.append((target, value))
         else:
             kind = spec.kind.name.lower().replace("_", " ")
+            way = "register it with register_buffer"
+            if spec.kind is OutputKind.PARAMETER_MUTATION:
+                way = "change parameters between steps (an embedding's max_norm does it in forward)"
             raise CaptureError(
                 f"the model writes to {target or spec.arg.name!r} in forward ({kind}); only buffers"
-                " may be written to: register it with register_buffer"
+                f" may be written to: {way}"
             )
     return loss, tuple(outputs), tuple(sorted(updates))
 

@@ -279,8 +279,8 @@ class Translator:
     def reference(self, node: fx.Node, arg: fx.Node) -> Arg:
         name = self.names.get(arg)
         if isinstance(arg.meta.get("val"), NUMBERS):
-            reason = "it takes a Python number from the values of a tensor; keep it a tensor, or"
-            raise self.refusal(node, f"{reason} {SELECTED}")
+            reason = "it takes a Python number from the values of a tensor; keep it a tensor"
+            raise self.refusal(node, f"{reason} (torch.where for a branch); for a size, {SELECTED}")
         if name is None:
             raise self.refusal(node, f"it depends on {arg.target}, which is no tensor")
         return Ref(name) if isinstance(name, str) else tuple(Ref(n) for n in name)
