@@ -95,6 +95,15 @@ def search(
     return Searched(tuple(proposals), min(bounds, default=0), interrupted)
 
 
+@dataclass(frozen=True)
+class _Fit:
+    """A candidate as a plan, and by how much the peak of its step is above the limit."""
+
+    candidate: Candidate
+    decisions: Decisions
+    excess_bytes: int
+
+
 class _OnMesh:
     """The search on one mesh."""
 
@@ -115,28 +124,46 @@ class _OnMesh:
         self.problem = LayoutProblem(program, Walker({}, mesh, cluster, kernels), base, optimizer)
 
     def proposals(self) -> Iterator[Proposal]:
-        """The best plans that fit, by estimate."""
-        found = MeshSearch(self.problem, self.limit_bytes).run()
-        fitting = [p for c in found.candidates[: 2 * PER_MESH] if (p := self._fit(c)) is not None]
-        fitting.sort(key=lambda entry: entry[0].sums.step_ps)
-        for candidate, plan in fitting[:PER_MESH]:
-            yield Proposal(plan, candidate.sums.step_ps, found.bound_ps)
+        """The best plans that fit, by estimate.
 
-    def _fit(self, candidate: Candidate) -> tuple[Candidate, Decisions] | None:
+        What a step needs beyond what the search counts (buffers, what lives for a moment) is found
+        out by simulating; where it is too much, the search is told of a lower limit.
+        """
+        limit, bound_ps = float(self.limit_bytes), 0.0
+        for _ in range(TRIES):
+            found = MeshSearch(self.problem, limit).run()
+            bound_ps = bound_ps or found.bound_ps
+            tried = [self._fit(candidate) for candidate in found.candidates[: 2 * PER_MESH]]
+            fitting = sorted(
+                (fit for fit in tried if fit.excess_bytes <= 0),
+                key=lambda fit: fit.candidate.sums.step_ps,
+            )
+            if fitting or not tried:
+                break
+            counted = min(f.candidate.sums.held_bytes for f in tried)
+            limit = min(limit, counted) - min(f.excess_bytes for f in tried)
+        for fit in fitting[:PER_MESH]:
+            yield Proposal(fit.decisions, fit.candidate.sums.step_ps, bound_ps)
+
+    def _fit(self, candidate: Candidate) -> _Fit:
         """The candidate with storage and recomputation such that the peak of the step fits."""
         limit = float(self.limit_bytes)
+        fit = self._play(candidate)
         for _ in range(TRIES):
-            plan = decisions(self.problem, candidate, self.base)
-            pcg = lower(self.problem.program.graph, plan, factored=self.factored)
-            peak = simulate(pcg, self.cluster, plan, self.optimizer, self.kernels).peak_bytes
-            if peak <= self.limit_bytes:
-                return candidate, plan
-            limit = min(limit, candidate.sums.held_bytes) - (peak - self.limit_bytes)
+            if fit.excess_bytes <= 0:
+                break
+            limit = min(limit, fit.candidate.sums.held_bytes) - fit.excess_bytes
             again = polish(self.problem, candidate.values, limit)
             if again is None:
-                return None
-            candidate = again
-        return None
+                break
+            fit = self._play(again)
+        return fit
+
+    def _play(self, candidate: Candidate) -> _Fit:
+        plan = decisions(self.problem, candidate, self.base)
+        pcg = lower(self.problem.program.graph, plan, factored=self.factored)
+        peak = simulate(pcg, self.cluster, plan, self.optimizer, self.kernels).peak_bytes
+        return _Fit(candidate, plan, peak - self.limit_bytes)
 
     def least_compute_ps(self) -> int:
         """What the compute stream does at least, whatever is chosen for each operator."""

@@ -3,9 +3,10 @@
     step = microbatches x (forward + backward) + what weights send beyond what hides it
            + update + what is gathered after it
 
-Weights gathered in a pass hide behind what it computes, gradients that are reduced behind what the
-backward pass computes. It is `cost.step.price_plan` in whole picoseconds and in sums that a search
-can fold: scalars are not counted, and a weight sends its share of a full bucket.
+Weights gathered for a block hide behind what its pass computes, gradients that are reduced behind
+what the backward pass computes; main's own weights are gathered before it begins. The estimate is
+in whole picoseconds and in sums that a search can fold: scalars are not counted, and a weight sends
+its share of a full bucket.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from parloom.search.prices import (
 from parloom.search.storage import (
     AFTER,
     AGAIN,
+    ALONE,
     CHUNKED,
     GATHERED,
     REDUCED,
@@ -70,7 +72,8 @@ class Estimate:
         count = self.num_microbatches
         each = sum(int(self.passes[part]) for part in (FORWARD, BACKWARD, *SENT))
         gathered, between, last = self.exposed_ps
-        step = count * (each + gathered) + (count - 1) * between + last
+        step = count * (each + gathered + int(self.weights[ALONE]))
+        step += (count - 1) * between + last
         return step + int(self.weights[AFTER])
 
 

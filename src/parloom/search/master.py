@@ -20,6 +20,7 @@ from parloom.search.prices import PARTS
 from parloom.search.storage import (
     AFTER,
     AGAIN,
+    ALONE,
     CHUNKED,
     GATHERED,
     REDUCED,
@@ -137,7 +138,8 @@ class MeshSearch:
             for f in (graph.main, *graph.functions)
         }
         weights = np.zeros(WEIGHT_PARTS)
-        weights[GATHERED], weights[AFTER], weights[STORED] = worth.gathered, 1.0, worth.held
+        weights[[ALONE, AFTER]] = 1.0
+        weights[GATHERED], weights[STORED] = worth.gathered, worth.held
         weights[[AGAIN, CHUNKED, REDUCED]] = worth.reduced
         return Multipliers(functions, weights)
 

@@ -13,6 +13,7 @@ from parloom.search.program import Block
 from parloom.search.storage import (
     AFTER,
     AGAIN,
+    ALONE,
     CHUNKED,
     GATHERED,
     REDUCED,
@@ -55,7 +56,9 @@ def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) ->
     weights: list[tuple[tuple[Level, ...], _Choice]] = []
     for index, weight in enumerate(problem.program.weights):
         levels, parts = problem.storage.options(problem.stored(index, values))
-        columns = tuple(program.column(p[AFTER] / MS, 0, weight.count, integer=True) for p in parts)
+        columns = tuple(
+            program.column((p[ALONE] + p[AFTER]) / MS, 0, weight.count, integer=True) for p in parts
+        )
         program.row(dict.fromkeys(columns, 1.0), weight.count, weight.count)
         weights.append((levels, _Choice(columns, tuple(parts))))
     blocks: list[_Choice] = []

@@ -20,11 +20,13 @@ from parloom.ir.step_program import MAX_BUCKET_BYTES
 from parloom.search.choices import subsets
 from parloom.search.program import Axes
 
-# Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED) and bytes:
-# gathering it in the forward and in the backward pass, reducing its gradient in every microbatch or
-# once, what follows (update, gathering what was updated), and what is stored.
-GATHERED, AGAIN, CHUNKED, REDUCED, AFTER, STORED = range(6)
-WEIGHT_PARTS = 6
+# Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED, ALONE) and
+# bytes: gathering it in the forward and in the backward pass, reducing its gradient in every
+# microbatch or once; what hides behind nothing (all that main's own weights send when they are
+# stored in chunks: they are gathered before the first operator and reduced after the last); what
+# follows (update, gathering what was updated); and what is stored.
+GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER, STORED = range(7)
+WEIGHT_PARTS = 7
 WeightPrice = NDArray[np.int64]
 
 
@@ -123,9 +125,11 @@ class StoragePrices:
         master = DTYPE_BYTES[self.decisions.master_dtype or weight.spec.dtype]
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
-            found[GATHERED] = self.seconds("all_gather", level.axes, whole * width)
-            found[AGAIN] = found[GATHERED] if weight.block else 0
+            gathered = self.seconds("all_gather", level.axes, whole * width)
+            found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
         found[STORED] = (chunk if level.weight else whole) * width
+        if level.weight and not weight.block:  # whole from the first operator to the last
+            found[STORED] += whole * width + (whole * gradient if weight.trainable else 0)
         if not weight.trainable:
             return found
         self._reduce(found, weight, level, whole * gradient)
@@ -144,7 +148,10 @@ class StoragePrices:
     def _reduce(self, found: WeightPrice, weight: Stored, level: Level, size: int) -> None:
         """Making the gradient whole: scattered over its chunks where it is partial over them."""
         partial = tuple(a for a in self.mesh.names if a in weight.reduce)
-        part = CHUNKED if level.gradient else REDUCED
+        part = REDUCED
+        if level.gradient:
+            # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
+            part = CHUNKED if weight.block or not level.weight else ALONE
         if level.gradient and set(level.axes) <= set(partial):
             found[part] += self.seconds("reduce_scatter", level.axes, size)
             size //= self.mesh.size(level.axes)
