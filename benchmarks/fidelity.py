@@ -4,9 +4,10 @@
 
 Every row with `plan_complete` = 1 is built by hand (`search.handmade`) on a graph captured at its
 shapes, and simulated; what cannot be built counts against coverage, with its reason. Errors are
-|log(predicted / measured)|, bias the median of the log with its sign, rank correlation Spearman's
-within groups of one model, device, device count, sequence and global batch. Gated rows are those
-that state their plan in full on a framework that builds on PyTorch.
+|log(predicted / measured)|, bias the median of the log with its sign, rank correlation the mean of
+Spearman's over groups of one model, device, device count, sequence and global batch with at least
+five different plans (equal plans that were measured several times count once, by their median).
+Gated rows are those that state their plan in full on a framework that builds on PyTorch.
 
 The fitted constants of devices are those of the device table. To see what they are worth on rows
 they never saw, they are fitted again with each source left out (`fit`), from how every prediction
@@ -38,8 +39,14 @@ from parloom.search.handmade import Program, program
 RUNS = Path(__file__).parents[2] / "shared" / "validation" / "published_runs.csv"
 MIN_GROUP = 5
 GROUP = ("model", "gpu_type", "num_gpus", "seq_len", "global_batch")
+PLAN = (
+    "tp", "pp", "vpp", "dp", "cp", "ep", "sequence_parallel", "zero_or_fsdp", "micro_batch",
+    "activation_checkpointing", "precision", "framework", "other_plan",
+    "layers", "hidden", "heads", "interconnect_inter",
+)  # fmt: skip
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
+ROUNDS = 2  # of a pipeline, to see that
 CONSTANTS = ("matmul", "memory", "attention", "link")
 
 
@@ -55,6 +62,7 @@ class Predicted:
     gated: bool
     target_s: float
     group: tuple[str, ...]
+    plan: tuple[str, ...]
     device: str
     predicted_s: float | None = None
     reason: str = ""
@@ -90,7 +98,8 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
     """Simulate one row."""
     found = Predicted(
         row["id"], row["source_key"], gated(row), float(row["target_seconds_per_iter"]),
-        tuple(row[name] for name in GROUP), row["gpu_key"] or row["gpu_type"],
+        tuple(row[name] for name in GROUP), tuple(row[name] for name in PLAN),
+        row["gpu_key"] or row["gpu_type"],
         memory_bytes=float(row["mem_gb_per_gpu"]) * 1e9 if row["mem_gb_per_gpu"] else None,
     )  # fmt: skip
     try:
@@ -100,9 +109,12 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
         return replace(found, reason=str(why))
     timeline = _play(built, run, run.cluster)
     moved = []
-    for constant in CONSTANTS if slopes else ():
-        other = _play(built, run, moved_constant(run.cluster, constant, 1 + STEP))
-        moved.append(math.log(other.step_s / timeline.step_s) / math.log(1 + STEP))
+    if slopes:
+        base = _play(built, run, run.cluster, rounds=ROUNDS).step_s
+        for constant in CONSTANTS:
+            cluster = moved_constant(run.cluster, constant, 1 + STEP)
+            other = _play(built, run, cluster, rounds=ROUNDS).step_s
+            moved.append(math.log(other / base) / math.log(1 + STEP))
     return replace(
         found,
         predicted_s=timeline.step_s,
@@ -112,8 +124,8 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
     )
 
 
-def _play(built: Program, run: Run, cluster: Cluster) -> Timeline:
-    return built.play(cluster, replace(run.kernels, device=cluster.device))
+def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:
+    return built.play(cluster, replace(run.kernels, device=cluster.device), rounds=rounds)
 
 
 def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
@@ -141,14 +153,7 @@ def score(rows: Sequence[Predicted]) -> Score:
     """The score of some rows."""
     known = [row for row in rows if row.predicted_s is not None]
     errors = sorted(abs(row.error) for row in known)
-    groups: dict[tuple[str, ...], list[Predicted]] = {}
-    for row in known:
-        groups.setdefault(row.group, []).append(row)
-    ranks = [
-        (len(g), spearman([r.predicted_s or 0.0 for r in g], [r.target_s for r in g]))
-        for g in groups.values()
-        if len(g) >= MIN_GROUP and len({r.target_s for r in g}) > 1
-    ]
+    ranks = [spearman(*group) for group in groups_of(known)]
     memory = [
         abs(math.log(row.peak_bytes / row.memory_bytes))
         for row in known
@@ -161,11 +166,26 @@ def score(rows: Sequence[Predicted]) -> Score:
         statistics.median(errors) if errors else None,
         percentile(errors, 0.9) if errors else None,
         statistics.median(row.error for row in known) if known else None,
-        sum(n * r for n, r in ranks) / sum(n for n, _ in ranks) if ranks else None,
+        statistics.mean(ranks) if ranks else None,
         len(ranks),
         statistics.median(memory) if memory else None,
         len(memory),
     )
+
+
+def groups_of(rows: Sequence[Predicted]) -> list[tuple[list[float], list[float]]]:
+    """Predicted and measured seconds of the plans of each group that has enough of them."""
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], list[Predicted]]] = {}
+    for row in rows:
+        groups.setdefault(row.group, {}).setdefault(row.plan, []).append(row)
+    return [
+        (
+            [statistics.median(r.predicted_s or 0.0 for r in same) for same in plans.values()],
+            [statistics.median(r.target_s for r in same) for same in plans.values()],
+        )
+        for plans in groups.values()
+        if len(plans) >= MIN_GROUP
+    ]
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

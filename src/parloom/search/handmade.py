@@ -121,9 +121,18 @@ class Program:
     lowered: tuple[PCG, ...]
 
     def play(
-        self, cluster: Cluster, kernels: Kernels | None = None, optimizer: Optimizer | None = None
+        self,
+        cluster: Cluster,
+        kernels: Kernels | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        rounds: int | None = None,
     ) -> Timeline:
-        """Price and simulate a step on `cluster`."""
+        """Price and simulate a step on `cluster`.
+
+        With `rounds`, a pipeline runs no more than so many microbatches for each of its ranks: less
+        than the step, and quicker to see what changes it.
+        """
         chosen = self.chosen
         own = part_of(cluster, chosen.ranks // chosen.pipeline)
         if len(self.parts) == 1:
@@ -141,7 +150,8 @@ class Program:
             came = stages[-1].forward if stages else Send()
             stages.append(replace(actions, forward=sent, backward=came))
         name = "interleaved_1f1b" if chosen.interleave > 1 else "1f1b"
-        lists = schedule(name, len(stages), chosen.num_microbatches, chosen.interleave)
+        count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
+        lists = schedule(name, len(stages), count, chosen.interleave)
         return simulate_pipeline(lists, stages)
 
 
