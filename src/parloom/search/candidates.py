@@ -19,8 +19,8 @@ from parloom.search.baselines import METHODS
 AUTO = "auto"
 # Rules of thumb that stand beside a search.
 BESIDE = ("data_parallel", "fsdp", "megatron")
-# How many of the search's proposals are simulated.
-PROPOSED = 6
+# How many of the search's proposals stand in a plan.
+PROPOSED = 4
 LOW_PRECISION = ("bfloat16", "float16")
 Say = Callable[[str], None]
 

@@ -1,6 +1,6 @@
 """Linear and integer programs, by HiGHS."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -31,6 +31,7 @@ class LinearProgram:
     bounds: list[tuple[float, float]] = field(default_factory=list)
     integers: list[bool] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    known: dict[Hashable, int] = field(default_factory=dict)
 
     def column(
         self, cost: float, low: float = 0.0, high: float = INFINITY, *, integer: bool = False
@@ -40,6 +41,12 @@ class LinearProgram:
         self.bounds.append((low, high))
         self.integers.append(integer)
         return len(self.costs) - 1
+
+    def shared(self, name: Hashable, cost: float) -> int:
+        """The column, 0 or 1, that all who name it share; its index."""
+        if name not in self.known:
+            self.known[name] = self.column(cost, 0.0, 1.0, integer=True)
+        return self.known[name]
 
     def row(
         self, terms: Mapping[int, float], low: float = -INFINITY, high: float = INFINITY

@@ -49,8 +49,14 @@ class _Choice:
     prices: Sequence[Totals]
 
 
-def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) -> Candidate | None:
-    """The fastest storage and recomputation under `limit_bytes`; None where nothing fits."""
+def polish(
+    problem: LayoutProblem, values: Sequence[int], limit_bytes: float, *, frugal: bool = False
+) -> Candidate | None:
+    """The fastest storage and recomputation under `limit_bytes`; None where nothing fits.
+
+    With `frugal`, every distinct collective on weights also costs a message: few weights that are
+    stored otherwise than the others may cost more than they save, which the estimate does not see.
+    """
     program = LinearProgram()
     spare = program.column(1.0), program.column(1.0)
     weights: list[tuple[tuple[Level, ...], _Choice]] = []
@@ -61,6 +67,8 @@ def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) ->
         )
         program.row(dict.fromkeys(columns, 1.0), weight.count, weight.count)
         weights.append((levels, _Choice(columns, tuple(parts))))
+        if frugal:
+            _charge(program, problem, levels, columns, weight.count)
     blocks: list[_Choice] = []
     for block in problem.program.blocks:
         once = problem.passes_of(block, values)
@@ -90,6 +98,22 @@ def polish(problem: LayoutProblem, values: Sequence[int], limit_bytes: float) ->
         tuple(counts[block.columns[0]] for block in blocks),
         summed(_total(blocks, counts, base), _total(stored, counts, nothing)),
     )
+
+
+def _charge(
+    program: LinearProgram,
+    problem: LayoutProblem,
+    levels: Sequence[Level],
+    columns: Sequence[int],
+    count: int,
+) -> None:
+    """A message for each set of axes that some of `count` equal weights are stored over."""
+    for level, column in zip(levels, columns, strict=True):
+        if not level.axes:
+            continue
+        message = problem.storage.message_ps(level.axes) / MS
+        taken = program.shared((level.axes, level.weight, level.gradient), message)
+        program.row({column: 1.0, taken: -float(count)}, high=0.0)
 
 
 def _limit(

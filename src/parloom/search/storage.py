@@ -159,6 +159,10 @@ class StoragePrices:
         if partial:
             found[part] += self.seconds("all_reduce", partial, size)
 
+    def message_ps(self, axes: Axes) -> int:
+        """What a collective over `axes` takes at least."""
+        return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
+
     def seconds(self, kind: str, axes: Axes, num_bytes: int) -> int:
         """Picoseconds of a share of a full bucket."""
         if self.mesh.size(axes) < 2:
