@@ -1,7 +1,6 @@
 """The README's support matrix is what the benchmark found, and the benchmark found all well."""
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,7 @@ def writer() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def document(writer: ModuleType) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(writer.RESULTS.read_text(encoding="utf-8"))
+    found: dict[str, Any] = writer.read(writer.RESULTS)
     return found
 
 
