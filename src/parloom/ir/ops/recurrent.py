@@ -50,16 +50,20 @@ def _saves(site: Site) -> SavedTensors:
     return (*all_operands(site), ("result", 0))
 
 
-# What oneDNN keeps of every step, in elements of the result: measured over lengths of 16 and 32,
-# 16 and 64 samples and widths of 64 to 256; inputs wider than the state take more. cuDNN's reserve
-# is not known better.
-_KEPT = {"lstm": 16, "gru": 7, "rnn_tanh": 1, "rnn_relu": 1}
+# What oneDNN keeps of every step, in widths of the state and of what is wider, input or state:
+# measured over lengths of 16 and 32, 16 and 64 samples and widths of 64 to 256. What cuDNN reserves
+# was not measured.
+_KEPT = {"lstm": (9.5, 6.2), "gru": (7.0, 0.0), "rnn_tanh": (1.0, 0.0), "rnn_relu": (1.0, 0.0)}
 
 
 def _own_bytes(site: Site, fused: bool) -> float:
     packed = isinstance(site.arg(_WEIGHTS + 1, "params"), tuple)
     layers = site.integer(4 + packed, "num_layers", 1)
-    return _KEPT[site.node.op] * site.results[0].num_bytes * layers
+    ways = 1 + (site.arg(7 + packed, "bidirectional", False) is True)
+    state = max(1, site.results[0].shape[-1] // ways)
+    own, wider = _KEPT[site.node.op]
+    width = max(1.0, site.operands[0].shape[-1] / state)
+    return site.results[0].num_bytes * layers * (own + wider * width)
 
 
 OPS: tuple[OpDef, ...] = tuple(
