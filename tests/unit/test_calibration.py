@@ -24,10 +24,12 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operator
 from parloom.cost.measured import (
     CALIBRATED,
-    ERRORS,
+    CPU_ERRORS,
+    PUBLISHED_ERROR,
     Table,
     calibrated,
     contended,
+    error_of,
     mismatches,
     source_of,
 )
@@ -161,11 +163,12 @@ def test_predictions_follow_the_table_and_say_so() -> None:
     cluster, kernels = calibrated(CLUSTER, full)
     found = source_of(pcg, kernels, full)
     assert found.name == MEASURED
-    assert found.error == pytest.approx(math.hypot(ERRORS[MEASURED], full.error))
+    assert found.error == pytest.approx(math.hypot(CPU_ERRORS[MEASURED], full.error))
     played = simulate(pcg, cluster, decisions, kernels=kernels)
     assert played.step_s > 0.01 * len(computes)
     low, high = found.band(1.0)
     assert low * high == pytest.approx(1.0)
+    assert error_of(MEASURED, load_cluster("8xH100").device) == PUBLISHED_ERROR
     # Rates of another machine are used, and said to be less sure.
     strange = source_of(pcg, kernels, full, mismatches(full, CLUSTER, replace(HERE, cores=64)))
     assert strange.error > found.error

@@ -5,8 +5,15 @@ from pathlib import Path
 
 from parloom.cost.calibration import Calibration
 from parloom.cost.clusters import LoadedCluster, on_this_machine, resolve_cluster
-from parloom.cost.kernels import Kernels
-from parloom.cost.measured import Source, calibrated, contended, mismatches, source_of
+from parloom.cost.kernels import SPEC, Kernels
+from parloom.cost.measured import (
+    Source,
+    calibrated,
+    contended,
+    error_of,
+    mismatches,
+    source_of,
+)
 from parloom.cost.simulate import simulate
 from parloom.cost.timeline import Timeline
 from parloom.execute.calibrate import fingerprint, read_calibration
@@ -39,7 +46,7 @@ class Machine:
     def source(self, pcg: PCG) -> Source:
         """Where a prediction for a lowered program comes from, and how sure it is."""
         if self.calibration is None or self.kernels is None:
-            return Source()
+            return Source(SPEC, error_of(SPEC, self.cluster.device))
         return source_of(pcg, self.kernels, self.calibration, self.different)
 
     def predict(
