@@ -23,7 +23,7 @@ from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import logical_meshes
-from parloom.search.polish import decisions, polish
+from parloom.search.polish import Candidate, decisions, polish
 from parloom.search.prices import KEPT
 from parloom.search.program import program_of
 from parloom.search.ways import Ways
@@ -160,6 +160,25 @@ def test_the_bound_holds_for_every_plan_found() -> None:
             assert proposal.bound_ps <= proposal.estimate_ps + 0.5
             pcg = lower(model(), proposal.decisions)
             assert found.bound_ps <= simulate(pcg, cluster, proposal.decisions, ADAM).step_ps
+
+
+def test_frugal_storage_takes_fewer_collectives_and_never_a_better_estimate() -> None:
+    graph = random_graph(Random(3))
+    for mesh in logical_meshes(EIGHT):
+        problem = problem_of(graph, mesh, EIGHT)
+        values = MeshSearch(problem, PLENTY).run().candidates[0].values
+        best = polish(problem, values, PLENTY)
+        frugal = polish(problem, values, PLENTY, frugal=True)
+        assert best is not None
+        assert frugal is not None
+        assert best.sums.step_ps <= frugal.sums.step_ps
+        assert len(kinds_of(frugal)) <= len(kinds_of(best))
+
+
+def kinds_of(candidate: Candidate) -> set[object]:
+    """The distinct ways in which weights are stored in chunks."""
+    levels = (level for chosen in candidate.levels for level, _ in chosen if level.axes)
+    return {(level.axes, level.weight, level.gradient) for level in levels}
 
 
 def test_nothing_is_proposed_that_does_not_fit() -> None:

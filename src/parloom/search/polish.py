@@ -25,7 +25,7 @@ from parloom.search.sums import Sums, recomputed, summed
 
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
 # How far an answer may be from the best.
-GAP = 1e-4
+GAP = 1e-6
 SENT_BACKWARD = (AGAIN, CHUNKED, REDUCED)
 
 
