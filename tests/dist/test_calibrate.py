@@ -131,7 +131,8 @@ def test_the_command_writes_what_plans_and_simulations_take(
     assert f"parloom plan MODEL --cluster C --calibration {quick}" in capsys.readouterr().out
     assert sorted(quick.parent.iterdir()) == [quick]
     given = ["--calibration", str(quick)]
-    assert cli.main(["plan", spec, "--cluster", "2xcpu", "--out", "run", *given]) == 0
+    planned = ["plan", spec, "--cluster", "2xcpu", "--method", "data_parallel"]
+    assert cli.main([*planned, "--out", "run", *given]) == 0
     assert "(from measured operators; likely " in capsys.readouterr().out
     assert cli.main(["simulate", "run", "--json", *given]) == 0
     document = json.loads(capsys.readouterr().out)
