@@ -47,7 +47,7 @@ PLAN = (
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
 ROUNDS = 2  # of a pipeline, to see that
-CONSTANTS = ("matmul", "memory", "attention", "link")
+CONSTANTS = ("matmul", "memory", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,6 @@ def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None)
 
 def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
     """The cluster with one of its constants `factor` times as large."""
-    if constant == "link":
-        levels = tuple(
-            replace(level, link=replace(level.link, efficiency=level.link.efficiency * factor))
-            for level in cluster.levels
-        )
-        return replace(cluster, levels=levels)
     efficiency = cluster.device.efficiency
     value = {constant: getattr(efficiency, constant) * factor}
     device = replace(cluster.device, efficiency=replace(efficiency, **value))
@@ -143,9 +137,7 @@ def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
 
 
 def constant_of(cluster: Cluster, constant: str) -> float:
-    """A constant; of links, that of the slowest level."""
-    if constant == "link":
-        return cluster.levels[-1].link.efficiency
+    """A constant of the cluster's device."""
     return float(getattr(cluster.device.efficiency, constant))
 
 
