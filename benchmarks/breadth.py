@@ -18,7 +18,6 @@ import multiprocessing
 import resource
 import time
 from collections import Counter
-from collections.abc import Collection
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -160,12 +159,12 @@ def printed(row: Row) -> str:
     return "\n".join(lines)
 
 
-def others(path: str | None, chosen: Collection[str]) -> list[Row]:
-    """The rows in a file for models that are not chosen."""
+def earlier(path: str | None) -> dict[str, Row]:
+    """The rows in a file by model."""
     if path is None or not Path(path).exists():
-        return []
+        return {}
     rows: list[Row] = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if row["model"] not in chosen]
+    return {row["model"]: row for row in rows}
 
 
 def main() -> int:
@@ -178,16 +177,15 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)  # models are forked, ranks are threads
     chosen = dict.fromkeys(n for group in args.models.split(",") for n in names(group))
-    kept = others(args.json, chosen) if args.keep else []
-    rows: list[Row] = []
+    rows = earlier(args.json) if args.keep else {}
     for name in chosen:
         row = isolated(name, args.plans, args.timeout)
-        rows.append(row | {"date": datetime.now(UTC).date().isoformat()})
+        rows[name] = row | {"date": datetime.now(UTC).date().isoformat()}
         print(printed(row), flush=True)
-        report("breadth", [*kept, *rows], args.json)
-    good = sum(not list(wrong(row)) for row in rows)
-    print(f"{good} of {len(rows)} models pass")
-    return int(good < len(rows))
+        report("breadth", list(rows.values()), args.json)
+    good = sum(not list(wrong(rows[name])) for name in chosen)
+    print(f"{good} of {len(chosen)} models pass")
+    return int(good < len(chosen))
 
 
 if __name__ == "__main__":
