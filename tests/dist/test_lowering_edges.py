@@ -117,6 +117,28 @@ def test_a_mask_read_by_position_is_split_over_microbatches() -> None:
     assert error < LIMIT, where
 
 
+class Token(nn.Module):
+    """A learned token in front of every sample, as vision transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        loss: Tensor = self.head(rows).square().sum()
+        return loss
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_what_is_repeated_for_every_sample_is_cut_in_time(microbatches: int) -> None:
+    model = of(Token(), {"x": torch.randn(8, 3, 6)})
+    decisions = next(iter(data_parallel(model.graph, load_cluster("2xcpu"), microbatches)))
+    error, where = model.error(decisions)
+    assert error < LIMIT, where
+
+
 def test_a_scalar_parameter_meets_a_whole_loss() -> None:
     """The product of a partial loss and a parameter would give a gradient per rank."""
     model = of(Weighted(), {"x": torch.randn(8, 4), "y": torch.randn(8, 4)})

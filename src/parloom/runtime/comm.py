@@ -124,6 +124,15 @@ class SingleGroup:
         return DONE
 
 
+class TimeGroup(SingleGroup):
+    """Microbatches seen as a group: what is at hand is member `index`. Nothing is exchanged."""
+
+    __slots__ = ("index", "size")
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size, self.index = size, index
+
+
 @dataclass(frozen=True, slots=True)
 class SingleComm:
     """The only rank of a program."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import Comm, Group
+from parloom.runtime.comm import Comm, Group, TimeGroup
 from parloom.runtime.mesh import Mesh
 
 
@@ -58,7 +58,10 @@ class Context:
         return self.comm.mesh.coordinates(self.comm.rank, self.microbatch)
 
     def group(self, axes: tuple[str, ...]) -> Group:
-        """The ranks that differ from this one along `axes` only."""
+        """The ranks that differ from this one along `axes` only; in time, the microbatches."""
+        time = self.mesh.time
+        if time is not None and axes == (time,):
+            return TimeGroup(self.mesh[time].size, self.microbatch)
         return self.comm.group(axes)
 
     def weight(self, name: str) -> Tensor:
