@@ -12,6 +12,7 @@ from parloom.codegen.source import _returns_tuple
 from parloom.errors import CaptureError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Function, Graph, Input, Node, Ref, TensorSpec, Value
+from parloom.ir.ops import OPS
 from tests.capture.models import assert_equal
 
 Map = Callable[[Tensor], Tensor]
@@ -105,7 +106,8 @@ def test_bits_as_another_dtype() -> None:
 
 @pytest.mark.parametrize("equation", ["ij,jk", "...j,jk->...k", "ii->i"])
 def test_any_einsum(equation: str) -> None:
-    captured(lambda x: torch.einsum(equation, [x, x][: equation.count(",") + 1]))
+    graph = captured(lambda x: torch.einsum(equation, [x, x][: equation.count(",") + 1]))
+    assert all(node.op in OPS for _, node in graph.unfolded())
 
 
 def test_a_list_of_one_tensor_is_unpacked() -> None:

@@ -1,6 +1,7 @@
 """Training that goes on from a checkpoint, under any plan, equals training without a break."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -115,15 +116,19 @@ def test_any_plan_goes_on_from_any_other(tmp_path: Path) -> None:
             assert mlp.difference(runs[plan], same) == 0.0, "to the bit under the same plan"
 
 
-def load_wrong(folder: Path) -> None:
+def load_wrong(folder: Path) -> str:
     run = trainer("data_4", rename={"unused": "unusual"})
-    with pytest.raises(InputError, match=r"rank 0: .* no tensor unusual \(nearest: unused\)"):
+    with pytest.raises(InputError) as refused:
         checkpoint.load(run, folder)
+    return str(refused.value)
 
 
 def test_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
     fork_ranks(4, save_midway, "data_4", tmp_path / "a", False)
-    fork_ranks(4, load_wrong, tmp_path / "a")
+    said = fork_ranks(4, load_wrong, tmp_path / "a")
+    assert len(said) == 4
+    for line in said:
+        assert re.search(r"rank 0: .* no tensor unusual \(nearest: unused\)", line)
 
 
 def export(plan: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -121,9 +121,10 @@ def test_batches_are_compared_once() -> None:
     """A collective and a copy to the host: not in every step."""
     made = mlp.program(MESH, mlp.Layout(("x",)))
 
-    def body(comm: rt.Comm) -> None:
+    def losses(comm: rt.Comm) -> list[float]:
         one = rt.Trainer(made, mlp.model().state_dict(), optimizer=mlp.sgd, comm=comm)
-        one.step(mlp.batch())
-        one.step(mlp.batch(seed=comm.rank))
+        steps = (one.step(mlp.batch()), one.step(mlp.batch(seed=comm.rank)))
+        return [float(step.loss) for step in steps]
 
-    rt.run_threads(MESH, body)
+    found = rt.run_threads(MESH, losses)
+    assert all(len(steps) == 2 and steps[0] == found[0][0] for steps in found)

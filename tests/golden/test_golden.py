@@ -27,9 +27,8 @@ def test_golden(name: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
         path.write_text(found, encoding="utf-8")
     wanted = path.read_text(encoding="utf-8") if path.exists() else ""
-    if found != wanted:
-        lines = unified_diff(wanted.splitlines(), found.splitlines(), "golden", "now", lineterm="")
-        pytest.fail("\n".join([f"{name} changed (--update-golden rewrites it)", *lines]))
+    lines = unified_diff(wanted.splitlines(), found.splitlines(), "golden", "now", lineterm="")
+    assert found == wanted, "\n".join([f"{name} changed (--update-golden rewrites it)", *lines])
 
 
 def test_there_is_no_stale_file() -> None:

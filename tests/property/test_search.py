@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
+from parloom.cost.step import priced
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
@@ -26,9 +27,10 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, polish
 from parloom.search.prices import KEPT
 from parloom.search.program import program_of
+from parloom.search.storage import STORED
 from parloom.search.ways import Ways
 from tests.property.searched import ADAM, least_step_ps, random_graph
-from tests.unit.test_simulate import model
+from tests.unit.test_simulate import chunked, model
 
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
 PLENTY = 1e15
@@ -148,6 +150,16 @@ def test_optimistic_ways_are_never_dearer_than_exact_ones(seed: int) -> None:
             assert legal or not ways.legal[source, target]
             if ways.legal[source, target]:
                 assert (before <= ways.parts[:KEPT, source, target]).all()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_storage_is_priced_as_the_cost_layer_counts_it(level: int) -> None:
+    """The search's own prices of weights against `cost.parameters`, whatever the ZeRO level."""
+    plan = chunked(EIGHT, level=level)
+    pcg = lower(model(), plan)
+    found = priced(pcg, EIGHT, plan, ADAM).parameters
+    weights = estimate(pcg, Walker({}, pcg.mesh, EIGHT), ADAM).weights
+    assert weights[STORED] == sum(found.stored_bytes().values())
 
 
 def test_the_bound_holds_for_every_plan_found() -> None:
