@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,10 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from parloom import arguments
 from parloom.capture import (
     Loss,
-    differences,
     fingerprint,
     load_abstract,
-    parameters_of,
     remarks,
     scalars_apart,
 )
@@ -28,7 +24,6 @@ from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import (
     CaptureError,
-    FingerprintError,
     InfeasibleError,
     InputError,
     LayoutError,
@@ -40,12 +35,10 @@ from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.machine import Machine, machine_for
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
-from parloom.execute.shrink import require_memory
-from parloom.execute.shrink import shrink as shrunk_copy
+from parloom.execute.prove import prove
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
-from parloom.execute.verify import verify as _verify
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
@@ -60,7 +53,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
-from parloom.ir.text import parse_graph, print_graph
+from parloom.ir.text import print_graph
 from parloom.report.shortage import shortage_document, shortage_line, shortage_of
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, idle_words
@@ -405,43 +398,7 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
     With `shrink`, a small copy of model and mesh is proved instead; the report says what shrank.
     Raises `FingerprintError` where the model has changed since the plan was made.
     """
-    source = plan.source
-    progress(f"building {source.spec}")
-    build = partial(
-        load_abstract, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
-    )
-    loaded = build(source.spec)
-    if not shrink and any(p.is_meta for p in loaded.model.parameters()):
-        require_memory(loaded.model, source.spec)
-        loaded = build(source.spec, limit=None)
-    found = fingerprint(loaded.model, loaded.batch, loaded.loss)
-    if found != plan.fingerprint:
-        what = differences(loaded.model, parse_graph(plan.graph), loaded.batch)
-        raise FingerprintError(
-            f"the plan was made for model {plan.fingerprint}, {source.spec} is now {found}:"
-            f" {what or 'the source of its module classes or of the loss function differs'}; plan"
-            f" again: {plan.command()}"
-        )
-    torch.set_num_threads(1)  # the ranks are forked
-    _check_program(plan, _capture(loaded.model, loaded.batch, loss=loaded.loss))
-    text = ""
-    if shrink:
-        progress("building a small copy")
-        copy = shrunk_copy(plan, loaded)
-        plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
-    else:
-        tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
-    progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
-    return replace(_verify(plan, tensors, batch), shrunk=text)
-
-
-def _check_program(plan: Plan, captured: Graph) -> None:
-    """Raise `FingerprintError` unless the plan holds the program that the model captures to."""
-    if parse_graph(plan.graph) != parse_graph(print_graph(captured)):
-        raise FingerprintError(
-            f"the program in the plan is not what {plan.source.spec} captures to; was the file"
-            f" edited, or torch changed? Plan again: {plan.command()}"
-        )
+    return prove(plan, small=shrink, progress=progress)
 
 
 def run(

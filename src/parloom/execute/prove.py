@@ -1,0 +1,60 @@
+"""The proof of a saved plan: its model is built anew, captured, and compared with its program."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from parloom.capture import capture, differences, fingerprint, load_abstract, parameters_of
+from parloom.errors import FingerprintError
+from parloom.execute.shrink import require_memory, shrink
+from parloom.execute.verify import VerifyReport, verify
+from parloom.ir.graph import Graph
+from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph, print_graph
+
+
+def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> VerifyReport:
+    """Prove on this CPU that the plan's program equals the model on one device, or with `small`
+    that a small copy of it does.
+
+    Raises `FingerprintError` where the model has changed since the plan was made.
+    """
+    source = plan.source
+    progress(f"building {source.spec}")
+    build = partial(
+        load_abstract, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=plan.seed
+    )
+    loaded = build(source.spec)
+    if not small and any(p.is_meta for p in loaded.model.parameters()):
+        require_memory(loaded.model, source.spec)
+        loaded = build(source.spec, limit=None)
+    found = fingerprint(loaded.model, loaded.batch, loaded.loss)
+    if found != plan.fingerprint:
+        what = differences(loaded.model, parse_graph(plan.graph), loaded.batch)
+        raise FingerprintError(
+            f"the plan was made for model {plan.fingerprint}, {source.spec} is now {found}:"
+            f" {what or 'the source of its module classes or of the loss function differs'}; plan"
+            f" again: {plan.command()}"
+        )
+    torch.set_num_threads(1)  # the ranks are forked
+    _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
+    text = ""
+    if small:
+        progress("building a small copy")
+        copy = shrink(plan, loaded)
+        plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
+    else:
+        tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
+    progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
+    return replace(verify(plan, tensors, batch), shrunk=text)
+
+
+def _check_program(plan: Plan, captured: Graph) -> None:
+    """Raise `FingerprintError` unless the plan holds the program that the model captures to."""
+    if parse_graph(plan.graph) != parse_graph(print_graph(captured)):
+        raise FingerprintError(
+            f"the program in the plan is not what {plan.source.spec} captures to; was the file"
+            f" edited, or torch changed? Plan again: {plan.command()}"
+        )
