@@ -17,22 +17,20 @@ from parloom.capture import (
     scalars_apart,
 )
 from parloom.capture import capture as _capture
+from parloom.choose import choose
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
-from parloom.cost.units import format_bytes, format_seconds
+from parloom.cost.units import format_bytes
 from parloom.errors import (
     CaptureError,
-    InfeasibleError,
-    InputError,
-    LayoutError,
     ParloomError,
 )
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
 from parloom.execute.files import read_plan, write_atomic
-from parloom.execute.machine import Machine, machine_for
+from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
 from parloom.execute.prove import prove
@@ -45,20 +43,17 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
     DTYPES,
-    Alternative,
     Decisions,
     ModelSource,
     Plan,
-    Prediction,
 )
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
-from parloom.report.shortage import shortage_document, shortage_line, shortage_of
 from parloom.report.trace import chrome_trace
-from parloom.report.words import WARNING, checkpoint_words, idle_words
+from parloom.report.words import WARNING, checkpoint_words
 from parloom.rewrite.pad import rewritten
-from parloom.search.candidates import Candidate, Candidates, Question, candidates
+from parloom.search.candidates import Question, candidates
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
@@ -190,21 +185,13 @@ def search(
         assumptions=(*machine.loaded.assumptions, *captured.assumptions),
         seed=captured.seed,
         evaluation_graph=captured.evaluation_graph,
+        notes=captured.notes,
     )
     if limit > there:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         asked = replace(asked, assumptions=(*asked.assumptions, line))
-    proposed = _candidates(graph, machine, asked, limit, microbatches, progress)
-    for line in proposed.refused:
-        progress(line)
-    asked = replace(
-        asked,
-        notes=(*proposed.refused, *captured.notes),
-        bound_s=proposed.bound_s,
-        solver_gap=proposed.solver_gap,
-    )
-    best = _best(asked, graph, proposed.found, machine, limit, progress)
+    best = choose(asked, graph, machine, limit, microbatches, progress)
     best = _with_evaluation(best, graph)
     for line in best.notes:
         if line.startswith(WARNING):
@@ -249,73 +236,6 @@ def _assumed(batch: int | None, seq: int | None, tensors: Batch) -> Iterator[str
     shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in tensors.items())
     if batch is None or seq is None:
         yield f"batch as built: {shapes}"
-
-
-def _candidates(
-    graph: Graph, machine: Machine, asked: Plan, limit: int, microbatches: int | None, say: Say
-) -> Candidates:
-    """What the method asked for proposes; it may be a plan file, whose decisions are taken."""
-    cluster = machine.cluster
-    if asked.method in arguments.METHODS:
-        question = Question(
-            graph, cluster, asked.optimizer, limit, microbatches or 1, asked.seed, machine.kernels
-        )
-        return candidates(question, asked.method, say)
-    decisions = read_plan(Path(asked.method)).decisions
-    if decisions.mesh.num_ranks != cluster.num_devices:
-        raise InputError(
-            f"{asked.method} is for {decisions.mesh.num_ranks} ranks, {cluster.name} has"
-            f" {cluster.num_devices} devices"
-        )
-    if microbatches is not None:
-        decisions = replace(decisions, num_microbatches=microbatches)
-    return Candidates((Candidate(asked.method, asked.method, decisions),))
-
-
-def _best(
-    asked: Plan,
-    graph: Graph,
-    proposed: Sequence[Candidate],
-    machine: Machine,
-    limit: int,
-    progress: Say,
-) -> Plan:
-    """The candidate whose simulated step is the fastest of those that fit."""
-    played: list[tuple[Candidate, Prediction]] = []
-    refused: list[LayoutError] = []
-    notes = asked.notes
-    for candidate in proposed:
-        try:
-            pcg = lower(rewritten(graph, candidate.decisions.rewrites), candidate.decisions)
-        except LayoutError as error:  # as when microbatches do not divide over this mesh
-            refused.append(error)
-            notes = (f"{candidate.name}: not possible: {error}", *notes)
-            progress(notes[0])
-            continue
-        played.append((candidate, machine.predict(pcg, candidate.decisions, asked.optimizer)))
-        step_s, peak = played[-1][1].step_s, played[-1][1].peak_bytes
-        progress(f"{candidate.name}: {format_seconds(step_s)}, {format_bytes(peak)}")
-    if not played:
-        raise refused[0]
-    alternatives = tuple(
-        Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in played
-    )
-    fitting = [
-        (p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(played) if p.peak_bytes <= limit
-    ]
-    if not fitting:
-        candidate, smallest = min(played, key=lambda entry: entry[1].peak_bytes)
-        shortage = shortage_of(candidate.name, smallest, limit)
-        raise InfeasibleError(shortage_line(shortage), shortage_document(shortage))
-    candidate, prediction = played[min(fitting)[2]]
-    return replace(
-        asked,
-        method=candidate.method,
-        decisions=candidate.decisions,
-        prediction=prediction,
-        alternatives=alternatives,
-        notes=(*idle_words(candidate.decisions), *notes),
-    )
 
 
 def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
