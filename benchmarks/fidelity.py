@@ -96,17 +96,37 @@ class Score:
 
 def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predicted:
     """Simulate one row."""
+    memory = positive(row["mem_gb_per_gpu"])
     found = Predicted(
-        row["id"], row["source_key"], gated(row), float(row["target_seconds_per_iter"]),
+        row["id"], row["source_key"], gated(row), positive(row["target_seconds_per_iter"]) or 0.0,
         tuple(row[name] for name in GROUP), tuple(row[name] for name in PLAN),
         row["gpu_key"] or row["gpu_type"],
-        memory_bytes=float(row["mem_gb_per_gpu"]) * 1e9 if row["mem_gb_per_gpu"] else None,
+        memory_bytes=memory * 1e9 if memory else None,
     )  # fmt: skip
     try:
-        run = run_of_row(row, known)
-        built = program(run.graph, run.chosen, run.cluster)
+        return _simulated(found, row, slopes, known)
     except (Unpredictable, ParloomError) as why:
         return replace(found, reason=str(why))
+    except Exception as why:  # no row may take the others with it; its type says that it is a bug
+        known.clear()
+        first = next(iter(str(why).splitlines()), "")
+        return replace(found, reason=f"{type(why).__name__}: {first}")
+
+
+def positive(text: str) -> float | None:
+    """A number above 0; None for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def _simulated(
+    found: Predicted, row: Row, slopes: bool, known: list[tuple[Shape, Graph]]
+) -> Predicted:
+    run = run_of_row(row, known)
+    built = program(run.graph, run.chosen, run.cluster)
     timeline = _play(built, run, run.cluster)
     moved = []
     if slopes:
@@ -332,7 +352,7 @@ def chosen_rows(path: Path, only: str | None, keep: Callable[[Row], bool]) -> li
     """Rows with a plan and a target, those of one architecture after each other."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = [r for r in DictReader(file) if r["plan_complete"] == "1"]
-    rows = [r for r in rows if r["target_seconds_per_iter"] and keep(r)]
+    rows = [r for r in rows if positive(r["target_seconds_per_iter"]) and keep(r)]
     return [r for r in rows if only is None or r["source_key"] == only]
 
 

@@ -127,9 +127,12 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
     if not text and default is not None:
         return default
     try:
-        return round(float(text))
-    except ValueError:
+        number = round(float(text))
+    except (ValueError, OverflowError):
         raise Unpredictable(f"{name} is {text!r}, no number") from None
+    if number < 1:
+        raise Unpredictable(f"{name} is {text!r}: at least 1 is needed")
+    return number
 
 
 def configuration(row: Row) -> Configuration:
@@ -154,7 +157,7 @@ def configuration(row: Row) -> Configuration:
         chunks if chunks > 1 and steps % pipeline == 0 else 1,
         data,
         context,
-        zero=zero if data > 1 else 0,
+        zero=zero if data * context > 1 else 0,
         shard=min(shard, data),
         recompute=_recompute(row),
         microbatch=micro,

@@ -50,6 +50,8 @@ def test_a_row_from_its_text_to_seconds(fidelity: ModuleType, published: ModuleT
     chosen = published.configuration(ROW)
     assert (chosen.tensor, chosen.pipeline, chosen.data, chosen.num_microbatches) == (2, 2, 4, 4)
     assert (chosen.zero, chosen.recompute) == (1, "full")
+    assert published.configuration(ROW | {"cp": "4"}).zero == 1  # over these, where data is 1
+    assert published.configuration(ROW | {"num_gpus": "4"}).zero == 0  # nobody to share with
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,11 @@ def test_a_row_from_its_text_to_seconds(fidelity: ModuleType, published: ModuleT
         ({"layers": "2", "vpp": "2"}, "do not make 4 stages"),
         ({"micro_batch": ""}, "no number"),
         ({"precision": "NVFP4"}, "4-bit"),
+        ({"layers": "inf"}, "no number"),
+        ({"heads": "0"}, "at least 1"),
+        ({"kv_heads": "3", "family": "llama"}, "3 key heads do not divide"),
+        ({"nodes": "-2"}, "at least 1"),
+        ({"micro_batch": "nan"}, "no number"),
     ],
 )
 def test_what_cannot_be_predicted_has_a_reason(
@@ -71,6 +78,24 @@ def test_what_cannot_be_predicted_has_a_reason(
     found = fidelity.predict(ROW | changes, False, [])
     assert found.predicted_s is None
     assert reason in found.reason
+
+
+def test_a_fault_in_one_row_is_its_reason(
+    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by nothing\nat all")
+
+    monkeypatch.setattr(fidelity, "program", fail)
+    assert fidelity.predict(ROW, False, []).reason == "ZeroDivisionError: by nothing"
+
+
+def test_rows_without_a_time_are_no_rows(fidelity: ModuleType, tmp_path: Path) -> None:
+    times = ["1.5", "", "0", "-1", "nan", "inf", "soon"]
+    rows = [",".join((ROW | {"target_seconds_per_iter": t, "id": t}).values()) for t in times]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([",".join(ROW), *rows]) + "\n", encoding="utf-8")
+    assert [r["id"] for r in fidelity.chosen_rows(path, None, lambda row: True)] == ["1.5"]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ def test_zero_over_a_part_of_the_data_parallel_ranks() -> None:
         built(replace(chosen, shard=3))
 
 
+def test_context_parallel_ranks_share_what_zero_shards() -> None:
+    whole = EMBEDDINGS + DEPTH * BLOCK
+    alone = replace(PLAIN, context=4, zero=3, num_microbatches=BATCH)
+    assert stored(built(alone))["weights"] == whole // 4
+    both = replace(PLAIN, context=2, data=4, zero=1, num_microbatches=BATCH // 4)
+    assert stored(built(both))["optimizer"] == 3 * whole // 8
+    assert stored(built(replace(both, shard=2)))["optimizer"] == 3 * whole // 4
+
+
 def flops(found: Program) -> float:
     """Forward and backward FLOPs of a step on all ranks, counted by a table that measures FLOPs."""
 

@@ -47,7 +47,8 @@ RECOMPUTE: Mapping[str, int] = MappingProxyType({"none": 0, "alternate": 2, "ful
 class Configuration:
     """A plan as the field writes it.
 
-    `shard` ranks of the data-parallel ones share what ZeRO `zero` (0 to 3) shards; 0 is all.
+    `shard` ranks of the data-parallel ones, each with its context-parallel ones, share what ZeRO
+    `zero` (0 to 3) shards; 0 is all.
     `recompute`: none of the blocks, every other one, or all. `microbatch` samples a rank at a time;
     `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
     """
@@ -254,8 +255,12 @@ def _seeds(graph: Graph, chosen: Configuration, mesh: Mesh) -> dict[str, Layout]
 
 
 def _storage(graph: Graph, chosen: Configuration, mesh: Mesh) -> tuple[ParameterDecision, ...]:
-    """ZeRO 1 shards the optimizer's states, 2 gradients, too, and 3 weights."""
-    axes = tuple(a for a in (DATA,) if mesh[a].size > 1)
+    """ZeRO 1 shards the optimizer's states, 2 gradients, too, and 3 weights.
+
+    Over context-parallel ranks, too, which have the same weights (Megatron-LM's data-parallel group
+    with context parallelism; torchtitan's dp_shard_cp).
+    """
+    axes = tuple(a for a in (DATA, CONTEXT) if a in mesh.names and mesh[a].size > 1)
     if not chosen.zero or not axes:
         return ()
     shared, none = Storage(axes), Storage()
