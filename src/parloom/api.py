@@ -53,7 +53,8 @@ from parloom.ir.text import print_graph
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words
 from parloom.rewrite.pad import rewritten
-from parloom.search.candidates import Question, candidates
+from parloom.search.candidates import candidates
+from parloom.search.question import Question
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]

@@ -15,7 +15,8 @@ from parloom.ir.plan import Alternative, Plan, Prediction
 from parloom.report.shortage import shortage_document, shortage_line, shortage_of
 from parloom.report.words import idle_words
 from parloom.rewrite.pad import rewritten
-from parloom.search.candidates import Candidate, Candidates, Question, candidates
+from parloom.search.candidates import Candidate, Candidates, candidates
+from parloom.search.question import Question
 
 Say = Callable[[str], None]
 

@@ -4,17 +4,16 @@ With the method `auto` the rules of thumb are always among the candidates, so th
 never loses to them in prediction.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parloom.cost.kernels import Kernels
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
-from parloom.ir.mesh import Cluster, Mesh
-from parloom.ir.plan import ActivationDecision, Decisions, Optimizer
+from parloom.ir.mesh import Mesh
+from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.auto import Searched
 from parloom.search.auto import search as search_layouts
 from parloom.search.baselines import METHODS
+from parloom.search.question import Question, Say
 
 AUTO = "auto"
 # Rules of thumb that stand beside a search.
@@ -22,7 +21,6 @@ BESIDE = ("data_parallel", "fsdp", "megatron")
 # How many of the search's proposals stand in a plan.
 PROPOSED = 4
 LOW_PRECISION = ("bfloat16", "float16")
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +40,6 @@ class Candidates:
     refused: tuple[str, ...] = ()
     bound_s: float | None = None
     solver_gap: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What a plan is asked for."""
-
-    graph: Graph
-    cluster: Cluster
-    optimizer: Optimizer
-    limit_bytes: int
-    num_microbatches: int = 1
-    seed: int = 0
-    kernels: Kernels | None = None
 
 
 def candidates(question: Question, method: str, say: Say) -> Candidates:

@@ -4,7 +4,7 @@ An axis goes to one factor that it divides, or to none; of several axes on one f
 the mesh is outermost. `docs/space.md` says what this leaves out.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 from typing import Generic, TypeVar
@@ -68,9 +68,12 @@ class Menu:
         return len(self.choices)
 
 
-def menu_of(operator: Operator, single: Single) -> Menu:
-    """All choices of `operator` on the mesh of `single`."""
-    choices = tuple(_choices(operator, single))
+def menu_of(
+    operator: Operator, single: Single, among: Iterable[Mapping[str, Axes]] | None = None
+) -> Menu:
+    """All choices of `operator` on the mesh of `single`, or those with an assignment of `among`."""
+    found = assignments(operator.rule, single.mesh) if among is None else among
+    choices = tuple(_choices(operator, single, found))
     operands = range(len(operator.operands))
     results = range(len(operator.node.results))
     return Menu(
@@ -102,13 +105,15 @@ def subsets(axes: Sequence[str]) -> Iterator[Axes]:
     return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
 
 
-def _choices(operator: Operator, single: Single) -> Iterator[Choice]:
+def _choices(
+    operator: Operator, single: Single, among: Iterable[Mapping[str, Axes]]
+) -> Iterator[Choice]:
     rule, op, mesh = operator.rule, op_of(operator.node), single.mesh
     flowing = [any(flags) for flags in zip(*(f for f, _ in operator.flows), strict=True)]
     flowing = [op.differentiable and flows for flows in flowing]
     layouts = _Layouts(rule, mesh)
-    for chosen in assignments(rule, mesh):
-        ordered = NodeDecision("", tuple(chosen.items())).factors  # as a plan has it
+    for some in among:
+        ordered = NodeDecision("", tuple(some.items())).factors  # as a plan has it
         chosen = dict(ordered)
         used = {a for axes in chosen.values() for a in axes}
         wanted = [layouts.operand(i, chosen) for i in range(len(rule.operands))]

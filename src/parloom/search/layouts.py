@@ -88,15 +88,25 @@ class _Way:
 
 
 class LayoutProblem:
-    """All variables and tables of `program` on the mesh of `walker`."""
+    """All variables and tables of `program` on the mesh of `walker`.
+
+    `menus` and `storage` take the place of all choices that there are.
+    """
 
     def __init__(
-        self, program: Program, walker: Walker, decisions: Decisions, optimizer: Optimizer
+        self,
+        program: Program,
+        walker: Walker,
+        decisions: Decisions,
+        optimizer: Optimizer,
+        *,
+        menus: Sequence[Menu] = (),
+        storage: StoragePrices | None = None,
     ) -> None:
         self.program, self.mesh = program, walker.mesh
         self.prices = Prices(program, walker)
-        self.storage = StoragePrices(walker, decisions, optimizer)
-        self.menus: list[Menu] = [menu_of(o, self.prices.single) for o in program.operators]
+        self.storage = storage or StoragePrices(walker, decisions, optimizer)
+        self.menus = list(menus) or [menu_of(o, self.prices.single) for o in program.operators]
         self.homes = {
             index: tuple(self._homes(weight))
             for index, weight in enumerate(program.weights)
@@ -405,7 +415,7 @@ class LayoutProblem:
         """The layouts of `values` as a plan says them."""
         nodes = []
         for flat in self.program.graph.flat():
-            index = self.program.index[flat.function, flat.node.key]
+            index = self.program.index[flat.key]
             nodes.append(
                 NodeDecision(flat.key, self.menus[index].choices[values[index]].assignment)
             )

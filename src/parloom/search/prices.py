@@ -44,7 +44,8 @@ class Prices:
         operator = self.program.operators[index]
         if operator.is_scalar:
             return _nothing()
-        key = index, flags, self._signature(operator, choice)
+        place = operator.function, operator.node.key
+        key = place, flags, self._signature(operator, choice)
         if key not in self.known:
             self.known[key] = self._operator(operator, choice, flags)
         return self.known[key]

@@ -117,7 +117,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Program:
-    """All of a graph that layouts are chosen for."""
+    """All of a graph that layouts are chosen for; `index` says which operator a call is of, by the
+    key of a plan's decision.
+    """
 
     graph: Graph
     factored: Factored
@@ -125,22 +127,25 @@ class Program:
     flows: tuple[Flow, ...]
     weights: tuple[Weight, ...]
     blocks: tuple[Block, ...]
-    index: dict[tuple[str, str], int]
+    index: dict[str, int]
 
 
-def program_of(graph: Graph, factored: Factored) -> Program:
-    """Fold the unfolded program of `graph` into counted operators, flows and weights."""
-    return _Folding(graph, factored).run()
+def program_of(graph: Graph, factored: Factored, *, apart: bool = False) -> Program:
+    """Fold the unfolded program of `graph` into counted operators, flows and weights.
+
+    With `apart`, every call of an operator is one of its own.
+    """
+    return _Folding(graph, factored, apart).run()
 
 
 class _Folding:
     """One walk over the unfolded program."""
 
-    def __init__(self, graph: Graph, factored: Factored) -> None:
-        self.graph, self.factored = graph, factored
+    def __init__(self, graph: Graph, factored: Factored, apart: bool) -> None:
+        self.graph, self.factored, self.apart = graph, factored, apart
         self.flats = list(graph.flat())
         self.inputs = {entry.value.name: entry for entry in graph.inputs}
-        self.index: dict[tuple[str, str], int] = {}
+        self.index: dict[str, int] = {}
         self.made: dict[str, tuple[int, int]] = {}
         self.specs = {entry.value.name: entry.value.spec for entry in graph.inputs}
         self.flowing = {e.value.name for e in graph.of_kind("parameter") if e.trainable}
@@ -153,9 +158,10 @@ class _Folding:
         counts: list[dict[Flags, int]] = []
         reads: dict[tuple[CallKey, str], list[Reader]] = {}
         runs: dict[CallKey, list[tuple[int, Flags]]] = {}
+        kinds: dict[tuple[str, str], int] = {}
         for flat in self.flats:
-            key = flat.function, flat.node.key
-            at = self.index.setdefault(key, len(templates))
+            key = flat.prefix if self.apart else flat.function, flat.node.key
+            at = self.index[flat.key] = kinds.setdefault(key, len(templates))
             if at == len(templates):
                 templates.append(flat)
                 counts.append({})

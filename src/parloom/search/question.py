@@ -1,0 +1,24 @@
+"""What a plan is asked for: the question that every method answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parloom.cost.kernels import Kernels
+from parloom.ir.graph import Graph
+from parloom.ir.mesh import Cluster
+from parloom.ir.plan import Optimizer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a plan is asked for."""
+
+    graph: Graph
+    cluster: Cluster
+    optimizer: Optimizer
+    limit_bytes: int
+    num_microbatches: int = 1
+    seed: int = 0
+    kernels: Kernels | None = None
