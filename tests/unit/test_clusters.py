@@ -83,6 +83,31 @@ def test_a_rack_wide_fabric_joins_nodes() -> None:
     assert load_cluster("2x72xGB200").levels[1].link.bandwidth_bytes_per_s == 50e9
 
 
+def test_nodes_of_four_are_joined_by_their_network() -> None:
+    assert [level.name for level in load_cluster("2x4xV100-32GB").levels] == ["NVLink2", "Omni-Path"]
+
+
+@pytest.mark.parametrize(("number", "links"), [(2, 1), (4, 3), (8, 7)])
+def test_a_part_of_a_full_mesh_has_the_links_inside_it(number: int, links: int) -> None:
+    (level,) = load_cluster(f"{number}xMI300X").levels
+    assert level.link.bandwidth_bytes_per_s == pytest.approx(links * 64e9)
+    (whole,) = load_cluster("8xMI300X").levels
+    assert whole.part(number).link == level.link
+    switch = load_cluster("8xH100").levels[0]
+    assert switch.part(number).link == switch.link
+
+
+def test_presets_say_what_the_table_of_hardware_says() -> None:
+    """Memory in decimal GB and fabrics per device and direction, as in hardware.csv."""
+    stated = {"TPU-v4": (32, 300), "TPU-v5p": (95, 600), "TPU-v5e": (16, 200), "H100": (80, 450),
+              "GB200": (186, 900), "V100": (16, 150), "MI300X": (192, 448)}  # fmt: skip
+    for name, (memory, fabric) in stated.items():
+        known = find_device(name)
+        links = max(1, 2 * known.scale_up.torus)
+        assert known.device.memory_bytes == memory * 10**9
+        assert links * known.scale_up.level.link.bandwidth_bytes_per_s == fabric * 1e9
+
+
 def test_more_devices_than_the_fabric_joins_is_said() -> None:
     assert any("as fast as 8" in line for line in resolve_cluster("16xH100").assumptions)
 

@@ -7,7 +7,7 @@ fastest.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from parloom.errors import InputError, LayoutError, NotYetError
@@ -99,6 +99,18 @@ class Level:
     oversubscription: float = 1.0
     fabric: str = "switch"
     reduces: bool = False
+
+    def part(self, size: int) -> "Level":
+        """`size` of its children alone: in a full mesh they have no use for links to the others."""
+        link = self.link
+        if self.fabric == "full_mesh" and 1 < size < self.size:
+            share = (size - 1) / (self.size - 1)
+            link = replace(
+                link,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share,
+                down_bytes_per_s=link.down_bytes_per_s * share,
+            )
+        return replace(self, size=size, link=link)
 
 
 @dataclass(frozen=True, slots=True)

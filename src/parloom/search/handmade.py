@@ -173,7 +173,7 @@ def part_of(cluster: Cluster, count: int) -> Cluster:
     left = count
     for level in cluster.levels:
         size = gcd(left, level.size)
-        levels.append(replace(level, size=size))
+        levels.append(level.part(size))
         left //= size
     if left > 1:
         raise InputError(f"{count} devices are no regular part of {cluster.name}")
