@@ -54,6 +54,17 @@ def test_a_row_from_its_text_to_seconds(fidelity: ModuleType, published: ModuleT
     assert published.configuration(ROW | {"num_gpus": "4"}).zero == 0  # nobody to share with
 
 
+def test_scores_that_are_kept_take_memory_in_every_block(fidelity: ModuleType) -> None:
+    scores = 2 * 2 * 32 * 32 * 2  # a microbatch, heads of a rank, rows, keys, bytes
+    one = ROW | {"pp": "1", "num_gpus": "8", "nodes": "1", "global_batch": "8"}
+    peaks = {
+        what: fidelity.predict(one | {"activation_checkpointing": what}, False, []).peak_bytes
+        for what in ("none", "selective (attention core)")
+    }
+    kept = peaks["none"] - peaks["selective (attention core)"]
+    assert 2 * scores <= kept <= 4 * scores  # four blocks, of which one is at work
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

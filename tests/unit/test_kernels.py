@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parloom.cost.clusters import load_cluster
-from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, Seconds
+from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, Scores, Seconds
 from parloom.cost.software import GENERATIONS, Software, generation
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
@@ -92,6 +92,17 @@ def test_flash_attention_skips_what_is_masked_and_keeps_scores_on_the_chip() -> 
     unfused = through_memory.seconds(attention(2048))
     assert unfused.forward_s > 2 * flash.seconds(attention(2048)).forward_s
     assert unfused == through_memory.seconds(attention(2048, causal=False))
+
+
+def test_scores_take_memory_where_attention_is_not_one_kernel() -> None:
+    scores = 2 * 8 * 512 * 512 * 2  # samples, heads, rows, keys, bytes
+    megatron = GENERATIONS["megatron"]
+    keeps = Kernels(DEVICE, megatron).score_bytes(attention(512))
+    assert keeps == Scores(scores, scores, 2 * scores)
+    again = Kernels(DEVICE, replace(megatron, keeps_scores=False)).score_bytes(attention(512))
+    assert again == Scores(2 * scores, 0, 3 * scores)
+    assert Kernels(DEVICE, GENERATIONS["fused"]).score_bytes(attention(512)) is None
+    assert Kernels(DEVICE, megatron).score_bytes(linear(8, 8, 8)) is None
 
 
 def test_sums_have_no_backward_kernel() -> None:

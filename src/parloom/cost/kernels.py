@@ -110,6 +110,15 @@ class Seconds:
     source: str = SPEC
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Bytes that attention's scores take: while it runs forward, from then on, and backward."""
+
+    forward_bytes: int
+    kept_bytes: int
+    backward_bytes: int
+
+
 class Measured(Protocol):
     """A table of measured operators."""
 
@@ -153,6 +162,19 @@ class Kernels:
         if operator.op == ATTENTION:
             return self._attention(operator)
         return self._moves(operator)
+
+    def score_bytes(self, operator: LocalOperator) -> Scores | None:
+        """Memory of attention's scores; None where no operator of this software has any.
+
+        Softmax keeps what it made. Going forward the products' result is beside it for a moment,
+        going backward are its gradient and that of the result, and what was not kept.
+        """
+        if operator.op != ATTENTION or self.software.flash:
+            return None
+        q, k = operator.operands[:2]
+        each = prod(q.shape[:-1]) * k.shape[-2] * DTYPE_BYTES[q.dtype]
+        kept = each if self.software.keeps_scores else 0
+        return Scores(2 * each - kept, kept, 3 * each - kept)
 
     def stream_s(self, num_bytes: float, launches: int = 1) -> float:
         """A kernel that does nothing but move bytes through memory."""

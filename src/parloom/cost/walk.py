@@ -236,15 +236,21 @@ class _Body:
         seconds = self.walker.kernels.seconds(local)
         name, kind = item.node.key, item.node.op
         read = (lives.of(v) for v in item.operands)
-        forward = Work(name, kind, seconds.forward_s, parameters=self.weights(read))
+        scores = self.walker.kernels.score_bytes(local)
+        staging = scores.forward_bytes if scores else 0
+        forward = Work(
+            name, kind, seconds.forward_s, staging=staging, parameters=self.weights(read)
+        )
         if not any(v.differentiable for v in item.results):
             return forward, None
         self.keep(item, kept(item))
-        if op.own_bytes:
-            own = f"{item.results[0].name} own"
-            lives.sizes[own] = self.share(item.results[0], op.own_bytes(site, self.fused))
-            lives.keep(own)
+        own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
+        if scores:
+            own, undo = scores.kept_bytes, scores.backward_bytes
+        if own:
+            lives.sizes[f"{item.results[0].name} own"] = own
+            lives.keep(f"{item.results[0].name} own")
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
         share = seconds.weights_s
