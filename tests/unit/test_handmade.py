@@ -36,6 +36,13 @@ def machine(chosen: Configuration) -> Cluster:
     return part_of(CLUSTER, chosen.ranks)
 
 
+def stored_weights(found: Program, index: int) -> int:
+    """Elements of the weights of a stage on one device."""
+    part, pcg = found.parts[index], found.lowered[index]
+    own = priced(pcg, load_cluster("1xA100"), part.decisions)
+    return own.parameters.stored_bytes()["weights"] // 4
+
+
 def stored(found: Program, index: int = 0) -> dict[str, int]:
     """Elements of weights, gradients and optimizer states of a rank of a stage."""
     own = part_of(machine(found.chosen), found.chosen.ranks // found.chosen.pipeline)
@@ -65,9 +72,26 @@ def test_stages_share_the_blocks() -> None:
     found = built(chosen)
     sizes = [stored(found, index)["weights"] for index in range(4)]
     assert sizes == [VOCAB * WIDTH + BLOCK, BLOCK, BLOCK, VOCAB * WIDTH + BLOCK]
-    uneven = built(replace(PLAIN, pipeline=4, num_microbatches=BATCH), model(6))
-    blocks = [stored(uneven, index)["weights"] // BLOCK for index in (1, 2)]
-    assert blocks == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("depth", "stages", "blocks"),
+    [
+        (5, 3, [2, 2, 1]),  # the first take what is left over
+        (6, 4, [1, 2, 2, 1]),  # embedding and loss stand for a block each
+        (2, 4, [0, 1, 1, 0]),
+        (3, 2, [2, 1]),
+    ],
+)
+def test_blocks_that_do_not_divide(depth: int, stages: int, blocks: list[int]) -> None:
+    chosen = replace(PLAIN, pipeline=stages, num_microbatches=BATCH)
+    found = program(model(depth), chosen, load_cluster(f"{stages}xA100"))
+    sizes = [stored_weights(found, index) for index in range(stages)]
+    ends = [VOCAB * WIDTH, *[0] * (stages - 2), VOCAB * WIDTH]
+    assert [(s - e) // BLOCK for s, e in zip(sizes, ends, strict=True)] == blocks
+    played = found.play(load_cluster(f"{stages}xA100"))
+    assert len(played.messages) == 2 * (stages - 1) * BATCH
+    assert all(m.end_ps > m.start_ps for m in played.messages)
 
 
 def test_zero_over_a_part_of_the_data_parallel_ranks() -> None:

@@ -143,7 +143,11 @@ def stage(graph: Graph, calls: Sequence[int], ends: tuple[bool, bool]) -> Graph:
     ]
     inputs += [Input(Value(n, specs[n]), "batch", n, trainable=True) for n in arriving]
     prefixes = {item.prefix for item in items if isinstance(item, Call)}
-    leaving = () if last else _results(chosen[-1])
+    leaving: tuple[str, ...] = ()
+    if not last:
+        before = {v.name for item in head for v in item.results}
+        after = [name for name in _read(body[run.first]) if name in before]
+        leaving = _results(chosen[-1]) if chosen else tuple(dict.fromkeys(after))
     return replace(
         graph,
         main=Function(

@@ -96,14 +96,11 @@ def plan(graph: Graph, chosen: Configuration, cluster: Cluster) -> tuple[Part, .
     if chosen.pipeline == 1:
         return (_part(graph, chosen, mesh),)
     run = run_of(graph)
-    blocks, stages = run.last - run.first + 1, chosen.pipeline * chosen.interleave
-    if blocks < stages:
-        raise InputError(f"{blocks} blocks do not make {stages} stages")
     known: dict[object, Part] = {}
     parts = []
     begin = 0
-    for index in range(stages):
-        count = blocks // stages + (index < blocks % stages)
+    stages = chosen.pipeline * chosen.interleave
+    for index, count in enumerate(_divided(run.last - run.first + 1, stages)):
         ends = index == 0, index == stages - 1
         key = ends, count
         if key not in known:
@@ -111,6 +108,18 @@ def plan(graph: Graph, chosen: Configuration, cluster: Cluster) -> tuple[Part, .
         parts.append(known[key])
         begin += count
     return tuple(parts)
+
+
+def _divided(blocks: int, stages: int) -> list[int]:
+    """Blocks of every stage: equally many, or one fewer at both ends, where embedding and loss
+    stand for one each (Megatron-LM, DeepSpeed); otherwise the first stages take what is left over.
+    """
+    if blocks % stages and not (blocks + 2) % stages:
+        each = (blocks + 2) // stages
+        return [each - (index in (0, stages - 1)) for index in range(stages)]
+    if blocks < stages:
+        raise InputError(f"{blocks} blocks do not make {stages} stages")
+    return [blocks // stages + (index < blocks % stages) for index in range(stages)]
 
 
 @dataclass(frozen=True, slots=True)
