@@ -84,7 +84,8 @@ def test_a_rack_wide_fabric_joins_nodes() -> None:
 
 
 def test_nodes_of_four_are_joined_by_their_network() -> None:
-    assert [level.name for level in load_cluster("2x4xV100-32GB").levels] == ["NVLink2", "Omni-Path"]
+    levels = load_cluster("2x4xV100-32GB").levels
+    assert [level.name for level in levels] == ["NVLink2", "Omni-Path"]
 
 
 @pytest.mark.parametrize(("number", "links"), [(2, 1), (4, 3), (8, 7)])
