@@ -108,8 +108,8 @@ def _inside(known: KnownDevice, num_devices: int) -> tuple[Level, ...]:
     """The levels of a node, or of a slice of a torus."""
     fabric = known.scale_up
     if not fabric.torus:
-        whole = replace(fabric.level, size=max(num_devices, fabric.domain))
-        return (whole.part(num_devices),)
+        usual = replace(fabric.level, size=max(num_devices, fabric.domain))
+        return (usual.part(num_devices),)
     shape = tuple(side for side in torus_shape(num_devices, fabric.torus) if side > 1) or (1,)
     whole = len(shape) == fabric.torus and all(side % fabric.wraps == 0 for side in shape)
     return torus_levels(fabric.level, shape, whole)
