@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parloom import arguments
+from parloom import explain as explanation
 from parloom.capture import (
     Loss,
     fingerprint,
@@ -37,6 +38,7 @@ from parloom.execute.prove import prove
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
+from parloom.explain import Answer
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
@@ -266,6 +268,21 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
 def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
     """Where the numbers of `simulate` come from, and how far they may be off."""
     return machine_for(plan.cluster, calibration).source(lowered(plan))
+
+
+def explain(
+    plan: Plan,
+    *,
+    path: str = "PLAN",
+    versus: str | None = None,
+    calibration: str | Path | None = None,
+    progress: Say = _silent,
+) -> Answer:
+    """Say what `plan`, which was read from `path`, decides and what it costs.
+
+    `versus` is a method or the path of another plan: what differs then, by cause.
+    """
+    return explanation.explain(plan, path, versus=versus, calibration=calibration, say=progress)
 
 
 def calibrate(

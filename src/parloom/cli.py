@@ -302,11 +302,19 @@ def explain(
     path: PlanPath,
     name: Annotated[str | None, typer.Argument(metavar="NAME")] = None,
     versus: Annotated[str | None, typer.Option(metavar="METHOD|PLAN")] = None,
+    calibration: Calibrated = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Not yet: say why a tensor is placed as it is."""
-    _refuse({"explain": True})
+    """Say what was decided, what it costs, and what bounds it."""
+    _refuse({"NAME": name})
+    _quiet(verbose)
+    from parloom import api
+
+    answer = api.explain(
+        api.load(path), path=str(path), versus=versus, calibration=calibration, progress=_say
+    )
+    _print_json(answer.document) if as_json else _print(answer.screen)
 
 
 @app.command()

@@ -80,6 +80,13 @@ class FakeApi(types.ModuleType):
         progress(f"verifying, shrink={shrink}")
         return self.report
 
+    def explain(self, plan: Plan, **asked: Any) -> types.SimpleNamespace:
+        self.asked = asked
+        asked["progress"]("playing")
+        if self.fault:
+            raise self.fault
+        return types.SimpleNamespace(document={"step_s": 1.0}, screen="explained")
+
     def run(self, path: Path, argv: list[str], **_: Any) -> int:
         self.asked = {"argv": argv}
         return 3
@@ -276,7 +283,6 @@ def test_later_flags_are_not_yet(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["explain", "p.json", "lm_head", "--versus", "fsdp"],
         ["report", "p.json"],
         ["export", "p.json", "--to", "slurm"],
     ],
@@ -370,6 +376,21 @@ def test_json_is_strict(api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert json.loads(text)["worst_error"] is None
     assert "Infinity" not in text
+
+
+def test_explain_prints_a_screen_or_a_document(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_file(tmp_path)
+    assert cli.main(["explain", path, "--versus", "fsdp"]) == 0
+    assert capsys.readouterr() == ("explained\n", "playing\n")
+    asked = {key: api.asked[key] for key in ("path", "versus", "calibration")}
+    assert asked == {"path": path, "versus": "fsdp", "calibration": None}
+    assert cli.main(["explain", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"step_s": 1.0}
+    api.fault = errors.FingerprintError("another model")
+    assert cli.main(["explain", path, "--versus", "other.json"]) == 5
+    assert cli.main(["explain", "none.json"]) == 2
 
 
 def test_run_passes_arguments_and_the_exit_code_on(api: FakeApi, tmp_path: Path) -> None:

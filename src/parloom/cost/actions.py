@@ -17,6 +17,7 @@ from parloom.cost.tasks import (
     GRADIENTS,
     OPTIMIZER,
     RECOMPUTATION,
+    RECOMPUTED,
     WEIGHTS,
     Action,
     Entry,
@@ -345,7 +346,7 @@ class Stage:
         recomputed = self._recomputed(call) if part != "F" else 0
         for index, flat in enumerate(self._flat(call, part)):
             if index == recomputed and recomputed:
-                out.run("recomputed", "memory", after=((RECOMPUTATION, -call.discards),))
+                out.run(RECOMPUTED, "memory", after=((RECOMPUTATION, -call.discards),))
             forward = part == "F" or index < recomputed
             if not (forward and part == "W"):
                 self._emit(out, flat, "F" if forward else part, {} if forward else classes)
@@ -355,7 +356,7 @@ class Stage:
             held = callee.forward.net_bytes - call.discards
             # The backward pass has given this back as activations.
             moved = ((RECOMPUTATION, -held), (ACTIVATIONS, held))
-            out.run("recomputed", "memory", after=moved)
+            out.run(RECOMPUTED, "memory", after=moved)
         return out.entries, ends
 
     def _recomputed(self, call: Called) -> int:

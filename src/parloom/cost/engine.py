@@ -35,12 +35,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A transfer called `key`: `ps` of latency, then its flows, on `channel`."""
+    """A transfer called `key`: `ps` of latency, then its flows, on `channel`.
+
+    `num_bytes` are for reports: those that a device sends over the level that is busy longest.
+    """
 
     key: str
     channel: str
     ps: int = 0
     flows: tuple[Flow, ...] = ()
+    num_bytes: int = field(default=0, compare=False)
 
 
 Instruction = Run | Launch

@@ -25,6 +25,8 @@ COMPONENTS = (
 )
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, RECOMPUTATION, COMMUNICATION, BUFFERS = range(7)
 COMPUTE = "compute"
+# The name of what follows a forward pass that a backward pass does again.
+RECOMPUTED = "recomputed"
 # A link's capacity a picosecond: divides evenly among up to 16 flows.
 SHARES = 720720
 PS = 10**12
@@ -116,7 +118,7 @@ class Links:
         levels = tuple(level.name for level in cluster.levels)
         self.names = (*levels, "to host", "from host")
         self.capacities = (SHARES,) * len(self.names)
-        self._known: dict[Exchange, tuple[int, tuple[Flow, ...]]] = {}
+        self._known: dict[Exchange, tuple[int, tuple[Flow, ...], int]] = {}
 
     def exchange(self, key: str, exchange: Exchange) -> Launch:
         """A collective: it has its level's link to itself for what it takes alone.
@@ -136,9 +138,10 @@ class Links:
                 for level, time in busy.items()
                 if time and moves > 0
             )
-            self._known[exchange] = latency, flows
-        latency, flows = self._known[exchange]
-        return Launch(key, "+".join(sorted(exchange.axes)), latency, flows)
+            sent = sum(size for level, size, _ in exchange.traffic if busy[level] == most)
+            self._known[exchange] = latency, flows, round(sent)
+        latency, flows, sent = self._known[exchange]
+        return Launch(key, "+".join(sorted(exchange.axes)), latency, flows, sent)
 
     def host(self, key: str, num_bytes: int, to_host: bool) -> Launch:
         """A copy between device and host; raises `InputError` where no host is described."""
@@ -151,7 +154,7 @@ class Links:
         name = "to host" if to_host else "from host"
         moves = picoseconds(num_bytes / host.link.payload_bytes_per_s)
         flows = (Flow(moves * SHARES, (self.names.index(name),)),) if moves else ()
-        return Launch(key, name, picoseconds(host.link.latency_s), flows)
+        return Launch(key, name, picoseconds(host.link.latency_s), flows, num_bytes)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 
@@ -93,16 +93,23 @@ def idle_words(decisions: Decisions) -> tuple[str, ...]:
 
 
 def ways_of(graph: Graph, decisions: Decisions) -> Mapping[str, Counter[str]]:
-    """Per mesh axis: what it splits, in words, with the number of operators.
+    """Per mesh axis: what it splits, in words, with the number of operators."""
+    ways: dict[str, Counter[str]] = {axis.name: Counter() for axis in decisions.mesh.axes}
+    for _, axis, what in named_ways(rewritten(graph, decisions.rewrites), decisions):
+        ways[axis][what] += 1
+    return ways
+
+
+def named_ways(graph: Graph, decisions: Decisions) -> Iterator[tuple[FlatNode, str, str]]:
+    """Operator, axis, and what the axis splits of it in words, in the order of the program `graph`,
+    which is rewritten as `decisions` say.
 
     What a batch tensor's first dim or a weight's features are called goes with the values that
     are made of them, as long as they lie as they were made.
     """
-    graph = rewritten(graph, decisions.rewrites)
     factored = factorize(graph)
     decided = {node.key: dict(node.factors) for node in decisions.nodes}
     naming = Naming(graph)
-    ways: dict[str, Counter[str]] = {axis.name: Counter() for axis in decisions.mesh.axes}
     for flat in graph.flat():
         assignment = decided.get(flat.key, {})
         rule = factored.rule(flat.function, flat.node)
@@ -113,8 +120,7 @@ def ways_of(graph: Graph, decisions: Decisions) -> Mapping[str, Counter[str]]:
             rule.result_layout(i, assignment, decisions.mesh) for i in range(len(flat.results))
         )
         for axis in (a for axes in assignment.values() for a in axes):
-            ways[axis][naming.name(flat, axis, operands, results)] += 1
-    return ways
+            yield flat, axis, naming.name(flat, axis, operands, results)
 
 
 class Naming:

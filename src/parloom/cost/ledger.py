@@ -1,0 +1,248 @@
+"""Where the time of a simulated step goes: every picosecond has one cause.
+
+The compute stream of a device computes or waits, and never does anything else. So a step is the sum
+of what it computes and of what it waits for, and two steps differ by the sum of what differs in
+these. What is sent beside computing is counted as well: it keeps links busy, and costs no time.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from parloom.cost.engine import Launch, Run
+from parloom.cost.tasks import COMPONENTS, RECOMPUTED, SHARES, Changes, Note, kind_of
+from parloom.cost.timeline import Piece, Played, Process, Span, Timeline
+from parloom.ir.mesh import Cluster
+from parloom.ir.pcg import PCG, PCall
+
+# What the compute stream does.
+COMPUTING, AGAIN, COPYING = "computing", "recomputation", "copies of movements"
+UPDATING, ADDING, WAITING = "optimizer update", "adding up microbatches", "waiting"
+CONTENTION = "contention"
+MAIN, STEP = "main", "step program"
+OWN_KINDS = {"update": UPDATING, "collect": ADDING}
+HOST = ("to host", "from host")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cause:
+    """What the compute stream does; of WAITING, for which kind of transfer (`activations
+    all_reduce`) and for which level of the topology, the one that keeps it longest.
+    """
+
+    what: str
+    transfer: str = ""
+    level: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Group:
+    """Transfers of one kind over the same axes, launched in the same `place`."""
+
+    place: str
+    transfer: str
+    axes: str
+    level: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a group of transfers comes to in a step: bytes that a device sends over their level, ps
+    that they take one after the other, and ps that are waited for.
+    """
+
+    group: Group
+    count: int
+    num_bytes: int
+    ps: int
+    waited_ps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The instant at which most is held: bytes by component, and what runs then and where."""
+
+    held: tuple[int, ...]
+    action: str
+    prefix: str
+    name: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A step of one device.
+
+    `time` is ps by place (block kind, MAIN or STEP) and cause; its sum is `step_ps`. `busy` is ps
+    that the compute stream and the links of each level are busy, whatever is waited for.
+    """
+
+    step_ps: int
+    time: Mapping[tuple[str, Cause], int]
+    sent: tuple[Sent, ...]
+    busy: Mapping[str, int]
+    peak: Peak
+
+    def by_cause(self) -> Counter[Cause]:
+        """All places together."""
+        found: Counter[Cause] = Counter()
+        for (_, cause), ps in self.time.items():
+            found[cause] += ps
+        return found
+
+    def by_place(self) -> Counter[str]:
+        """All causes together."""
+        found: Counter[str] = Counter()
+        for (place, _), ps in self.time.items():
+            found[place] += ps
+        return found
+
+
+def ledger(timeline: Timeline, pcg: PCG, cluster: Cluster) -> Ledger:
+    """Read `timeline`, a step of `pcg` on `cluster`, as causes."""
+    return _Reading(timeline, pcg, cluster).run()
+
+
+@dataclass(slots=True)
+class _Amounts:
+    """What one action comes to."""
+
+    time: Counter[tuple[str, Cause]]
+    busy: Counter[str]
+    count: Counter[Group]
+    num_bytes: Counter[Group]
+    ps: Counter[Group]
+    waited: Counter[Group]
+
+    @classmethod
+    def none(cls) -> "_Amounts":
+        return cls(*(Counter() for _ in range(6)))
+
+    def add(self, other: "_Amounts") -> None:
+        self.time.update(other.time)
+        self.busy.update(other.busy)
+        self.count.update(other.count)
+        self.num_bytes.update(other.num_bytes)
+        self.ps.update(other.ps)
+        self.waited.update(other.waited)
+
+
+class _Reading:
+    """One pass over the actions of a step; those that repeat are read once."""
+
+    def __init__(self, timeline: Timeline, pcg: PCG, cluster: Cluster) -> None:
+        self.timeline, self.mesh = timeline, pcg.mesh
+        self.process: Process = timeline.processes[0]
+        self.links = (*(level.name for level in cluster.levels), *HOST)
+        calls = [item for item in pcg.main.body if isinstance(item, PCall)]
+        self.kinds = {call.prefix: pcg.by_name[call.function].kind for call in calls}
+        self.launched: dict[str, Group] = {}
+
+    def run(self) -> Ledger:
+        known: dict[int, _Amounts] = {}
+        total = _Amounts.none()
+        for span in self.process.spans:
+            if id(span.played) not in known:
+                known[id(span.played)] = self._action(span)
+            total.add(known[id(span.played)])
+        sent = tuple(
+            Sent(group, count, total.num_bytes[group], total.ps[group], total.waited[group])
+            for group, count in total.count.items()
+        )
+        return Ledger(self.timeline.step_ps, total.time, sent, total.busy, self._peak())
+
+    def _action(self, span: Span) -> _Amounts:
+        found = _Amounts.none()
+        if not span.played.pieces:
+            found.time[STEP, Cause(CONTENTION)] += span.played.ps
+        for piece in span.played.pieces:
+            place = self.kinds.get(piece.placed.prefix, MAIN)
+            if span.name in ("REDUCE", "STEP", "GATHER"):
+                place = STEP
+            self._piece(piece, place, found)
+        return found
+
+    def _piece(self, piece: Piece, place: str, found: _Amounts) -> None:
+        segment, prefix = piece.placed.segment, piece.placed.prefix
+        # Before this mark, a call of a backward pass does its forward pass again.
+        again = next((i for i, note in enumerate(segment.notes) if _is_mark(note)), 0)
+        listed = zip(segment.instructions, segment.notes, strict=True)
+        for index, (instruction, note) in enumerate(listed):
+            if isinstance(instruction, Run):
+                if instruction.ps:
+                    what = AGAIN if index < again else _what(note)
+                    found.time[place, Cause(what)] += instruction.ps
+                    found.busy[COMPUTING] += instruction.ps
+                continue
+            group = Group(
+                place, kind_of(instruction.key), instruction.channel, self._level(instruction)
+            )
+            self.launched[_name(piece, instruction.key, prefix)] = group
+            found.count[group] += 1
+            found.num_bytes[group] += instruction.num_bytes
+            moves = [(self.links[f.links[0]], f.size // SHARES) for f in instruction.flows]
+            found.ps[group] += instruction.ps + max((ps for _, ps in moves), default=0)
+            found.busy.update(dict(moves))
+        for _, key, ps in piece.outcome.waited[0]:
+            group = self.launched[_name(piece, key, prefix)]
+            found.time[place, Cause(WAITING, group.transfer, group.level)] += ps
+            found.waited[group] += ps
+
+    def _level(self, launch: Launch) -> str:
+        """The level that a transfer keeps busy longest; without bytes, the slowest it crosses."""
+        if launch.flows:
+            return self.links[max(launch.flows, key=lambda flow: flow.size).links[0]]
+        if launch.channel in HOST:
+            return launch.channel
+        return self.links[max(self.mesh[axis].level for axis in launch.channel.split("+"))]
+
+    def _peak(self) -> Peak:
+        """Memory changes in the order of the program, as `Simulator` counts them."""
+        held = self.process.base
+        best = Peak(held, "", "", "")
+        most = sum(held)
+        worst: tuple[Sequence[int], Span] | None = None
+        for span in self.process.spans:
+            if sum(held) + span.played.memory.peak > most:
+                most, worst = sum(held) + span.played.memory.peak, (held, span)
+            held = tuple(a + b for a, b in zip(held, span.played.memory.net, strict=True))
+        if worst is None:
+            return best
+        start, span = worst
+        for now, piece, note in _held(span.played, start):
+            if sum(now) == most:
+                return Peak(tuple(now), span.name, piece.placed.prefix, note.name)
+        return best
+
+
+def _held(played: Played, start: Sequence[int]) -> Iterator[tuple[list[int], Piece, Note]]:
+    """What is held after every change of memory; one list, which changes."""
+    held = list(start)
+    assert len(held) == len(COMPONENTS)
+    changes: Changes
+    for piece in played.pieces:
+        for note in piece.placed.segment.notes:
+            for changes in (note.before, note.after):
+                for component, size in changes:
+                    held[component] += size
+                yield held, piece, note
+
+
+def _name(piece: Piece, key: str, prefix: str) -> str:
+    """A transfer by the same name wherever it is launched and waited for."""
+    real = piece.names.get(key, key)
+    return f"{prefix}/{real}" if real.startswith("activations") else real
+
+
+def _is_mark(note: Note) -> bool:
+    return (note.name, note.kind) == (RECOMPUTED, "memory")
+
+
+def _what(note: Note) -> str:
+    """Operators are named by their keys, which have a colon; movements by the values they make."""
+    if note.kind in OWN_KINDS:
+        return OWN_KINDS[note.kind]
+    return COMPUTING if ":" in note.name else COPYING

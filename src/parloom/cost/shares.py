@@ -1,0 +1,167 @@
+"""What each operator of a lowered program costs: its own work, and the movements made for it.
+
+An item belongs to the operator that it comes before: lowering an operator moves its operands, then
+computes. What is left at the end of a function is moved for those that take its results.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from parloom.cost.liveness import Lives
+from parloom.cost.parameters import Transfer
+from parloom.cost.step import Priced
+from parloom.cost.tasks import picoseconds
+from parloom.cost.walk import Walker
+from parloom.cost.works import Work
+from parloom.ir.graph import Call, Function
+from parloom.ir.pcg import (
+    PCG,
+    Item,
+    Movement,
+    PCall,
+    PFunction,
+    PParameter,
+    operands_of,
+    results_of,
+)
+from parloom.ir.step_program import EACH_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An item of a function each time that it runs; `key` is that of the operator it belongs to, or
+    empty. `roots` are the values that a movement starts from, which are no movements' results.
+    """
+
+    key: str
+    item: Item
+    forward: Work | None
+    backward: Work | None
+    roots: tuple[str, ...]
+
+    @property
+    def forward_ps(self) -> int:
+        """Computing and exchanging."""
+        return work_ps(self.forward)
+
+    @property
+    def backward_ps(self) -> int:
+        return work_ps(self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How often a step runs a function: forward passes, backward passes, forward passes again."""
+
+    forward: int = 0
+    again: int = 0
+
+    def ps(self, share: Share) -> int:
+        """An item in all of a step."""
+        return (self.forward + self.again) * share.forward_ps + self.forward * share.backward_ps
+
+
+def work_ps(work: Work | None) -> int:
+    """What a work takes where nothing else goes on."""
+    if work is None:
+        return 0
+    exchange = 0 if work.exchange is None else picoseconds(work.exchange.seconds)
+    return picoseconds(work.compute_s) + exchange
+
+
+def shares(pcg: PCG, walker: Walker) -> Mapping[str, tuple[Share, ...]]:
+    """The items of every variant of a block kind and of main, by the variant's name."""
+    found = {pcg.main.name: _shares(pcg.graph.main, pcg.main, walker)}
+    for function in pcg.functions:
+        found[function.name] = _shares(pcg.graph.by_name[function.kind], function, walker)
+    return found
+
+
+def runs(pcg: PCG) -> Mapping[str, Runs]:
+    """How often a step runs each of them."""
+    count = pcg.num_microbatches
+    found = {pcg.main.name: Runs(count)}
+    for item in pcg.main.body:
+        if isinstance(item, PCall):
+            before = found.get(item.function, Runs())
+            again = count if item.policy == "recompute" else 0
+            found[item.function] = Runs(before.forward + count, before.again + again)
+    return found
+
+
+def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Share, ...]:
+    lives = Lives(frozenset(), frozenset())
+    items = tuple(item for item in lowered.body if not isinstance(item, PCall))
+    walker.walk(lowered.inputs, items, lives, lowered.outputs)
+    keys = _keys(function, items)
+    roots: dict[str, str] = {}
+    found = []
+    for item, key, forward, backward in zip(
+        items, keys, lives.forward, lives.backward, strict=True
+    ):
+        starts = tuple(roots.get(v.name, v.name) for v in operands_of(item))
+        if isinstance(item, Movement):
+            roots[item.result.name] = starts[0]
+        one, other = (work if isinstance(work, Work) else None for work in (forward, backward))
+        found.append(Share(key, item, one, other, starts))
+    return tuple(found)
+
+
+def _keys(function: Function, items: Sequence[Item]) -> list[str]:
+    """The key of the operator that each item belongs to."""
+    maker = {
+        value.name: node.key
+        for node in function.body
+        if not isinstance(node, Call)
+        for value in node.results
+    }
+    keys, key = [], ""
+    for item in reversed(items):
+        key = next((maker[v.name] for v in results_of(item) if v.name in maker), key)
+        keys.append(key)
+    return keys[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What a parameter adds to a step besides computing: its part of a collective or of the update.
+
+    `when` as in `ir.step_program`. `ps` are for one time, in which nothing else goes on.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    when: str
+    num_bytes: int
+    ps: int
+
+
+def parameter_terms(found: Priced, parameter: PParameter) -> Iterator[Term]:
+    """Gathers, reductions, update and publication of one parameter, as parts of what it travels
+    with.
+    """
+    priced, name = found.parameters, parameter.input.value.name
+    gathers, publications = priced.gathers, priced.publications
+    for transfers, size, words in (
+        (gathers, priced.home_bytes(parameter), "gather the weight"),
+        ((*priced.unit_reductions, *found.buckets), priced.gradient_bytes(parameter),
+         "reduce the gradient"),
+        (publications, priced.home_bytes(parameter), "gather the updated weight"),
+    ):  # fmt: skip
+        for transfer in transfers:
+            if name in transfer.parameters:
+                yield from _travels(transfer, size, words)
+    if parameter.input.trainable:
+        mesh = found.parameters.pcg.mesh
+        owned = parameter.elements(mesh, parameter.decision.optimizer)
+        size = owned * priced.master_width(parameter)
+        kernels, states = found.walker.kernels, priced.optimizer.num_states
+        seconds = kernels.update_s(size, states) - kernels.software.launch_s
+        yield Term("update", (), EACH_STEP, size, picoseconds(max(0.0, seconds)))
+
+
+def _travels(transfer: Transfer, size: int, words: str) -> Iterator[Term]:
+    share = size / max(1, transfer.num_bytes)
+    for exchange in transfer.exchanges:
+        ps = picoseconds(exchange.seconds * share)
+        yield Term(f"{words}: {exchange.kind}", exchange.axes, transfer.when, size, ps)

@@ -1,0 +1,95 @@
+"""Answers to `parloom explain`: a plan, or one name of it, beside another plan where asked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from parloom import arguments
+from parloom.choose import choose
+from parloom.cost.step import priced
+from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
+from parloom.execute.files import read_plan
+from parloom.execute.machine import machine_for
+from parloom.execute.program import lowered
+from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph
+from parloom.report.case import Case
+from parloom.report.explain import plan_explained
+from parloom.report.explain_screen import plan_explained_screen
+from parloom.report.grid import mesh_grid
+from parloom.report.versus import versus as compared
+from parloom.report.versus import versus_screen
+
+Say = Callable[[str], None]
+# More bytes than any device has.
+UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is printed: as one JSON document, or on the terminal."""
+
+    document: dict[str, Any]
+    screen: RenderableType
+
+
+def explain(
+    plan: Plan,
+    path: str,
+    *,
+    versus: str | None = None,
+    calibration: str | Path | None = None,
+    say: Say,
+) -> Answer:
+    """All of a plan, which was read from `path`; or the difference to another plan, or to what
+    another method makes of the same model.
+
+    Raises `InputError` for what is neither method nor plan, `FingerprintError` where the other plan
+    is of another model.
+    """
+    case = case_of(plan, calibration)
+    if versus is not None:
+        other = _other(plan, versus, calibration, say)
+        document = compared(case, case_of(other, calibration), versus)
+        return Answer(document, versus_screen(document))
+    document = plan_explained(case)
+    return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
+
+
+def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
+    """The plan of that path, or the best one of that method; one that does not fit if none does."""
+    if versus in arguments.METHODS:
+        machine, count = machine_for(plan.cluster, calibration), plan.decisions.num_microbatches
+        asked = replace(plan, method=versus, notes=())
+        graph = parse_graph(plan.graph)
+        for limit in (machine.cluster.device.memory_bytes, None):
+            try:
+                return choose(
+                    asked, graph, machine, limit or UNLIMITED, count if count > 1 else None, say
+                )
+            except InfeasibleError as error:
+                say(f"{versus}: {error}")
+        raise AssertionError("without a limit every plan fits")
+    if not Path(versus).exists():
+        hint = nearest(versus, arguments.METHODS)
+        raise InputError(f"versus: no method or plan file {versus!r}{hint}")
+    other = read_plan(Path(versus))
+    if other.fingerprint != plan.fingerprint:
+        raise FingerprintError(
+            f"{versus} is a plan of {other.source.spec} ({other.fingerprint}), not of"
+            f" {plan.source.spec} ({plan.fingerprint}): only plans of one model, with one batch and"
+            f" one dtype, are compared; plan again: {plan.command()}"
+        )
+    return other
+
+
+def case_of(plan: Plan, calibration: str | Path | None = None) -> Case:
+    """A plan with its program, prices and step on the cluster that it was made for."""
+    machine = machine_for(plan.cluster, calibration)
+    pcg = lowered(plan)
+    found = priced(pcg, machine.cluster, plan.decisions, plan.optimizer, machine.kernels)
+    timeline = machine.simulate(pcg, plan.decisions, plan.optimizer)
+    return Case(plan, pcg, machine.cluster, found, timeline, machine.source(pcg))

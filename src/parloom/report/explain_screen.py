@@ -1,0 +1,199 @@
+"""An explained plan on the terminal: tables with bars, from the document that `--json` prints."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parloom.cost.ledger import MAIN, WAITING
+from parloom.cost.units import format_bytes, format_seconds
+from parloom.report.case import joined
+from parloom.report.explain import ALIKE, Document
+from parloom.report.grid import Grid
+
+BAR = 24
+# Rows of a table; `--json` has all.
+OPERATORS, COLLECTIVES, EXPENSIVE, STORED = 6, 8, 8, 8
+ACTIONS = MappingProxyType(
+    {
+        "PROLOGUE": "before the first microbatch",
+        "F": "in a forward pass",
+        "B": "in a backward pass",
+        "B last": "in the last backward pass",
+        "REDUCE": "when gradients are made whole",
+        "STEP": "in the update",
+        "GATHER": "after the update",
+    }
+)
+RIGHT = ("bytes", "times", "takes", "waited for", "time", "of the step", "own", "moving",
+         "weights", "gradients", "optimizer", "parameters")  # fmt: skip
+
+
+def plan_explained_screen(document: Document, mesh: Grid, path: str) -> RenderableType:
+    """What `parloom explain PLAN` prints; `mesh` is the grid of devices."""
+    parts: list[RenderableType] = [*_head(document)]
+    parts += [Text(""), Text("mesh", "bold"), *_mesh(document), mesh.table("  ")]
+    parts += [Text(""), Text("decided", "bold"), *(Text(f"  {line}") for line in document["words"])]
+    parts += [Text(""), Text("where the step goes", "bold"), _times(document["time"])]
+    parts += [Text(f"  {document['bound_by']}"), Text(""), Text("busy", "bold")]
+    parts.append(_bars([(s["stream"], s["share"], s["busy_s"]) for s in document["streams"]]))
+    for place in document["places"]:
+        parts += [Text(""), *_place(place, [axis["axis"] for axis in document["mesh"]])]
+    parts += [Text(""), Text("parameters, bytes per device", "bold")]
+    parts.append(_parameters(document["parameters"]))
+    if document["collectives"]:
+        parts += [Text(""), Text("sent in a step, by each device", "bold")]
+        parts.append(_collectives(document["collectives"]))
+    parts += [Text(""), *_peak(document["peak"])]
+    parts += [Text(""), Text("most expensive", "bold"), _expensive(document["expensive"])]
+    if document["next"]:
+        parts += [Text(""), Text(f"next: parloom explain {path} {document['next']}", "bold")]
+    return Group(*parts)
+
+
+def table_of(columns: Iterable[str], margin: bool = True) -> Table:
+    """A table as all of this page has them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        justify = "right" if column in RIGHT else "left"
+        name = f"  {column}" if margin and not index else column
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def seconds_words(seconds: float) -> str:
+    """A time in a table; nothing where it is none."""
+    return format_seconds(seconds) if seconds else ""
+
+
+def time_words(cause: Mapping[str, Any]) -> str:
+    """A cause of a document in a line."""
+    if cause["what"] != WAITING:
+        return str(cause["what"])
+    return f"waiting for {cause['transfer']} ({cause['level']})"
+
+
+def _head(document: Document) -> list[RenderableType]:
+    low, high = document["source"]["band_s"]
+    title = f"{document['model']} on {document['cluster']}: {document['method']}"
+    line = f"step time {format_seconds(document['step_s'])}, likely {format_seconds(low)} .."
+    line += f" {format_seconds(high)} ({document['source']['name']})"
+    if document["num_microbatches"] > 1:
+        line += f", {document['num_microbatches']} microbatches"
+    return [Text(title, style="bold"), Text(line)]
+
+
+def _mesh(document: Document) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for axis in document["mesh"]:
+        over = ", ".join(axis["levels"])
+        lines.append(Text(f"  {axis['axis']} = {axis['size']} over {over or 'one device'}"))
+    return lines
+
+
+def _times(causes: Sequence[Mapping[str, Any]]) -> Table:
+    return _bars([(time_words(c), c["share"], c["s"]) for c in causes])
+
+
+def _bars(rows: Iterable[tuple[str, float, float]]) -> Table:
+    """Name, share of the step as a bar, time."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold")
+    table.add_column(min_width=BAR)
+    table.add_column(justify="right")
+    for name, share, seconds in rows:
+        bar = "█" * round(BAR * min(1.0, share)) or ("▏" if share else "")
+        table.add_row(f"  {name}", Text(bar), f"{format_seconds(seconds)}  {share:.1%}")
+    return table
+
+
+def _place(place: Mapping[str, Any], axes: Sequence[str]) -> list[RenderableType]:
+    calls = "" if place["place"] == MAIN else f", {place['calls']} calls"
+    if place["recomputed"]:
+        calls += f", {place['recomputed']} of them recompute"
+    took = f"{format_seconds(place['s'])}, {place['share']:.1%} of the step"
+    table = table_of(("operator", *(f"{axis} splits" for axis in axes), "own", "moving"))
+    for operator in place["operators"][:OPERATORS]:
+        split = (", ".join(operator["axes"].get(axis, ())) or "-" for axis in axes)
+        table.add_row(
+            f"  {operator['key']}", *split, seconds_words(operator["own_s"]),
+            seconds_words(operator["moving_s"]),
+        )  # fmt: skip
+    rest = place["operators"][OPERATORS:]
+    if rest:
+        sums = (seconds_words(sum(o[key] for o in rest)) for key in ("own_s", "moving_s"))
+        table.add_row(f"  {len(rest)} more", *[""] * len(axes), *sums)
+    return [Text(f"{place['place']}{calls}: {took}", "bold"), table]
+
+
+def _parameters(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = table_of(
+        ("of", "parameters", "computed", "stored", "weights", "gradients", "optimizer")
+    )
+    for row in rows[:STORED]:
+        split = f"split over {row['split_over']}" if row["split_over"] else "whole"
+        parts = [n for n in ("weight", "gradient", "optimizer") if not row[n].startswith(ALIKE)]
+        stored = ALIKE
+        if parts:
+            stored = f"{', '.join(parts)} {row[parts[-1]]}"
+        table.add_row(
+            f"  {row['place']}", str(row["count"]), split, stored,
+            *(format_bytes(row[f"{n}_bytes"]) for n in ("weight", "gradient", "optimizer")),
+        )  # fmt: skip
+    if len(rows) > STORED:
+        rest = rows[STORED:]
+        table.add_row(
+            "  others", str(sum(r["count"] for r in rest)), "", "",
+            *(format_bytes(sum(r[f"{n}_bytes"] for r in rest))
+              for n in ("weight", "gradient", "optimizer")),
+        )  # fmt: skip
+    return table
+
+
+def _collectives(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = table_of(
+        ("what", "in", "over", "level", "times", "bytes", "takes", "waited for"),
+    )
+    for row in rows[:COLLECTIVES]:
+        table.add_row(
+            f"  {row['transfer']}", row["place"], ", ".join(row["axes"]), row["level"],
+            str(row["count"]), format_bytes(row["bytes"]), format_seconds(row["s"]),
+            seconds_words(row["waited_s"]),
+        )  # fmt: skip
+    rest = rows[COLLECTIVES:]
+    if rest:
+        table.add_row(
+            f"  {len(rest)} more kinds", "", "", "", str(sum(r["count"] for r in rest)),
+            format_bytes(sum(r["bytes"] for r in rest)), format_seconds(sum(r["s"] for r in rest)),
+            seconds_words(sum(r["waited_s"] for r in rest)),
+        )  # fmt: skip
+    return table
+
+
+def _peak(peak: Mapping[str, Any]) -> list[RenderableType]:
+    share = peak["bytes"] / peak["device_bytes"]
+    title = f"memory at its most: {format_bytes(peak['bytes'])} of"
+    title += f" {format_bytes(peak['device_bytes'])} ({share:.1%})"
+    if peak["action"]:
+        title += f", {ACTIONS[peak['action']]} ({joined(peak['module'], peak['operator'])})"
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(min_width=BAR)
+    table.add_column(justify="right")
+    full = max(1, peak["bytes"])
+    for name, size in peak["memory"].items():
+        if size:
+            bar = "█" * round(BAR * size / full) or "▏"
+            table.add_row(f"  {name}", Text(bar), f"{format_bytes(size)}  {size / full:.1%}")
+    return [Text(title, "bold"), table]
+
+
+def _expensive(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = table_of(("operator or movement", "in", "time", "of the step"))
+    for row in rows[:EXPENSIVE]:
+        name = f"{row['movement']} for {row['key']}" if row["movement"] else row["key"]
+        table.add_row(f"  {name}", row["place"], format_seconds(row["s"]), f"{row['share']:.1%}")
+    return table

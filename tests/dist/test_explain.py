@@ -1,0 +1,54 @@
+"""`parloom explain` on saved plans: what it compares with, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+import parloom
+from parloom import api
+from parloom.errors import FingerprintError, InputError
+
+
+@pytest.fixture(scope="module")
+def captured() -> api.Captured:
+    return api.capture("zoo:mlp")
+
+
+def test_plans_are_compared_with_methods_and_files(captured: api.Captured, tmp_path: Path) -> None:
+    plan = api.search(captured, cluster="4xcpu", method="megatron")
+    assert plan.prediction is not None
+    document = api.explain(plan).document
+    assert document["step_s"] == plan.prediction.step_s
+    assert document["peak"]["bytes"] == plan.prediction.peak_bytes
+    said: list[str] = []
+    other = api.explain(plan, versus="fsdp", progress=said.append).document
+    assert said[-1].startswith("fsdp (data=4): ")
+    parloom.save(api.search(captured, cluster="4xcpu", method="fsdp"), tmp_path)
+    again = api.explain(plan, versus=str(tmp_path)).document
+    assert again["causes"] == other["causes"]
+    assert again["versus"]["name"] == str(tmp_path)
+    with pytest.raises(InputError, match="no method or plan file 'fsd'; did you mean 'fsdp'"):
+        api.explain(plan, versus="fsd")
+
+
+def test_plans_of_another_model_are_not_compared(captured: api.Captured, tmp_path: Path) -> None:
+    plan = api.search(captured, cluster="4xcpu", method="fsdp")
+    small = api.capture("zoo:mlp", batch=32)
+    parloom.save(api.search(small, cluster="4xcpu", method="fsdp"), tmp_path)
+    with pytest.raises(FingerprintError, match="only plans of one model"):
+        api.explain(plan, versus=str(tmp_path))
+
+
+def test_what_does_not_fit_is_compared_too(captured: api.Captured, tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        "name: small\n"
+        "device: {name: tiny, rates: {float32: 1TFLOP/s}, memory: 20MiB, memory_bandwidth: 10GB/s}\n"
+        "levels: [{name: box, size: 4, bandwidth: 1GB/s, latency: 10us}]\n",
+        encoding="utf-8",
+    )
+    plan = api.search(captured, cluster=str(file), method="megatron")
+    said: list[str] = []
+    document = api.explain(plan, versus="data_parallel", progress=said.append).document
+    assert any("no plan fits" in line for line in said)
+    assert not document["versus"]["fits"]

@@ -1,0 +1,140 @@
+"""Explained plans: sums that add up, words and tables, and what differs between two plans."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from parloom.cost.clusters import load_cluster
+from parloom.cost.ledger import MAIN
+from parloom.cost.tasks import COMPONENTS
+from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.report.case import Case
+from parloom.report.explain import plan_explained
+from parloom.report.explain_screen import plan_explained_screen
+from parloom.report.grid import mesh_grid
+from parloom.report.versus import versus, versus_screen
+from parloom.search.baselines import data_parallel, fsdp, megatron, random_plans
+from tests.unit.explained import case_of
+from tests.unit.graphs import stack
+
+CLUSTER = load_cluster("2x4xcpu")
+GRAPH = stack(3)
+
+
+def screen(found: RenderableType) -> str:
+    out = StringIO()
+    Console(file=out, width=200, highlight=False).print(found)
+    return out.getvalue()
+
+
+def tensor_parallel(count: int = 1) -> Decisions:
+    plans = megatron(GRAPH, CLUSTER, count)
+    return next(plan for plan in plans if plan.mesh["tensor"].size == 4)
+
+
+def check(case: Case) -> None:
+    """All shares of a document are parts of one step, and it is JSON."""
+    document = plan_explained(case)
+    assert json.loads(json.dumps(document)) == document
+    step = case.ledger.step_ps
+    assert sum(cause["ps"] for cause in document["time"]) == step
+    assert sum(row["share"] for row in document["time"]) == pytest.approx(1.0)
+    # All that is in no block and not in main is the step program.
+    apart = sum(place["s"] for place in document["places"])
+    assert apart <= document["step_s"] * (1 + 1e-9)
+    assert sum(document["peak"]["memory"].values()) == case.timeline.peak_bytes
+    stored = {k: sum(row[f"{k}_bytes"] for row in document["parameters"])
+              for k in ("weight", "gradient", "optimizer")}  # fmt: skip
+    held = case.priced.parameters.stored_bytes()
+    assert [stored["weight"], stored["gradient"], stored["optimizer"]] == list(held.values())
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    assert "where the step goes" in text
+    assert document["bound_by"] in text
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rules_of_thumb(count: int) -> None:
+    for plan in (
+        *data_parallel(GRAPH, CLUSTER, count),
+        *fsdp(GRAPH, CLUSTER, count),
+        tensor_parallel(count),
+    ):
+        check(case_of(GRAPH, CLUSTER, plan))
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 1000))
+def test_any_plan(seed: int) -> None:
+    check(case_of(GRAPH, CLUSTER, next(random_plans(GRAPH, CLUSTER, seed=seed))))
+
+
+def test_one_device() -> None:
+    cluster = load_cluster("1xH100")
+    (plan,) = data_parallel(GRAPH, cluster)
+    case = case_of(GRAPH, cluster, plan)
+    check(case)
+    assert plan_explained(case)["bound_by"].endswith("nothing is waited for")
+
+
+def test_what_is_said_of_a_plan() -> None:
+    plan = replace(tensor_parallel(), activations=(ActivationDecision("blocks.1", "recompute"),))
+    case = case_of(GRAPH, CLUSTER, plan)
+    document = plan_explained(case)
+    main, block = document["places"]
+    assert (main["place"], block["place"]) == (MAIN, "block")
+    assert (block["calls"], block["recomputed"]) == (3, 1)
+    by_key = {operator["key"]: operator for operator in block["operators"]}
+    assert by_key["up:linear#0"]["axes"] == {"data": ["samples"], "tensor": ["output features"]}
+    assert by_key["down:linear#0"]["axes"] == {"data": ["samples"], "tensor": ["input features"]}
+    assert by_key[":add#0"]["moving_s"] > 0
+    kinds = {(row["transfer"], tuple(row["axes"])) for row in document["collectives"]}
+    assert ("activations all_reduce", ("tensor",)) in kinds
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    assert "block, 3 calls, 1 of them recompute:" in text
+    assert "recomputation" in text
+    assert f"next: parloom explain plan.json {document['next']}" in text
+    assert document["next"] in {flat.key for flat in case.pcg.graph.flat()}
+
+
+def adds_up(case: Case, other: Case) -> None:
+    document = versus(case, other, "other")
+    whole = other.timeline.step_ps - case.timeline.step_ps
+    assert document["difference_ps"] == whole
+    assert sum(row["difference_ps"] for row in document["causes"]) == whole
+    assert sum(row["difference_ps"] for row in document["places"]) == whole
+    for place in document["places"]:
+        for side in ("plan_ps", "versus_ps", "difference_ps"):
+            assert sum(row[side] for row in place["causes"]) == place[side]
+    peaks = other.timeline.peak_bytes - case.timeline.peak_bytes
+    assert sum(row["difference_bytes"] for row in document["memory"]) == peaks
+    sizes = [abs(row["difference_ps"]) for row in document["causes"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {row["component"] for row in document["memory"]} <= set(COMPONENTS)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_differences_add_up_exactly(one: int, other: int) -> None:
+    plans = (next(random_plans(GRAPH, CLUSTER, seed=seed)) for seed in (one, other))
+    adds_up(*(case_of(GRAPH, CLUSTER, plan) for plan in plans))
+
+
+def test_the_cause_of_a_difference() -> None:
+    (plan,) = data_parallel(GRAPH, CLUSTER)
+    case = case_of(GRAPH, CLUSTER, plan)
+    again = tuple(ActivationDecision(f"blocks.{i}", "recompute") for i in range(3))
+    other = case_of(GRAPH, CLUSTER, replace(plan, activations=again))
+    adds_up(case, other)
+    document = versus(case, other, "recomputing")
+    assert document["causes"][0]["what"] == "recomputation"
+    assert next(p["difference_ps"] for p in document["places"] if p["place"] == "block") > 0
+    text = screen(versus_screen(document))
+    assert text.startswith("recomputing is ")
+    assert "slower than the plan, most of all for recomputation" in text
+    same = versus(case, case, "itself")
+    assert screen(versus_screen(same)).startswith("itself takes exactly as long as the plan")
