@@ -8,8 +8,9 @@ from parloom.cost import units
 from parloom.errors import InputError, nearest
 from parloom.ir.plan import DTYPES
 from parloom.search.baselines import METHODS as BASELINES
+from parloom.search.candidates import AUTO, COMPARATORS
 
-METHODS = ("auto", *BASELINES)
+METHODS = (AUTO, *BASELINES, *COMPARATORS)
 # The least that each may be.
 COUNTS = MappingProxyType({"batch": 1, "seq": 1, "microbatches": 1, "seed": 0})
 

@@ -1,10 +1,13 @@
-"""Candidates for a plan: rules of thumb, and what the search over layouts proposes.
+"""Candidates for a plan: rules of thumb, what the search over layouts proposes, and what methods of
+other systems do.
 
 With the method `auto` the rules of thumb are always among the candidates, so that a searched plan
 never loses to them in prediction.
 """
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
@@ -13,6 +16,9 @@ from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.auto import Searched
 from parloom.search.auto import search as search_layouts
 from parloom.search.baselines import METHODS
+from parloom.search.comparators.alpa import alpa
+from parloom.search.comparators.flexflow import flexflow
+from parloom.search.comparators.tofu import tofu
 from parloom.search.question import Question, Say
 
 AUTO = "auto"
@@ -21,6 +27,11 @@ BESIDE = ("data_parallel", "fsdp", "megatron")
 # How many of the search's proposals stand in a plan.
 PROPOSED = 4
 LOW_PRECISION = ("bfloat16", "float16")
+Comparator = Callable[[Question, Decisions, Say], Iterator[Decisions]]
+"""Plans for a question with the dtypes and recomputation of the decisions given."""
+COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
+    {"alpa": alpa, "flexflow": flexflow, "tofu": tofu}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,7 @@ class Candidates:
 
 
 def candidates(question: Question, method: str, say: Say) -> Candidates:
-    """What `method` (a name in `METHODS`, or auto) proposes.
+    """What `method` (a name in `METHODS` or `COMPARATORS`, or auto) proposes.
 
     Raises `InputError` where it proposes nothing.
     """
@@ -51,7 +62,7 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     refused: dict[str, InputError] = {}
     for name in BESIDE if method == AUTO else (method,):
         try:
-            found += _rule_of_thumb(question, name)
+            found += _proposed(question, name, say)
         except InputError as error:
             refused[name] = error
     lines = [f"{name}: not possible: {error}" for name, error in refused.items()]
@@ -64,6 +75,8 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
         if searched.interrupted:
             lines.append("auto: interrupted; the best of what was found until then")
+    if not found and not refused:
+        raise InputError(f"{method} finds no plan within its budget; give it more (--budget)")
     if not found:
         raise next(iter(refused.values()))
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
@@ -84,11 +97,17 @@ def _searched(question: Question, say: Say) -> Searched:
     )
 
 
-def _rule_of_thumb(question: Question, name: str) -> list[Candidate]:
+def _proposed(question: Question, name: str, say: Say) -> list[Candidate]:
+    """The plans of a rule of thumb, or of a comparator."""
     graph, cluster = question.graph, question.cluster
     asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
+    if name in COMPARATORS:
+        base = Decisions(Mesh(()), activations=asked, num_microbatches=question.num_microbatches)
+        plans = COMPARATORS[name](question, _with_dtypes(graph, base), say)
+    else:
+        plans = METHODS[name](graph, cluster, question.num_microbatches, question.seed)
     found = []
-    for decisions in METHODS[name](graph, cluster, question.num_microbatches, question.seed):
+    for decisions in plans:
         decisions = _with_dtypes(graph, replace(decisions, activations=asked))
         found.append(Candidate(name, _name(name, decisions.mesh), decisions))
     return found

@@ -123,17 +123,26 @@ class LayoutProblem:
 
     def solve(self, multipliers: Multipliers) -> Solution:
         """The least cost under `multipliers`."""
-        fixed = [
+        fixed = self._fixed(multipliers)
+        while True:
+            found = minimum(self.sizes, [*fixed, *self._moving(multipliers)])
+            if not self._sharpen(found.values):
+                break
+        return self.evaluate(found.values, multipliers, found.cost)
+
+    def factors(self, multipliers: Multipliers) -> list[Factor]:
+        """The whole cost as tables; ways as exact as they are."""
+        return [*self._fixed(multipliers), *self._moving(multipliers)]
+
+    def _fixed(self, multipliers: Multipliers) -> list[Factor]:
+        return [
             *self._operator_factors(multipliers),
             *self._weight_factors(multipliers),
             *self._derived_factors(),
         ]
-        while True:
-            factors = [*fixed, *(self._way_factor(way, multipliers) for way in self.ways)]
-            found = minimum(self.sizes, factors)
-            if not self._sharpen(found.values):
-                break
-        return self.evaluate(found.values, multipliers, found.cost)
+
+    def _moving(self, multipliers: Multipliers) -> list[Factor]:
+        return [self._way_factor(way, multipliers) for way in self.ways]
 
     def _sharpen(self, values: Sequence[int]) -> bool:
         """Price the ways that `values` use; whether any was optimistic."""

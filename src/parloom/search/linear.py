@@ -55,15 +55,23 @@ class LinearProgram:
         self.rows.append((dict(terms), low, high))
         return len(self.rows) - 1
 
-    def solve(self, gap: float = 1e-6) -> Answer | None:
-        """The least cost, on one thread: the same every time. None where nothing is allowed."""
+    def solve(self, gap: float = 1e-6, max_nodes: int | None = None) -> Answer | None:
+        """The least cost, on one thread: the same every time. None where nothing is allowed.
+
+        With `max_nodes`, the best of what so many branches find; None where they find nothing.
+        """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("mip_rel_gap", gap)
+        if max_nodes is not None:
+            solver.setOptionValue("mip_max_nodes", max_nodes)
         solver.passModel(self._model())
         solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        status, kinds = solver.getModelStatus(), highspy.HighsModelStatus
+        feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
+        found_some = int(solver.getInfo().primal_solution_status) == feasible
+        if status != kinds.kOptimal and not (status == kinds.kSolutionLimit and found_some):
             return None
         found, info = solver.getSolution(), solver.getInfo()
         cost = float(info.objective_function_value)

@@ -13,7 +13,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a plan is asked for."""
+    """What a plan is asked for; `budget` is how much deterministic work a method may do."""
 
     graph: Graph
     cluster: Cluster
@@ -22,3 +22,4 @@ class Question:
     num_microbatches: int = 1
     seed: int = 0
     kernels: Kernels | None = None
+    budget: int | None = None
