@@ -9,6 +9,7 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import InfeasibleError, InputError, LayoutError
 from parloom.execute.files import read_plan
 from parloom.execute.machine import Machine
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import Alternative, Plan, Prediction
@@ -71,11 +72,17 @@ def _best(
 ) -> Plan:
     """The candidate whose simulated step is the fastest of those that fit."""
     played: list[tuple[Candidate, Prediction]] = []
+    factored = factorize(graph)
     refused: list[LayoutError] = []
     notes = asked.notes
     for candidate in proposed:
         try:
-            pcg = lower(rewritten(graph, candidate.decisions.rewrites), candidate.decisions)
+            rewrites = candidate.decisions.rewrites
+            pcg = lower(
+                rewritten(graph, rewrites),
+                candidate.decisions,
+                factored=None if rewrites else factored,
+            )
         except LayoutError as error:  # as when microbatches do not divide over this mesh
             refused.append(error)
             notes = (f"{candidate.name}: not possible: {error}", *notes)

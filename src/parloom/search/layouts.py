@@ -22,7 +22,7 @@ from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, menu_of, subsets
 from parloom.search.eliminate import Factor, minimum
-from parloom.search.prices import KEPT, PARTS, Prices
+from parloom.search.prices import KEPT, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
     Block,
@@ -91,6 +91,7 @@ class LayoutProblem:
     """All variables and tables of `program` on the mesh of `walker`.
 
     `menus` and `storage` take the place of all choices that there are.
+    `shared`: what is known of prices that hold on every mesh.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class LayoutProblem:
         *,
         menus: Sequence[Menu] = (),
         storage: StoragePrices | None = None,
+        shared: Known | None = None,
     ) -> None:
         self.program, self.mesh = program, walker.mesh
-        self.prices = Prices(program, walker)
+        self.prices = Prices(program, walker, shared or Known())
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.menus = list(menus) or [menu_of(o, self.prices.single) for o in program.operators]
         self.homes = {
