@@ -106,7 +106,7 @@ class LayoutProblem:
         shared: Known | None = None,
     ) -> None:
         self.program, self.mesh = program, walker.mesh
-        self.prices = Prices(program, walker, shared or Known())
+        self.prices = Prices(program, walker, shared)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.menus = list(menus) or [menu_of(o, self.prices.single) for o in program.operators]
         self.homes = {

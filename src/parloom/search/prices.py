@@ -44,11 +44,11 @@ class Known:
 class Prices:
     """Prices on one mesh of one cluster; what was asked before is known."""
 
-    def __init__(self, program: Program, walker: Walker, shared: Known) -> None:
+    def __init__(self, program: Program, walker: Walker, shared: Known | None = None) -> None:
         self.program, self.walker, self.mesh = program, walker, walker.mesh
         self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
-        self.shared = shared
+        self.shared = shared or Known()
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
         """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
