@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parloom import arguments
 from parloom import explain as explanation
+from parloom.answer import answer
 from parloom.capture import (
     Loss,
     fingerprint,
@@ -18,7 +19,7 @@ from parloom.capture import (
     scalars_apart,
 )
 from parloom.capture import capture as _capture
-from parloom.choose import choose
+from parloom.choose import Ask
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.measured import Source
@@ -26,6 +27,7 @@ from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes
 from parloom.errors import (
     CaptureError,
+    GapError,
     ParloomError,
 )
 from parloom.execute import calibrate as calibration_run
@@ -56,6 +58,7 @@ from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words
 from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import candidates
+from parloom.search.pins import parse_pin
 from parloom.search.question import Question
 
 Say = Callable[[str], None]
@@ -78,6 +81,10 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     memory: int | str | None = None,
     microbatches: int | None = None,
     calibration: str | Path | None = None,
+    pin: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    budget: int | None = None,
+    require_gap: float | None = None,
     seed: int = 0,
     progress: Say = _silent,
 ) -> Plan:
@@ -88,13 +95,17 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     Face config.json, folder or Hub id, or a factory (`file.py:factory`, `pkg.module:factory`).
 
     `optimizer` names a class of torch.optim; the default is what the model's factory returned, or
-    adamw. `calibration` is a file that `parloom calibrate` wrote.
+    adamw. `calibration` is a file that `parloom calibrate` wrote. `pin` and `forbid` fix layouts
+    and rule them out (docs/pins.md), `budget` ends the search after so much work.
 
-    Raises `InputError`, `CaptureError` or `InfeasibleError` (nothing fits).
+    Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
+    further than `require_gap` above what was proved to be the least).
     """
     # What is bad is told before the model is captured.
     sizes = {"batch": batch, "seq": seq, "microbatches": microbatches, "seed": seed}
-    arguments.check(model, sizes | {"dtype": dtype, "method": method, "memory": memory})
+    limits = {"memory": memory, "budget": budget, "require_gap": require_gap}
+    chosen = {"method": method, "pin": pin, "forbid": forbid}
+    arguments.check(model, sizes | limits | chosen | {"dtype": dtype})
     machine_for(cluster, calibration)
     captured = capture(
         model,
@@ -105,15 +116,20 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         seed=seed,
         progress=progress,
     )
-    return search(
+    found = search(
         captured,
         cluster=cluster,
         method=method,
         memory=memory,
         microbatches=microbatches,
         calibration=calibration,
+        pin=pin,
+        forbid=forbid,
+        budget=budget,
         progress=progress,
     )
+    check_gap(found, require_gap)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +186,9 @@ def search(
     memory: int | str | None = None,
     microbatches: int | None = None,
     calibration: str | Path | None = None,
+    pin: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    budget: int | None = None,
     progress: Say = _silent,
 ) -> Plan:
     """The second half of `plan`: price the candidates and keep the fastest that fits."""
@@ -194,12 +213,27 @@ def search(
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         asked = replace(asked, assumptions=(*asked.assumptions, line))
-    best = choose(asked, graph, machine, limit, microbatches, progress)
+    ask = Ask(asked, graph, machine, limit, microbatches, budget=budget)
+    pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
+    best = answer(ask, pins, "" if memory is None else str(memory), progress)
     best = _with_evaluation(best, graph)
     for line in best.notes:
         if line.startswith(WARNING):
             progress(line)
     return best
+
+
+def check_gap(plan: Plan, allowed: float | None) -> None:
+    """Raise `GapError` where a plan is further above its bound than `allowed` of the bound."""
+    if allowed is None:
+        return
+    gap = plan.gap
+    if gap is None or gap > allowed:
+        what = "no bound was proved" if gap is None else f"the gap is {gap:.3g}"
+        raise GapError(
+            f"{what}, --require-gap is {allowed:g}; the plan is the best that was found: search"
+            " longer (--budget), or ask for less"
+        )
 
 
 def _with_evaluation(plan: Plan, graph: Graph) -> Plan:

@@ -1,5 +1,6 @@
 """What `plan` may be asked for, checked alike for the command's flags and for keyword arguments."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,10 +10,11 @@ from parloom.errors import InputError, nearest
 from parloom.ir.plan import DTYPES
 from parloom.search.baselines import METHODS as BASELINES
 from parloom.search.candidates import AUTO, COMPARATORS
+from parloom.search.pins import parse_pin
 
 METHODS = (AUTO, *BASELINES, *COMPARATORS)
 # The least that each may be.
-COUNTS = MappingProxyType({"batch": 1, "seq": 1, "microbatches": 1, "seed": 0})
+COUNTS = MappingProxyType({"batch": 1, "seq": 1, "microbatches": 1, "seed": 0, "budget": 1})
 
 
 def check(model: object, asked: Mapping[str, object]) -> None:
@@ -40,6 +42,24 @@ def check(model: object, asked: Mapping[str, object]) -> None:
             f"method: no method or plan file {method!r}{nearest(str(method), METHODS)}"
         )
     memory_bytes(asked.get("memory"))
+    _check_search(asked)
+
+
+def _check_search(asked: Mapping[str, object]) -> None:
+    """Pins that can be read, and limits that mean something."""
+    for flag in ("pin", "forbid"):
+        given = asked.get(flag) or ()
+        if not isinstance(given, list | tuple):
+            raise InputError(f"{flag}: must be a list of NAME=LAYOUT, got {given!r}")
+        for text in given:
+            parse_pin(str(text), forbidden=flag == "forbid")
+    gap = asked.get("require_gap")
+    if gap is None:
+        return
+    if not isinstance(gap, int | float) or isinstance(gap, bool) or not 0 <= gap < math.inf:
+        raise InputError(f"require_gap: must be a number from 0 on, as 0.05, got {gap!r}")
+    if asked.get("method", AUTO) != AUTO:
+        raise InputError("require_gap: only --method auto proves a bound")
 
 
 def memory_bytes(given: object) -> int | None:

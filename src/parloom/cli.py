@@ -80,6 +80,13 @@ Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
 ]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
+PIN = (
+    "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
+    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
+)
+FORBID = "No plan that holds this; written like --pin."
+BUDGET = "End the search after so many solved programs and simulated steps."
+GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[
     Path | None, typer.Option(metavar="F", help="Measured rates, as `parloom calibrate` writes.")
 ]
@@ -103,11 +110,11 @@ def plan(
     memory: Memory = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,
     calibration: Calibrated = None,
-    pin: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
-    forbid: Annotated[list[str] | None, typer.Option(help="Not yet.")] = None,
+    pin: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=PIN)] = None,
+    forbid: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=FORBID)] = None,
     objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
-    budget: Annotated[str | None, typer.Option(metavar="WORK", help="Not yet.")] = None,
-    require_gap: Annotated[float | None, typer.Option(metavar="G", help="Not yet.")] = None,
+    budget: Annotated[int | None, typer.Option(metavar="WORK", min=1, help=BUDGET)] = None,
+    require_gap: Annotated[float | None, typer.Option(metavar="G", min=0, help=GAP)] = None,
     batch_semantics: Annotated[str, typer.Option(help="global; microbatch: not yet.")] = "global",
     batch_norm: Annotated[str, typer.Option(help="global; local: not yet.")] = "global",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
@@ -118,11 +125,7 @@ def plan(
     """Find the fastest plan that fits and save it with its generated source."""
     _refuse(
         {
-            "--pin": pin,
-            "--forbid": forbid,
             f"--objective {objective.value}": objective is not Objective.TIME,
-            "--budget": budget,
-            "--require-gap": require_gap is not None,
             f"--batch-semantics {batch_semantics}": batch_semantics != "global",
             f"--batch-norm {batch_norm}": batch_norm != "global",
         }
@@ -140,13 +143,23 @@ def plan(
         "memory": memory,
         "microbatches": microbatches,
         "calibration": calibration,
+        "pin": pin or [],
+        "forbid": forbid or [],
+        "budget": budget,
     }
-    arguments.check(model, captured | searched)
+    arguments.check(model, captured | searched | {"require_gap": require_gap})
     _quiet(verbose)
-    _plan(model, captured, searched, out, as_json)
+    _plan(model, captured, searched, out, as_json, require_gap)
 
 
-def _plan(model: str, captured: Asked, searched: Asked, out: Path | None, as_json: bool) -> None:
+def _plan(
+    model: str,
+    captured: Asked,
+    searched: Asked,
+    out: Path | None,
+    as_json: bool,
+    require_gap: float | None,
+) -> None:
     cluster = searched["cluster"]
     loaded = resolve_cluster(cluster)
     from parloom import api
@@ -173,6 +186,9 @@ def _plan(model: str, captured: Asked, searched: Asked, out: Path | None, as_jso
         _print_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
     else:
         _print(terminal.plan_screen(found, loaded.cluster, paths))
+    if found.interrupted:
+        raise typer.Exit(130)
+    api.check_gap(found, require_gap)
 
 
 @app.command()

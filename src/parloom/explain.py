@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from parloom import arguments
-from parloom.choose import choose
+from parloom.choose import Ask, choose
 from parloom.cost.step import priced
 from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
 from parloom.execute.files import read_plan
@@ -67,9 +67,9 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
         graph = parse_graph(plan.graph)
         for limit in (machine.cluster.device.memory_bytes, None):
             try:
-                return choose(
-                    asked, graph, machine, limit or UNLIMITED, count if count > 1 else None, say
-                )
+                microbatches = count if count > 1 else None
+                ask = Ask(asked, graph, machine, limit or UNLIMITED, microbatches)
+                return choose(ask, say)
             except InfeasibleError as error:
                 say(f"{versus}: {error}")
         raise AssertionError("without a limit every plan fits")

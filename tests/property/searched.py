@@ -1,6 +1,6 @@
 """Random small graphs, and an enumerator that shares nothing with the search but the prices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations, product
 from random import Random
 
@@ -10,10 +10,11 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
+from parloom.ir.pcg import PParameter
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.ir.text import parse_graph
 from parloom.search.estimate import Estimate, estimate
-from parloom.search.storage import StoragePrices, Stored, WeightPrice
+from parloom.search.storage import Level, StoragePrices, Stored, WeightPrice
 
 ADAM = Optimizer("adamw", 2)
 
@@ -57,11 +58,31 @@ def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[
                 yield tuple(zip(used, orders, strict=True))
 
 
-def least_step_ps(graph: Graph, mesh: Mesh, walker: Walker) -> int:
-    """The least estimate over every layout of every operator and every storage of every weight."""
+def anything(*_: object) -> bool:
+    """No restriction."""
+    return True
+
+
+def least_step_ps(
+    graph: Graph,
+    mesh: Mesh,
+    walker: Walker,
+    may_split: Callable[[str, dict[str, tuple[str, ...]]], bool] = anything,
+    may_store: Callable[[PParameter, Level], bool] = anything,
+) -> int | None:
+    """The least estimate over every layout of every operator and every storage of every weight,
+    those that may be; None where there are none.
+    """
     factored = factorize(graph)
     nodes = list(graph.flat())
-    menus = [list(every_assignment(factored.rule(n.function, n.node), mesh)) for n in nodes]
+    menus = [
+        [
+            chosen
+            for chosen in every_assignment(factored.rule(n.function, n.node), mesh)
+            if may_split(n.key, dict(chosen))
+        ]
+        for n in nodes
+    ]
     storage = StoragePrices(walker, Decisions(mesh), ADAM)
     least: int | None = None
     for chosen in product(*menus):
@@ -72,9 +93,11 @@ def least_step_ps(graph: Graph, mesh: Mesh, walker: Walker) -> int:
         for weight in pcg.parameters:
             spec = weight.input.value.spec
             stored = Stored(spec, True, False, weight.layout, weight.reduce)
-            options.append(list(storage.options(stored)[1]))
+            every, prices = storage.options(stored)
+            options.append(
+                [p for level, p in zip(every, prices, strict=True) if may_store(weight, level)]
+            )
         for levels in product(*options):
             step_ps = Estimate(passes, sum(levels[1:], levels[0])).step_ps
             least = step_ps if least is None else min(least, step_ps)
-    assert least is not None
     return least

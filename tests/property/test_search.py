@@ -88,6 +88,7 @@ def test_search_finds_what_enumeration_finds(seed: int) -> None:
     least = least_step_ps(graph, mesh, Walker({}, mesh, TWO))
     found = MeshSearch(problem_of(graph, mesh, TWO), PLENTY).run(tolerance=1e-9)
     assert found.candidates[0].sums.step_ps == least
+    assert least is not None
     assert found.bound_ps <= least + 0.5
 
 
@@ -169,7 +170,7 @@ def test_the_bound_holds_for_every_plan_found() -> None:
         assert found.proposals
         assert 0 < found.bound_ps <= min(p.estimate_ps for p in found.proposals)
         for proposal in found.proposals:
-            assert found.estimate_bound_ps <= proposal.estimate_ps + 0.5
+            assert proposal.bound_ps <= proposal.estimate_ps + 0.5
             pcg = lower(model(), proposal.decisions)
             assert found.bound_ps <= simulate(pcg, cluster, proposal.decisions, ADAM).step_ps
 

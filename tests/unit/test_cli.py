@@ -19,7 +19,7 @@ import pytest
 import parloom
 from parloom import cli, errors
 from parloom.execute.files import check_folder, read_plan, write_atomic
-from parloom.ir.plan import Plan
+from parloom.ir.plan import INTERRUPTED, Constraint, Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
 from parloom.report.shortage import Shortage, shortage_document, shortage_line
@@ -50,6 +50,8 @@ class FakeApi(types.ModuleType):
         self.fault: BaseException | None = None
         self.nothing_fits: errors.InfeasibleError | None = None
         self.capture_s = 0.0
+        self.notes: tuple[str, ...] = ()
+        self.constraints: tuple[Constraint, ...] = ()
 
     def capture(self, model: str, **asked: Any) -> str:
         self.asked = {"model": model, **asked}
@@ -67,7 +69,12 @@ class FakeApi(types.ModuleType):
         graph = perceptron(batch=6)
         (decisions,) = data_parallel(graph, cluster(6))
         text = print_graph(graph)
-        return replace(example(), cluster=asked["cluster"], graph=text, decisions=decisions)
+        found = replace(example(), cluster=asked["cluster"], graph=text, decisions=decisions)
+        return replace(found, notes=self.notes, constraints=self.constraints)
+
+    def check_gap(self, plan: Plan, allowed: float | None) -> None:
+        if allowed is not None:
+            raise errors.GapError(f"the gap is 0.5, --require-gap is {allowed:g}")
 
     def save(self, plan: Plan, out: Path) -> dict[str, Path]:
         program = write_atomic(out / "program.py", "PROGRAM = None\n")
@@ -163,6 +170,49 @@ def test_capture_and_search_are_timed_apart(
     assert 0 <= document["search_s"] < 0.25
 
 
+def test_what_is_asked_for_reaches_the_search_and_its_cost_the_screen(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = ["--pin", "up=n:x", "--pin", "mesh=2x3", "--forbid", "down=replicated"]
+    api.constraints = (
+        Constraint("--pin up=n:x", 0.25, 2**20),
+        Constraint("--pin mesh=2x3", 0.1 + 0.2, 10**9),
+    )
+    arguments = ["plan", "zoo:gpt", "--cluster", "6xcpu", *pins, "--budget", "100"]
+    assert cli.main(arguments) == 0
+    result = capsys.readouterr()
+    assert api.asked["pin"] == ["up=n:x", "mesh=2x3"]
+    assert api.asked["forbid"] == ["down=replicated"]
+    assert api.asked["budget"] == 100
+    cost = "--pin up=n:x costs 50 ms (+20.0%): 300 ms and 954 MiB with it, 250 ms and 1 MiB without"
+    assert cost in flat(result.out)
+    assert "--pin mesh=2x3 costs nothing" in result.out
+    assert cli.main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["constraints"][0] == {
+        "text": "--pin up=n:x", "without_step_s": 0.25, "without_peak_bytes": 2**20,
+    }  # fmt: skip
+
+
+def test_an_interrupted_search_keeps_its_plan_and_exits_130(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.notes = (f"auto: {INTERRUPTED}",)
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--out", "here"]) == 130
+    result = capsys.readouterr()
+    assert "auto: interrupted; this is the best of what was found until then" in flat(result.out)
+    assert Path("here/plan.json").exists()
+
+
+def test_a_gap_that_is_too_large_keeps_the_plan_and_exits_6(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "zoo:gpt", "--cluster", "6xcpu", "--out", "here", "--require-gap", "0.1"]
+    assert cli.main(arguments) == 6
+    assert "error: the gap is 0.5, --require-gap is 0.1" in capsys.readouterr().err
+    assert Path("here/plan.json").exists()
+
+
 def test_sizes_are_in_units_that_fit_them() -> None:
     shortage = Shortage(2**20, "fsdp", 3 * 2**10, (("weights", 2**10),), ("pray",))
     line = shortage_line(shortage)
@@ -245,6 +295,16 @@ def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
         (["plan", "m", "--cluster", "4xcpu", "--method", "fdsp"], "'fdsp'; did you mean 'fsdp'"),
         (["plan", "m", "--cluster", "4xcpu", "--dtype", "bf61"], "bf61"),
         (["plan", "m", "--cluster", "4xcpu", "--batch", "0"], "batch"),
+        (["plan", "m", "--cluster", "4xcpu", "--budget", "0"], "budget"),
+        (["plan", "m", "--cluster", "4xcpu", "--memory", "0GB"], "memory: must be greater"),
+        (["plan", "m", "--cluster", "4xcpu", "--require-gap", "-1"], "require-gap"),
+        (["plan", "m", "--cluster", "4xcpu", "--require-gap", "inf"], "require_gap"),
+        (
+            ["plan", "m", "--cluster", "4xcpu", "--method", "fsdp", "--require-gap", "1"],
+            "require_gap: only --method auto proves a bound",
+        ),
+        (["plan", "m", "--cluster", "4xcpu", "--pin", "lm_head"], "write --pin NAME=LAYOUT"),
+        (["plan", "m", "--cluster", "4xcpu", "--forbid", "a=b c"], "--forbid a=b c: 'b c' is no"),
         (["cluster", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
         (["verify", "none.json"], "cannot read the plan none.json: No such file"),
     ],
@@ -262,11 +322,7 @@ def test_bad_usage(
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--pin", "lm_head=replicate"],
-        ["--forbid", "pipeline"],
         ["--objective", "memory"],
-        ["--budget", "1000"],
-        ["--require-gap", "0.1"],
         ["--batch-semantics", "microbatch"],
         ["--batch-norm", "local"],
     ],

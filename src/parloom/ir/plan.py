@@ -23,6 +23,8 @@ T = TypeVar("T")
 FORMAT = "parloom.plan"
 VERSION = "1.0"
 
+# What a note ends with where a search was stopped.
+INTERRUPTED = "interrupted; this is the best of what was found until then"
 # What a model can be cast to, by the name of the flag.
 DTYPES = MappingProxyType({"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"})
 
@@ -172,6 +174,15 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """A flag that the plan keeps to, and the best that was found without it."""
+
+    text: str
+    step_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where the model came from, so that `verify` and `run` can build it again.
 
@@ -208,6 +219,19 @@ class Plan:
     version: str = VERSION
     notes: tuple[str, ...] = ()
     evaluation_graph: str = ""
+    constraints: tuple[Constraint, ...] = ()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the search was stopped before it was over."""
+        return any(line.endswith(INTERRUPTED) for line in self.notes)
+
+    @property
+    def gap(self) -> float | None:
+        """By which share of the bound the plan is above it; None where there is no bound."""
+        if not self.bound_s or self.prediction is None:
+            return None
+        return (self.prediction.step_s - self.bound_s) / self.bound_s
 
     def command(self) -> str:
         """The command that makes such a plan again, from what is recorded here."""
@@ -227,4 +251,7 @@ class Plan:
         for flag, value in flags.items():
             if value is not None and value != usual.get(flag):
                 words += [flag, str(value)]
+        for constraint in self.constraints:
+            flag, _, asked = constraint.text.partition(" ")
+            words += [flag, asked] if flag.startswith("--") else []
         return shlex.join(words)

@@ -22,6 +22,7 @@ from parloom.ir.plan import (
     VERSION,
     ActivationDecision,
     Alternative,
+    Constraint,
     Decisions,
     ModelSource,
     NodeDecision,
@@ -59,6 +60,10 @@ def plan_to_json(plan: Plan) -> str:
         "alternatives": [
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
+        ],
+        "constraints": [
+            {"text": c.text, "step_s": c.step_s, "peak_bytes": c.peak_bytes}
+            for c in plan.constraints
         ],
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),
@@ -210,6 +215,7 @@ class _Reader:
             evaluation_graph=evaluation,
             prediction=_read_prediction(document.prediction),
             alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
+            constraints=tuple(Constraint(**c.model_dump()) for c in document.constraints),
             assumptions=tuple(document.assumptions),
             seed=document.seed,
             bound_s=document.bound_s,

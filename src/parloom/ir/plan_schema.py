@@ -115,6 +115,14 @@ class AlternativeDocument(Document):
     fits: bool
 
 
+class ConstraintDocument(Document):
+    """A flag that the plan keeps to, and the best without it."""
+
+    text: str
+    step_s: Number
+    peak_bytes: Index
+
+
 class PlanDocument(Document):
     """A whole plan file."""
 
@@ -130,6 +138,7 @@ class PlanDocument(Document):
     bound_s: Number | None
     solver_gap: Number | None
     alternatives: list[AlternativeDocument]
+    constraints: list[ConstraintDocument] = []
     assumptions: list[str]
     notes: list[str]
     decisions: DecisionsDocument

@@ -12,7 +12,7 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
-from parloom.report.words import source_words, words
+from parloom.report.words import constraint_line, source_words, words
 
 BAR_WIDTH = 32
 
@@ -25,7 +25,9 @@ def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> Rend
         parts += [Text(""), Text("memory per device"), _memory(plan, cluster)]
     if plan.alternatives:
         parts += [Text(""), _alternatives(plan)]
-    for title, lines in (("notes", plan.notes), ("assumed", plan.assumptions)):
+    costs = tuple(constraint_line(constraint, plan) for constraint in plan.constraints)
+    listed = ("asked for", costs), ("notes", plan.notes), ("assumed", plan.assumptions)
+    for title, lines in listed:
         if lines:
             parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
     parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
@@ -42,13 +44,10 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
     """
     prediction = plan.prediction
     step_s = prediction.step_s if prediction else None
-    gap = None
-    if plan.bound_s and step_s is not None:
-        gap = (step_s - plan.bound_s) / plan.bound_s
     return {
         "step_s": step_s,
         "bound_s": plan.bound_s,
-        "gap": gap,
+        "gap": plan.gap,
         "solver_gap": plan.solver_gap,
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "memory": [dict(prediction.memory)] if prediction else [],
@@ -67,6 +66,10 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "alternatives": [
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
+        ],
+        "constraints": [
+            {"text": c.text, "without_step_s": c.step_s, "without_peak_bytes": c.peak_bytes}
+            for c in plan.constraints
         ],
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),

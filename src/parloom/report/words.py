@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 
-from parloom.cost.units import format_seconds
+from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.factors import factorize
 from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import MeshAxis
-from parloom.ir.plan import Decisions, Storage
+from parloom.ir.plan import Constraint, Decisions, Plan, Storage
 from parloom.rewrite.pad import rewritten
 
 WARNING = "warning: "
@@ -193,6 +193,20 @@ SOURCES = MappingProxyType(
         "measured": "from measured operators",
     }
 )
+
+
+def constraint_line(constraint: Constraint, found: Plan) -> str:
+    """What a constraint costs, in words."""
+    assert found.prediction is not None
+    step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
+    without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
+    if constraint.step_s == step_s:
+        return f"{constraint.text} costs nothing"
+    return (
+        f"{constraint.text} costs {format_seconds(step_s - constraint.step_s)}"
+        f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
+        f" {format_bytes(peak)} with it, {' and '.join(without)} without"
+    )
 
 
 def source_words(source: str, error: float, step_s: float) -> str:

@@ -5,7 +5,7 @@ With the method `auto` the rules of thumb are always among the candidates, so th
 never loses to them in prediction.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -19,6 +19,8 @@ from parloom.search.baselines import METHODS
 from parloom.search.comparators.alpa import alpa
 from parloom.search.comparators.flexflow import flexflow
 from parloom.search.comparators.tofu import tofu
+from parloom.search.conflicts import broken
+from parloom.search.least import Least, conflict, least_memory
 from parloom.search.question import Question, Say
 
 AUTO = "auto"
@@ -26,6 +28,8 @@ AUTO = "auto"
 BESIDE = ("data_parallel", "fsdp", "megatron")
 # How many of the search's proposals stand in a plan.
 PROPOSED = 4
+# How many of the smallest plans are looked at where nothing fits.
+SMALLEST = 3
 LOW_PRECISION = ("bfloat16", "float16")
 Comparator = Callable[[Question, Decisions, Say], Iterator[Decisions]]
 """Plans for a question with the dtypes and recomputation of the decisions given."""
@@ -45,12 +49,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All candidates of a method; why others are none; what the search proved."""
+    """All candidates of a method; why others are none; what the search proved.
+
+    `least_bytes`: no plan that is searched holds less; known where none fits.
+    """
 
     found: tuple[Candidate, ...]
     refused: tuple[str, ...] = ()
     bound_s: float | None = None
     solver_gap: float | None = None
+    least_bytes: int | None = None
+    interrupted: bool = False
 
 
 def candidates(question: Question, method: str, say: Say) -> Candidates:
@@ -66,26 +75,78 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
         except InputError as error:
             refused[name] = error
     lines = [f"{name}: not possible: {error}" for name, error in refused.items()]
+    found, against = _holding(question, found)
+    lines += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
+    least: tuple[Least, ...] = ()
     if method == AUTO and question.num_microbatches > 1:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
     elif method == AUTO and question.cluster.num_devices > 1:
         searched = _searched(question, say)
         for proposal in searched.proposals[:PROPOSED]:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
-        if searched.interrupted:
-            lines.append("auto: interrupted; the best of what was found until then")
-    if not found and not refused:
-        raise InputError(f"{method} finds no plan within its budget; give it more (--budget)")
+        if not searched.proposals and not searched.interrupted:
+            least = _least(question, not found)
+            found += [_small(plan) for plan in least[:SMALLEST]]
     if not found:
-        raise next(iter(refused.values()))
+        raise _nothing(method, searched, against, refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    return Candidates(tuple(found), tuple(lines), bound, gap)
+    bytes_ = least[0].bound_bytes if least else None
+    interrupted = searched is not None and searched.interrupted
+    return Candidates(tuple(found), tuple(lines), bound, gap, bytes_, interrupted)
+
+
+def _small(plan: Least) -> Candidate:
+    name = _name(f"{AUTO}, least memory", plan.decisions.mesh)
+    return Candidate(AUTO, name, plan.decisions)
+
+
+def _nothing(
+    method: str,
+    searched: Searched | None,
+    against: Sequence[tuple[str, str]],
+    refused: Mapping[str, InputError],
+) -> BaseException:
+    """Why a method proposes nothing."""
+    if searched is not None and searched.interrupted:
+        return KeyboardInterrupt()
+    if against:
+        what = f"{method} has no plan as asked: {against[0][1]}"
+        return InputError(what if method == AUTO else f"{what}; --method auto searches for one")
+    if not refused:
+        return InputError(f"{method} finds no plan within its budget; give it more (--budget)")
+    return next(iter(refused.values()))
+
+
+def _holding(
+    question: Question, found: list[Candidate]
+) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """The candidates that hold all pins, and why others do not."""
+    held: list[Candidate] = []
+    against: list[tuple[str, str]] = []
+    for candidate in found:
+        reason = broken(question.pinned, question.graph, candidate.decisions)
+        if reason is None:
+            held.append(candidate)
+        else:
+            against.append((candidate.name, reason))
+    return held, against
+
+
+def _least(question: Question, alone: bool) -> tuple[Least, ...]:
+    """The smallest plans of the search, the least first; raises `InputError` where there are none
+    because pins contradict each other and `alone`, no rule of thumb holds them.
+    """
+    base = base_of(question)
+    found = sorted(least_memory(question, base), key=lambda least: least.bound_bytes)
+    if alone and not found and question.pinned.pins:
+        raise conflict(question, base)
+    return tuple(found)
 
 
 def _searched(question: Question, say: Say) -> Searched:
-    base = _with_dtypes(question.graph, Decisions(Mesh(())))
+    base = base_of(question)
     return search_layouts(
         question.graph,
         question.cluster,
@@ -94,7 +155,13 @@ def _searched(question: Question, say: Say) -> Searched:
         question.limit_bytes,
         say,
         question.kernels,
+        question.pinned,
     )
+
+
+def base_of(question: Question) -> Decisions:
+    """What holds for all plans that are searched."""
+    return _with_dtypes(question.graph, Decisions(Mesh(())))
 
 
 def _proposed(question: Question, name: str, say: Say) -> list[Candidate]:

@@ -12,6 +12,7 @@ counts the n-th part of a movement for each of n readers, which is never more th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,9 @@ from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Distinct, Menu, menu_of, subsets
+from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
 from parloom.search.eliminate import Factor, minimum
-from parloom.search.prices import KEPT, PARTS, Known, Prices
+from parloom.search.prices import KEPT, PARTS, Prices
 from parloom.search.program import (
     Axes,
     Block,
@@ -91,7 +92,6 @@ class LayoutProblem:
     """All variables and tables of `program` on the mesh of `walker`.
 
     `menus` and `storage` take the place of all choices that there are.
-    `shared`: what is known of prices that hold on every mesh.
     """
 
     def __init__(
@@ -103,12 +103,11 @@ class LayoutProblem:
         *,
         menus: Sequence[Menu] = (),
         storage: StoragePrices | None = None,
-        shared: Known | None = None,
     ) -> None:
         self.program, self.mesh = program, walker.mesh
-        self.prices = Prices(program, walker, shared)
+        self.prices = Prices(program, walker)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
-        self.menus = list(menus) or [menu_of(o, self.prices.single) for o in program.operators]
+        self.menus = list(menus) or [self._menu(o) for o in program.operators]
         self.homes = {
             index: tuple(self._homes(weight))
             for index, weight in enumerate(program.weights)
@@ -128,7 +127,7 @@ class LayoutProblem:
         fixed = self._fixed(multipliers)
         while True:
             found = minimum(self.sizes, [*fixed, *self._moving(multipliers)])
-            if not self._sharpen(found.values):
+            if not isfinite(found.cost) or not self._sharpen(found.values):
                 break
         return self.evaluate(found.values, multipliers, found.cost)
 
@@ -160,6 +159,12 @@ class LayoutProblem:
         return int(source), int(target)
 
     # Choices and homes
+
+    def _menu(self, operator: Operator) -> Menu:
+        place = operator.function, operator.node.key
+        allowed = self.program.pinned.allowed(place, operator.rule, self.mesh)
+        every = assignments(operator.rule, self.mesh)
+        return menu_of(operator, self.prices.single, allowed and filter(allowed, every))
 
     def _homes(self, weight: Weight) -> Iterator[Home]:
         for star, reader in enumerate(weight.readers):
@@ -335,8 +340,11 @@ class LayoutProblem:
             weight.block,
             layout,
             tuple(reduce) if weight.trainable else (),
+            weight.pins,
         )
         levels, parts = self.storage.options(stored)
+        if not levels:  # pins: not with this layout
+            return float("inf"), Level(), np.zeros(WEIGHT_PARTS, dtype=np.int64)
         costs = parts @ multipliers.weights
         best = int(costs.argmin())
         return float(costs[best]) * weight.count, levels[best], parts[best] * weight.count
@@ -406,7 +414,7 @@ class LayoutProblem:
         weight = self.program.weights[index]
         layout, reduce = self.home(index, values)
         reduce = reduce if weight.trainable else ()
-        return Stored(weight.spec, weight.trainable, weight.block, layout, reduce)
+        return Stored(weight.spec, weight.trainable, weight.block, layout, reduce, weight.pins)
 
     def home(self, index: int, values: Sequence[int]) -> tuple[Layout, Axes]:
         """Compute layout of a weight, and the axes over which its gradient is partial."""

@@ -10,6 +10,7 @@ recomputation (`polish`).
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
 
 import numpy as np
 
@@ -68,6 +69,8 @@ class MeshSearch:
         bound, worth = 0.0, Worth()
         for _ in range(ROUNDS):
             new, lower = self._add(worth)
+            if not self.columns:
+                return Found((), lower)
             bound = max(bound, lower)
             cost, worth = self._combine()
             if not new or cost - bound <= tolerance * cost:
@@ -83,6 +86,8 @@ class MeshSearch:
         best, new = float("inf"), False
         for policies in self._policies(worth):
             solution = self.problem.solve(self.multipliers(worth, policies))
+            if not isfinite(solution.bound):  # pins leave nothing
+                return False, solution.bound
             best = min(best, solution.bound - worth.held * self.limit_bytes)
             key = policies, solution.values, solution.levels
             new |= key not in self.columns

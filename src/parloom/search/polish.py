@@ -1,6 +1,6 @@
 """Storage and recomputation for given layouts, by integer program."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.layouts import LayoutProblem, Totals
 from parloom.search.linear import LinearProgram, picked
+from parloom.search.pins import KEEP, RECOMPUTE
 from parloom.search.prices import BACKWARD, FORWARD, KEPT, PARTS
 from parloom.search.program import Block
 from parloom.search.storage import (
@@ -73,9 +74,9 @@ def polish(
     for block in problem.program.blocks:
         once = problem.passes_of(block, values)
         more = recomputed(once) - once
-        forced = len(_forced(problem, block))
+        forced, most = _limits(problem, block)
         cost = float(more[:KEPT].sum()) / MS
-        column = program.column(cost, forced, len(block.prefixes), integer=True)
+        column = program.column(cost, forced, most, integer=True)
         blocks.append(_Choice((column,), (more,)))
     base = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
     stored = [choice for _, choice in weights]
@@ -169,14 +170,23 @@ def decisions(problem: LayoutProblem, candidate: Candidate, base: Decisions) -> 
     return replace(plain, parameters=tuple(parameters), activations=activations)
 
 
-def _forced(problem: LayoutProblem, block: Block) -> tuple[str, ...]:
-    """Calls that the user's model checkpoints."""
+def _policies(problem: LayoutProblem, block: Block) -> Iterator[str | None]:
+    """What each call of a block must do, by a pin or because the user's model checkpoints it."""
     asked = set(problem.program.graph.recomputed_calls)
-    return tuple(prefix for prefix in block.prefixes if prefix in asked)
+    for prefix in block.prefixes:
+        own = RECOMPUTE if prefix in asked else None
+        yield problem.program.pinned.policies.get(prefix, own)
+
+
+def _limits(problem: LayoutProblem, block: Block) -> tuple[int, int]:
+    """How many calls recompute at least, and at most."""
+    policies = tuple(_policies(problem, block))
+    return policies.count(RECOMPUTE), len(policies) - policies.count(KEEP)
 
 
 def _chosen(problem: LayoutProblem, block: Block, count: int) -> tuple[str, ...]:
-    """The `count` calls that recompute: those that must, then the last."""
-    forced = _forced(problem, block)
-    others = [prefix for prefix in block.prefixes if prefix not in forced]
+    """The `count` calls that recompute: those that must, then the last of those that may."""
+    policies = tuple(zip(block.prefixes, _policies(problem, block), strict=True))
+    forced = [prefix for prefix, policy in policies if policy == RECOMPUTE]
+    others = [prefix for prefix, policy in policies if policy is None]
     return (*forced, *others[len(others) - (count - len(forced)) :])

@@ -14,6 +14,8 @@ from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, op_of
+from parloom.search.pinned import NONE, Pinned
+from parloom.search.pins import Pin
 
 Axes = tuple[str, ...]
 Flags = tuple[bool, ...]
@@ -97,6 +99,7 @@ class Weight:
     readers: tuple[Reader, ...]
     targets: tuple[str, ...]
     block: bool
+    pins: tuple[Pin, ...] = ()
 
     @property
     def count(self) -> int:
@@ -128,21 +131,24 @@ class Program:
     weights: tuple[Weight, ...]
     blocks: tuple[Block, ...]
     index: dict[str, int]
+    pinned: Pinned = NONE
 
 
-def program_of(graph: Graph, factored: Factored, *, apart: bool = False) -> Program:
+def program_of(
+    graph: Graph, factored: Factored, pinned: Pinned = NONE, *, apart: bool = False
+) -> Program:
     """Fold the unfolded program of `graph` into counted operators, flows and weights.
 
     With `apart`, every call of an operator is one of its own.
     """
-    return _Folding(graph, factored, apart).run()
+    return _Folding(graph, factored, pinned, apart).run()
 
 
 class _Folding:
     """One walk over the unfolded program."""
 
-    def __init__(self, graph: Graph, factored: Factored, apart: bool) -> None:
-        self.graph, self.factored, self.apart = graph, factored, apart
+    def __init__(self, graph: Graph, factored: Factored, pinned: Pinned, apart: bool) -> None:
+        self.graph, self.factored, self.pinned, self.apart = graph, factored, pinned, apart
         self.flats = list(graph.flat())
         self.inputs = {entry.value.name: entry for entry in graph.inputs}
         self.index: dict[str, int] = {}
@@ -187,7 +193,9 @@ class _Folding:
         )
         flows, by_call = self._flows(reads, shared)
         blocks = tuple(self._blocks(runs, by_call))
-        return Program(self.graph, self.factored, operators, flows, weights, blocks, self.index)
+        return Program(
+            self.graph, self.factored, operators, flows, weights, blocks, self.index, self.pinned
+        )
 
     def _define(self, flat: FlatNode, at: int, flags: Flags) -> None:
         op = op_of(flat.node)
@@ -276,7 +284,9 @@ class _Folding:
         )
 
     def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
-        found: dict[tuple[TensorSpec, bool, tuple[Reader, ...], bool], list[str]] = {}
+        found: dict[
+            tuple[TensorSpec, bool, tuple[Reader, ...], bool, tuple[Pin, ...]], list[str]
+        ] = {}
         places: dict[str, list[CallKey]] = {}
         readers: dict[str, list[Reader]] = {}
         for (call, name), some in reads.items():
@@ -291,7 +301,8 @@ class _Folding:
                 entry.trainable,
                 tuple(dict.fromkeys(readers.get(name, ()))),
                 block,
+                self.pinned.parameters.get(entry.target, ()),
             )
             found.setdefault(key, []).append(entry.target)
-        for (spec, trainable, some_readers, block), targets in found.items():
-            yield Weight(spec, trainable, some_readers, tuple(targets), block)
+        for (spec, trainable, some_readers, block, pins), targets in found.items():
+            yield Weight(spec, trainable, some_readers, tuple(targets), block, pins)

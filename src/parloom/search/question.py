@@ -7,6 +7,7 @@ from parloom.cost.kernels import Kernels
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Optimizer
+from parloom.search.pinned import NONE, Pinned
 
 Say = Callable[[str], None]
 
@@ -23,3 +24,4 @@ class Question:
     seed: int = 0
     kernels: Kernels | None = None
     budget: int | None = None
+    pinned: Pinned = NONE

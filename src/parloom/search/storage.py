@@ -18,6 +18,8 @@ from parloom.ir.layout import Layout, local_shape
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
 from parloom.ir.step_program import MAX_BUCKET_BYTES
 from parloom.search.choices import subsets
+from parloom.search.pinned import allows_stored
+from parloom.search.pins import Pin
 from parloom.search.program import Axes
 
 # Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED, ALONE) and
@@ -75,6 +77,7 @@ class Stored:
     block: bool
     layout: Layout
     reduce: Axes
+    pins: tuple[Pin, ...] = ()
 
 
 class StoragePrices:
@@ -87,10 +90,15 @@ class StoragePrices:
         self.known: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
 
     def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
-        """All levels and their prices: [level, part]."""
+        """All levels that may be and their prices: [level, part]."""
         if weight not in self.known:
-            levels = tuple(self._levels(weight))
+            levels = tuple(
+                level
+                for level in self._levels(weight)
+                if allows_stored(weight.pins, weight.layout, level.decision(""), self.mesh)
+            )
             prices = np.array([self.price(weight, level) for level in levels], dtype=np.int64)
+            prices = prices.reshape(-1, WEIGHT_PARTS)
             self.known[weight] = levels, prices
         return self.known[weight]
 

@@ -1,0 +1,159 @@
+"""Pins that cannot be held: each one against the meshes, a plan against them, and all together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from math import prod
+
+from parloom.errors import InputError, nearest
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.ops import Rule
+from parloom.ir.plan import Decisions
+from parloom.rewrite.pad import rewritten
+from parloom.search.choices import assignments
+from parloom.search.meshes import logical_meshes
+from parloom.search.pinned import Pinned, Subjects, allows_stored
+from parloom.search.pins import KEEP, PARTS, WHOLE, Kind, Pin, Term
+
+Feasible = Callable[[Sequence[Pin]], bool]
+
+
+def check_pins(pinned: Pinned, factored: Factored, meshes: Sequence[Mesh]) -> None:
+    """Raise `InputError` for a pin that by itself no plan on any of `meshes` can hold."""
+    for found in pinned.subjects:
+        pin = found.pin
+        if pin.kind is Kind.MESH:
+            if not any(pin.allows_mesh(mesh) for mesh in meshes):
+                there = "; ".join(sizes_of(mesh) for mesh in meshes)
+                raise InputError(f"{pin.text}: no such mesh; there are: {there}")
+            continue
+        for term in pin.terms if pin.kind is not Kind.RECOMPUTATION else ():
+            _check_where(pin, term, meshes)
+        _check_divides(found, factored, meshes)
+
+
+def sizes_of(mesh: Mesh) -> str:
+    """A mesh as a pin may name it."""
+    return ",".join(f"{axis.name}:{axis.size}" for axis in mesh.axes)
+
+
+def meshes_of(cluster: Cluster, pinned: Pinned, factored: Factored) -> Iterator[Mesh]:
+    """The logical meshes of `cluster` on which pins leave every operator a choice."""
+    for mesh in logical_meshes(cluster):
+        if pinned.allows_mesh(mesh) and all(
+            any(map(allowed, assignments(factored.rules[place], mesh)))
+            for place in pinned.operators
+            if (allowed := pinned.allowed(place, factored.rules[place], mesh)) is not None
+        ):
+            yield mesh
+
+
+def _check_where(pin: Pin, term: Term, meshes: Sequence[Mesh]) -> None:
+    """The axis, or the number of devices, of some mesh."""
+    where = term.where
+    if where.isdigit():
+        sizes = {
+            prod(axis.size for axis in some)
+            for mesh in meshes
+            for count in range(1, len(mesh.axes) + 1)
+            for some in combinations(mesh.axes, count)
+        }
+        if int(where) not in sizes:
+            some = ", ".join(map(str, sorted(sizes)))
+            raise InputError(f"{pin.text}: no axes make {where} devices; there are: {some}")
+        return
+    names = list(dict.fromkeys(name for mesh in meshes for name in mesh.names))
+    if where not in (WHOLE, PARTS, *names):
+        raise InputError(
+            f"{pin.text}: no axis {where!r}{nearest(where, names)}; or a number of devices"
+        )
+
+
+def _check_divides(found: Subjects, factored: Factored, meshes: Sequence[Mesh]) -> None:
+    """Each operator that it names can do as it says on some mesh."""
+    pin = found.pin
+    for (function, key), name in found.operators:
+        rule = factored.rules[function, key]
+        if any(
+            pin.allows_operator(rule, chosen, mesh)
+            for mesh in meshes
+            for chosen in assignments(rule, mesh)
+        ):
+            continue
+        reasons = dict.fromkeys(r for mesh in meshes for r in _reasons(pin, rule, mesh))
+        raise InputError(f"{pin.text}: {name} cannot: {'; '.join(list(reasons)[:4])}")
+
+
+def _reasons(pin: Pin, rule: Rule, mesh: Mesh) -> Iterator[str]:
+    """Why a pin does not divide on a mesh, with the numbers."""
+    for term in pin.terms:
+        if term.where in mesh.names:
+            size, what = mesh[term.where].size, f"axis {term.where} has"
+        elif term.where.isdigit():
+            size, what = int(term.where), "it is to be over"
+        elif term.where in (WHOLE, PARTS):
+            size, what = min(axis.size for axis in mesh.axes), "the smallest axis has"
+        else:
+            continue
+        factors = ", ".join(
+            f"{factor} is {rule.size(factor)}"
+            + ("" if factor in rule.shardable else " and never split")
+            for factor in term.factors(rule)
+        )
+        yield f"{factors}, {what} {size} device{'s' if size > 1 else ''} ({sizes_of(mesh)})"
+
+
+def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
+    """The first pin that a plan of `graph` does not hold, and where; None where it holds all."""
+    mesh = decisions.mesh
+    for pin in pinned.pins:
+        if pin.kind is Kind.MESH and not pin.allows_mesh(mesh):
+            return f"{pin.text}: the mesh is {sizes_of(mesh)}"
+    recomputed = {a.prefix: a.policy for a in decisions.activations}
+    for found in pinned.subjects:
+        for block in found.blocks:
+            if recomputed.get(block, KEEP) != found.pin.policy:
+                return f"{found.pin.text}: {block} is {recomputed.get(block, KEEP)}"
+    return _broken_operator(pinned, graph, decisions) or _broken_storage(pinned, graph, decisions)
+
+
+def _broken_operator(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
+    if not pinned.operators:
+        return None
+    graph = rewritten(graph, decisions.rewrites)
+    factored = factorize(graph)
+    known = {node.key: dict(node.factors) for node in decisions.nodes}
+    for flat in graph.flat():
+        chosen = known.get(flat.key, {})
+        for pin in pinned.operators.get((flat.function, flat.node.key), ()):
+            rule = factored.rule(flat.function, flat.node)
+            if not pin.allows_operator(rule, chosen, decisions.mesh):
+                split = ", ".join(f"{f}:{a}" for f, axes in chosen.items() for a in axes)
+                return f"{pin.text}: {flat.key} is {split or 'replicated'}"
+    return None
+
+
+def _broken_storage(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
+    if not pinned.parameters:
+        return None
+    pcg = lower(rewritten(graph, decisions.rewrites), decisions)
+    for parameter in pcg.parameters:
+        pins = pinned.parameters.get(parameter.input.target, ())
+        for pin in pins:
+            if not allows_stored([pin], parameter.layout, parameter.decision, pcg.mesh):
+                return f"{pin.text}: {parameter.input.target} is stored otherwise"
+    return None
+
+
+def smallest_conflict(pins: Sequence[Pin], feasible: Feasible) -> tuple[Pin, ...]:
+    """Pins that cannot be held together, while without any one of them the others can (deletion
+    filter: Chinneck and Dravnieks, ORSA Journal on Computing 3, 1991); `pins` are not feasible.
+    """
+    needed = list(pins)
+    for pin in pins:
+        without = [other for other in needed if other is not pin]
+        if not feasible(without):
+            needed = without
+    return tuple(needed)

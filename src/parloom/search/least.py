@@ -1,0 +1,99 @@
+"""The least memory: what no plan of the space goes below, and a plan that comes near it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parloom.cost.walk import Walker
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.plan import Decisions
+from parloom.search.conflicts import meshes_of, smallest_conflict
+from parloom.search.layouts import LayoutProblem, Multipliers
+from parloom.search.pinned import Pinned, clashes
+from parloom.search.pins import KEEP, Pin
+from parloom.search.polish import decisions, polish
+from parloom.search.prices import KEPT, PARTS
+from parloom.search.program import program_of
+from parloom.search.question import Question
+from parloom.search.storage import STORED, WEIGHT_PARTS
+
+# What a picosecond counts against a byte, so that of equally small plans a fast one is found.
+SPEED = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """No plan on the mesh holds less than `bound_bytes`; `decisions` is one that comes near."""
+
+    bound_bytes: int
+    decisions: Decisions
+
+
+def problems(question: Question, base: Decisions) -> Iterator[LayoutProblem]:
+    """The layout problem on every mesh that pins allow."""
+    graph, pinned = question.graph, question.pinned
+    factored = factorize(graph)
+    program = program_of(graph, factored, pinned)
+    for mesh in meshes_of(question.cluster, pinned, factored):
+        walker = Walker({}, mesh, question.cluster, question.kernels)
+        yield LayoutProblem(program, walker, base, question.optimizer)
+
+
+def conflict(question: Question, base: Decisions) -> InputError:
+    """The error for pins that no plan holds together: the fewest of them that none holds."""
+    pinned = question.pinned
+
+    def feasible(pins: Sequence[Pin]) -> bool:
+        return possible(replace(question, pinned=pinned.only(pins)), base)
+
+    found = smallest_conflict(pinned.pins, feasible)
+    if len(found) == 1:
+        return InputError(f"{found[0].text}: no plan that is searched can hold this")
+    shared = "; calls of one block kind are laid out alike" if _shares(pinned) else ""
+    lines = "".join(f"\n  {pin.text}" for pin in found)
+    return InputError(f"no plan holds these {len(found)} together{shared}; give up one:{lines}")
+
+
+def _shares(pinned: Pinned) -> bool:
+    """Whether some pin names some calls of a block kind and not others."""
+    return any(found.others for found in pinned.subjects)
+
+
+def possible(question: Question, base: Decisions) -> bool:
+    """Whether some plan holds all pins, however much memory it takes."""
+    if clashes(question.pinned):
+        return False
+    return any(
+        np.isfinite(problem.solve(_multipliers(problem, SPEED)).bound)
+        for problem in problems(question, base)
+    )
+
+
+def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
+    """On each mesh the least that plans hold: weights, their states, and kept activations."""
+    for problem in problems(question, base):
+        bound = problem.solve(_multipliers(problem, 0.0)).bound
+        if not np.isfinite(bound):
+            continue
+        found = problem.solve(_multipliers(problem, SPEED))
+        candidate = polish(problem, found.values, found.bound * (1 + 1e-6))
+        if candidate is not None:
+            yield Least(int(bound), decisions(problem, candidate, base))
+
+
+def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
+    """A byte counts one; nothing is kept of blocks that may all be recomputed."""
+    program = problem.program
+    kept = {program.graph.main.name: 1.0}
+    for block in program.blocks:
+        whole = all(program.pinned.policies.get(p) == KEEP for p in block.prefixes)
+        kept[block.function] = min(kept.get(block.function, 1.0), float(whole))
+    functions = {}
+    for function in (program.graph.main, *program.graph.functions):
+        functions[function.name] = np.full(PARTS, speed)
+        functions[function.name][KEPT] = kept.get(function.name, 1.0)
+    weights = np.full(WEIGHT_PARTS, speed)
+    weights[STORED] = 1.0
+    return Multipliers(functions, weights)
