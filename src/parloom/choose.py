@@ -9,6 +9,7 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import InfeasibleError, InputError, LayoutError
 from parloom.execute.files import read_plan
 from parloom.execute.machine import Machine
+from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import INTERRUPTED, Alternative, Decisions, Plan, Prediction
@@ -91,11 +92,12 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     """The candidate whose simulated step is the fastest of those that fit."""
     asked, limit = ask.plan, ask.limit
     played: list[tuple[Candidate, Prediction]] = []
+    factored = factorize(ask.graph)
     refused: list[LayoutError] = []
     notes, interrupted = asked.notes, proposed.interrupted
     for candidate in proposed.found:
         try:
-            prediction = _predict(ask, candidate.decisions)
+            prediction = _predict(ask, candidate.decisions, factored)
         except LayoutError as error:  # as when microbatches do not divide over this mesh
             refused.append(error)
             notes = (f"{candidate.name}: not possible: {error}", *notes)
@@ -132,6 +134,8 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     )
 
 
-def _predict(ask: Ask, decisions: Decisions) -> Prediction:
-    pcg = lower(rewritten(ask.graph, decisions.rewrites), decisions)
+def _predict(ask: Ask, decisions: Decisions, factored: Factored) -> Prediction:
+    rewrites = decisions.rewrites
+    graph = rewritten(ask.graph, rewrites)
+    pcg = lower(graph, decisions, factored=None if rewrites else factored)
     return ask.machine.predict(pcg, decisions, ask.plan.optimizer)

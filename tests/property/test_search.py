@@ -170,7 +170,7 @@ def test_the_bound_holds_for_every_plan_found() -> None:
         assert found.proposals
         assert 0 < found.bound_ps <= min(p.estimate_ps for p in found.proposals)
         for proposal in found.proposals:
-            assert proposal.bound_ps <= proposal.estimate_ps + 0.5
+            assert found.estimate_bound_ps <= proposal.estimate_ps + 0.5
             pcg = lower(model(), proposal.decisions)
             assert found.bound_ps <= simulate(pcg, cluster, proposal.decisions, ADAM).step_ps
 

@@ -6,7 +6,7 @@ order, every node knows the user's module path and source line. Parameters, buff
 and constants are the inputs of main; the loss is inside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -144,7 +144,7 @@ class Input:
     data: Arg = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatNode:
     """A node seen from the unfolded program: ids name values uniquely over all calls."""
 
@@ -154,7 +154,7 @@ class FlatNode:
     operands: tuple[str, ...]
     results: tuple[str, ...]
 
-    @property
+    @cached_property
     def key(self) -> str:
         return node_key(self.prefix, self.node)
 
@@ -194,18 +194,20 @@ class Graph:
 
     def flat(self) -> Iterator[FlatNode]:
         """Every operator call in execution order; ids of main's values are their names."""
-        return self._visit({})
+        return iter(self._unfolded[0])
 
     @property
-    def flat_ids(self) -> dict[str, str]:
+    def flat_ids(self) -> Mapping[str, str]:
         """The id in `flat` of every value of main; results of calls have their maker's."""
+        return self._unfolded[1]
+
+    @cached_property
+    def _unfolded(self) -> tuple[tuple[FlatNode, ...], Mapping[str, str]]:
+        """All operator calls, and the ids of main's values."""
         ids: dict[str, str] = {}
-        for _ in self._visit(ids):
-            pass
-        return ids
+        return tuple(self._visit(ids)), ids
 
     def _visit(self, ids: dict[str, str]) -> Iterator[FlatNode]:
-        """The same, with the ids of main's values put into `ids`."""
         count = 0
 
         def visit(function: Function, prefix: str, ids: dict[str, str]) -> Iterator[FlatNode]:

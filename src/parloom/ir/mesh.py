@@ -8,6 +8,7 @@ fastest.
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from parloom.errors import InputError, LayoutError, NotYetError
@@ -183,7 +184,7 @@ class Cluster:
         return tuple(axes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MeshAxis:
     """A logical axis: its name and its prime axes, most significant first.
 
@@ -194,7 +195,7 @@ class MeshAxis:
     primes: tuple[PrimeAxis, ...] = ()
     steps: int = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.steps or prod(p.size for p in self.primes)
 
@@ -211,7 +212,7 @@ class MeshAxis:
         return index
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """A logical mesh: axes, outermost first, whose sizes multiply to the number of ranks.
 
@@ -229,19 +230,26 @@ class Mesh:
     def num_ranks(self) -> int:
         return prod(axis.size for axis in self.axes if not axis.steps)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(axis.name for axis in self.axes)
 
+    @cached_property
+    def by_name(self) -> dict[str, MeshAxis]:
+        return {axis.name: axis for axis in self.axes}
+
     def __getitem__(self, name: str) -> MeshAxis:
-        for axis in self.axes:
-            if axis.name == name:
-                return axis
-        raise LayoutError(f"no mesh axis {name!r}; the mesh has {list(self.names)}")
+        axis = self.by_name.get(name)
+        if axis is None:
+            raise LayoutError(f"no mesh axis {name!r}; the mesh has {list(self.names)}")
+        return axis
 
     def size(self, names: tuple[str, ...]) -> int:
         """Product of the sizes of the named axes."""
-        return prod(self[name].size for name in names)
+        size = 1
+        for name in names:
+            size *= self[name].size
+        return size
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinate of `rank` along every axis."""

@@ -189,12 +189,12 @@ class Megatron:
                 continue
             done.add(index)
             assignment = followed(program, index, known)
-            rule, flat = program.rules[index], program.nodes[index]
+            flat = program.nodes[index]
             for position, name in enumerate(flat.operands):
                 layout = known.get(name, Layout())
                 if TENSOR not in layout.axes:
                     continue
-                if rule.operand_layout(position, assignment, program.mesh) != layout:
+                if program.operand_layout(index, position, assignment) != layout:
                     return False
             record(program, index, assignment, known)
             for name in flat.results:

@@ -23,7 +23,7 @@ from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
 from parloom.search.eliminate import Factor, minimum
-from parloom.search.prices import KEPT, PARTS, Prices
+from parloom.search.prices import KEPT, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
     Block,
@@ -92,6 +92,7 @@ class LayoutProblem:
     """All variables and tables of `program` on the mesh of `walker`.
 
     `menus` and `storage` take the place of all choices that there are.
+    `shared`: what is known of prices that hold on every mesh.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class LayoutProblem:
         *,
         menus: Sequence[Menu] = (),
         storage: StoragePrices | None = None,
+        shared: Known | None = None,
     ) -> None:
         self.program, self.mesh = program, walker.mesh
-        self.prices = Prices(program, walker)
+        self.prices = Prices(program, walker, shared)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.menus = list(menus) or [self._menu(o) for o in program.operators]
         self.homes = {

@@ -6,6 +6,7 @@ not counted: what one operator does with a partial scalar depends on all that re
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,30 +31,41 @@ PARTS = 5
 Price = NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Known:
+    """Prices that hold on every mesh: of operators by local sizes, of moving one axis by what it is
+    made of.
+    """
+
+    operators: dict[object, Price] = field(default_factory=dict)
+    axes: dict[object, Price | None] = field(default_factory=dict)
+
+
 class Prices:
     """Prices on one mesh of one cluster; what was asked before is known."""
 
-    def __init__(self, program: Program, walker: Walker) -> None:
+    def __init__(self, program: Program, walker: Walker, shared: Known | None = None) -> None:
         self.program, self.walker, self.mesh = program, walker, walker.mesh
         self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
-        self.single_axis: dict[object, NDArray[np.int64] | None] = {}
+        self.shared = shared or Known()
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
         """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
         operator = self.program.operators[index]
         if operator.is_scalar:
             return _nothing()
-        place = operator.function, operator.node.key
-        key = place, flags, self._signature(operator, choice)
-        if key not in self.known:
-            self.known[key] = self._operator(operator, choice, flags)
-        return self.known[key]
+        known: dict[object, Price] = self.known
+        signature: tuple[object, ...] = choice.assignment
+        if not is_local_program(operator, dict(choice.assignment)):
+            known, signature = self.shared.operators, self._signature(operator, choice)
+        key = (operator.function, operator.node.key), flags, signature
+        if key not in known:
+            known[key] = self._operator(operator, choice, flags)
+        return known[key]
 
-    def _signature(self, operator: Operator, choice: Choice) -> object:
-        """What the price depends on: local sizes, or where a local program runs, all of it."""
-        if is_local_program(operator, dict(choice.assignment)):
-            return choice.assignment
+    def _signature(self, operator: Operator, choice: Choice) -> tuple[object, ...]:
+        """What the price depends on where every rank runs the operator on its shards."""
         specs = (*operator.operands, *(v.spec for v in operator.node.results))
         states = (*choice.operands, *choice.results)
         shapes = tuple(

@@ -7,6 +7,7 @@ positions) the way its consumers read it, where no gradient flows.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from parloom.ir.factors import Factored, follow
 from parloom.ir.graph import FlatNode, Graph, TensorSpec
@@ -17,6 +18,7 @@ from parloom.ir.ops.rule import OFFSET
 from parloom.ir.plan import NodeDecision
 
 Assignment = dict[str, tuple[str, ...]]
+REPLICATED = Layout()
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,17 @@ class Unfolded:
     parameters: frozenset[str] = frozenset()
     differentiable: frozenset[str] = frozenset()
     readers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    known: dict[object, Any] = field(default_factory=dict)
+    """What was found for an operator of a block kind holds for all of its calls."""
+
+    def operand_layout(self, index: int, position: int, assignment: Assignment) -> Layout:
+        """The layout that operator `index` wants operand `position` in."""
+        rule = self.rules[index]
+        key = "operand", id(rule), position, tuple(assignment.items())
+        if key not in self.known:
+            self.known[key] = rule.operand_layout(position, assignment, self.mesh)
+        found: Layout = self.known[key]
+        return found
 
 
 def unfold(graph: Graph, factored: Factored, mesh: Mesh) -> Unfolded:
@@ -87,14 +100,21 @@ def followed(program: Unfolded, index: int, layouts: Mapping[str, Layout]) -> As
     Where they shard an axis on a dim that is looked up and on one of the indices, the indices stay:
     the result is then sharded, and not a sum that must be reduced.
     """
-    flat, rule = program.nodes[index], program.rules[index]
-    lying = tuple(layouts.get(name, Layout()) for name in flat.operands)
-    found = follow(rule, lying, program.mesh)
+    lying = tuple(layouts.get(name, REPLICATED) for name in program.nodes[index].operands)
+    key = "followed", id(program.rules[index]), lying
+    if key not in program.known:
+        program.known[key] = _followed(program.rules[index], lying, program.mesh)
+    found: Assignment = program.known[key]
+    return found
+
+
+def _followed(rule: Rule, lying: tuple[Layout, ...], mesh: Mesh) -> Assignment:
+    found = follow(rule, lying, mesh)
     made = {factor for dims in rule.results for dim in dims for factor in dim}
     looked_up = {a for f, axes in found.items() if rule.kind(f) == OFFSET and f not in made
                  for a in axes}  # fmt: skip
     if looked_up:
-        other = follow(rule, (lying[0].without(looked_up), *lying[1:]), program.mesh)
+        other = follow(rule, (lying[0].without(looked_up), *lying[1:]), mesh)
         if looked_up <= {axis for factor in other if factor in made for axis in other[factor]}:
             return other
     return found
@@ -105,9 +125,11 @@ def record(
 ) -> None:
     """Note the layouts of an operator's results (partial ones as they will be reduced)."""
     rule = program.rules[index]
-    for position, name in enumerate(program.nodes[index].results):
-        layout = rule.result_layout(position, assignment, program.mesh)
-        layouts[name] = layout.without(layout.partial_axes)
+    key = "made", id(rule), tuple(assignment.items())
+    if key not in program.known:
+        made = (rule.result_layout(i, assignment, program.mesh) for i in range(len(rule.results)))
+        program.known[key] = tuple(layout.without(layout.partial_axes) for layout in made)
+    layouts.update(zip(program.nodes[index].results, program.known[key], strict=True))
 
 
 def _shard_constants(program: Unfolded, assignments: list[Assignment], batch: set[str]) -> None:
@@ -118,7 +140,7 @@ def _shard_constants(program: Unfolded, assignments: list[Assignment], batch: se
         if free:
             assignments[index] = _as_read(rule, flat, wanted, program)
         for position, name in enumerate(flat.operands):
-            layout = rule.operand_layout(position, assignments[index], program.mesh)
+            layout = program.operand_layout(index, position, assignments[index])
             wanted.setdefault(name, []).append(layout)
 
 

@@ -147,8 +147,9 @@ def _single_axis(ways: Ways, axis: str, source: Code, target: Code, among: int) 
     """What moving one axis costs where the others hold a share of 1 / `among`: per group of
     `JOINED`, and for all other movements last. None where no way leads.
     """
-    known = ways.prices.single_axis
-    key = axis, source, target, ways.spec.num_bytes // among, ways.flows
+    known = ways.prices.shared.axes
+    size = ways.spec.num_bytes // among
+    key = ways.prices.mesh[axis].primes, ways.spec.shape, source, target, size, ways.flows
     if key not in known:
         known[key] = _price_axis(ways, axis, source, target, among)
     return known[key]

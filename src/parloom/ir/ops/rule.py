@@ -9,6 +9,7 @@ Unity's operators are instances.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from parloom.errors import LayoutError
@@ -68,7 +69,7 @@ class Site:
         return self.integer(position, name, default) % max(rank, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rule:
     """Factors of every operand's and result's dims.
 
@@ -83,13 +84,21 @@ class Rule:
     kinds: tuple[tuple[str, str], ...] = ()
     reduction: str = "sum"
 
+    @cached_property
+    def size_of(self) -> Mapping[str, int]:
+        return dict(self.sizes)
+
+    @cached_property
+    def kind_of(self) -> Mapping[str, str]:
+        return dict(self.kinds)
+
     def size(self, factor: str) -> int:
-        return dict(self.sizes)[factor]
+        return self.size_of[factor]
 
     def kind(self, factor: str) -> str:
-        return dict(self.kinds).get(factor, "plain")
+        return self.kind_of.get(factor, "plain")
 
-    @property
+    @cached_property
     def shardable(self) -> tuple[str, ...]:
         """Factors that an axis may be put on."""
         whole = {f for f, kind in self.kinds if kind == WHOLE}
@@ -161,6 +170,8 @@ class Rule:
 def _shards(rule: Rule, dims: Dims, assignment: Assignment, mesh: Mesh) -> tuple[Shard, ...]:
     shards: list[Shard] = []
     for dim, factors in enumerate(dims):
+        if assignment.keys().isdisjoint(factors):
+            continue
         unit = 1
         for factor in reversed(factors):
             size = rule.size(factor)
