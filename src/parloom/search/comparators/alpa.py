@@ -65,7 +65,7 @@ def alpa(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
         found = None
         for limited in (True, False):
             problem = problem_of(program, walker, base, question, samples if limited else None)
-            followed = followers(problem) if limited else _none(problem)
+            followed = followers(problem) if limited else nobody(problem)
             found = solve(problem, followed, question.budget or NODES)
             if found is not None:
                 break
@@ -209,7 +209,7 @@ def followers(problem: LayoutProblem) -> Followed:
     return Followed(tuple(leader), tuple(values))
 
 
-def _none(problem: LayoutProblem) -> Followed:
+def nobody(problem: LayoutProblem) -> Followed:
     """Nobody follows."""
     ranges = (np.arange(size, dtype=np.intp) for size in problem.sizes)
     return Followed(tuple(range(len(problem.sizes))), tuple(ranges))

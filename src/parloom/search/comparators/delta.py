@@ -75,7 +75,10 @@ class Delta:
         choices: dict[int, Choice] = {}
         for index in reversed(self._operators()):  # readers first
             choices[index] = self._choice(index, assignments[index], choices)
-        return self._take(choices, dict.fromkeys(t for some in self.touched for t in some))
+        counts = {"flow": len(self.program.flows), "weight": len(self.program.weights)}
+        counts["operator"] = len(choices)
+        terms: list[Term] = [(kind, i) for kind, count in counts.items() for i in range(count)]
+        return self._take(choices, dict.fromkeys(terms))
 
     def change(self, index: int, assignment: Assignment) -> Change | None:
         """What follows from another assignment of one operator; None where it is not legal."""
@@ -220,7 +223,7 @@ class Delta:
                 for state in (choices[reader.operator].operands[reader.operand],)
                 for axis in (*state.varying, *state.layout.axes)
             }
-        key = operator.function, operator.node.key, assignment
+        key = operator.function, operator.node.key, operator.flows, assignment
         if key not in self.known:
             menu = menu_of(operator, self.prices.single, [dict(assignment)])
             self.known[key] = menu.choices

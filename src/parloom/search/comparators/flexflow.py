@@ -60,13 +60,14 @@ def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decision
     starts["random"] = tuple(search.rng.choice(menu) for menu in search.menus)
     budget = max(1, (question.budget or PROPOSALS) // len(starts))
     for name, start in starts.items():
-        best = search.chain(start, budget)
-        if best is None:
-            say(f"flexflow: from {name}: not legal")
-            continue
-        cost, assignments = best
+        cost, assignments = search.chain(start, budget)
         say(f"flexflow: from {name}: estimated {cost / 1e12:.4g} s")
         yield joined(replace(base, mesh=mesh, nodes=delta.nodes(assignments)))
+
+
+def acceptance(current: float, proposed: float) -> float:
+    """The probability with which a proposal is accepted (costs in ps)."""
+    return exp(min(0.0, BETA_PER_PS * (current - proposed)))
 
 
 def splits(operator: Operator, mesh: Mesh) -> tuple[Assignment, ...]:
@@ -110,12 +111,9 @@ class Search:
 
     def chain(
         self, start: Sequence[Assignment], budget: int
-    ) -> tuple[float, tuple[Assignment, ...]] | None:
-        """The best cost and plan that a chain of `budget` proposals meets; None where its start is
-        not legal.
-        """
-        if not self.delta.start(start):
-            return None
+    ) -> tuple[float, tuple[Assignment, ...]]:
+        """The best cost and plan that a chain of `budget` proposals meets."""
+        self._begin(start)
         current = self.cost()
         best, plan, last = current, self.delta.assignments(), 0
         reset = min(RESET, max(1, budget // RESETS))
@@ -130,13 +128,23 @@ class Search:
             if change is None:
                 continue
             proposed = self.cost(change)
-            if self.rng.random() >= exp(min(0.0, BETA_PER_PS * (current - proposed))):
+            if self.rng.random() >= acceptance(current, proposed):
                 continue
             self.delta.accept(change)
             current = proposed
             if current < best:
                 best, plan, last = current, self.delta.assignments(), count
         return best, plan
+
+    def _begin(self, start: Sequence[Assignment]) -> None:
+        """A whole plan, or as much of it as is legal, operator by operator."""
+        if self.delta.start(start):
+            return
+        self.delta.start([()] * len(start))
+        for index, assignment in enumerate(start):
+            change = self.delta.change(index, assignment)
+            if change is not None:
+                self.delta.accept(change)
 
 
 def data_parallel(program: Program, question: Question, mesh: Mesh) -> tuple[Assignment, ...]:

@@ -48,7 +48,7 @@ def tofu(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
     for index, prime in enumerate(reversed(question.cluster.prime_axes())):
         axes = (*axes, MeshAxis(f"cut{index}", (prime,)))
         walker = Walker({}, Mesh(axes), counted)
-        problem, solution = _cut(program, walker, base, question.optimizer, chosen)
+        problem, solution = cut(program, walker, base, question.optimizer, chosen)
         picked = [problem.menus[i].choices[v] for i, v in enumerate(solution.values[: len(chosen)])]
         chosen = [dict(choice.assignment) for choice in picked]
         say(f"tofu: cut {index + 1} in {prime.size}: {solution.bound / 1e6:.4g} MB a device")
@@ -66,7 +66,7 @@ def bytes_as_seconds(cluster: Cluster) -> Cluster:
     return replace(cluster, levels=levels, backend="nccl")
 
 
-def _cut(
+def cut(
     program: Program,
     walker: Walker,
     base: Decisions,

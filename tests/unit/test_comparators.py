@@ -1,0 +1,147 @@
+"""Cuts that are known, and what comparators refuse."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from parloom.arguments import METHODS
+from parloom.cost.clusters import load_cluster
+from parloom.cost.walk import Walker
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh, MeshAxis
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
+from parloom.search.candidates import COMPARATORS, candidates
+from parloom.search.comparators.plans import joined
+from parloom.search.comparators.tofu import bytes_as_seconds, cut
+from parloom.search.program import program_of
+from parloom.search.question import Question
+from tests.unit.graphs import Shape, graph, node
+
+SGD = Optimizer("sgd", 0)
+BASE = Decisions(Mesh(()))
+FLOAT = 4
+
+
+def chain(batch: int, *widths: int) -> Graph:
+    """x [batch, widths[0]] through products to [batch, widths[-1]], and its sum."""
+    weights: dict[str, Shape] = {f"w{i}": (n, k) for i, (k, n) in enumerate(pairwise(widths))}
+    products = [
+        node("linear", "x" if i == 0 else f"h{i - 1}", name, to=f"h{i}",
+             shape=(batch, widths[i + 1]), path=f"l{i}")
+        for i, name in enumerate(weights)
+    ]  # fmt: skip
+    last = f"h{len(weights) - 1}"
+    return graph(
+        weights,
+        {"x": ((batch, widths[0]), "float32")},
+        *products,
+        node("sum", last, to="loss", shape=()),
+    )
+
+
+def question(made: Graph, spec: str = "2xH100", **other: int) -> Question:
+    cluster = load_cluster(spec)
+    return replace(Question(made, cluster, SGD, cluster.device.memory_bytes), **other)  # type: ignore[arg-type]
+
+
+def cuts(plan: Decisions) -> dict[str, dict[str, tuple[str, ...]]]:
+    return {n.key: dict(n.factors) for n in plan.nodes if "linear" in n.key}
+
+
+def tofu(made: Graph, spec: str = "2xH100") -> Decisions:
+    (plan,) = COMPARATORS["tofu"](question(made, spec), BASE, lambda text: None)
+    return plan
+
+
+def test_tofu_cuts_a_chain_of_small_products_by_samples() -> None:
+    """Weights are fetched, which is less than what flows."""
+    plan = tofu(chain(4096, 16, 16, 16))
+    assert cuts(plan) == {"l0:linear#0": {"d0": ("x",)}, "l1:linear#0": {"d0": ("x",)}}
+    assert [p.weight.axes for p in plan.parameters] == [("x",), ("x",)]
+
+
+def test_tofu_cuts_a_chain_of_large_products_by_columns_then_rows() -> None:
+    """Only the sum at the end is exchanged: no weight and nothing between the products."""
+    plan = tofu(chain(4, 1024, 1024, 1024))
+    assert cuts(plan) == {"l0:linear#0": {"n": ("x",)}, "l1:linear#0": {"k": ("x",)}}
+    assert plan.parameters == ()
+
+
+def test_a_cut_costs_the_bytes_that_cross_it() -> None:
+    """By samples: half of every weight comes, and half of its gradient goes. Columns, then rows:
+    half of the partial result goes, to be added up there, and half of its gradient comes.
+    """
+    for made, expected in (
+        (chain(4096, 16, 16, 16), 2 * 2 * (16 * 16 * FLOAT) // 2),
+        (chain(4, 1024, 1024, 1024), 2 * (4 * 1024 * FLOAT) // 2),
+    ):
+        cluster = bytes_as_seconds(load_cluster("2xH100"))
+        program = program_of(made, factorize(made))
+        mesh = Mesh((MeshAxis("cut0", cluster.prime_axes()),))
+        walker = Walker({}, mesh, cluster)
+        _, solution = cut(program, walker, BASE, SGD, [{} for _ in program.operators])
+        assert solution.bound == pytest.approx(expected, rel=1e-3)
+
+
+def test_tofu_splits_every_product_and_weight_by_every_cut() -> None:
+    made = chain(64, 128, 256, 128, 64)
+    plan = tofu(made, "2x4xH100")
+    for factors in cuts(plan).values():
+        assert plan.mesh.size(tuple(a for axes in factors.values() for a in axes)) == 8
+    stored = {p.name: p for p in plan.parameters}
+    for parameter in lower(made, plan).parameters:
+        axes = set(parameter.layout.axes)
+        axes |= set(
+            stored[parameter.input.target].weight.axes if parameter.input.target in stored else ()
+        )
+        assert axes == set(plan.mesh.names)
+
+
+def test_tofu_cuts_the_slowest_links_first() -> None:
+    """The first axis of the mesh is between nodes."""
+    plan = tofu(chain(64, 128, 256, 128), "2x4xH100")
+    assert plan.mesh.axes[0].level == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"), [("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5)]
+)
+def test_links_that_count_bytes(kind: str, sent: float) -> None:
+    """Of a kilobyte, what each of two devices sends, in picoseconds; latency does not count."""
+    cluster = bytes_as_seconds(load_cluster("2x2xA100"))
+    for prime in cluster.prime_axes():
+        walker = Walker({}, Mesh((MeshAxis("x", (prime,)),)), cluster)
+        assert walker.exchange(kind, ("x",), 1024).seconds * 1e12 == pytest.approx(sent * 1024)
+
+
+def test_axes_that_go_together_are_one() -> None:
+    primes = tuple(reversed(load_cluster("2x4xH100").prime_axes()))
+    mesh = Mesh(tuple(MeshAxis(name, (prime,)) for name, prime in zip("abc", primes, strict=True)))
+    whole = NodeDecision("l0:linear#0", (("n", ("a", "b")), ("k", ("c",))))
+    plan = Decisions(mesh, (whole,), (ParameterDecision("w0", Storage(("a", "b"))),))
+    found = joined(plan)
+    assert [axis.size for axis in found.mesh.axes] == [4, 2]
+    assert found.mesh.axes[0].primes == primes[:2]
+    assert dict(found.nodes[0].factors) == {"n": ("x",), "k": ("y",)}
+    assert found.parameters[0].weight.axes == ("x",)
+    apart = replace(plan, parameters=(ParameterDecision("w0", Storage(("b",))),))
+    assert [axis.size for axis in joined(apart).mesh.axes] == [2, 2, 2]
+
+
+def test_comparators_are_methods_and_named_in_their_plans() -> None:
+    assert set(COMPARATORS) < set(METHODS)
+    for method in COMPARATORS:
+        found = candidates(question(chain(64, 32, 32), budget=30), method, lambda text: None).found
+        assert found
+        assert all(c.name.startswith(f"{method} (x=2") for c in found)
+
+
+@pytest.mark.parametrize("method", ["flexflow", "tofu"])
+def test_those_without_microbatches_refuse_them(method: str) -> None:
+    asked = question(chain(64, 32, 32), num_microbatches=2)
+    with pytest.raises(InputError, match=f"{method} has no microbatches"):
+        candidates(asked, method, lambda text: None)
