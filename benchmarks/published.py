@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parloom.capture import capture
@@ -59,7 +59,7 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
 PADS = {"megatron": 128, "nemo": 128, "ngc pytorch": 8, "nvidia": 8}
 FAMILIES = {
     "gpt": "gpt", "gpt(mpt)": "gpt", "gpt(bloom)": "gpt", "gpt(bloom, ALiBi)": "gpt",
-    "llama": "llama", "llama-like": "llama", "bert": "bert",
+    "llama": "llama", "llama-like": "llama", "bert": "bert", "moe": "moe",
 }  # fmt: skip
 # Vocabularies of the tokenizers that a family is trained with where a row names none: GPT-2's,
 # Llama's, BERT's.
@@ -123,7 +123,7 @@ def run_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> Run:
 
 def whole(row: Row, name: str, default: int | None = None) -> int:
     """A whole number of a row."""
-    text = row[name].strip()
+    text = (row.get(name) or "").strip()
     if not text and default is not None:
         return default
     try:
@@ -139,9 +139,7 @@ def configuration(row: Row) -> Configuration:
     """The plan of a row."""
     devices = whole(row, "num_gpus")
     tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1)
-    context, expert = whole(row, "cp", 1), whole(row, "ep", 1)
-    if expert > 1:
-        raise Unpredictable("expert parallelism is not built by hand yet")
+    context = whole(row, "cp", 1)
     if devices % (tensor * pipeline * context):
         raise Unpredictable(f"tp x pp x cp do not divide {devices} devices")
     data = devices // (tensor * pipeline * context)
@@ -157,6 +155,7 @@ def configuration(row: Row) -> Configuration:
         chunks if chunks > 1 and steps % pipeline == 0 else 1,
         data,
         context,
+        whole(row, "ep", 1),
         zero=zero if data * context > 1 else 0,
         shard=min(shard, data),
         recompute=_recompute(row),
@@ -252,8 +251,9 @@ def cluster_of(row: Row) -> Cluster:
         raise Unpredictable(f"{devices} devices are no whole number of nodes of {per_node}")
     cluster = load_cluster(f"{nodes}x{per_node}x{known.device.name}")
     network = _network(row, per_node)
-    if nodes > 1 and network is not None:
-        levels = (*cluster.levels[:-1], network.level(nodes, per_node))
+    outer = cluster.levels[-1]
+    if nodes > 1 and network is not None and outer.link != known.scale_up.level.link:
+        levels = (*cluster.levels[:-1], network.level(outer.size, per_node))
         cluster = replace(cluster, levels=levels)
     return cluster
 
@@ -283,21 +283,22 @@ def graph_of(row: Row, chosen: Configuration, known: list[tuple[Shape, Graph]]) 
     family = FAMILIES.get(row["family"])
     if family is None:
         raise Unpredictable(f"no model of the family {row['family']!r} is built here")
-    vocab = whole(row, "vocab", VOCABULARY[family])
+    vocab = whole(row, "vocab", VOCABULARY.get(family))
     padded = [n for word, n in PADS.items() if word in row["framework"].lower()]
     multiple = padded[0] * chosen.tensor if padded else 1
     vocab = -(-vocab // multiple) * multiple
     heads, width = whole(row, "heads"), whole(row, "hidden")
-    groups = whole(row, "kv_heads", heads) if family == "llama" else heads
+    groups = whole(row, "kv_heads", heads) if family in ("llama", "moe") else heads
     # Llama's rule: 8/3 of the width, rounded up to 256.
     usual = -(-8 * width // 3 // 256) * 256 if family == "llama" else 4 * width
-    inner = whole(row, "ffn_hidden", usual)
+    inner = whole(row, "moe_ffn_hidden") if family == "moe" else whole(row, "ffn_hidden", usual)
     if family == "gpt" and inner != 4 * width:
         raise Unpredictable(f"zoo:gpt has perceptrons of 4 widths, not {inner} / {width}")
     shape = Shape(
         family,
         {"seq": whole(row, "seq_len"), "vocab": vocab, "width": width, "heads": heads}
-        | ({"groups": groups} if family == "llama" else {})
+        | ({"groups": groups} if family in ("llama", "moe") else {})
+        | (_of_experts(row, width // heads) if family == "moe" else {})
         | ({"inner": inner} if family != "gpt" else {}),
         chosen.samples,
         precision(row)[0],
@@ -305,6 +306,14 @@ def graph_of(row: Row, chosen: Configuration, known: list[tuple[Shape, Graph]]) 
     if not known or known[0][0] != shape:
         known[:] = [(shape, captured(shape))]
     return repeated(known[0][1], whole(row, "layers"))
+
+
+def _of_experts(row: Row, head_width: int) -> dict[str, int]:
+    return {
+        "experts": whole(row, "n_experts"),
+        "slots": whole(row, "experts_topk"),
+        "head_width": whole(row, "head_dim", head_width),
+    }
 
 
 def language_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
@@ -318,7 +327,7 @@ def language_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Te
 
 def captured(shape: Shape) -> Graph:
     """Two blocks of a model on a batch of `samples`."""
-    builders = {"gpt": gpt.build, "llama": llama.build, "bert": bert.build}
+    builders = {"gpt": gpt.build, "llama": llama.build, "bert": bert.build, "moe": mixture}
     with torch.device("meta"):
         model, batch = builders[shape.family](batch=1, depth=2, **shape.sizes)
     cast_model(model, getattr(torch, shape.dtype))
@@ -327,3 +336,84 @@ def captured(shape: Shape) -> Graph:
         for name, value in batch.items()
     }
     return capture(model, shaped, loss=language_loss)
+
+
+class WideAttention(llama.Attention):
+    """Attention whose heads together are wider than the model, or narrower."""
+
+    def __init__(self, width: int, heads: int, groups: int, head_width: int) -> None:
+        super().__init__(heads * head_width, heads, groups)
+        self.q = nn.Linear(width, heads * head_width, bias=False)
+        self.k = nn.Linear(width, groups * head_width, bias=False)
+        self.v = nn.Linear(width, groups * head_width, bias=False)
+        self.out = nn.Linear(heads * head_width, width, bias=False)
+
+
+class Experts(nn.Module):
+    """Every token to the best experts of its router; pairs of token and slot with their matrices.
+
+    Shape suffixes: T tokens, D width, P pairs.
+    """
+
+    def __init__(self, width: int, inner: int, experts: int, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down = nn.Parameter(torch.empty(experts, width, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, 1)
+        weights, ids = torch.softmax(self.router(x_TD), -1, dtype=torch.float32).topk(self.slots)
+        rows_PD, ids_P = x_TD.repeat_interleave(self.slots, 0), ids.reshape(-1)
+        gate, up = torch.bmm(self.up[ids_P], rows_PD.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        inner = (F.silu(gate) * up).unsqueeze(-1)
+        rows_PD = torch.bmm(self.down[ids_P], inner).squeeze(-1)
+        rows_PD = rows_PD * weights.to(x.dtype).reshape(-1).unsqueeze(-1)
+        return rows_PD.view(len(x_TD), self.slots, -1).sum(1).view_as(x)
+
+
+class MixtureBlock(nn.Module):
+    """A Llama's block with `experts` in place of its perceptron."""
+
+    def __init__(self, width: int, attention: nn.Module, experts: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = llama.RMSNorm(width)
+        self.attention = attention
+        self.mlp_norm = llama.RMSNorm(width)
+        self.experts = experts
+
+    def forward(self, x: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos_SK, sin_SK)
+        y: Tensor = x + self.experts(self.mlp_norm(x))
+        return y
+
+
+def mixture(
+    *,
+    batch: int,
+    seq: int,
+    depth: int,
+    vocab: int,
+    width: int,
+    heads: int,
+    groups: int,
+    **rest: int,
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """zoo:llama with mixtures of experts for perceptrons: `inner` wide, `experts` of them, of which
+    `slots` take a token; its heads are `head_width` wide.
+    """
+    model, entries = llama.build(
+        batch=batch, seq=seq, depth=1, vocab=vocab, width=width, heads=heads, groups=groups
+    )
+    assert isinstance(model, llama.Llama)
+    model.blocks = nn.ModuleList(
+        MixtureBlock(
+            width,
+            WideAttention(width, heads, groups, rest["head_width"]),
+            Experts(width, rest["inner"], rest["experts"], rest["slots"]),
+        )
+        for _ in range(depth)
+    )
+    model.frequencies = torch.ones(rest["head_width"] // 2)
+    return model, entries

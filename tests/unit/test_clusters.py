@@ -81,6 +81,11 @@ def test_every_device_is_complete_and_named_once() -> None:
 def test_a_rack_wide_fabric_joins_nodes() -> None:
     assert load_cluster("4x4xGB200").levels[1].link.bandwidth_bytes_per_s == 900e9
     assert load_cluster("2x72xGB200").levels[1].link.bandwidth_bytes_per_s == 50e9
+    loaded = resolve_cluster("64x4xGB200")  # four racks of as many nodes as divide and fit
+    rates = [(v.size, v.link.bandwidth_bytes_per_s) for v in loaded.cluster.levels]
+    assert rates == [(4, 900e9), (16, 900e9), (4, 50e9)]
+    assert any(line.startswith("between 16 nodes of a rack") for line in loaded.assumptions)
+    assert any(line.startswith("between racks: InfiniBand") for line in loaded.assumptions)
 
 
 def test_nodes_of_four_are_joined_by_their_network() -> None:

@@ -70,10 +70,11 @@ def test_scores_that_are_kept_take_memory_in_every_block(fidelity: ModuleType) -
     [
         ({"family": "transformer-xl"}, "no model of the family"),
         ({"gpu_key": "Abacus", "gpu_type": ""}, "is not described"),
-        ({"ep": "8"}, "expert"),
+        ({"ep": "8"}, "GPT has none"),
+        ({"family": "moe"}, "moe_ffn_hidden is"),
         ({"global_batch": "33"}, "is not 4 ranks"),
         ({"framework": "Fortran"}, "are not known"),
-        ({"layers": "2", "vpp": "2"}, "do not make 4 stages"),
+        ({"layers": "3", "vpp": "2"}, "do not make 4 stages"),
         ({"micro_batch": ""}, "no number"),
         ({"precision": "NVFP4"}, "4-bit"),
         ({"layers": "inf"}, "no number"),
@@ -144,6 +145,24 @@ def test_networks_are_read(
     assert level.name == name
     shared = level.link.bandwidth_bytes_per_s / level.oversubscription
     assert shared == pytest.approx(device_bytes_per_s)
+
+
+def test_a_network_joins_racks(published: ModuleType) -> None:
+    row = ROW | {"gpu_key": "GB200", "gpus_per_node": "4", "interconnect_inter": "4x400 Gb/s IB"}
+    one = published.cluster_of(row | {"num_gpus": "64", "nodes": "16"})
+    assert [level.link.bandwidth_bytes_per_s for level in one.levels] == [900e9, 900e9]
+    four = published.cluster_of(row | {"num_gpus": "256", "nodes": "64"})
+    assert [level.size for level in four.levels] == [4, 16, 4]
+    assert four.levels[-1].name == "InfiniBand"
+
+
+def test_a_mixture_of_experts_from_its_row(fidelity: ModuleType) -> None:
+    row = ROW | {"family": "moe", "kv_heads": "2", "head_dim": "16", "n_experts": "8", "ep": "4",
+                 "experts_topk": "2", "moe_ffn_hidden": "32", "pp": "1", "dp": "8"}  # fmt: skip
+    divided = fidelity.predict(row, False, [])
+    whole = fidelity.predict(row | {"ep": "1"}, False, [])
+    assert divided.reason == whole.reason == ""
+    assert divided.peak_bytes < whole.peak_bytes
 
 
 def test_software_depends_on_framework_and_flags(published: ModuleType) -> None:

@@ -89,8 +89,11 @@ def _from_spec(num_nodes: int, num_devices: int, name: str) -> LoadedCluster:
     if 0 < domain < num_devices:
         assumed.append(f"{num_devices} devices a node are joined as fast as {domain} usually are")
     if num_nodes > 1:
-        levels.append(_between(known, num_nodes, num_devices))
-        assumed.append(_link_line("between nodes", levels[-1]))
+        outer = _between(known, num_nodes, num_devices)
+        levels += outer
+        if len(outer) > 1:
+            assumed.append(_link_line(f"between {outer[0].size} nodes of a rack", outer[0]))
+        assumed.append(_link_line(f"between {'racks' if outer[1:] else 'nodes'}", outer[-1]))
         if known.network is None and levels[-1].name == "network":
             assumed.append(f"no usual network is known for {known.device.name}: 100 Gbit/s a node")
     if known.recalled:
@@ -115,18 +118,24 @@ def _inside(known: KnownDevice, num_devices: int) -> tuple[Level, ...]:
     return torus_levels(fabric.level, shape, whole)
 
 
-def _between(known: KnownDevice, num_nodes: int, num_devices: int) -> Level:
+def _between(known: KnownDevice, num_nodes: int, num_devices: int) -> tuple[Level, ...]:
+    """What joins nodes: in racks such as GB200-NVL72 the fabric, as far as it goes; a network."""
     fabric, network = known.scale_up, known.network
-    rack = network is not None and fabric.domain > network.devices and not fabric.torus
-    if rack and num_nodes * num_devices <= fabric.domain:
-        # Racks such as GB200-NVL72: the fabric joins nodes too.
-        return replace(fabric.level, name=f"{fabric.level.name} between nodes", size=num_nodes)
+    rack = 1
+    if network is not None and fabric.domain > network.devices and not fabric.torus:
+        most = max(1, min(num_nodes, fabric.domain // num_devices))
+        rack = next(count for count in range(most, 0, -1) if num_nodes % count == 0)
+    racks = num_nodes // rack
+    name = f"{fabric.level.name} between nodes"
+    inside = (replace(fabric.level, name=name, size=rack),) if rack > 1 else ()
+    if racks == 1:
+        return inside
     if network:
-        return network.level(num_nodes, num_devices)
+        return (*inside, network.level(racks, num_devices))
     usual = find_interconnect("Ethernet")
     assert usual is not None
     level = Network(usual, NETWORK_BYTES_PER_S, num_devices, 1).level(num_nodes, num_devices)
-    return replace(level, name="network")
+    return (replace(level, name="network"),)
 
 
 def on_this_machine(loaded: LoadedCluster, num_cores: int) -> LoadedCluster:

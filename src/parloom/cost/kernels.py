@@ -33,6 +33,8 @@ PRODUCTS = {
     "addmm": (1, 2), "baddbmm": (1, 2), "conv1d": (0, 1), "conv2d": (0, 1), "conv3d": (0, 1),
     "parloom.grouped_mm": (0, 1),
 }  # fmt: skip
+# Those of layers, whose operands may be cast.
+LINEAR = frozenset({"linear", "addmm", "mm", "parloom.grouped_mm"})
 ATTENTION = "scaled_dot_product_attention"
 
 # Tiles of a product, and the share of the best tile's rate that each reaches: what it reads from
@@ -230,7 +232,7 @@ class Kernels:
         sizes = a.num_bytes, b.num_bytes, out.num_bytes
         moved, dtype, launch = sum(sizes), operator.dtype, self.software.launch_s
         casts = 0.0
-        if self.product_dtype and operator.op in ("linear", "addmm", "mm"):
+        if self.product_dtype and operator.op in LINEAR:
             dtype = self.product_dtype
             passes = CAST_PASSES[self.by_row] if dtype == "float8" else 0.0
             casts = self.stream_s(passes * (a.num_bytes + b.num_bytes))

@@ -2,11 +2,13 @@
 
 Tensor parallelism puts its axis on the weights as `megatron` does, sequence parallelism on the
 positions between (Korthikanti et al., 2022), context parallelism on all positions, data parallelism
-on samples; ZeRO shards storage over the data axis or a part of it. A pipeline cuts the run of equal
-blocks into stages, each a graph with decisions of its own, which are lowered, priced and simulated
-as any plan. Ranks are numbered as the field does: tensor fastest, then context, data, pipeline.
+on samples, expert parallelism on the experts, over some of the ranks that share the samples; ZeRO
+shards storage over the data axis or a part of it. A pipeline cuts the run of equal blocks into
+stages, each a graph with decisions of its own, which are lowered, priced and simulated as any plan.
+Ranks are numbered as the field does: tensor fastest, then context, experts, data, pipeline.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -24,6 +26,7 @@ from parloom.ir.graph import DTYPE_BYTES, Call, Graph
 from parloom.ir.layout import Layout, Shard, local_shape
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Level, Mesh, MeshAxis, PrimeAxis
+from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import (
     ActivationDecision,
@@ -36,9 +39,9 @@ from parloom.ir.repeat import run_of, stage
 from parloom.ir.schedules import schedule
 from parloom.rewrite.pad import paddings, rewritten
 from parloom.search.baselines import DATA, LOOKUPS, TENSOR, WEIGHT_OPS, Megatron
-from parloom.search.spread import Assignment, Unfolded, decisions, spread, unfold
+from parloom.search.spread import Assignment, Unfolded, decisions, followed, spread, unfold
 
-CONTEXT, REPLICA = "context", "replica"
+CONTEXT, EXPERT, REPLICA = "context", "expert", "replica"
 # Of how many blocks one is recomputed.
 RECOMPUTE: Mapping[str, int] = MappingProxyType({"none": 0, "alternate": 2, "full": 1})
 
@@ -48,9 +51,10 @@ class Configuration:
     """A plan as the field writes it.
 
     `shard` ranks of the data-parallel ones, each with its context-parallel ones, share what ZeRO
-    `zero` (0 to 3) shards; 0 is all.
-    `recompute`: none of the blocks, every other one, or all. `microbatch` samples a rank at a time;
-    `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
+    `zero` (0 to 3) shards; 0 is all. `expert` ranks share the experts: of the data-parallel ones,
+    or where that is more of them, all of these with their tensor-parallel ones. `recompute`: none
+    of the blocks, every other one, or all. `microbatch` samples a rank at a time; `interleave`
+    chunks of the model a pipeline rank. dtypes as in `Decisions`.
     """
 
     tensor: int = 1
@@ -58,6 +62,7 @@ class Configuration:
     interleave: int = 1
     data: int = 1
     context: int = 1
+    expert: int = 1
     zero: int = 0
     shard: int = 0
     recompute: str = "none"
@@ -76,6 +81,15 @@ class Configuration:
         """The global batch."""
         return self.data * self.microbatch * self.num_microbatches
 
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The mesh axes that experts are divided over."""
+        if self.expert == 1:
+            return ()
+        if self.expert <= self.data:
+            return (EXPERT,)
+        return (EXPERT, TENSOR) if self.data > 1 else (TENSOR,)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -92,6 +106,8 @@ def plan(graph: Graph, chosen: Configuration, cluster: Cluster) -> tuple[Part, .
     """
     if chosen.ranks != cluster.num_devices:
         raise InputError(f"{chosen.ranks} ranks for the {cluster.num_devices} of {cluster.name}")
+    if chosen.expert > 1 and not any(flat.node.op == EXPERTS for flat in graph.flat()):
+        raise InputError(f"experts over {chosen.expert} ranks: {graph.name} has none")
     mesh = mesh_of(chosen, part_of(cluster, chosen.ranks // chosen.pipeline))
     if chosen.pipeline == 1:
         return (_part(graph, chosen, mesh),)
@@ -190,16 +206,25 @@ def part_of(cluster: Cluster, count: int) -> Cluster:
 
 
 def mesh_of(chosen: Configuration, cluster: Cluster) -> Mesh:
-    """Tensor on the fastest links, then context, then data: ZeRO's ranks, then the others."""
-    shard = chosen.shard or chosen.data
-    if chosen.data % shard:
-        raise InputError(f"ZeRO over {shard} of {chosen.data} data-parallel ranks")
+    """Tensor on the fastest links, then context, then data: experts', ZeRO's, and other ranks."""
+    shard, experts = chosen.shard or chosen.data, chosen.expert
+    if experts > chosen.data:
+        if experts != chosen.data * chosen.tensor:
+            raise InputError(
+                f"experts over {experts} ranks: neither a part of the {chosen.data} data-parallel"
+                f" ones nor all {chosen.data * chosen.tensor} with their tensor-parallel ones"
+            )
+        experts = chosen.data
+    if chosen.data % shard or shard % experts:
+        over = f", of which {experts} share the experts" if experts > 1 else ""
+        raise InputError(f"ZeRO over {shard} of {chosen.data} data-parallel ranks{over}")
     primes = list(cluster.prime_axes())
     axes = []
     sizes = (
         (TENSOR, chosen.tensor),
         (CONTEXT, chosen.context),
-        (DATA, shard),
+        (EXPERT, experts),
+        (DATA, shard // experts),
         (REPLICA, chosen.data // shard),
     )
     for name, size in sizes:
@@ -226,14 +251,14 @@ def _part(graph: Graph, chosen: Configuration, mesh: Mesh) -> Part:
     padded = rewritten(graph, rewrites)
     program = unfold(padded, factorize(padded), mesh)
     seeds = _seeds(padded, chosen, mesh)
-    assignments = spread(program, seeds, _ByHand(program, chosen.sequence_parallel))
+    assignments = spread(program, seeds, _ByHand(program, chosen))
     prefixes = [i.prefix for i in graph.main.body if isinstance(i, Call)]
     every = RECOMPUTE[chosen.recompute]
     recomputed = prefixes[::every] if every else []
     made = Decisions(
         mesh,
         decisions(program, assignments),
-        _storage(padded, chosen, mesh),
+        _storage(program, assignments, chosen),
         tuple(ActivationDecision(prefix, "recompute") for prefix in recomputed),
         num_microbatches=chosen.num_microbatches,
         rewrites=rewrites,
@@ -253,7 +278,7 @@ def _seeds(graph: Graph, chosen: Configuration, mesh: Mesh) -> dict[str, Layout]
                 f"batch tensor {entry.target!r} of shape {shape}: not {chosen.samples} samples"
             )
         shards, left = [], shape[0]
-        for name in (REPLICA, DATA):
+        for name in (REPLICA, DATA, EXPERT):
             if name in mesh.names and mesh[name].size > 1:
                 left //= mesh[name].size
                 shards.append(Shard(name, 0, left))
@@ -263,30 +288,44 @@ def _seeds(graph: Graph, chosen: Configuration, mesh: Mesh) -> dict[str, Layout]
     return seeds
 
 
-def _storage(graph: Graph, chosen: Configuration, mesh: Mesh) -> tuple[ParameterDecision, ...]:
+def _storage(
+    program: Unfolded, assignments: list[Assignment], chosen: Configuration
+) -> tuple[ParameterDecision, ...]:
     """ZeRO 1 shards the optimizer's states, 2 gradients, too, and 3 weights.
 
-    Over context-parallel ranks, too, which have the same weights (Megatron-LM's data-parallel group
-    with context parallelism; torchtitan's dp_shard_cp).
+    Over all ranks that have the same weights: context-parallel ones, too (Megatron-LM's data-
+    parallel group with context parallelism; torchtitan's dp_shard_cp), and those of other experts.
     """
-    axes = tuple(a for a in (DATA, CONTEXT) if a in mesh.names and mesh[a].size > 1)
-    if not chosen.zero or not axes:
+    mesh = program.mesh
+    over = [a for a in (DATA, EXPERT, CONTEXT) if a in mesh.names and mesh[a].size > 1]
+    if not chosen.zero or not over:
         return ()
-    shared, none = Storage(axes), Storage()
-    weight, gradient = (shared if chosen.zero >= level else none for level in (3, 2))
-    return tuple(
-        ParameterDecision(i.target, weight, gradient, shared)
-        for i in graph.of_kind("parameter")
-        if i.value.spec.shape
-    )
+    taken: dict[str, set[str]] = {}
+    for flat, rule, assignment in zip(program.nodes, program.rules, assignments, strict=True):
+        for position, name in enumerate(flat.operands):
+            if name in program.parameters:
+                layout = rule.operand_layout(position, assignment, mesh)
+                taken.setdefault(name, set()).update(layout.axes)
+    found = []
+    for entry in program.graph.of_kind("parameter"):
+        axes = tuple(a for a in over if a not in taken.get(entry.value.name, ()))
+        if entry.value.spec.shape and axes:
+            shared, none = Storage(axes), Storage()
+            weight, gradient = (shared if chosen.zero >= level else none for level in (3, 2))
+            found.append(ParameterDecision(entry.target, weight, gradient, shared))
+    return tuple(found)
 
 
 class _ByHand:
-    """Megatron's choice for products and lookups; with sequence parallelism, positions between."""
+    """Megatron's choice for products and lookups; with sequence parallelism, positions between.
+    Experts are divided, and see the tokens of all that share them.
+    """
 
-    def __init__(self, program: Unfolded, sequence_parallel: bool) -> None:
+    def __init__(self, program: Unfolded, chosen: Configuration) -> None:
         self.program, self.megatron = program, Megatron(program)
-        self.between = sequence_parallel and TENSOR in program.mesh.names
+        self.experts = chosen.expert_axes
+        self.lay: dict[str, str] = {}  # by result of experts, their tokens
+        self.between = chosen.sequence_parallel and TENSOR in program.mesh.names
         self.sequence = next(
             (i.value.spec.shape[1] for i in program.graph.of_kind("batch")
              if len(i.value.spec.shape) > 1), 0,
@@ -295,19 +334,25 @@ class _ByHand:
     def __call__(
         self, index: int, assignment: Assignment, layouts: Mapping[str, Layout]
     ) -> Assignment:
+        flat, rule = self.program.nodes[index], self.program.rules[index]
+        for name in self.lay.keys() & set(flat.operands):
+            # What experts make is a sum over them, and goes back to where the tokens were.
+            lying = ChainMap({name: layouts[self.lay[name]]}, dict(layouts))
+            assignment = followed(self.program, index, lying)
+        if flat.node.op == EXPERTS:
+            self.lay[flat.results[0]] = flat.operands[0]
+            assignment = self._divided(index, assignment)
         if TENSOR not in self.program.mesh.names:
             return assignment
-        flat, rule = self.program.nodes[index], self.program.rules[index]
         weighs = flat.node.op in WEIGHT_OPS or flat.node.op in LOOKUPS
-        if not self.between:
+        if not self.between or flat.node.op == EXPERTS:
             return self.megatron(index, assignment, layouts)
         if weighs:
             # Positions are gathered in front of products.
-            bare = {f: tuple(a for a in axes if a != TENSOR) for f, axes in assignment.items()}
-            bare = {f: axes for f, axes in bare.items() if axes}
             on_positions = {f for f, axes in assignment.items() if TENSOR in axes} & set(
                 self._positions(index)
             )
+            bare = without(assignment, (TENSOR,))
             return self.megatron(index, bare if on_positions else assignment, layouts)
         if any(TENSOR in axes for axes in assignment.values()):
             return assignment
@@ -317,6 +362,18 @@ class _ByHand:
                 return assignment | {factor: axes}
         return assignment
 
+    def _divided(self, index: int, assignment: Assignment) -> Assignment:
+        """Experts over their axes; tokens stay on others, but not on the tensor axis."""
+        node, rule = self.program.nodes[index].node, self.program.rules[index]
+        ranks = self.program.mesh.size(self.experts)
+        bare = without(assignment, (*self.experts, TENSOR))
+        if ranks == 1:
+            return bare
+        for factor in rule.operands[3][0]:  # the numbers of the experts
+            if rule.size(factor) % ranks == 0:
+                return bare | {factor: self.experts}
+        raise InputError(f"{node.key}: its experts do not divide over {ranks} ranks")
+
     def _positions(self, index: int) -> tuple[str, ...]:
         """The factor of the positions of an activation [samples, positions, ...]."""
         flat, rule = self.program.nodes[index], self.program.rules[index]
@@ -324,6 +381,12 @@ class _ByHand:
         if len(shape) < 3 or shape[1] != self.sequence or not flat.node.results[0].spec.is_float:
             return ()
         return rule.results[0][1]
+
+
+def without(assignment: Assignment, gone: tuple[str, ...]) -> Assignment:
+    """An assignment without some axes."""
+    bare = {f: tuple(a for a in axes if a not in gone) for f, axes in assignment.items()}
+    return {f: axes for f, axes in bare.items() if axes}
 
 
 def _sent_bytes(pcg: PCG) -> float:
