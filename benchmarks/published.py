@@ -5,7 +5,7 @@ model or a source. Where a row is silent, the rule says what is assumed.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from parloom.search.handmade import Configuration
 from parloom.zoo import bert, gpt, llama
 
 Row = Mapping[str, str]
+Build = Callable[..., tuple[nn.Module, dict[str, Tensor]]]
 
 GATED_FRAMEWORKS = (
     "composer", "megatron", "pytorch", "torchtitan", "deepspeed", "nemo", "internevo",
@@ -327,7 +328,9 @@ def language_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Te
 
 def captured(shape: Shape) -> Graph:
     """Two blocks of a model on a batch of `samples`."""
-    builders = {"gpt": gpt.build, "llama": llama.build, "bert": bert.build, "moe": mixture}
+    builders: Mapping[str, Build] = {
+        "gpt": gpt.build, "llama": llama.build, "bert": bert.build, "moe": mixture,
+    }  # fmt: skip
     with torch.device("meta"):
         model, batch = builders[shape.family](batch=1, depth=2, **shape.sizes)
     cast_model(model, getattr(torch, shape.dtype))
