@@ -2,10 +2,10 @@
 
 An operator is split along dims of its output, samples, attributes and parameters alike, each
 operator as it likes (section 4). A proposal takes one operator at random and gives it a random
-split; it is accepted with probability min(1, exp(beta (cost - proposed cost))) (section 6.2,
+split; it is accepted with probability min(1, exp(beta (cost - proposed cost))) (section 6,
 Metropolis and Hastings). Chains start from data parallelism, from an expert's plan and from a
 random one, and end where their budget is spent or half of it has brought nothing better. Costs are
-our estimate, updated as in delta simulation (section 5.3), with FlexFlow's penalty on memory.
+our estimate, updated as in delta simulation (section 5), with FlexFlow's penalty on memory.
 `docs/comparators.md` says what differs here.
 """
 
@@ -164,7 +164,7 @@ def data_parallel(program: Program, question: Question, mesh: Mesh) -> tuple[Ass
 
 def expert(program: Program, mesh: Mesh, samples: Sequence[Assignment]) -> tuple[Assignment, ...]:
     """Dense layers over their output features, all else over samples: what experts do to
-    convolutional networks (Krizhevsky, 2014; section 8.2.1).
+    convolutional networks (Krizhevsky, 2014).
     """
     found = list(samples)
     for index, operator in enumerate(program.operators):
