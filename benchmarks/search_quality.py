@@ -1,11 +1,13 @@
 """How good the plans of every method are, and how long the search takes.
 
     python benchmarks/search_quality.py [--cases gpt,dlrm] [--clusters 8x8xH100] [--json FILE]
+        [--comparators alpa,tofu]
 
 For each model of `cases.yaml` on each cluster: simulated step time and peak memory of the best plan
-of each rule of thumb and of the search alone (`auto` without the rules of thumb beside it), the
-CPU seconds of the search (capture excluded), `gap` and `solver_gap`. Exit code 1 where the search
-proposes something slower than a rule of thumb that fits.
+of each rule of thumb, of each comparator (`docs/comparators.md`) and of the search alone (`auto`
+without the rules of thumb beside it), the CPU seconds of each search (capture excluded; rules of
+thumb within that of `auto`), `gap` and `solver_gap`. Exit code 1 where the search proposes
+something slower than another method that fits, or where a method fails.
 """
 
 import argparse
@@ -21,43 +23,47 @@ from common import report
 
 from parloom import api
 from parloom.errors import InfeasibleError
-from parloom.ir.plan import Alternative
+from parloom.ir.plan import Alternative, Plan
 
 CASES = Path(__file__).resolve().parent / "cases.yaml"
 METHODS = ("data_parallel", "fsdp", "megatron", "auto")
+COMPARATORS = ("random", "alpa", "flexflow", "tofu")
 # Steps whose times differ by less are equally fast.
 TIE = 1e-9
 Row = dict[str, Any]
 
 
 def main() -> int:
-    """Print the table; 1 where a rule of thumb beats the search."""
+    """Print the table; 1 where another method beats the search."""
     document = yaml.safe_load(CASES.read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(document["cases"]))
     parser.add_argument("--clusters", default=",".join(document["clusters"]))
+    parser.add_argument("--comparators", default=",".join(COMPARATORS), help="none: empty")
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     rows: list[Row] = []
-    print(
-        "| model | cluster | data_parallel | fsdp | megatron | auto | gap | solver_gap | search |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    compared = tuple(name for name in options.comparators.split(",") if name)
+    titles = ("model", "cluster", *METHODS, *compared, "gap", "solver_gap", "search")
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|", flush=True)
     for name in options.cases.split(","):
-        for row in _apart(name, document["cases"][name], options.clusters.split(",")):
-            print(_line(row), flush=True)
+        case, clusters = document["cases"][name], options.clusters.split(",")
+        for row in _apart(name, case, clusters, compared):
+            print(_line(row, compared), flush=True)
             rows.append(row)
     report("search_quality", rows, options.json)
     lost = [row for row in rows if row.get("lost")]
-    print(f"\n{len(rows)} cases; a rule of thumb is faster in {len(lost)}")
-    return 1 if lost or any("error" in row for row in rows) else 0
+    print(f"\n{len(rows)} cases; another method is faster in {len(lost)}")
+    failed = [row for row in rows if "error" in row or row["errors"]]
+    return 1 if lost or failed else 0
 
 
-def _apart(name: str, case: Row, clusters: list[str]) -> list[Row]:
+def _apart(name: str, case: Row, clusters: list[str], compared: tuple[str, ...]) -> list[Row]:
     """The rows of a case, made in a process of its own."""
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(
-        target=_send, args=(theirs, name, case, clusters)
+        target=_send, args=(theirs, name, case, clusters, compared)
     )
     process.start()
     theirs.close()
@@ -70,40 +76,52 @@ def _apart(name: str, case: Row, clusters: list[str]) -> list[Row]:
     return rows
 
 
-def _send(pipe: Connection, name: str, case: Row, clusters: list[str]) -> None:
+def _send(
+    pipe: Connection, name: str, case: Row, clusters: list[str], compared: tuple[str, ...]
+) -> None:
     try:
         captured = api.capture(**case)
     except Exception as error:
         pipe.send({"model": name, "cluster": "", "error": _said(error)})
         return
     for cluster in clusters:
-        pipe.send({"model": name, "cluster": cluster} | _row(captured, cluster))
+        pipe.send({"model": name, "cluster": cluster} | _row(captured, cluster, compared))
 
 
-def _row(captured: api.Captured, cluster: str) -> Row:
-    start = time.process_time()
-    try:
-        plan = api.search(captured, cluster=cluster)
-    except InfeasibleError as error:
-        return {"infeasible": str(error), "search_s": time.process_time() - start}
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": _said(error)}
-    best = {method: _best(plan.alternatives, method) for method in METHODS}
-    steps = {method: found.step_s if found else None for method, found in best.items()}
+def _row(captured: api.Captured, cluster: str, compared: tuple[str, ...]) -> Row:
+    """What every method finds on a cluster; where one fails, its error is in its place."""
+    steps: dict[str, float | None] = {}
+    peaks: dict[str, int | None] = {}
+    seconds: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    proved: Row = {"bound_s": None, "gap": None, "solver_gap": None}
+    for method in ("auto", *compared):
+        start = time.process_time()
+        plan = _plan(captured, cluster, method, errors)
+        seconds[method] = time.process_time() - start
+        for name in METHODS if method == "auto" else (method,):
+            found = _best(plan.alternatives, name) if plan else None
+            steps[name] = found.step_s if found else None
+            peaks[name] = found.peak_bytes if found else None
+        if plan and method == "auto":
+            proved = {"bound_s": plan.bound_s, "gap": plan.gap, "solver_gap": plan.solver_gap}
     others = [s for method, s in steps.items() if s is not None and method != "auto"]
     mine = steps["auto"]
-    assert plan.prediction is not None
-    bound = plan.bound_s
-    return {
-        "step_s": steps,
-        "peak_bytes": {m: found.peak_bytes if found else None for m, found in best.items()},
-        "lost": bool(others) and (mine is None or mine > min(others) * (1 + TIE)),
-        "bound_s": bound,
-        "gap": None if not bound else plan.prediction.step_s / bound - 1,
-        "solver_gap": plan.solver_gap,
-        "search_s": time.process_time() - start,
-    }
+    lost = bool(others) and (mine is None or mine > min(others) * (1 + TIE))
+    found_s = {"step_s": steps, "peak_bytes": peaks, "cpu_s": seconds, "errors": errors}
+    return found_s | proved | {"lost": lost, "search_s": seconds["auto"]}
+
+
+def _plan(captured: api.Captured, cluster: str, method: str, errors: dict[str, str]) -> Plan | None:
+    """A method's plan; None where none fits, or where it fails, which is put into `errors`."""
+    try:
+        return api.search(captured, cluster=cluster, method=method)
+    except InfeasibleError:
+        return None
+    except Exception as error:
+        traceback.print_exc()
+        errors[method] = _said(error)
+        return None
 
 
 def _best(found: tuple[Alternative, ...], method: str) -> Alternative | None:
@@ -116,17 +134,19 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, compared: tuple[str, ...]) -> str:
     cells = [row["model"], row["cluster"]]
-    if "error" in row or "infeasible" in row:
-        said = f"failed: {row['error']}" if "error" in row else "nothing fits"
-        cells += [said] + [""] * 6
-    else:
-        for method in METHODS:
-            step_s = row["step_s"][method]
-            cells.append("does not fit" if step_s is None else f"{step_s * 1e3:.4g} ms")
-        cells += ["" if row[k] is None else f"{row[k]:.1%}" for k in ("gap", "solver_gap")]
-        cells.append(f"{row['search_s']:.1f} s" + (" (lost)" if row["lost"] else ""))
+    if "error" in row:
+        cells += [f"failed: {row['error']}"] + [""] * (len(METHODS) + len(compared) + 2)
+        return f"| {' | '.join(cells)} |"
+    for method in (*METHODS, *compared):
+        step_s, failed = row["step_s"][method], row["errors"].get(method)
+        fits = "does not fit" if step_s is None else f"{step_s * 1e3:.4g} ms"
+        cells.append(f"failed: {failed}" if failed else fits)
+        if method in compared:
+            cells[-1] += f" ({row['cpu_s'][method]:.1f} s)"
+    cells += ["" if row[k] is None else f"{row[k]:.1%}" for k in ("gap", "solver_gap")]
+    cells.append(f"{row['search_s']:.1f} s" + (" (lost)" if row["lost"] else ""))
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,8 +1,8 @@
 """Tofu (Wang, Huang, Li; EuroSys 2019): partitions of the whole graph in two, one after another.
 
 Each cut splits the devices into equal groups and chooses for every operator the one factor along
-which it is split, so that least is communicated (section 5: dynamic programming on the coarsened graph,
-recursively). Every operator and every tensor is split by every cut; a tensor that an
+which it is split, so that least is communicated (section 5: dynamic programming on the coarsened
+graph, recursively). Every operator and every tensor is split by every cut; a tensor that an
 operator does not split along with itself is stored in parts and fetched where it is read. Cuts that
 come first communicate least, so they are made across the slowest links.
 `docs/comparators.md` says what differs here.
