@@ -1,0 +1,189 @@
+"""The next best ways of one operator or parameter, with everything else as the plan has it.
+
+Each way is a whole plan: lowered, and played as any other. What an operator does is decided for all
+calls of its block kind that do the same now, and so is how their parameters are stored; storage
+gives way where a new layout of a parameter needs its axes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from parloom.cost.timeline import Timeline
+from parloom.cost.walk import Walker
+from parloom.errors import LayoutError, NotYetError, VerifyError
+from parloom.ir.factors import Factored
+from parloom.ir.graph import FlatNode
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh
+from parloom.ir.pcg import PCG, TIME, PParameter
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
+from parloom.ir.verify import verify_pcg
+from parloom.search.choices import assignments
+from parloom.search.program import Axes
+from parloom.search.storage import Level, StoragePrices, Stored, level_of
+
+Play = Callable[[PCG, Decisions], Timeline]
+Factors = tuple[tuple[str, Axes], ...]
+# Ways that are played, and those that are kept.
+MOST, KEPT = 64, 3
+T = TypeVar("T", Factors, Level)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way with its plan and step: another assignment of an operator, or level of storage."""
+
+    chosen: Factors | Level
+    decisions: Decisions
+    pcg: PCG
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The `best` ways but the plan's own, the fastest first, and of those that need no more than
+    `limit_bytes` the fastest; `keys` are what was decided alike and changed together. Of `total`
+    ways, `tried` are legal in this plan and were played.
+    """
+
+    keys: tuple[str, ...]
+    best: tuple[Way, ...]
+    fitting: Way | None
+    total: int
+    tried: int
+
+
+def assignment_of(decisions: Decisions, key: str) -> Factors:
+    """Factor -> axes of an operator, without factors that have none."""
+    found = decisions.node(key)
+    return tuple((f, axes) for f, axes in found.factors if axes) if found else ()
+
+
+def operator_ways(
+    factored: Factored, decisions: Decisions, flat: FlatNode, limit_bytes: int, play: Play
+) -> Ways:
+    """The ways of an operator; `factored` is of the graph that `decisions` are for.
+
+    Where there are more than `MOST`, those that move the fewest axes are played.
+    """
+    graph, mesh = factored.graph, decisions.mesh
+    now = assignment_of(decisions, flat.key)
+    keys = tuple(
+        other.key
+        for other in graph.flat()
+        if (other.function, other.node.key) == (flat.function, flat.node.key)
+        and assignment_of(decisions, other.key) == now
+    )
+    rule = factored.rule(flat.function, flat.node)
+    others: list[Factors] = [
+        way for way in (_ordered(found) for found in assignments(rule, mesh)) if way != now
+    ]
+    others.sort(key=lambda way: _distance(way, now, mesh))
+
+    def change(way: Factors) -> Decisions:
+        kept = tuple(node for node in decisions.nodes if node.key not in set(keys))
+        return replace(decisions, nodes=(*kept, *(NodeDecision(key, way) for key in keys)))
+
+    return _played(factored, keys, others, change, limit_bytes, play)
+
+
+def parameter_ways(
+    factored: Factored,
+    pcg: PCG,
+    walker: Walker,
+    optimizer: Optimizer,
+    parameter: PParameter,
+    alike: Iterable[str],
+    limit_bytes: int,
+    play: Play,
+) -> Ways:
+    """The ways to store a parameter and those `alike`, by name: a ZeRO level over some axes."""
+    decisions, keys = pcg.decisions, tuple(alike)
+    reduce = tuple(axis for axis in parameter.reduce if axis != TIME)
+    spec, trainable = parameter.input.value.spec, parameter.input.trainable
+    prices = StoragePrices(walker, decisions, optimizer)
+    levels, _ = prices.options(Stored(spec, trainable, False, parameter.layout, reduce))
+    now = level_of(parameter.decision)
+    others = [level for level in levels if level != now]
+
+    def change(level: Level) -> Decisions:
+        kept = tuple(found for found in decisions.parameters if found.name not in set(keys))
+        return replace(decisions, parameters=(*kept, *(level.decision(key) for key in keys)))
+
+    return _played(factored, keys, others, change, limit_bytes, play)
+
+
+def _ordered(found: Mapping[str, Axes]) -> Factors:
+    return NodeDecision("", tuple(found.items())).factors
+
+
+def _distance(way: Factors, now: Factors, mesh: Mesh) -> int:
+    """How many axes are on other factors."""
+    places = [{axis: factor for factor, axes in found for axis in axes} for found in (way, now)]
+    return sum(places[0].get(axis) != places[1].get(axis) for axis in mesh.names)
+
+
+def _played(
+    factored: Factored,
+    keys: tuple[str, ...],
+    others: Sequence[T],
+    change: Callable[[T], Decisions],
+    limit_bytes: int,
+    play: Play,
+) -> Ways:
+    found: list[Way] = []
+    fitting: Way | None = None
+    tried = 0
+    for chosen in others[:MOST]:
+        way = _way(factored, chosen, change(chosen), play)
+        if way is None:
+            continue
+        tried += 1
+        found = sorted([*found, way], key=_cost)[:KEPT]
+        fits = way.timeline.peak_bytes <= limit_bytes
+        if fits and (fitting is None or _cost(way) < _cost(fitting)):
+            fitting = way
+    return Ways(keys, tuple(found), fitting, len(others), tried)
+
+
+def _cost(way: Way) -> tuple[int, int]:
+    return way.timeline.step_ps, way.timeline.peak_bytes
+
+
+def _way(
+    factored: Factored, chosen: Factors | Level, decisions: Decisions, play: Play
+) -> Way | None:
+    """None where the program cannot be run like that, as where microbatches do not divide."""
+    try:
+        pcg = lower(factored.graph, decisions, factored=factored)
+        agreed = _agreed(pcg)
+        if agreed != decisions:
+            pcg = lower(factored.graph, agreed, factored=factored)
+        return Way(chosen, agreed, verify_pcg(pcg), play(pcg, agreed))
+    except (LayoutError, NotYetError, VerifyError):
+        return None
+
+
+def _agreed(pcg: PCG) -> Decisions:
+    """The decisions with storage over those axes only that the new layouts of weights leave."""
+    return replace(
+        pcg.decisions,
+        parameters=tuple(
+            _without(p.decision, p.layout.axes)
+            for p in pcg.parameters
+            if p.decision != ParameterDecision(p.decision.name)
+        ),
+    )
+
+
+def _without(decision: ParameterDecision, taken: Axes) -> ParameterDecision:
+    def left(storage: Storage) -> Storage:
+        axes = tuple(axis for axis in storage.axes if axis not in taken)
+        return replace(storage, axes=axes, dim=storage.dim if axes else 0)
+
+    if not {*decision.weight.axes, *decision.optimizer.axes} & set(taken):
+        return decision
+    return ParameterDecision(
+        decision.name, left(decision.weight), left(decision.gradient), left(decision.optimizer)
+    )
