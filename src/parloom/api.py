@@ -307,6 +307,7 @@ def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
 def explain(
     plan: Plan,
     *,
+    name: str | None = None,
     path: str = "PLAN",
     versus: str | None = None,
     calibration: str | Path | None = None,
@@ -314,9 +315,12 @@ def explain(
 ) -> Answer:
     """Say what `plan`, which was read from `path`, decides and what it costs.
 
-    `versus` is a method or the path of another plan: what differs then, by cause.
+    `name` is an operator, a parameter, another tensor or a module path: how it lies, what it costs,
+    and what would be next best. `versus` is a method or the path of another plan: what differs.
     """
-    return explanation.explain(plan, path, versus=versus, calibration=calibration, say=progress)
+    return explanation.explain(
+        plan, path, name=name, versus=versus, calibration=calibration, say=progress
+    )
 
 
 def calibrate(

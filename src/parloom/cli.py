@@ -316,19 +316,28 @@ def simulate(
 @app.command()
 def explain(
     path: PlanPath,
-    name: Annotated[str | None, typer.Argument(metavar="NAME")] = None,
-    versus: Annotated[str | None, typer.Option(metavar="METHOD|PLAN")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="An operator, parameter, tensor or module path."),
+    ] = None,
+    versus: Annotated[
+        str | None, typer.Option(metavar="METHOD|PLAN", help="What differs from it, by cause.")
+    ] = None,
     calibration: Calibrated = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Say what was decided, what it costs, and what bounds it."""
-    _refuse({"NAME": name})
     _quiet(verbose)
     from parloom import api
 
     answer = api.explain(
-        api.load(path), path=str(path), versus=versus, calibration=calibration, progress=_say
+        api.load(path),
+        name=name,
+        path=str(path),
+        versus=versus,
+        calibration=calibration,
+        progress=_say,
     )
     _print_json(answer.document) if as_json else _print(answer.screen)
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from parloom import arguments
 from parloom.choose import Ask, choose
@@ -18,8 +20,11 @@ from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
+from parloom.report.explain_name import name_explained
 from parloom.report.explain_screen import plan_explained_screen
 from parloom.report.grid import mesh_grid
+from parloom.report.name_screen import name_screen
+from parloom.report.names import Names
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
 
@@ -40,23 +45,44 @@ def explain(
     plan: Plan,
     path: str,
     *,
+    name: str | None = None,
     versus: str | None = None,
     calibration: str | Path | None = None,
     say: Say,
 ) -> Answer:
-    """All of a plan, which was read from `path`; or the difference to another plan, or to what
-    another method makes of the same model.
+    """All of a plan, which was read from `path`, or what one name of it stands for; with `versus`,
+    the difference to another plan or to what another method makes of the same model.
 
-    Raises `InputError` for what is neither method nor plan, `FingerprintError` where the other plan
-    is of another model.
+    Raises `InputError` for an unknown name and for what is neither method nor plan,
+    `FingerprintError` where the other plan is of another model.
     """
     case = case_of(plan, calibration)
+    there = None
     if versus is not None:
-        other = _other(plan, versus, calibration, say)
-        document = compared(case, case_of(other, calibration), versus)
+        there = case_of(_other(plan, versus, calibration, say), calibration)
+    if name is not None:
+        found = _named(case, name, calibration)
+        screen = name_screen(found, path)
+        if versus is None or there is None:
+            return Answer(found, screen)
+        other = _named(there, name, calibration)
+        titles = (Text(title, "bold") for title in ("the plan", versus))
+        both = (screen, name_screen(other, path))
+        parts = (
+            part for pair in zip(titles, both, (Text(""), Text("")), strict=True) for part in pair
+        )
+        return Answer({"plan": found, "versus": other}, Group(*parts))
+    if versus is not None and there is not None:
+        document = compared(case, there, versus)
         return Answer(document, versus_screen(document))
     document = plan_explained(case)
     return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
+
+
+def _named(case: Case, name: str, calibration: str | Path | None) -> dict[str, Any]:
+    machine = machine_for(case.plan.cluster, calibration)
+    play = partial(machine.simulate, optimizer=case.plan.optimizer)
+    return name_explained(case, Names(case.pcg.graph).find(name), play)
 
 
 def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:

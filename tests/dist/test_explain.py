@@ -29,6 +29,11 @@ def test_plans_are_compared_with_methods_and_files(captured: api.Captured, tmp_p
     assert again["versus"]["name"] == str(tmp_path)
     with pytest.raises(InputError, match="no method or plan file 'fsd'; did you mean 'fsdp'"):
         api.explain(plan, versus="fsd")
+    head = api.explain(plan, name="head").document
+    assert head["name"] == "head:linear#0"
+    assert api.explain(plan, name="head", versus="fsdp").document["plan"] == head
+    with pytest.raises(InputError, match=r"no operator, .* 'haed' in the plan; did you mean"):
+        api.explain(plan, name="haed")
 
 
 def test_plans_of_another_model_are_not_compared(captured: api.Captured, tmp_path: Path) -> None:

@@ -438,10 +438,10 @@ def test_explain_prints_a_screen_or_a_document(
     api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = plan_file(tmp_path)
-    assert cli.main(["explain", path, "--versus", "fsdp"]) == 0
+    assert cli.main(["explain", path, "head.weight", "--versus", "fsdp"]) == 0
     assert capsys.readouterr() == ("explained\n", "playing\n")
-    asked = {key: api.asked[key] for key in ("path", "versus", "calibration")}
-    assert asked == {"path": path, "versus": "fsdp", "calibration": None}
+    asked = {key: api.asked[key] for key in ("name", "path", "versus", "calibration")}
+    assert asked == {"name": "head.weight", "path": path, "versus": "fsdp", "calibration": None}
     assert cli.main(["explain", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"step_s": 1.0}
     api.fault = errors.FingerprintError("another model")

@@ -12,7 +12,7 @@ from parloom.cost.parameters import Transfer
 from parloom.cost.step import Priced
 from parloom.cost.tasks import picoseconds
 from parloom.cost.walk import Walker
-from parloom.cost.works import Work
+from parloom.cost.works import Exchange, Work
 from parloom.ir.graph import Call, Function
 from parloom.ir.pcg import (
     PCG,
@@ -130,7 +130,7 @@ class Term:
     """
 
     name: str
-    axes: tuple[str, ...]
+    exchange: Exchange | None
     when: str
     num_bytes: int
     ps: int
@@ -157,11 +157,11 @@ def parameter_terms(found: Priced, parameter: PParameter) -> Iterator[Term]:
         size = owned * priced.master_width(parameter)
         kernels, states = found.walker.kernels, priced.optimizer.num_states
         seconds = kernels.update_s(size, states) - kernels.software.launch_s
-        yield Term("update", (), EACH_STEP, size, picoseconds(max(0.0, seconds)))
+        yield Term("update", None, EACH_STEP, size, picoseconds(max(0.0, seconds)))
 
 
 def _travels(transfer: Transfer, size: int, words: str) -> Iterator[Term]:
     share = size / max(1, transfer.num_bytes)
     for exchange in transfer.exchanges:
         ps = picoseconds(exchange.seconds * share)
-        yield Term(f"{words}: {exchange.kind}", exchange.axes, transfer.when, size, ps)
+        yield Term(f"{words}: {exchange.kind}", exchange, transfer.when, size, ps)

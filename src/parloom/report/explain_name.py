@@ -1,0 +1,335 @@
+"""One name of a plan explained: how it lies, what it costs, and what else it could have been."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from parloom.cost.ledger import MAIN, ledger
+from parloom.cost.timeline import Timeline
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import FlatNode, Input, TensorSpec
+from parloom.ir.layout import Layout, describe, local_shape
+from parloom.ir.pcg import PCG, Compute, PParameter
+from parloom.ir.plan import Decisions
+from parloom.report.case import Case
+from parloom.report.edges import (
+    PS,
+    Price,
+    flops,
+    own_ps,
+    own_shares,
+    parameter_prices,
+    prices,
+    runs_of,
+    values_of,
+    variant_of,
+)
+from parloom.report.explain import Document, storage_words
+from parloom.report.grid import chunks, grid
+from parloom.report.names import Below, Named, Tensor
+from parloom.report.versus import causes, why
+from parloom.report.words import named_ways
+from parloom.search.runner_up import MOST, Way, Ways, assignment_of, operator_ways, parameter_ways
+
+Play = Callable[[PCG, Decisions], Timeline]
+OPERATOR, PARAMETER, INPUT, MODULE = "operator", "parameter", "input", "module"
+
+
+def name_explained(case: Case, named: Named, play: Play) -> Document:
+    """What a name is, as JSON values; `play` simulates another plan of the same graph."""
+    factored = factorize(case.pcg.graph)
+    if isinstance(named, Below):
+        return _module(case, named, factored)
+    if isinstance(named, FlatNode):
+        return _operator(case, named, factored, play)
+    if named.maker is not None:
+        document = _operator(case, named.maker, factored, play)
+        made = document["results"][named.result]
+        return document | {"tensor": made | {"name": named.name}}
+    assert named.input is not None
+    if named.input.kind == "parameter":
+        return _parameter(case, named.input, factored, play)
+    return _input(case, named, named.input, factored)
+
+
+# Operators
+
+
+def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Document:
+    rule = factored.rule(flat.function, flat.node)
+    assignment = dict(assignment_of(case.decisions, flat.key))
+    words = _splits(case.pcg, case.decisions, flat.key)
+    computed = [s for s in own_shares(case, flat) if isinstance(s.item, Compute)]
+    limit = case.cluster.device.memory_bytes
+    ways = operator_ways(factored, case.decisions, flat, limit, play)
+    runs = runs_of(case, flat)
+    terms = [*prices(case, flat)]
+    for parameter in _read_parameters(case, flat):
+        terms += parameter_prices(case, parameter)
+    return {
+        "kind": OPERATOR,
+        "name": flat.key,
+        "op": flat.node.op,
+        "source": flat.node.source,
+        "place": MAIN if variant_of(case, flat) is case.pcg.main else flat.function,
+        "alike": list(ways.keys),
+        "runs_a_step": runs.forward,
+        "recomputed_a_step": runs.again,
+        "alike_s": own_ps(case, ways.keys) / PS,
+        "factors": [
+            {
+                "factor": factor,
+                "size": size,
+                "kind": rule.kind(factor),
+                "axes": list(assignment.get(factor, ())),
+            }
+            for factor, size in rule.sizes
+        ],
+        "splits": words,
+        "operands": list(_operands(case, flat, factored)),
+        "results": list(_results(case, flat)),
+        "flops": flops(case, computed),
+        "terms": [_term(term) for term in terms],
+        **_ways(case, ways, flat.key),
+    }
+
+
+def _operands(case: Case, flat: FlatNode, factored: Factored) -> Iterator[Document]:
+    names = {entry.value.name: entry for entry in case.pcg.graph.inputs}
+    makers = {r: other.key for other in case.pcg.graph.flat() for r in other.results}
+    specs = case.pcg.graph.by_name.get(flat.function, case.pcg.graph.main).specs()
+    layouts = _wanted(case, flat, factored)
+    for name, flat_id, layout in zip(flat.node.refs, flat.operands, layouts, strict=True):
+        entry = names.get(flat_id)
+        origin = f"{entry.kind} {entry.target}" if entry else makers[flat_id]
+        yield {"from": origin} | _lies(case, name, specs[name], layout)
+
+
+def _wanted(case: Case, flat: FlatNode, factored: Factored) -> list[Layout]:
+    """The layouts that an operator reads its operands in."""
+    whole = (s.item for s in own_shares(case, flat) if isinstance(s.item, Compute))
+    item = next((item for item in whole if item.node.key == flat.node.key), None)
+    if item is not None:  # and no program of several operators in its place
+        return [value.layout for value in item.operands]
+    rule = factored.rule(flat.function, flat.node)
+    assignment = dict(assignment_of(case.decisions, flat.key))
+    return [rule.operand_layout(i, assignment, case.mesh) for i in range(len(flat.operands))]
+
+
+def _results(case: Case, flat: FlatNode) -> Iterator[Document]:
+    values = values_of(case, flat)
+    for value in flat.node.results:
+        found = values[value.name]
+        yield _lies(case, value.name, value.spec, found.layout)
+
+
+def _lies(case: Case, name: str, spec: TensorSpec, layout: Layout) -> Document:
+    """A tensor and its layout, with the grid of devices."""
+    return {
+        "name": name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "layout": describe(layout, spec.shape, case.pcg.mesh),
+        "local_shape": list(local_shape(layout, spec.shape, case.pcg.mesh)),
+        "partial": [list(pair) for pair in layout.partial],
+        "grid": grid(layout, spec.shape, case.pcg.mesh).document(),
+    }
+
+
+def _splits(pcg: PCG, decisions: Decisions, key: str) -> Document:
+    """Per axis what it splits of one operator, in words."""
+    found = named_ways(pcg.graph, decisions)
+    return {axis: what for flat, axis, what in found if flat.key == key}
+
+
+def _read_parameters(case: Case, flat: FlatNode) -> list[PParameter]:
+    read = dict.fromkeys(flat.operands)
+    return [p for p in case.pcg.parameters if p.input.value.name in read]
+
+
+def _term(price: Price) -> Document:
+    return {
+        "what": price.what,
+        "of": price.of,
+        "axes": list(price.axes),
+        "level": price.level,
+        "bytes": price.num_bytes,
+        "forward_s": price.forward_s,
+        "backward_s": price.backward_s,
+        "step_s": price.step_s,
+    }
+
+
+# Other ways
+
+
+def _ways(case: Case, ways: Ways, key: str = "") -> Document:
+    """The next best ways, the fastest first, with what they would cost and why."""
+    best = [_way(case, way, key) for way in ways.best]
+    fitting = None
+    if ways.fitting is not None and ways.fitting not in ways.best:
+        fitting = _way(case, ways.fitting, key)
+    return {
+        "ways": ways.total,
+        "ways_tried": ways.tried,
+        "ways_left_out": max(0, ways.total - MOST),
+        "runners_up": best,
+        "first_that_fits": fitting,
+    }
+
+
+def _way(case: Case, way: Way, key: str) -> Document:
+    read = ledger(way.timeline, way.pcg, case.cluster)
+    difference = read.step_ps - case.ledger.step_ps
+    rows = causes(case.ledger.by_cause(), read.by_cause())
+    held = case.ledger.peak.num_bytes
+    document: dict[str, Any] = {
+        "step_s": way.timeline.step_s,
+        "difference_ps": difference,
+        "causes": [row for row in rows if row["difference_ps"]],
+        "why": why(rows, difference) if difference else None,
+        "peak_bytes": read.peak.num_bytes,
+        "difference_bytes": read.peak.num_bytes - held,
+        "fits": read.peak.num_bytes <= case.cluster.device.memory_bytes,
+    }
+    if isinstance(way.chosen, tuple):
+        factors = {factor: list(axes) for factor, axes in way.chosen}
+        words = _splits(way.pcg, way.decisions, key)
+        return document | {"factors": factors, "splits": words}
+    stored = way.chosen.decision("")
+    return document | {
+        "weight": storage_words(stored.weight),
+        "gradient": storage_words(stored.gradient),
+        "optimizer": storage_words(stored.optimizer),
+    }
+
+
+# Parameters and other inputs
+
+
+def _parameter(case: Case, entry: Input, factored: Factored, play: Play) -> Document:
+    parameter = next(p for p in case.pcg.parameters if p.input.target == entry.target)
+    alike = _alike(case, parameter)
+    limit, walker = case.cluster.device.memory_bytes, case.priced.walker
+    optimizer = case.plan.optimizer
+    ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, limit, play)
+    spec, decision = entry.value.spec, parameter.decision
+    stored = {"weight": decision.weight, "gradient": decision.gradient,
+              "optimizer": decision.optimizer}  # fmt: skip
+    shape = local_shape(parameter.layout, spec.shape, case.pcg.mesh)
+    found, mesh = case.priced.parameters, case.pcg.mesh
+    sizes = {
+        "weight": parameter.elements(mesh, decision.weight) * found.width(parameter),
+        "gradient": parameter.elements(mesh, decision.gradient) * found.gradient_width(parameter),
+        "optimizer": found.state_bytes(parameter, "device"),
+    }
+    return {
+        "kind": PARAMETER,
+        "name": entry.target,
+        "trainable": entry.trainable,
+        "place": case.place_of(entry.target),
+        "alike": list(alike),
+        "partial_gradient": list(parameter.reduce),
+        **_lies(case, entry.value.name, spec, parameter.layout),
+        "stored": {
+            role: {
+                "words": storage_words(storage),
+                "bytes": sizes[role] if entry.trainable or role == "weight" else 0,
+                "grid": chunks(storage, shape[storage.dim], case.mesh).document()
+                if storage.axes
+                else None,
+            }
+            for role, storage in stored.items()
+        },
+        "readers": list(_readers(case, entry.value.name, factored)),
+        "terms": [_term(term) for term in parameter_prices(case, parameter)],
+        **_ways(case, ways),
+    } | {"name": entry.target}
+
+
+def _alike(case: Case, parameter: PParameter) -> tuple[str, ...]:
+    """Parameters of the same name in other calls of a block kind that are decided alike."""
+    place = case.place_of(parameter.input.target)
+    if place == MAIN:
+        return (parameter.input.target,)
+    suffix = _suffix(case, parameter.input.target)
+    return tuple(
+        other.input.target
+        for other in case.pcg.parameters
+        if case.place_of(other.input.target) == place
+        and _suffix(case, other.input.target) == suffix
+        and other.layout == parameter.layout
+        and _stored(other) == _stored(parameter)
+    )
+
+
+def _stored(parameter: PParameter) -> object:
+    decision = parameter.decision
+    return decision.weight, decision.gradient, decision.optimizer
+
+
+def _suffix(case: Case, target: str) -> str:
+    """The name below the call that it belongs to."""
+    prefix = next((p for p in case.calls if target.startswith(f"{p}.")), "")
+    return target.removeprefix(prefix)
+
+
+def _input(case: Case, named: Tensor, entry: Input, factored: Factored) -> Document:
+    """A batch tensor, a buffer or a constant: it lies as the first reader wants it."""
+    value = next(v for v in case.pcg.main.inputs if v.name == entry.value.name)
+    lies = _lies(case, entry.value.name, entry.value.spec, value.layout)
+    return lies | {
+        "kind": INPUT,
+        "name": named.name,
+        "is": entry.kind,
+        "readers": list(_readers(case, entry.value.name, factored)),
+    }
+
+
+def _readers(case: Case, flat_id: str, factored: Factored) -> Iterator[Document]:
+    """The operators that read a value, and the layout that each wants."""
+    for flat in case.pcg.graph.flat():
+        if flat_id in flat.operands:
+            index = flat.operands.index(flat_id)
+            specs = case.pcg.graph.by_name.get(flat.function, case.pcg.graph.main).specs()
+            layout = _wanted(case, flat, factored)[index]
+            shape = specs[flat.node.refs[index]].shape
+            yield {"name": flat.key, "layout": describe(layout, shape, case.pcg.mesh)}
+
+
+# Modules
+
+
+def _module(case: Case, below: Below, factored: Factored) -> Document:
+    """All operators and inputs below a path, with their layouts."""
+    by_name = {p.input.target: p for p in case.pcg.parameters}
+    splits: dict[str, dict[str, str]] = {}
+    for flat, axis, what in named_ways(case.pcg.graph, case.decisions):
+        splits.setdefault(flat.key, {})[axis] = what
+    operators = []
+    for flat in below.operators:
+        made = next(_results(case, flat), None)
+        operators.append(
+            {
+                "name": flat.key,
+                "splits": splits.get(flat.key, {}),
+                "layout": made["layout"] if made else "",
+                "shape": made["shape"] if made else [],
+                "step_s": sum(map(runs_of(case, flat).ps, own_shares(case, flat))) / PS,
+            }
+        )
+    inputs = []
+    for entry in below.inputs:
+        found = by_name.get(entry.target)
+        layout = found.layout if found else Layout()
+        inputs.append(
+            {
+                "name": entry.target,
+                "is": entry.kind,
+                "shape": list(entry.value.spec.shape),
+                "layout": describe(layout, entry.value.spec.shape, case.mesh),
+                "weight": storage_words(found.decision.weight) if found else "",
+                "gradient": storage_words(found.decision.gradient) if found else "",
+                "optimizer": storage_words(found.decision.optimizer) if found else "",
+            }
+        )
+    return {"kind": MODULE, "name": below.path, "operators": operators, "inputs": inputs}
