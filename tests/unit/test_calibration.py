@@ -77,7 +77,10 @@ def test_a_file_reads_back() -> None:
         (document(launch_s=math.nan), "c.json: launch_s: .*finite number, got nan"),
         (document(launch_s=-1.0), "c.json: launch_s: .*greater than 0, got -1.0"),
         (document(launch_s=0.0), "greater than 0"),
+        (document(launch_s=1e-300), "launch_s: .*less than 1e-12 s"),
+        (document(launch_s=1e308), "launch_s: .*less than or equal to 1000000"),
         (document(error=math.inf), "finite number"),
+        (document(error=1e308), "error: .*less than or equal to 10"),
         (document(products=[]), "products: .*at least 1"),
         (document(streams=[{"num_bytes": 1, "seconds": -3.0}]), r"streams\[0\].seconds"),
         (document(streams=[{"num_bytes": 1, "second": 3.0}]), r"seconds: field required"),
@@ -146,6 +149,23 @@ def test_collectives_are_interpolated_by_size_and_extended() -> None:
     assert table.exchange_s("all_reduce", 0.0, group) == (1e-3, 1e-3)
     assert table.exchange_s("all_gather", 1.0, group) is None
     assert table.exchange_s("all_reduce", 1.0, ((0, 2),)) is None
+
+
+def test_noise_makes_no_larger_collective_faster() -> None:
+    """4 KiB were faster than 1 KiB; what is beyond the table still takes longer."""
+    noisy = ((1 << 8, 1e-3), (1 << 10, 3e-3), (1 << 12, 2e-3))
+    found = tuple(TimedCollective("all_reduce", ((0, 4),), n, t, 0.0) for n, t in noisy)
+    table = Table(replace(MADE, collectives=found))
+    times = []
+    for size in (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 30):
+        exchange = table.exchange_s("all_reduce", size, ((0, 4),))
+        assert exchange is not None
+        seconds, latency_s = exchange
+        assert latency_s <= seconds
+        times.append(seconds)
+    assert times[1:3] == [3e-3, 3e-3]
+    assert times == sorted(times)
+    assert times[-1] > 100 * times[-2]
 
 
 def test_predictions_follow_the_table_and_say_so() -> None:

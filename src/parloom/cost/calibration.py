@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import LocalOperator
@@ -16,6 +16,7 @@ from parloom.errors import InputError, nearest
 from parloom.ir.graph import Arg, Dtype
 
 VERSION = 1
+SHORTEST_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +162,15 @@ def _said(error: ValidationError, where: str) -> str:
     return f"{where}: {path or 'the file'}: {said}{got}; {advice}"
 
 
-Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Some = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+def _measurable(seconds: float) -> float:
+    if seconds < SHORTEST_S:
+        raise ValueError(f"less than {SHORTEST_S:g} s")
+    return seconds
+
+
+# Nothing takes less than a picosecond or more than eleven days.
+Time = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), AfterValidator(_measurable)]
+Some = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**62)]
 
 
@@ -216,7 +224,7 @@ class _Document(_Part):
     operators: list[_TimedPart]
     collectives: list[_CollectivePart]
     overlap: Annotated[float, Field(ge=0, le=1)]
-    error: Some
+    error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 
 
 _PARTS = (_Document, _FingerprintPart, _ProductPart, _StreamPart, _TimedPart, _CollectivePart)

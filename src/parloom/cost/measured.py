@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 
 from parloom.cost.calibration import Calibration, Fingerprint, key_of
@@ -77,8 +78,9 @@ class Table:
             key = found.kind, found.group
             self._exchanges.setdefault(key, []).append((found.num_bytes, found.seconds))
             self._processor.setdefault(key, []).append((found.num_bytes, found.cpu_s))
-        for curve in (*self._curves.values(), *self._exchanges.values(), *self._processor.values()):
+        for curve in (*self._curves.values(), *self._processor.values()):
             curve.sort()
+        self._exchanges = {key: _rising(curve) for key, curve in self._exchanges.items()}
 
     def seconds(self, operator: LocalOperator) -> Seconds | None:
         """As measured; products that were not, at the rate of products of their size."""
@@ -114,8 +116,17 @@ class Table:
         return max(0.0, _between(curve, num_bytes, extend=True)) if curve else 0.0
 
 
+def _rising(curve: Iterable[Point]) -> list[Point]:
+    """Points in order, none below one before: what a larger message takes less is noise."""
+    ordered = sorted(curve)
+    highest = accumulate((value for _, value in ordered), max)
+    return [(x, value) for (x, _), value in zip(ordered, highest, strict=True)]
+
+
 def _between(curve: Sequence[Point], x: float, *, extend: bool = False) -> float:
-    """Linear between points; beyond them as at the nearest one, or with `extend` as steeply."""
+    """Linear between points; beyond them as at the nearest one, or with `extend` as steeply as the
+    last two, or as the whole curve where that is steeper.
+    """
     if len(curve) == 1:
         only, value = curve[0]
         return value * max(1.0, x / only) if extend and only else value
@@ -125,7 +136,10 @@ def _between(curve: Sequence[Point], x: float, *, extend: bool = False) -> float
     if extend and at == 0:
         return curve[0][1]
     (x0, y0), (x1, y1) = curve[min(at, len(curve) - 1) - 1], curve[min(at, len(curve) - 1)]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
+    if at < len(curve):
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    slopes = [(y1 - y) / (x1 - before) for before, y in (curve[0], (x0, y0)) if before < x1]
+    return y1 + max(slopes, default=0.0) * (x - x1)
 
 
 def calibrated(
