@@ -84,6 +84,7 @@ def least_step_ps(
         for n in nodes
     ]
     storage = StoragePrices(walker, Decisions(mesh), ADAM)
+    elements = sum(e.value.spec.num_elements for e in graph.of_kind("parameter"))
     least: int | None = None
     for chosen in product(*menus):
         keyed = tuple(NodeDecision(n.key, c) for n, c in zip(nodes, chosen, strict=True))
@@ -92,7 +93,7 @@ def least_step_ps(
         options: list[list[WeightPrice]] = []
         for weight in pcg.parameters:
             spec = weight.input.value.spec
-            stored = Stored(spec, True, False, weight.layout, weight.reduce)
+            stored = Stored(spec, True, False, weight.layout, weight.reduce, elements, elements)
             every, prices = storage.options(stored)
             options.append(
                 [p for level, p in zip(every, prices, strict=True) if may_store(weight, level)]

@@ -19,15 +19,16 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
 from parloom.search.auto import search
-from parloom.search.eliminate import Factor, minimum
+from parloom.search.eliminate import Factor, minimum, near
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import MeshSearch
+from parloom.search.master import MeshSearch, Worth
 from parloom.search.meshes import logical_meshes
-from parloom.search.polish import Candidate, decisions, polish
-from parloom.search.prices import KEPT
+from parloom.search.polish import Candidate, decisions, least_bytes, polish
+from parloom.search.prices import KEPT, PARTS
 from parloom.search.program import program_of
-from parloom.search.storage import STORED
+from parloom.search.storage import STORED, WEIGHT_PARTS
+from parloom.search.sums import summed
 from parloom.search.ways import Ways
 from tests.property.searched import ADAM, least_step_ps, random_graph
 from tests.unit.test_simulate import chunked, model
@@ -72,6 +73,21 @@ def test_elimination_finds_the_minimum(drawn: tuple[list[int], list[Factor]]) ->
     assert found.cost == min(cost_of(factors, v) for v in product(*map(range, sizes)))
 
 
+@given(tables(), st.floats(0.0, 30.0))
+def test_near_lists_all_that_is_near(drawn: tuple[list[int], list[Factor]], slack: float) -> None:
+    sizes, factors = drawn
+    every = {v: cost_of(factors, v) for v in product(*map(range, sizes))}
+    least = min(every.values())
+    if np.isinf(least):
+        return
+    wanted = {v for v, cost in every.items() if cost <= least + slack}
+    found = near(sizes, factors, least + slack, len(every))
+    assert found is not None
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
+    assert near(sizes, factors, least + slack, len(wanted) - 1) is None
+
+
 def test_elimination_sees_every_table() -> None:
     """Negative control: what the last table forbids is not chosen."""
     factors = [Factor((0,), np.array([0.0, 1.0])), Factor((0, 1), np.zeros((2, 2)))]
@@ -86,18 +102,47 @@ def test_search_finds_what_enumeration_finds(seed: int) -> None:
     graph = random_graph(Random(seed))
     (mesh,) = logical_meshes(TWO)
     least = least_step_ps(graph, mesh, Walker({}, mesh, TWO))
-    found = MeshSearch(problem_of(graph, mesh, TWO), PLENTY).run(tolerance=1e-9)
+    found = MeshSearch(problem_of(graph, mesh, TWO), PLENTY, 10**5).run(tolerance=1e-9)
     assert found.candidates[0].sums.step_ps == least
     assert least is not None
-    assert found.bound_ps <= least + 0.5
+    assert least * (1 - 1e-6) <= found.bound_ps <= least + 0.5
 
 
 def test_search_finds_what_enumeration_finds_on_two_axes() -> None:
     graph = random_graph(Random(2), num_operators=2)
     mesh = next(m for m in logical_meshes(FOUR) if len(m.axes) == 2)
     least = least_step_ps(graph, mesh, Walker({}, mesh, FOUR))
-    found = MeshSearch(problem_of(graph, mesh, FOUR), PLENTY).run(tolerance=1e-9)
+    found = MeshSearch(problem_of(graph, mesh, FOUR), PLENTY, 10**5).run(tolerance=1e-9)
     assert found.candidates[0].sums.step_ps == least
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 10**6), st.floats(0.2, 1.0))
+def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: float) -> None:
+    """Every layout with every storage of its weights, as far as they are within the limit."""
+    (mesh,) = logical_meshes(TWO)
+    problem = problem_of(random_graph(Random(seed), num_operators=3), mesh, TWO)
+    for way in problem.ways:
+        for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
+            way.ways.sharpen(*ends)
+    factors = problem.factors(MeshSearch(problem, PLENTY).multipliers(Worth(), ()))
+    every = []
+    for values in product(*map(range, problem.sizes)):
+        if np.isinf(cost_of(factors, values)):
+            continue
+        passes = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
+        weights = range(len(problem.program.weights))
+        options = [list(problem.storage.options(problem.stored(i, values))[1]) for i in weights]
+        for chosen in product(*options):
+            total = sum(chosen, np.zeros(WEIGHT_PARTS, dtype=np.int64))
+            every.append(summed(passes, total))
+    low, high = min(s.held_bytes for s in every), max(s.held_bytes for s in every)
+    limit = low + share * (high - low)
+    least = min(s.step_ps for s in every if s.held_bytes <= limit)
+    found = MeshSearch(problem, limit, 10**5).run(tolerance=1e-9)
+    assert found.candidates[0].sums.held_bytes <= limit + 1
+    assert found.candidates[0].sums.step_ps == least
+    assert found.bound_ps <= least + 0.5
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
@@ -111,7 +156,9 @@ def test_the_folded_price_is_that_of_the_lowered_plan(share: float) -> None:
             len(block.prefixes) * int(problem.passes_of(block, roomy.values)[KEPT])
             for block in problem.program.blocks
         )
-        limit = roomy.sums.held_bytes - share * kept
+        # Less than without recomputation, however weights are stored.
+        stored = least_bytes(problem, roomy.values) + kept
+        limit = stored - share * kept if share else roomy.sums.held_bytes
         candidate = polish(problem, roomy.values, limit)
         assert candidate is not None
         assert candidate.sums.held_bytes <= limit + 1

@@ -158,5 +158,9 @@ def _in_buckets(node: StepNode, pcg: PCG) -> StepNode:
         p.elements(pcg.mesh) * DTYPE_BYTES[reduce_dtype or p.input.value.spec.dtype]
         for p in node.parameters
     )
-    share = max(MIN_BUCKET_BYTES, size // MIN_BUCKETS)
-    return replace(node, bucket_bytes=min(MAX_BUCKET_BYTES, share))
+    return replace(node, bucket_bytes=bucket_bytes(size))
+
+
+def bucket_bytes(size: int) -> int:
+    """The bytes after which a bucket is full, of `size` bytes in all."""
+    return min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, size // MIN_BUCKETS))

@@ -21,7 +21,7 @@ from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.pinned import NONE, Pinned
-from parloom.search.polish import Candidate, decisions, polish
+from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import BACKWARD, FORWARD, Known
 from parloom.search.program import Program, program_of
 
@@ -32,6 +32,8 @@ TRIES = 6
 # What is estimated to be slower than the best that was simulated by more than this share is not
 # simulated. Estimates were seen to be off by up to 3 % where collectives are large.
 MARGIN = 0.05
+# The share of the memory within which the largest limit is sought that fits.
+CLOSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -188,34 +190,41 @@ class _OnMesh:
                 for candidate in self.found.candidates[:count]
                 if best_ps is None or candidate.sums.step_ps <= best_ps * (1 + MARGIN)
             ]
-            fits = (
-                self._fit(candidate.values, frugal=frugal)
-                for candidate in promising
-                for frugal in (False, True)
-            )
-            tried = list(dict.fromkeys(fit for fit in fits if fit is not None))
+            tried = list(dict.fromkeys(f for c in promising for f in self._fits(c.values)))
             fitting = [fit for fit in tried if fit.excess_bytes <= 0]
             if fitting or not tried:
                 break
             counted = min(f.candidate.sums.held_bytes for f in tried)
-            limit = min(limit, counted) - min(f.excess_bytes for f in tried)
+            lower = min(limit, counted) - min(f.excess_bytes for f in tried)
+            limit = lower if lower > 0 else limit / 2
             self.found = MeshSearch(self.problem, limit).run()
         for fit in fitting:
             yield Proposal(fit.decisions, fit.step_ps, fit.candidate.sums.step_ps)
 
-    def _fit(self, values: Sequence[int], *, frugal: bool) -> _Fit | None:
-        """Layouts with storage and recomputation such that the peak of the step fits, or nearly."""
-        limit = float(self.limit_bytes)
-        fit: _Fit | None = None
+    def _fits(self, values: Sequence[int]) -> list[_Fit]:
+        """Layouts with storage and recomputation such that the peak of the step fits, or nearly.
+
+        What a step needs beyond what the search counts depends on what is stored how: the limit is
+        sought that leaves just enough for it. With that, storage is chosen once more, frugally.
+        """
+        fits: list[_Fit] = []
+        limit, least = float(self.limit_bytes), least_bytes(self.problem, values)
+        under, over, good = 0.0, inf, limit
         for _ in range(TRIES):
-            candidate = polish(self.problem, values, limit, frugal=frugal)
+            candidate = polish(self.problem, values, limit)
             if candidate is None:
                 break
-            fit = self._play(candidate)
-            if fit.excess_bytes <= 0:
+            fits.append(self._play(candidate))
+            excess, held = fits[-1].excess_bytes, candidate.sums.held_bytes
+            if excess <= 0:
+                under, good = held, limit
+            else:
+                over = min(over, held)
+            if over == inf or over - under < CLOSE * self.limit_bytes or over <= least:
                 break
-            limit = min(limit, candidate.sums.held_bytes) - fit.excess_bytes
-        return fit
+            limit = (under + over) / 2 if under else max(over - excess, least + 1.0)
+        frugal = polish(self.problem, values, good, frugal=True)
+        return [*fits, self._play(frugal)] if frugal else fits
 
     def _play(self, candidate: Candidate) -> _Fit:
         if candidate not in self.played:

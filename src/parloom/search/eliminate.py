@@ -3,14 +3,16 @@
 tables hang together, for which the graphs of neural networks are kind.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,68 @@ def minimum(sizes: Sequence[int], factors: Iterable[Factor]) -> Minimum:
 
     Of equal minima, the one with the smallest values in the order of elimination.
     """
+    best: list[tuple[int, tuple[int, ...], Indices]] = []
+
+    def keep(variable: int, rest: tuple[int, ...], total: Table) -> None:
+        best.append((variable, rest, total.argmin(axis=0)))
+
+    cost = _eliminate(sizes, factors, keep)
+    values = [0] * len(sizes)
+    for variable, rest, value in reversed(best):
+        values[variable] = int(value[tuple(values[v] for v in rest)])
+    return Minimum(cost, tuple(values))
+
+
+def near(
+    sizes: Sequence[int], factors: Iterable[Factor], limit: float, at_most: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """All values whose cost is at most `limit`, the cheapest first; None where there are more than
+    `at_most`.
+
+    Backwards through the elimination a choice costs what it is above the best one, whatever was
+    chosen before, so that no partial choice is followed in vain.
+    """
+    tables: list[tuple[int, tuple[int, ...], Table]] = []
+
+    def keep(variable: int, rest: tuple[int, ...], total: Table) -> None:
+        least = total.min(axis=0)
+        more = np.where(np.isinf(total), np.inf, total - np.where(np.isinf(least), 0.0, least))
+        tables.append((variable, rest, more))
+
+    slack = limit - _eliminate(sizes, factors, keep)
+    found, above = np.zeros((1, len(sizes)), dtype=np.intp), np.zeros(1)
+    for variable, rest, more in reversed(tables):
+        at: tuple[Any, ...] = slice(None), *(found[:, v] for v in rest)
+        costs = above + more[at].reshape(-1, len(found) if rest else 1)
+        value, which = np.nonzero(costs <= slack)
+        if len(which) > at_most:
+            return None
+        found, above = found[which], costs[value, which]
+        found[:, variable] = value
+    ranked = np.lexsort((*found.T[::-1], above))
+    return tuple(tuple(int(v) for v in found[row]) for row in ranked)
+
+
+def _eliminate(
+    sizes: Sequence[int],
+    factors: Iterable[Factor],
+    keep: Callable[[int, tuple[int, ...], Table], None],
+) -> float:
+    """The least cost; `keep` is shown every variable as it is eliminated, with the variables that
+    its table still has and that table, over itself and these.
+    """
     scopes: dict[int, Factor] = dict(enumerate(factors))
     touching: list[set[int]] = [set() for _ in sizes]
     for key, factor in scopes.items():
         for variable in factor.scope:
             touching[variable].add(key)
-    steps: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
     cost, fresh = sum(float(f.costs) for f in scopes.values() if not f.scope), len(scopes)
     for variable in order([f.scope for f in scopes.values()], sizes):
         mine = [scopes.pop(key) for key in sorted(touching[variable])]
         rest = tuple(sorted({v for f in mine for v in f.scope} - {variable}))
         total = _joint((variable, *rest), mine, sizes)
-        best = total.argmin(axis=0)
-        costs = np.take_along_axis(total, best[None], axis=0)[0]
-        steps.append((variable, rest, best))
+        keep(variable, rest, total)
+        costs = total.min(axis=0)
         for factor in mine:
             for other in factor.scope:
                 touching[other] = {k for k in touching[other] if k in scopes}
@@ -58,10 +108,7 @@ def minimum(sizes: Sequence[int], factors: Iterable[Factor]) -> Minimum:
             fresh += 1
         else:
             cost += float(costs)
-    values = [0] * len(sizes)
-    for variable, rest, best in reversed(steps):
-        values[variable] = int(best[tuple(values[v] for v in rest)])
-    return Minimum(cost, tuple(values))
+    return cost
 
 
 def order(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -6,9 +6,10 @@
 Weights gathered for a block hide behind what its pass computes, gradients that are reduced behind
 what the backward pass computes; main's own weights are gathered before it begins. The estimate is
 in whole picoseconds and in sums that a search can fold: scalars are not counted, and a weight sends
-its share of a full bucket.
+its share of a message (`storage`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,16 +103,29 @@ def _passes(function: PFunction, walker: Walker) -> tuple[int, int, int, int]:
 def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimizer) -> Totals:
     prices = StoragePrices(walker, pcg.decisions, optimizer)
     own = block_weights(pcg)
-    blocks = {
-        value.name
+    unit = {
+        value.name: call.prefix
         for call in calls
         for value, alone in zip(call.args, own[call.function], strict=True)
         if alone
     }
+    elements: Counter[str | None] = Counter()
+    for parameter in pcg.parameters:
+        value = parameter.input.value
+        elements[unit.get(value.name)] += value.spec.num_elements
+    trained = sum(p.input.value.spec.num_elements for p in pcg.parameters if p.input.trainable)
     total = np.zeros(WEIGHT_PARTS, dtype=np.int64)
     for parameter in pcg.parameters:
         name, spec = parameter.input.value.name, parameter.input.value.spec
         reduce = tuple(a for a in parameter.reduce if a != TIME)
-        stored = Stored(spec, parameter.input.trainable, name in blocks, parameter.layout, reduce)
+        stored = Stored(
+            spec,
+            parameter.input.trainable,
+            name in unit,
+            parameter.layout,
+            reduce,
+            elements[unit.get(name)],
+            trained,
+        )
         total += prices.price(stored, level_of(parameter.decision))
     return total

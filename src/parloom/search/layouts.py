@@ -22,7 +22,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
-from parloom.search.eliminate import Factor, minimum
+from parloom.search.eliminate import Factor, minimum, near
 from parloom.search.prices import KEPT, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -34,7 +34,7 @@ from parloom.search.program import (
     State,
     Weight,
 )
-from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored
+from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, stored_of
 from parloom.search.ways import Ways
 
 Totals = NDArray[np.int64]
@@ -132,6 +132,18 @@ class LayoutProblem:
             if not isfinite(found.cost) or not self._sharpen(found.values):
                 break
         return self.evaluate(found.values, multipliers, found.cost)
+
+    def near(
+        self, multipliers: Multipliers, limit: float, at_most: int
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """All values that cost at most `limit` under `multipliers`; None where there are more than
+        `at_most`.
+        """
+        while True:
+            found = near(self.sizes, self.factors(multipliers), limit, at_most)
+            # What only optimistic prices of movements let in is gone the next time.
+            if found is None or not any([self._sharpen(values) for values in found]):
+                return found
 
     def factors(self, multipliers: Multipliers) -> list[Factor]:
         """The whole cost as tables; ways as exact as they are."""
@@ -336,14 +348,7 @@ class LayoutProblem:
         self, weight: Weight, layout: Layout, reduce: Axes, multipliers: Multipliers
     ) -> tuple[float, Level, Totals]:
         """The best level for all weights that are equal: cost, level, parts."""
-        stored = Stored(
-            weight.spec,
-            weight.trainable,
-            weight.block,
-            layout,
-            tuple(reduce) if weight.trainable else (),
-            weight.pins,
-        )
+        stored = stored_of(self.program, weight, layout, reduce)
         levels, parts = self.storage.options(stored)
         if not levels:  # pins: not with this layout
             return float("inf"), Level(), np.zeros(WEIGHT_PARTS, dtype=np.int64)
@@ -413,10 +418,7 @@ class LayoutProblem:
 
     def stored(self, index: int, values: Sequence[int]) -> Stored:
         """A weight where `values` put it."""
-        weight = self.program.weights[index]
-        layout, reduce = self.home(index, values)
-        reduce = reduce if weight.trainable else ()
-        return Stored(weight.spec, weight.trainable, weight.block, layout, reduce, weight.pins)
+        return stored_of(self.program, self.program.weights[index], *self.home(index, values))
 
     def home(self, index: int, values: Sequence[int]) -> tuple[Layout, Axes]:
         """Compute layout of a weight, and the axes over which its gradient is partial."""

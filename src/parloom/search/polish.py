@@ -101,6 +101,17 @@ def polish(
     )
 
 
+def least_bytes(problem: LayoutProblem, values: Sequence[int]) -> int:
+    """What storage and recomputation can save at most: bytes that are held in any case."""
+    held = sum(int(parts[KEPT]) for parts in problem.passes(values).values())
+    for index, weight in enumerate(problem.program.weights):
+        _, parts = problem.storage.options(problem.stored(index, values))
+        held += weight.count * int(parts[:, STORED].min())
+    for block in problem.program.blocks:
+        held -= len(block.prefixes) * int(problem.passes_of(block, values)[KEPT])
+    return held
+
+
 def _charge(
     program: LinearProgram,
     problem: LayoutProblem,

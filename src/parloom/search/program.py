@@ -7,8 +7,10 @@ many as there are calls, a flow for as many equal ways from a source to the read
 made once for all readers in a call that want the same, so these stand together.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec
@@ -91,7 +93,8 @@ class Flow:
 class Weight:
     """`count` equal parameters, each read by `readers`, in the order of the program.
 
-    `block`: only one block call reads each, so that its chunks are gathered for that call.
+    `block`: only one block call reads each, so that its chunks are gathered for that call, together
+    with those of others: `unit_elements` in all.
     """
 
     spec: TensorSpec
@@ -99,6 +102,7 @@ class Weight:
     readers: tuple[Reader, ...]
     targets: tuple[str, ...]
     block: bool
+    unit_elements: int
     pins: tuple[Pin, ...] = ()
 
     @property
@@ -132,6 +136,11 @@ class Program:
     blocks: tuple[Block, ...]
     index: dict[str, int]
     pinned: Pinned = NONE
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Elements of all weights whose gradients are reduced."""
+        return sum(w.count * w.spec.num_elements for w in self.weights if w.trainable)
 
 
 def program_of(
@@ -285,24 +294,31 @@ class _Folding:
 
     def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
         found: dict[
-            tuple[TensorSpec, bool, tuple[Reader, ...], bool, tuple[Pin, ...]], list[str]
+            tuple[TensorSpec, bool, tuple[Reader, ...], bool, int, tuple[Pin, ...]], list[str]
         ] = {}
         places: dict[str, list[CallKey]] = {}
         readers: dict[str, list[Reader]] = {}
         for (call, name), some in reads.items():
             places.setdefault(name, []).append(call)
             readers.setdefault(name, []).extend(some)
-        for entry in self.graph.of_kind("parameter"):
-            name = entry.value.name
-            where = places.get(name, [])
+        entries = self.graph.of_kind("parameter")
+        unit: dict[str, CallKey | None] = {}
+        elements: Counter[CallKey | None] = Counter()
+        for entry in entries:
+            name, where = entry.value.name, places.get(entry.value.name, [])
             block = len(where) == 1 and where[0][0] != self.graph.main.name
+            unit[name] = where[0] if block else None
+            elements[unit[name]] += entry.value.spec.num_elements
+        for entry in entries:
+            name = entry.value.name
             key = (
                 entry.value.spec,
                 entry.trainable,
                 tuple(dict.fromkeys(readers.get(name, ()))),
-                block,
+                unit[name] is not None,
+                elements[unit[name]],
                 self.pinned.parameters.get(entry.target, ()),
             )
             found.setdefault(key, []).append(entry.target)
-        for (spec, trainable, some_readers, block, pins), targets in found.items():
-            yield Weight(spec, trainable, some_readers, tuple(targets), block, pins)
+        for (spec, trainable, some, block, together, pins), targets in found.items():
+            yield Weight(spec, trainable, some, tuple(targets), block, together, pins)

@@ -1,7 +1,8 @@
 """What storing a weight costs, for every ZeRO level over every set of axes that replicate it.
 
-Collectives on weights travel in buckets and units, so a weight pays its share of a full bucket: its
-bytes at the rate of `MAX_BUCKET_BYTES`.
+Collectives on weights travel together: what is gathered for a block call in one message, gradients
+of whole weights in buckets. So a weight pays its share of a message, whose size follows if all that
+may travel with it is split and stored as it is.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from parloom.cost.walk import Walker
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
-from parloom.ir.step_program import MAX_BUCKET_BYTES
+from parloom.ir.step_program import bucket_bytes
 from parloom.search.choices import subsets
 from parloom.search.pinned import allows_stored
 from parloom.search.pins import Pin
-from parloom.search.program import Axes
+from parloom.search.program import Axes, Program, Weight
 
 # Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED, ALONE) and
 # bytes: gathering it in the forward and in the backward pass, reducing its gradient in every
@@ -69,7 +70,9 @@ def level_of(decision: ParameterDecision) -> Level:
 class Stored:
     """A weight whose storage is priced: its home layout and the axes its gradient is partial over.
 
-    `block`: it is gathered for one block call, in the backward pass once more.
+    `block`: it is gathered for one block call, in the backward pass once more. `unit_elements` are
+    those of all weights that are gathered together with it, `trained_elements` those of all whose
+    gradients are reduced (it is alone where these are 0).
     """
 
     spec: TensorSpec
@@ -77,7 +80,23 @@ class Stored:
     block: bool
     layout: Layout
     reduce: Axes
+    unit_elements: int = 0
+    trained_elements: int = 0
     pins: tuple[Pin, ...] = ()
+
+
+def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) -> Stored:
+    """`weight` of `program` at home in `layout`, its gradient partial over `reduce`."""
+    return Stored(
+        weight.spec,
+        weight.trainable,
+        weight.block,
+        layout,
+        tuple(reduce) if weight.trainable else (),
+        weight.unit_elements,
+        program.trained_elements,
+        weight.pins,
+    )
 
 
 class StoragePrices:
@@ -86,7 +105,7 @@ class StoragePrices:
     def __init__(self, walker: Walker, decisions: Decisions, optimizer: Optimizer) -> None:
         self.walker, self.mesh = walker, walker.mesh
         self.decisions, self.optimizer = decisions, optimizer
-        self.rates: dict[tuple[str, Axes], float] = {}
+        self.rates: dict[tuple[str, Axes, int], float] = {}
         self.known: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
 
     def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
@@ -133,7 +152,8 @@ class StoragePrices:
         master = DTYPE_BYTES[self.decisions.master_dtype or weight.spec.dtype]
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
-            gathered = self.seconds("all_gather", level.axes, whole * width)
+            unit = weight.unit_elements
+            gathered = self._share(weight, "all_gather", level.axes, whole * width, unit)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
         found[STORED] = (chunk if level.weight else whole) * width
         if level.weight and not weight.block:  # whole from the first operator to the last
@@ -147,7 +167,7 @@ class StoragePrices:
             - self.walker.kernels.software.launch_s
         )
         if level.optimizer and not level.weight:
-            found[AFTER] += self.seconds("all_gather", level.axes, whole * width)
+            found[AFTER] += self._share(weight, "all_gather", level.axes, whole * width)
         copy = level.optimizer != level.weight or master != width
         found[STORED] += owned * master * (self.optimizer.num_states + copy)
         found[STORED] += (chunk if level.gradient else whole) * gradient
@@ -156,26 +176,32 @@ class StoragePrices:
     def _reduce(self, found: WeightPrice, weight: Stored, level: Level, size: int) -> None:
         """Making the gradient whole: scattered over its chunks where it is partial over them."""
         partial = tuple(a for a in self.mesh.names if a in weight.reduce)
-        part = REDUCED
+        part, unit = REDUCED, weight.unit_elements if level.weight else 0
         if level.gradient:
             # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
             part = CHUNKED if weight.block or not level.weight else ALONE
         if level.gradient and set(level.axes) <= set(partial):
-            found[part] += self.seconds("reduce_scatter", level.axes, size)
+            found[part] += self._share(weight, "reduce_scatter", level.axes, size, unit)
             size //= self.mesh.size(level.axes)
             partial = tuple(a for a in partial if a not in level.axes)
         if partial:
-            found[part] += self.seconds("all_reduce", partial, size)
+            found[part] += self._share(weight, "all_reduce", partial, size, unit)
 
     def message_ps(self, axes: Axes) -> int:
         """What a collective over `axes` takes at least."""
         return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
 
-    def seconds(self, kind: str, axes: Axes, num_bytes: int) -> int:
-        """Picoseconds of a share of a full bucket."""
-        if self.mesh.size(axes) < 2:
+    def _share(self, weight: Stored, kind: str, axes: Axes, num_bytes: int, unit: int = 0) -> int:
+        """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
+        or where that is 0, of a bucket.
+        """
+        if self.mesh.size(axes) < 2 or not num_bytes:
             return 0
-        if (kind, axes) not in self.rates:
-            seconds = self.walker.exchange(kind, axes, MAX_BUCKET_BYTES).seconds
-            self.rates[kind, axes] = seconds / MAX_BUCKET_BYTES
-        return picoseconds(self.rates[kind, axes] * num_bytes)
+        elements = weight.spec.num_elements
+        message = num_bytes * max(unit or weight.trained_elements, elements) // elements
+        if not unit:
+            message = min(message, max(num_bytes, bucket_bytes(message)))
+        key = kind, axes, message
+        if key not in self.rates:
+            self.rates[key] = self.walker.exchange(kind, axes, message).seconds / message
+        return picoseconds(self.rates[key] * num_bytes)

@@ -17,7 +17,7 @@ from parloom.search.comparators.plans import Whole
 from parloom.search.estimate import Estimate
 from parloom.search.prices import KEPT, PARTS, Prices
 from parloom.search.program import Axes, Flow, Program, Reader, State
-from parloom.search.storage import STORED, WEIGHT_PARTS, Stored
+from parloom.search.storage import STORED, WEIGHT_PARTS, stored_of
 
 Assignment = tuple[tuple[str, Axes], ...]
 Price = NDArray[np.int64]
@@ -135,8 +135,7 @@ class Delta:
         home = self._home(index, choices)
         if any(not self._passes(r, home.varying, choices) for r in weight.readers):
             return None
-        reduce = home.varying if weight.trainable else ()
-        stored = Stored(weight.spec, weight.trainable, weight.block, home.layout, reduce)
+        stored = stored_of(self.program, weight, home.layout, home.varying)
         found: Price = self.storage.options(stored)[1][0] * weight.count
         return found
 
