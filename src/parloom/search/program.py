@@ -320,5 +320,5 @@ class _Folding:
                 self.pinned.parameters.get(entry.target, ()),
             )
             found.setdefault(key, []).append(entry.target)
-        for (spec, trainable, some, block, together, pins), targets in found.items():
-            yield Weight(spec, trainable, some, tuple(targets), block, together, pins)
+        for (spec, trainable, by, block, together, pins), targets in found.items():
+            yield Weight(spec, trainable, by, tuple(targets), block, together, pins)
