@@ -4,13 +4,23 @@ without it.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
-from parloom.choose import Ask, Say, choose
+from parloom.changes import change, priced_changes
+from parloom.choose import Ask, NothingFitsError, Say, choose, predict
+from parloom.cost.holdings import holdings
+from parloom.cost.ledger import ledger
+from parloom.cost.step import priced
+from parloom.cost.tasks import COMPONENTS
+from parloom.cost.units import format_bytes
 from parloom.errors import InfeasibleError, InputError
 from parloom.ir.factors import factorize
-from parloom.ir.plan import Constraint, Plan
+from parloom.ir.lower import lower
+from parloom.ir.plan import Constraint, Plan, Prediction
+from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import constraint_line
-from parloom.search.candidates import AUTO, base_of
+from parloom.rewrite.pad import rewritten
+from parloom.search.candidates import AUTO, Candidate, base_of, smallest
 from parloom.search.conflicts import check_pins, smallest_conflict
 from parloom.search.least import conflict
 from parloom.search.meshes import logical_meshes
@@ -34,23 +44,76 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
         raise conflict(ask.question, base_of(ask.question))
     try:
         found = choose(ask, say)
-    except InfeasibleError as error:
-        raise _because(ask, error) from None
+    except NothingFitsError as error:
+        raise _shortage(ask, error, say) from None
     if found.interrupted:
         return found
     return replace(found, constraints=_constraints(ask, found, memory, say))
 
 
-def _because(ask: Ask, error: InfeasibleError) -> InfeasibleError:
-    """Says which pins leave nothing that fits, where without them something does."""
+def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
+    """What fills memory in the smallest plan, what would fit, and which pins are to blame."""
+    played, factored = list(error.played), factorize(ask.graph)
+    few, least = _smallest(ask, bool(played))
+    played += [(small, predict(ask, small.decisions, factored)) for small in few]
+    candidate, prediction = min(played, key=lambda entry: entry[1].peak_bytes)
+    shortage = _filled(ask, candidate, prediction, least)
+    plan = replace(ask.plan, decisions=candidate.decisions, prediction=prediction)
+    size = format_bytes(prediction.peak_bytes)
+    needed_mib = ceil(prediction.peak_bytes / 2**20)
+    more = change(f"--memory {needed_mib}MiB", f"devices with {size} of it", ask, plan)
+    say(f"nothing fits, {candidate.name} is the smallest: {size}; Ctrl-C ends pricing what would")
+    changes = [more]
+    untried: tuple[str, ...] = ()
+    try:
+        for found in priced_changes(ask, say):
+            changes.append(found)
+    except KeyboardInterrupt:
+        untried = ("the rest: interrupted",)
+    changes.sort(key=lambda found: (found.device_s, found.flags))
+    shortage = replace(shortage, changes=tuple(changes), untried=untried)
+    text, document = shortage_text(shortage), shortage_document(shortage)
     pins = ask.pinned.pins
-    if not pins or not _fits(ask, ()):
-        return error
-    needed = smallest_conflict(pins, lambda some: _fits(ask, some))
-    lines = "".join(f"\n  {pin.text}" for pin in needed)
-    text = f"{error}\nwithout these pins a plan fits; give up one:{lines}"
-    document = {**error.document, "pins": [pin.text for pin in needed]}
+    if pins and not untried and _fits(ask, ()):
+        blamed = [pin.text for pin in smallest_conflict(pins, lambda some: _fits(ask, some))]
+        text += "\nwithout these pins a plan fits; give up one:" + "".join(
+            f"\n  {pin}" for pin in blamed
+        )
+        document |= {"pins": blamed}
     return InfeasibleError(text, document)
+
+
+def _smallest(ask: Ask, others: bool) -> tuple[tuple[Candidate, ...], int | None]:
+    """See `candidates.smallest`; pins that leave none are no error where there are `others`."""
+    if ask.plan.method != AUTO or (ask.microbatches or 1) > 1:
+        return (), None
+    try:
+        return smallest(ask.question)
+    except InputError:
+        if others:
+            return (), None
+        raise
+
+
+def _filled(ask: Ask, candidate: Candidate, prediction: Prediction, least: int | None) -> Shortage:
+    """What a plan holds at the instant at which it holds most."""
+    decisions, cluster = candidate.decisions, ask.machine.cluster
+    pcg = lower(rewritten(ask.graph, decisions.rewrites), decisions)
+    timeline = ask.machine.simulate(pcg, decisions, ask.plan.optimizer)
+    peak = ledger(timeline, pcg, cluster).peak
+    held = {name: size for name, size in zip(COMPONENTS, peak.held, strict=True) if size}
+    found = priced(pcg, cluster, decisions, ask.plan.optimizer, ask.machine.kernels)
+    tensors = [h for h in holdings(pcg, found) if h.num_bytes <= held.get(h.component, 0)]
+    where = f"{peak.prefix}: {peak.name}" if peak.prefix else peak.name
+    return Shortage(
+        ask.limit,
+        candidate.name,
+        prediction.peak_bytes,
+        tuple(sorted(held.items(), key=lambda entry: -entry[1])),
+        f"{where} ({peak.action})" if where else "",
+        tuple(tensors[:MOST]),
+        least,
+    )
 
 
 def _fits(ask: Ask, pins: Sequence[Pin]) -> bool:

@@ -213,7 +213,15 @@ def search(
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         asked = replace(asked, assumptions=(*asked.assumptions, line))
-    ask = Ask(asked, graph, machine, limit, microbatches, budget=budget)
+
+    def build(batch: int | None, dtype: str | None) -> Graph:
+        source = captured.source
+        loaded = load_abstract(
+            source.spec, batch=batch, seq=source.seq, dtype=dtype, seed=captured.seed
+        )
+        return _capture(loaded.model, loaded.batch, loss=loaded.loss)
+
+    ask = Ask(asked, graph, machine, limit, microbatches, budget=budget, build=build)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     best = answer(ask, pins, "" if memory is None else str(memory), progress)
     best = _with_evaluation(best, graph)

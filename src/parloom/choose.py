@@ -1,6 +1,6 @@
 """From the candidates of a method to one plan: the fastest, as simulated, of those that fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import INTERRUPTED, Alternative, Decisions, Plan, Prediction
-from parloom.report.shortage import shortage_document, shortage_line, shortage_of
 from parloom.report.words import idle_words
 from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import Candidate, Candidates, candidates
@@ -22,11 +21,23 @@ from parloom.search.pinned import NONE, Pinned
 from parloom.search.question import Question
 
 Say = Callable[[str], None]
+Build = Callable[[int | None, str | None], Graph]
+
+
+class NothingFitsError(InfeasibleError):
+    """No candidate fits; `played` are those that there were."""
+
+    def __init__(self, limit: int, played: Sequence[tuple[Candidate, Prediction]] = ()) -> None:
+        super().__init__(f"no plan fits in {format_bytes(limit)} per device")
+        self.played = tuple(played)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a plan is asked for: `plan` without decisions, on `machine`, at most `limit` bytes."""
+    """What a plan is asked for: `plan` without decisions, on `machine`, at most `limit` bytes.
+
+    `build` captures the model again with another batch size and dtype.
+    """
 
     plan: Plan
     graph: Graph
@@ -35,6 +46,7 @@ class Ask:
     microbatches: int | None = None
     pinned: Pinned = NONE
     budget: int | None = None
+    build: Build | None = None
 
     @property
     def question(self) -> Question:
@@ -97,7 +109,7 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     notes, interrupted = asked.notes, proposed.interrupted
     for candidate in proposed.found:
         try:
-            prediction = _predict(ask, candidate.decisions, factored)
+            prediction = predict(ask, candidate.decisions, factored)
         except LayoutError as error:  # as when microbatches do not divide over this mesh
             refused.append(error)
             notes = (f"{candidate.name}: not possible: {error}", *notes)
@@ -114,12 +126,10 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     ]
     if interrupted and not fitting:
         raise KeyboardInterrupt
-    if not played:
+    if not played and refused:
         raise refused[0]
     if not fitting:
-        candidate, smallest = min(played, key=lambda entry: entry[1].peak_bytes)
-        shortage = shortage_of(candidate.name, smallest, limit)
-        raise InfeasibleError(shortage_line(shortage), shortage_document(shortage))
+        raise NothingFitsError(limit, played)
     candidate, prediction = played[min(fitting)[2]]
     stopped = (f"{candidate.method}: {INTERRUPTED}",) if interrupted else ()
     return replace(
@@ -134,7 +144,8 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     )
 
 
-def _predict(ask: Ask, decisions: Decisions, factored: Factored) -> Prediction:
+def predict(ask: Ask, decisions: Decisions, factored: Factored) -> Prediction:
+    """The step that the simulator expects of `decisions`."""
     rewrites = decisions.rewrites
     graph = rewritten(ask.graph, rewrites)
     pcg = lower(graph, decisions, factored=None if rewrites else factored)

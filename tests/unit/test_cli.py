@@ -18,11 +18,12 @@ import pytest
 
 import parloom
 from parloom import cli, errors
+from parloom.cost.holdings import Holding
 from parloom.execute.files import check_folder, read_plan, write_atomic
 from parloom.ir.plan import INTERRUPTED, Constraint, Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
-from parloom.report.shortage import Shortage, shortage_document, shortage_line
+from parloom.report.shortage import Change, Shortage, shortage_document, shortage_text
 from parloom.search.baselines import data_parallel
 from tests.unit.graphs import cluster, perceptron
 from tests.unit.test_plan_json import example
@@ -214,36 +215,50 @@ def test_a_gap_that_is_too_large_keeps_the_plan_and_exits_6(
 
 
 def test_sizes_are_in_units_that_fit_them() -> None:
-    shortage = Shortage(2**20, "fsdp", 3 * 2**10, (("weights", 2**10),), ("pray",))
-    line = shortage_line(shortage)
-    assert "in 1 MiB per device; the smallest, fsdp, needs 3 KiB: weights 1 KiB (33%)" in line
+    shortage = Shortage(2**20, "fsdp", 3 * 2**10, (("weights", 2**10),))
+    text = shortage_text(shortage)
+    assert "no plan fits in 1 MiB per device\nthe smallest, fsdp, needs 3 KiB at its peak:" in text
+    assert "weights        1 KiB (33%)" in text
 
 
 def test_what_does_not_fit_is_said_as_text_and_as_json(
     api: FakeApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shortage = Shortage(2**30, "fsdp (data=4)", 3 * 2**30, (("weights", 3 * 2**30),), ("pray",))
-    line = "no plan fits in 1 GiB per device; the smallest, fsdp (data=4), needs 3 GiB: weights"
-    api.nothing_fits = errors.InfeasibleError(shortage_line(shortage), shortage_document(shortage))
+    shortage = Shortage(
+        2**30,
+        "fsdp (data=4)",
+        4 * 2**30,
+        (("weights", 3 * 2**30),),
+        "blocks.3: act (B0)",
+        (Holding("weights", "*.up.weight", 3, 2**30),),
+        2 * 2**30,
+        (Change("--optimizer sgd", "no optimizer states", 0.5, 2**29, 0.125),),
+    )
+    api.nothing_fits = errors.InfeasibleError(shortage_text(shortage), shortage_document(shortage))
     arguments = ["plan", "zoo:gpt", "--cluster", "4xcpu"]
     assert cli.main(arguments) == 3
     result = capsys.readouterr()
     assert result.out == ""
-    assert f"error: {line} 3 GiB (100%). What would help: pray" in result.err
+    for line in (
+        "error: no plan fits in 1 GiB per device; each one that is searched holds 2 GiB or more",
+        "the smallest, fsdp (data=4), needs 4 GiB at its peak, while blocks.3: act (B0) runs:",
+        "  weights        3 GiB (75%)",
+        "the largest tensors of it:",
+        "  weights of *.up.weight x 3                   1 GiB (25%)",
+        "what would fit, the cheapest first:",
+        "  --optimizer sgd (no optimizer states): 500 ms a step, 512 MiB; 125 ms of a device for"
+        " each sample",
+    ):
+        assert line in result.err.splitlines()
     assert cli.main([*arguments, "--json"]) == 3
-    result = capsys.readouterr()
-    assert f"error: {line}" in result.err
-    assert json.loads(result.out) == {
-        "infeasible": {
-            "limit_bytes": 2**30,
-            "smallest": {
-                "name": "fsdp (data=4)",
-                "peak_bytes": 3 * 2**30,
-                "memory": {"weights": 3 * 2**30},
-            },
-            "changes": ["pray"],
-        }
-    }
+    found = json.loads(capsys.readouterr().out)["infeasible"]
+    assert found["least_bytes"] == 2 * 2**30
+    assert found["smallest"]["memory"] == {"weights": 3 * 2**30}
+    assert found["smallest"]["tensors"][0]["name"] == "*.up.weight"
+    assert found["changes"] == [
+        {"flags": "--optimizer sgd", "words": "no optimizer states", "step_s": 0.5,
+         "peak_bytes": 2**29, "device_s_per_sample": 0.125}
+    ]  # fmt: skip
     assert not Path("runs").exists()
 
 

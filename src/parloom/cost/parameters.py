@@ -182,12 +182,18 @@ class Parameters:
         """Device bytes of weights, gradients and optimizer states between steps."""
         found = {"weights": 0, "gradients": 0, "optimizer": 0}
         for parameter in self.pcg.parameters:
-            decision, width = parameter.decision, self.width(parameter)
-            found["weights"] += self._on("device", parameter, decision.weight, width)
-            if parameter.input.trainable:
-                gradient = self.gradient_width(parameter)
-                found["gradients"] += self._on("device", parameter, decision.gradient, gradient)
-                found["optimizer"] += self.state_bytes(parameter, "device")
+            for name, size in self.stored_of(parameter).items():
+                found[name] += size
+        return found
+
+    def stored_of(self, parameter: PParameter) -> dict[str, int]:
+        """The same of one parameter."""
+        decision, width = parameter.decision, self.width(parameter)
+        found = {"weights": self._on("device", parameter, decision.weight, width)}
+        if parameter.input.trainable:
+            gradient = self.gradient_width(parameter)
+            found["gradients"] = self._on("device", parameter, decision.gradient, gradient)
+            found["optimizer"] = self.state_bytes(parameter, "device")
         return found
 
     def state_bytes(self, parameter: PParameter, memory: str) -> int:

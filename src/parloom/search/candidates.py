@@ -20,7 +20,7 @@ from parloom.search.comparators.alpa import alpa
 from parloom.search.comparators.flexflow import flexflow
 from parloom.search.comparators.tofu import tofu
 from parloom.search.conflicts import broken
-from parloom.search.least import Least, conflict, least_memory
+from parloom.search.least import conflict, least_memory
 from parloom.search.question import Question, Say
 
 AUTO = "auto"
@@ -49,16 +49,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All candidates of a method; why others are none; what the search proved.
-
-    `least_bytes`: no plan that is searched holds less; known where none fits.
-    """
+    """All candidates of a method; why others are none; what the search proved."""
 
     found: tuple[Candidate, ...]
     refused: tuple[str, ...] = ()
     bound_s: float | None = None
     solver_gap: float | None = None
-    least_bytes: int | None = None
     interrupted: bool = False
 
 
@@ -78,28 +74,20 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     found, against = _holding(question, found)
     lines += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
-    least: tuple[Least, ...] = ()
     if method == AUTO and question.num_microbatches > 1:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
     elif method == AUTO and question.cluster.num_devices > 1:
         searched = _searched(question, say)
         for proposal in searched.proposals[:PROPOSED]:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
-        if not searched.proposals and not searched.interrupted:
-            least = _least(question, not found)
-            found += [_small(plan) for plan in least[:SMALLEST]]
-    if not found:
+    # Where the search finds nothing that fits, there may be a plan that does not.
+    unknown = searched is not None and not searched.interrupted
+    if not found and not unknown:
         raise _nothing(method, searched, against, refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    bytes_ = least[0].bound_bytes if least else None
     interrupted = searched is not None and searched.interrupted
-    return Candidates(tuple(found), tuple(lines), bound, gap, bytes_, interrupted)
-
-
-def _small(plan: Least) -> Candidate:
-    name = _name(f"{AUTO}, least memory", plan.decisions.mesh)
-    return Candidate(AUTO, name, plan.decisions)
+    return Candidates(tuple(found), tuple(lines), bound, gap, interrupted)
 
 
 def _nothing(
@@ -109,7 +97,7 @@ def _nothing(
     refused: Mapping[str, InputError],
 ) -> BaseException:
     """Why a method proposes nothing."""
-    if searched is not None and searched.interrupted:
+    if searched is not None:
         return KeyboardInterrupt()
     if against:
         what = f"{method} has no plan as asked: {against[0][1]}"
@@ -134,15 +122,20 @@ def _holding(
     return held, against
 
 
-def _least(question: Question, alone: bool) -> tuple[Least, ...]:
-    """The smallest plans of the search, the least first; raises `InputError` where there are none
-    because pins contradict each other and `alone`, no rule of thumb holds them.
+def smallest(question: Question) -> tuple[tuple[Candidate, ...], int | None]:
+    """The smallest plans of the search, and what none of it holds less than.
+
+    Raises `InputError` where there are none because pins contradict each other.
     """
     base = base_of(question)
     found = sorted(least_memory(question, base), key=lambda least: least.bound_bytes)
-    if alone and not found and question.pinned.pins:
+    if not found and question.pinned.pins:
         raise conflict(question, base)
-    return tuple(found)
+    few = tuple(
+        Candidate(AUTO, _name(f"{AUTO}, least memory", least.decisions.mesh), least.decisions)
+        for least in found[:SMALLEST]
+    )
+    return few, found[0].bound_bytes if found else None
 
 
 def _searched(question: Question, say: Say) -> Searched:

@@ -1,0 +1,120 @@
+"""What would have to change for a plan to fit: other questions, asked one by one and priced."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from parloom.choose import Ask, Say, choose
+from parloom.errors import ParloomError
+from parloom.execute.machine import machine_for
+from parloom.execute.optimizers import named_optimizer
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
+from parloom.ir.plan import DTYPES, Plan
+from parloom.report.shortage import Change
+from parloom.search.candidates import AUTO
+from parloom.search.pinned import resolve
+
+SPEC = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^0-9].*)")
+# How often batch, microbatches or nodes are halved or doubled.
+DOUBLINGS = 4
+Trial = tuple[str, str, Ask]
+"""Flags, the same in words, and the question."""
+
+
+def priced_changes(ask: Ask, say: Say) -> Iterator[Change]:
+    """The least of every kind of change to which a plan fits."""
+    for series in (_optimizer, _dtype, _method, _microbatches, _batch, _nodes):
+        for flags, words, other in series(ask):
+            say(f"trying {flags}")
+            try:
+                found = choose(other, lambda text: None)
+            except ParloomError:
+                continue
+            yield change(flags, words, other, found)
+            break
+
+
+def change(flags: str, words: str, ask: Ask, found: Plan) -> Change:
+    """A change with what its plan costs."""
+    assert found.prediction is not None
+    step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
+    devices = ask.machine.cluster.num_devices
+    return Change(flags, words, step_s, peak, step_s * devices / samples(ask.graph))
+
+
+def samples(graph: Graph) -> int:
+    """The size of the batch."""
+    shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
+    return max((shape[0] for shape in shapes if shape), default=1)
+
+
+def _optimizer(ask: Ask) -> Iterator[Trial]:
+    if ask.plan.optimizer.num_states:
+        plan = replace(ask.plan, optimizer=named_optimizer("sgd"))
+        yield "--optimizer sgd", "no optimizer states", replace(ask, plan=plan)
+
+
+def _dtype(ask: Ask) -> Iterator[Trial]:
+    if ask.plan.source.dtype != DTYPES["bf16"]:
+        batch = ask.plan.source.batch
+        yield from _captured(ask, "--dtype bf16", "activations of half the size", batch, "bf16")
+
+
+def _method(ask: Ask) -> Iterator[Trial]:
+    if ask.plan.method != AUTO:
+        words = "searches layouts, storage and recomputation"
+        yield "--method auto", words, replace(ask, plan=replace(ask.plan, method=AUTO))
+
+
+def _microbatches(ask: Ask) -> Iterator[Trial]:
+    """Rules of thumb alone have them."""
+    least = ask.microbatches or 1
+    for count in _doubled(2 * least, samples(ask.graph)):
+        words = "so many passes, one after the other"
+        yield f"--microbatches {count}", words, replace(ask, microbatches=count)
+
+
+def _batch(ask: Ask) -> Iterator[Trial]:
+    before = samples(ask.graph)
+    for share in _doubled(2, before):
+        if before % share == 0:
+            size, dtype = before // share, ask.plan.source.dtype
+            yield from _captured(ask, f"--batch {size}", f"instead of {before}", size, dtype)
+
+
+def _captured(
+    ask: Ask, flags: str, words: str, batch: int | None, dtype: str | None
+) -> Iterator[Trial]:
+    """The model captured anew, where it can be."""
+    if ask.build is None:
+        return
+    try:
+        graph = ask.build(batch, dtype)
+    except ParloomError:
+        return
+    pinned = resolve(ask.pinned.pins, graph, factorize(graph))
+    yield flags, words, replace(ask, graph=graph, pinned=pinned)
+
+
+def _nodes(ask: Ask) -> Iterator[Trial]:
+    """More nodes of the same kind, for clusters that are given by a spec."""
+    found = SPEC.fullmatch(ask.plan.cluster)
+    if found is None or ask.machine.calibration is not None:
+        return
+    nodes = int(found[1] or 1)
+    for factor in _doubled(2, 2**DOUBLINGS):
+        spec = f"{nodes * factor}x{found[2]}x{found[3]}"
+        more = nodes * (factor - 1)
+        words = f"{more} more node{'s' if more > 1 else ''}"
+        try:
+            machine = machine_for(spec)
+        except ParloomError:
+            return
+        yield f"--cluster {spec}", words, replace(ask, machine=machine)
+
+
+def _doubled(first: int, most: int) -> Iterable[int]:
+    """`first`, twice that, ..., not above `most`."""
+    numbers = (first * 2**count for count in range(DOUBLINGS))
+    return (number for number in numbers if number <= most)

@@ -1,0 +1,170 @@
+"""Questions asked again: what pins and limits cost, why nothing fits, and what would."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parloom import api, choose
+from parloom.errors import GapError, InfeasibleError, InputError
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_to_json
+
+CLUSTER = "2x2xcpu"
+MIB = 2**20
+TIGHT = 8 * MIB
+
+
+@pytest.fixture(scope="module")
+def captured() -> api.Captured:
+    return api.capture("zoo:mlp", batch=256)
+
+
+@pytest.fixture(scope="module")
+def free(captured: api.Captured) -> Plan:
+    return api.search(captured, cluster=CLUSTER)
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def test_every_pin_is_priced_against_the_plan_without_it(
+    captured: api.Captured, free: Plan
+) -> None:
+    said: list[str] = []
+    pins = ["layers.0=replicated", "layers.2=n:x"]
+    found = api.search(captured, cluster=CLUSTER, pin=pins, progress=said.append)
+    texts = [constraint.text for constraint in found.constraints]
+    assert texts == ["--pin layers.0=replicated", "--pin layers.2=n:x", "all of these"]
+    assert found.constraints[-1].step_s == step_s(free)
+    assert step_s(found) > step_s(free)
+    (alone,) = api.search(captured, cluster=CLUSTER, pin=pins[1:]).constraints
+    assert alone.step_s == step_s(free)
+    for constraint in found.constraints:
+        assert step_s(free) <= constraint.step_s <= step_s(found)
+    assert any(line.startswith("--pin layers.0=replicated costs ") for line in said)
+    nodes = {node.key: node.factors for node in found.decisions.nodes}
+    assert not nodes.get("layers.0:linear#0")
+    assert "x" in dict(nodes["layers.2:linear#0"])["n"]
+    assert "--pin layers.0=replicated --pin layers.2=n:x" in found.command()
+
+
+def test_a_limit_is_priced_against_all_the_memory_there_is(
+    captured: api.Captured, free: Plan
+) -> None:
+    assert free.prediction is not None
+    peak = free.prediction.peak_bytes
+    (cost,) = api.search(captured, cluster=CLUSTER, memory=f"{2 * peak // MIB}MiB").constraints
+    assert cost.text == f"--memory {2 * peak // MIB}MiB"
+    assert cost.step_s == step_s(free)
+    tight = api.search(captured, cluster=CLUSTER, memory=peak - 1)
+    assert tight.prediction is not None
+    assert tight.prediction.peak_bytes < peak
+    assert tight.constraints[0].step_s == step_s(free) <= step_s(tight)
+
+
+@pytest.fixture(scope="module")
+def shortage(captured: api.Captured) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        api.search(captured, cluster=CLUSTER, memory=TIGHT)
+    return caught.value
+
+
+def test_what_does_not_fit_is_explained_and_what_fits_is_priced(shortage: InfeasibleError) -> None:
+    found: dict[str, Any] = dict(shortage.document)
+    smallest = found["smallest"]
+    assert TIGHT < smallest["peak_bytes"]
+    assert 0 < found["least_bytes"] <= smallest["peak_bytes"]
+    assert sum(smallest["memory"].values()) == smallest["peak_bytes"]
+    assert smallest["tensors"]
+    for tensor in smallest["tensors"]:
+        assert tensor["bytes"] <= smallest["memory"][tensor["component"]]
+    changes = {change["flags"].partition(" ")[0]: change for change in found["changes"]}
+    assert {"--optimizer", "--memory"} <= changes.keys()
+    costs = [change["device_s_per_sample"] for change in found["changes"]]
+    assert costs == sorted(costs)
+    for flag, change in changes.items():
+        if flag != "--memory":
+            assert change["peak_bytes"] <= TIGHT
+    for line in ("no plan fits in 8 MiB per device; each one that is searched holds", "at its peak"):
+        assert line in str(shortage)
+
+
+def test_a_change_that_is_priced_is_what_asking_for_it_gives(
+    captured: api.Captured, shortage: InfeasibleError
+) -> None:
+    changes: Any = shortage.document["changes"]
+    sgd = next(change for change in changes if change["flags"] == "--optimizer sgd")
+    other = api.capture("zoo:mlp", batch=256, optimizer="sgd")
+    found = api.search(other, cluster=CLUSTER, memory=TIGHT)
+    assert step_s(found) == sgd["step_s"]
+    memory = next(change for change in changes if change["flags"].startswith("--memory"))
+    roomy = api.search(captured, cluster=CLUSTER, memory=memory["flags"].split()[1])
+    assert step_s(roomy) <= memory["step_s"]
+
+
+def test_pins_that_make_it_too_large_are_named(captured: api.Captured, free: Plan) -> None:
+    assert free.prediction is not None
+    pins = ["*=weights:replicated", "*=optimizer:replicated", "layers.0=n"]
+    with pytest.raises(InfeasibleError) as caught:
+        api.search(captured, cluster=CLUSTER, memory=free.prediction.peak_bytes, pin=pins[:2])
+    assert caught.value.document["pins"] == ["--pin *=optimizer:replicated"]
+    assert "without these pins a plan fits; give up one:" in str(caught.value)
+
+
+def test_pins_that_contradict_each_other(captured: api.Captured) -> None:
+    pins = ["layers.2=n", "layers.0=replicated", "layers.0=n:x"]
+    with pytest.raises(InputError) as caught:
+        api.search(captured, cluster=CLUSTER, pin=pins)
+    assert str(caught.value) == (
+        "no plan holds these 2 together; give up one:\n  --pin layers.0=replicated\n"
+        "  --pin layers.0=n:x"
+    )
+
+
+def test_a_plan_file_that_does_not_hold_a_pin(free: Plan, captured: api.Captured, tmp_path: Path) -> None:
+    path = api.save(free, tmp_path)["plan"]
+    assert api.search(captured, cluster=CLUSTER, method=str(path)).decisions == free.decisions
+    with pytest.raises(InputError, match="is not as asked: --pin"):
+        api.search(captured, cluster=CLUSTER, method=str(path), pin=["*=replicated"])
+
+
+@pytest.mark.parametrize("stop", ["first", "second"])
+def test_ctrl_c_while_candidates_are_played_keeps_those_that_were(
+    captured: api.Captured, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    """Before one of them has been played there is nothing to keep."""
+    predict, count = choose.predict, iter(range(100))
+
+    def interrupted(*given: object) -> object:
+        if next(count) == (0 if stop == "first" else 1):
+            raise KeyboardInterrupt
+        return predict(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(choose, "predict", interrupted)
+    if stop == "first":
+        with pytest.raises(KeyboardInterrupt):
+            api.search(captured, cluster=CLUSTER)
+        return
+    found = api.search(captured, cluster=CLUSTER)
+    assert found.interrupted
+    assert [other.name for other in found.alternatives] == ["data_parallel (data=4)"]
+
+
+def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
+    gap = free.gap
+    assert gap is not None
+    api.check_gap(free, None)
+    api.check_gap(free, gap)
+    with pytest.raises(GapError, match="the gap is"):
+        api.check_gap(free, gap / 2)
+    with pytest.raises(GapError, match="no bound was proved"):
+        api.check_gap(replace(free, bound_s=None), gap)
+
+
+def test_constraints_are_in_the_file(captured: api.Captured) -> None:
+    found = api.search(captured, cluster=CLUSTER, method="fsdp", forbid=["layers.0=n"])
+    assert '"text": "--forbid layers.0=n"' in plan_to_json(found)
