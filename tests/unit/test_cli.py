@@ -132,6 +132,7 @@ def test_plan_prints_a_summary_and_saves(
         "links as usual",
         "next: parloom verify runs/",
         "then: parloom run runs/",
+        "why:  parloom explain runs/",
     ):
         assert text in result.out, text
     progress = result.err.splitlines()

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from parloom.ir.mesh import grid
-from parloom.ir.plan import Decisions, NodeDecision
+from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.report.words import idle_axes, idle_words, words
 from parloom.search.baselines import data_parallel, fsdp, megatron
-from tests.unit.graphs import cluster, perceptron
+from tests.unit.graphs import cluster, graph, node, perceptron, stack
 
 CLUSTER = cluster(2, 2)
 
@@ -18,7 +18,16 @@ def test_samples_are_followed_to_the_loss() -> None:
         "every device stores all weights, with their gradients and optimizer state",
     )
     (plan,) = fsdp(perceptron(), CLUSTER)
-    assert "weights of 3 parameters stored in parts over data" in words(perceptron(), plan)
+    line = "weights, gradients and optimizer state of 3 parameters stored in parts over data"
+    assert line in words(perceptron(), plan)
+    parts, whole = Storage(("data",)), Storage()
+    own = ParameterDecision("up", whole, whole, parts)
+    kept = tuple(p for p in plan.parameters if p.name != "up")
+    mixed = words(perceptron(), replace(plan, parameters=(own, *kept)))
+    assert mixed[1:] == (
+        "weights, gradients and optimizer state of 2 parameters stored in parts over data",
+        "optimizer state of 1 parameter stored in parts over data",
+    )
 
 
 def test_features_are_born_at_weights_and_end_at_weights() -> None:
@@ -34,14 +43,43 @@ def test_features_are_born_at_weights_and_end_at_weights() -> None:
 
 def test_what_has_no_name_is_a_dim() -> None:
     mesh = grid({"x": 2})
+    hand = graph(
+        {"up": (8, 6)},
+        {"x": ((4, 6), "float32")},
+        node("zeros", (4, 8), to="made", shape=(4, 8)),
+        node("linear", "x", "up", to="y", shape=(4, 8), path="up"),
+        node("add", "y", "made", to="both", shape=(4, 8)),
+        node("sum", "both", to="loss", shape=()),
+    )
+    assert words(hand, Decisions(mesh, (NodeDecision(":zeros#0", (("d0", ("x",)),)),)))[0] == (
+        "axis x over 2 devices splits dim 0 of the result in 1 operator"
+    )
+
+
+def test_names_go_with_values_however_they_lie() -> None:
+    """Samples are samples where an operator before them was split otherwise."""
+    mesh = grid({"x": 2})
     nodes = (
         NodeDecision("down:linear#0", (("n", ("x",)),)),
-        NodeDecision(":mul#0", (("d0", ("x",)),)),  # samples, but cut only here
+        NodeDecision(":mul#0", (("d0", ("x",)),)),
         NodeDecision(":mean#0", (("d1", ("x",)),)),
     )
     assert words(perceptron(), Decisions(mesh, nodes))[0] == (
-        "axis x over 2 devices splits output features in 1 operator,"
-        " dim 0 of the result in 1 operator, a summed dim in 1 operator"
+        "axis x over 2 devices splits output features in 2 operators, samples in 1 operator"
+    )
+
+
+def test_views_and_positions() -> None:
+    mesh, model = grid({"x": 2, "y": 2, "z": 2}), stack(1)
+    nodes = (
+        NodeDecision("blocks.0.up:linear#0", (("d0", ("x",)), ("d1", ("y",)), ("n", ("z",)))),
+        NodeDecision(":view#0", (("f0", ("x",)), ("f1", ("y",)))),
+        NodeDecision(":cross_entropy_loss#0", (("n0", ("x",)), ("n1", ("y",)), ("c", ("z",)))),
+    )
+    assert words(model, Decisions(mesh, nodes))[:3] == (
+        "axis x over 2 devices splits samples in 3 operators",
+        "axis y over 2 devices splits positions in 3 operators",
+        "axis z over 2 devices splits output features in 2 operators",
     )
 
 

@@ -34,6 +34,7 @@ def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> Rend
     if "plan" in paths:
         parts += [Text(""), Text(f"next: parloom verify {paths['plan']}", style="bold")]
         parts.append(Text(f"then: parloom run {paths['plan']} -- train.py", style="bold"))
+        parts.append(Text(f"why:  parloom explain {paths['plan']}", style="bold"))
     return Group(*parts)
 
 

@@ -8,17 +8,21 @@ from types import MappingProxyType
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.factors import factorize
-from parloom.ir.graph import FlatNode, Graph
-from parloom.ir.layout import Layout, Shard
+from parloom.ir.graph import FlatNode, Graph, TensorSpec
 from parloom.ir.mesh import MeshAxis
-from parloom.ir.plan import Constraint, Decisions, Plan, Storage
+from parloom.ir.ops import Rule
+from parloom.ir.ops.rule import Dims
+from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
 from parloom.rewrite.pad import rewritten
 
 WARNING = "warning: "
 MOST = 6
 MOST_WAYS = 3
 SAMPLES, OUTPUTS, INPUTS = "samples", "output features", "input features"
-ENTRIES, HEADS = "entries of tables", "heads"
+ENTRIES, HEADS, POSITIONS = "entries of tables", "heads", "positions"
+UNNAMED = "dim "
+Axes = tuple[str, ...]
+IMAGE_DIMS = 4  # samples, channels, height, width
 LOOKUPS = frozenset({"embedding", "parloom.embedding_bag"})
 ATTENTION = "scaled_dot_product_attention"
 
@@ -27,20 +31,12 @@ def words(graph: Graph, decisions: Decisions) -> tuple[str, ...]:
     """Per mesh axis what it splits, and how parameters are stored; `graph` as captured."""
     ways = ways_of(graph, decisions)
     lines = [_axis_words(axis, ways[axis.name]) for axis in decisions.mesh.axes]
-    stored = Counter(
-        (role, storage.axes, storage.memory)
-        for parameter in decisions.parameters
-        for role, storage in (
-            ("weights", parameter.weight),
-            ("gradients", parameter.gradient),
-            ("optimizer state", parameter.optimizer),
-        )
-        if storage != Storage()
-    )
-    for (role, axes, memory), count in stored.most_common(MOST):
+    stored = Counter(found for parameter in decisions.parameters for found in _stored(parameter))
+    for (roles, axes, memory), count in stored.most_common(MOST):
         over = f"in parts over {', '.join(axes)}" if axes else "whole"
         where = " in host memory" if memory == "host" else ""
-        lines.append(f"{role} of {_count(count, 'parameter')} stored {over}{where}")
+        what = " and ".join(filter(None, (", ".join(roles[:-1]), roles[-1])))
+        lines.append(f"{what} of {_count(count, 'parameter')} stored {over}{where}")
     if len(stored) > MOST:
         lines.append(f"and {len(stored) - MOST} more ways to store parameters")
     if not stored and decisions.mesh.num_ranks > 1:
@@ -52,6 +48,22 @@ def words(graph: Graph, decisions: Decisions) -> tuple[str, ...]:
         f"{policy} activations of {_count(count, 'block')}" for policy, count in policies.items()
     ]
     return tuple(lines)
+
+
+def _stored(decision: ParameterDecision) -> Iterator[tuple[tuple[str, ...], Axes, str]]:
+    """What of a parameter is stored otherwise than it is computed with: roles that are stored
+    alike, axes, memory.
+    """
+    alike: dict[Storage, list[str]] = {}
+    for role, storage in (
+        ("weights", decision.weight),
+        ("gradients", decision.gradient),
+        ("optimizer state", decision.optimizer),
+    ):
+        if storage != Storage():
+            alike.setdefault(storage, []).append(role)
+    for storage, roles in alike.items():
+        yield tuple(roles), storage.axes, storage.memory
 
 
 def checkpoint_words(graph: Graph) -> tuple[str, ...]:
@@ -103,69 +115,90 @@ def ways_of(graph: Graph, decisions: Decisions) -> Mapping[str, Counter[str]]:
 def named_ways(graph: Graph, decisions: Decisions) -> Iterator[tuple[FlatNode, str, str]]:
     """Operator, axis, and what the axis splits of it in words, in the order of the program `graph`,
     which is rewritten as `decisions` say.
-
-    What a batch tensor's first dim or a weight's features are called goes with the values that
-    are made of them, as long as they lie as they were made.
     """
     factored = factorize(graph)
-    decided = {node.key: dict(node.factors) for node in decisions.nodes}
+    decided = {node.key: node.factors for node in decisions.nodes}
     naming = Naming(graph)
     for flat in graph.flat():
-        assignment = decided.get(flat.key, {})
-        rule = factored.rule(flat.function, flat.node)
-        operands = tuple(
-            rule.operand_layout(i, assignment, decisions.mesh) for i in range(len(flat.operands))
-        )
-        results = tuple(
-            rule.result_layout(i, assignment, decisions.mesh) for i in range(len(flat.results))
-        )
-        for axis in (a for axes in assignment.values() for a in axes):
-            yield flat, axis, naming.name(flat, axis, operands, results)
+        names = naming.names(flat, factored.rule(flat.function, flat.node))
+        for factor, axes in decided.get(flat.key, ()):
+            for axis in axes:
+                yield flat, axis, names[factor]
 
 
 class Naming:
-    """Names what an axis splits of one operator after the other, in the order of the program."""
+    """Names the factors of one operator after the other, in the order of the program.
+
+    What the dims of batch tensors and the features that a weight makes are called goes with the
+    values that are made of them, wherever a view puts them.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.parameters = {i.value.name for i in graph.of_kind("parameter")}
-        shapes = {i.value.name: i.value.spec.shape for i in graph.of_kind("batch")}
-        sizes = [shape[0] for shape in shapes.values() if shape]
-        self.batch = {n for n, shape in shapes.items() if shape and shape[0] == sizes[0]}
-        self.known: dict[tuple[str, str], tuple[Shard, str]] = {}  # by value and axis
+        # By value and dim, what the digits between two units are called.
+        self.known: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
+        batch = [i.value for i in graph.of_kind("batch") if i.value.spec.shape]
+        tokens = Counter(v.spec.shape[1] for v in batch if _is_tokens(v.spec))
+        for value in batch:
+            shape = value.spec.shape
+            names = {0: SAMPLES} if shape[0] == batch[0].spec.shape[0] else {}
+            if _is_tokens(value.spec) and tokens[shape[1]] > 1:  # as labels have, too
+                names[1] = POSITIONS
+            if len(shape) == IMAGE_DIMS and value.spec.is_float:
+                names |= {2: "height", 3: "width"}
+            for dim, name in names.items():
+                self.known[value.name, dim] = [(1, shape[dim], name)]
 
-    def name(
-        self, flat: FlatNode, axis: str, operands: tuple[Layout, ...], results: tuple[Layout, ...]
-    ) -> str:
-        """What `axis` splits of this operator, noted for those that read its results."""
-        what = self._what(flat, axis, operands, results)
-        for name, layout in zip(flat.results, results, strict=True):
-            shard = layout.shard(axis)
-            if shard is not None:
-                self.known[name, axis] = shard, what
-        return what
+    def names(self, flat: FlatNode, rule: Rule) -> Mapping[str, str]:
+        """What each factor of an operator is called."""
+        carried: dict[str, str] = {}
+        of_parameter: set[str] = set()
+        for name, dims in zip(flat.operands, rule.operands, strict=True):
+            for dim, factor, unit in _digits(rule, dims):
+                if name in self.parameters:
+                    of_parameter.add(factor)
+                top = unit * rule.size(factor)
+                for low, high, what in self.known.get((name, dim), ()):
+                    if low < top <= high:  # axes take the outermost digits first
+                        carried.setdefault(factor, what)
+        made = {factor: dim for dims in rule.results[:1] for dim, factor, _ in _digits(rule, dims)}
+        found = {
+            factor: self._name(flat, factor, made.get(factor), carried, of_parameter)
+            for factor, _ in rule.sizes
+        }
+        for name, dims in zip(flat.results, rule.results, strict=True):
+            for dim, factor, unit in _digits(rule, dims):
+                what = found[factor] if factor in made else carried.get(factor, "")
+                if what and not what.startswith(UNNAMED):
+                    digit = unit, unit * rule.size(factor), what
+                    self.known.setdefault((name, dim), []).append(digit)
+        return found
 
-    def _what(
-        self, flat: FlatNode, axis: str, operands: tuple[Layout, ...], results: tuple[Layout, ...]
-    ) -> str:
-        made = next((s for s in (layout.shard(axis) for layout in results) if s), None)
-        of_parameter, carried = False, ""
-        for name, layout in zip(flat.operands, operands, strict=True):
-            shard = layout.shard(axis)
-            if shard is None:
-                continue
-            of_parameter = of_parameter or name in self.parameters
-            lies, what = self.known.get((name, axis), (None, ""))
-            if name in self.batch and shard.dim == 0:
-                lies, what = shard, SAMPLES
-            carried = carried or (what if lies == shard else "")
-        if of_parameter and made is None:
+    def _name(
+        self, flat: FlatNode, factor: str, dim: int | None, carried: Mapping[str, str],
+        of_parameter: set[str],
+    ) -> str:  # fmt: skip
+        if factor in of_parameter and dim is None:
             return ENTRIES if flat.node.op in LOOKUPS else INPUTS
-        rank = len(flat.node.results[0].spec.shape)
-        if flat.node.op == ATTENTION and made is not None and made.dim == rank - 3 > 0:
+        heads = len(flat.node.results[0].spec.shape) - 3
+        if flat.node.op == ATTENTION and dim is not None and dim == heads > 0:
             return HEADS
-        if carried or of_parameter:
-            return carried or OUTPUTS
-        return "a summed dim" if made is None else f"dim {made.dim} of the result"
+        if factor in carried or factor in of_parameter:
+            return carried.get(factor, OUTPUTS)
+        return "a summed dim" if dim is None else f"{UNNAMED}{dim} of the result"
+
+
+def _is_tokens(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 2 and not spec.is_float
+
+
+def _digits(rule: Rule, dims: Dims) -> Iterator[tuple[int, str, int]]:
+    """Dim, factor and unit of every digit of a tensor."""
+    for dim, factors in enumerate(dims):
+        unit = 1
+        for factor in reversed(factors):
+            yield dim, factor, unit
+            unit *= rule.size(factor)
 
 
 def _axis_words(axis: MeshAxis, ways: Counter[str]) -> str:
