@@ -19,6 +19,7 @@ from parloom.cost.calibration import (
     calibration_from_json,
     calibration_to_json,
     key_of,
+    links_of,
 )
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operator
@@ -200,6 +201,19 @@ def test_calibrations_of_other_devices_and_back_ends_are_told() -> None:
     assert not mismatches(MADE, CLUSTER, None)
     lines = mismatches(MADE, load_cluster("8xH100"), HERE)
     assert lines == ("device: cpu, not H100-SXM5-80GB", "backend: gloo, not nccl")
+
+
+def test_collectives_over_other_links_are_told() -> None:
+    made = replace(MADE, links=links_of(load_cluster("2x2xcpu")))
+    assert made.links == ("900 MB/s", "125 MB/s")
+    assert calibration_from_json(calibration_to_json(made), "here") == made
+    for spec in ("2x2xcpu", "4xcpu", "2x4xcpu"):
+        assert not mismatches(made, load_cluster(spec), HERE)
+    cluster = load_cluster("2x2xcpu")
+    inner, outer = cluster.levels
+    slow = replace(outer, link=replace(outer.link, bandwidth_bytes_per_s=12.5e6))
+    other = replace(cluster, levels=(inner, slow))
+    assert mismatches(made, other, HERE) == ("links: 125 MB/s, not 12.5 MB/s",)
 
 
 def test_what_goes_on_beside_the_other_is_gained_in_part() -> None:

@@ -12,8 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import LocalOperator
+from parloom.cost.units import format_rate
 from parloom.errors import InputError, nearest
 from parloom.ir.graph import Arg, Dtype
+from parloom.ir.mesh import Cluster
 
 VERSION = 1
 SHORTEST_S = 1e-12
@@ -89,7 +91,7 @@ class Calibration:
     `launch_s` is what an operator takes that does next to nothing. `overlap` is the part of the
     time that collectives and operators take beside each other which is gained by that: 0 where they
     only take turns. `error` is how far repetitions of the same measurement were apart (90th
-    percentile of |log|).
+    percentile of |log|). `links` are those that collectives went over, from the devices outwards.
     """
 
     fingerprint: Fingerprint
@@ -101,6 +103,14 @@ class Calibration:
     collectives: tuple[TimedCollective, ...] = ()
     overlap: float = 1.0
     error: float = 0.0
+    links: tuple[str, ...] = ()
+
+
+def links_of(cluster: Cluster) -> tuple[str, ...]:
+    """The rate of a device's link at each level, when all send."""
+    levels = (level for level in cluster.levels if level.size > 1)
+    rates = (v.link.bandwidth_bytes_per_s / v.oversubscription for v in levels)
+    return tuple(format_rate(rate, "B/s") for rate in rates)
 
 
 def key_of(operator: LocalOperator) -> str:
@@ -143,6 +153,7 @@ def calibration_from_json(text: str | bytes, where: str) -> Calibration:
         tuple(_collective(c) for c in document.collectives),
         document.overlap,
         document.error,
+        tuple(document.links),
     )
 
 
@@ -225,6 +236,7 @@ class _Document(_Part):
     collectives: list[_CollectivePart]
     overlap: Annotated[float, Field(ge=0, le=1)]
     error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+    links: list[str] = []
 
 
 _PARTS = (_Document, _FingerprintPart, _ProductPart, _StreamPart, _TimedPart, _CollectivePart)

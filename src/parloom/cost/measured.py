@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 
-from parloom.cost.calibration import Calibration, Fingerprint, key_of
+from parloom.cost.calibration import Calibration, Fingerprint, key_of, links_of
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
     MEASURED,
@@ -171,17 +171,20 @@ def calibrated(
 def mismatches(
     calibration: Calibration, cluster: Cluster, here: Fingerprint | None
 ) -> tuple[str, ...]:
-    """Why a calibration may say little of `cluster`: made on another device or back end, or, where
-    the cluster is this machine's processes, on another machine than `here`.
+    """Why a calibration may say little of `cluster`: made on another device or back end, over other
+    links, or, where the cluster is this machine's processes, on another machine than `here`.
     """
-    found = calibration.fingerprint
+    found, lines = calibration.fingerprint, []
     if cluster.device.name == "cpu" and here is not None:
-        return found.differences(here)
-    lines = []
-    if found.device != cluster.device.name:
-        lines.append(f"device: {found.device}, not {cluster.device.name}")
-    if found.backend != cluster.backend:
-        lines.append(f"backend: {found.backend}, not {cluster.backend}")
+        lines += found.differences(here)
+    else:
+        if found.device != cluster.device.name:
+            lines.append(f"device: {found.device}, not {cluster.device.name}")
+        if found.backend != cluster.backend:
+            lines.append(f"backend: {found.backend}, not {cluster.backend}")
+    for measured, described in zip(calibration.links, links_of(cluster), strict=False):
+        if measured != described:
+            lines.append(f"links: {measured}, not {described}")
     return tuple(lines)
 
 

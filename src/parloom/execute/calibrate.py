@@ -23,6 +23,7 @@ from parloom.cost.calibration import (
     Stream,
     Timed,
     TimedCollective,
+    links_of,
 )
 from parloom.cost.calibration import calibration_from_json as from_json
 from parloom.cost.devices import find_device
@@ -141,6 +142,7 @@ def calibrate(
         found,
         gained,
         apart[min(len(apart) - 1, math.ceil(0.9 * len(apart)) - 1)],
+        links_of(cluster) if cluster is not None and found else (),
     )
 
 
