@@ -174,7 +174,8 @@ def mismatches(
     """Why a calibration may say little of `cluster`: made on another device or back end, over other
     links, or, where the cluster is this machine's processes, on another machine than `here`.
     """
-    found, lines = calibration.fingerprint, []
+    found = calibration.fingerprint
+    lines: list[str] = []
     if cluster.device.name == "cpu" and here is not None:
         lines += found.differences(here)
     else:
