@@ -66,12 +66,9 @@ def explain(
         if versus is None or there is None:
             return Answer(found, screen)
         other = _named(there, name, calibration)
-        titles = (Text(title, "bold") for title in ("the plan", versus))
-        both = (screen, name_screen(other, path))
-        parts = (
-            part for pair in zip(titles, both, (Text(""), Text("")), strict=True) for part in pair
-        )
-        return Answer({"plan": found, "versus": other}, Group(*parts))
+        title = Text(f"\n{versus}", "bold underline")
+        both = Group(screen, title, name_screen(other, versus))
+        return Answer({"plan": found, "versus": other}, both)
     if versus is not None and there is not None:
         document = compared(case, there, versus)
         return Answer(document, versus_screen(document))
