@@ -3,19 +3,22 @@
     python benchmarks/search_quality.py [--cases gpt,dlrm] [--clusters 8x8xH100] [--json FILE]
         [--comparators alpa,tofu]
 
-For each model of `cases.yaml` on each cluster: simulated step time and peak memory of the best plan
-of each rule of thumb, of each comparator (`docs/comparators.md`) and of the search alone (`auto`
-without the rules of thumb beside it), the CPU seconds of each search (capture excluded; rules of
-thumb within that of `auto`), `gap` and `solver_gap`. Exit code 1 where the search proposes
-something slower than another method that fits, or where a method fails.
+For each model of `cases.yaml` (those of `scale` where they are asked for by name) on each cluster:
+simulated step time and peak memory of the best plan of each rule of thumb, of each comparator
+(`docs/comparators.md`) and of the search alone (`auto` without the rules of thumb beside it), the
+CPU seconds of each search (capture excluded; rules of thumb within that of `auto`), `gap` and
+`solver_gap`. Exit code 1 where the search proposes something slower than another method that fits,
+or where a method fails.
 """
 
 import argparse
+import json
 import multiprocessing
 import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -43,12 +46,14 @@ def main() -> int:
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     rows: list[Row] = []
+    every = document["cases"] | document["scale"]
     compared = tuple(name for name in options.comparators.split(",") if name)
     titles = ("model", "cluster", *METHODS, *compared, "gap", "solver_gap", "search")
     print(f"| {' | '.join(titles)} |")
     print("|---" * len(titles) + "|", flush=True)
     for name in options.cases.split(","):
-        case, clusters = document["cases"][name], options.clusters.split(",")
+        case = dict(every[name])
+        clusters = case.pop("clusters", options.clusters.split(","))
         for row in _apart(name, case, clusters, compared):
             print(_line(row, compared), flush=True)
             rows.append(row)
@@ -80,12 +85,23 @@ def _send(
     pipe: Connection, name: str, case: Row, clusters: list[str], compared: tuple[str, ...]
 ) -> None:
     try:
-        captured = api.capture(**case)
+        captured = _captured(**case)
     except Exception as error:
         pipe.send({"model": name, "cluster": "", "error": _said(error)})
         return
     for cluster in clusters:
-        pipe.send({"model": name, "cluster": cluster} | _row(captured, cluster, compared))
+        path = str(CASES.parent / cluster) if cluster.endswith(".yaml") else cluster
+        pipe.send({"model": name, "cluster": cluster} | _row(captured, path, compared))
+
+
+def _captured(model: str = "", config: Row | None = None, **flags: Any) -> api.Captured:
+    """The model that a case names, or the Hugging Face model of its `config`."""
+    if config is None:
+        return api.capture(model, **flags)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        return api.capture(str(path), **flags)
 
 
 def _row(captured: api.Captured, cluster: str, compared: tuple[str, ...]) -> Row:
