@@ -14,7 +14,7 @@ from parloom.errors import InputError
 from parloom.ir.graph import Graph
 from parloom.ir.pcg import Movement
 from parloom.ir.plan import Optimizer
-from parloom.ir.repeat import repeated
+from parloom.ir.repeat import repeated, stage
 from parloom.search.handmade import Configuration, Program, program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -89,6 +89,14 @@ def test_experts_in_a_pipeline(graph: Graph) -> None:
     chosen = replace(PLAIN, data=2, expert=2, pipeline=3, num_microbatches=8)
     played = program(graph, chosen, load_cluster("6xA100")).play(load_cluster("6xA100"))
     assert len(played.processes) == 3
+
+
+def test_a_stage_without_blocks_hands_on_what_depends_on_weights(graph: Graph) -> None:
+    """Tables of positions are computed in every stage."""
+    first, rest = stage(graph, range(0), (True, False)), stage(graph, range(1), (False, False))
+    ((name, _),) = first.outputs
+    assert [i.target for i in rest.of_kind("batch")] == [name]
+    assert len([i for i in first.inputs if i.kind == "parameter"]) == 1
 
 
 @pytest.mark.parametrize(

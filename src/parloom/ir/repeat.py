@@ -143,11 +143,7 @@ def stage(graph: Graph, calls: Sequence[int], ends: tuple[bool, bool]) -> Graph:
     ]
     inputs += [Input(Value(n, specs[n]), "batch", n, trainable=True) for n in arriving]
     prefixes = {item.prefix for item in items if isinstance(item, Call)}
-    leaving: tuple[str, ...] = ()
-    if not last:
-        before = {v.name for item in head for v in item.results}
-        after = [name for name in _read(body[run.first]) if name in before]
-        leaving = _results(chosen[-1]) if chosen else tuple(dict.fromkeys(after))
+    leaving = () if last else _results(chosen[-1]) if chosen else _entering(graph, head)
     return replace(
         graph,
         main=Function(
@@ -160,6 +156,14 @@ def stage(graph: Graph, calls: Sequence[int], ends: tuple[bool, bool]) -> Graph:
         updates=tuple(u for u in graph.updates if u[1] in made),
         recompute=tuple(p for p in graph.recompute if p in prefixes),
     )  # fmt: skip
+
+
+def _entering(graph: Graph, head: list[Node | Call]) -> tuple[str, ...]:
+    """What the first block reads of `head`, but for what every stage computes for itself."""
+    block = graph.main.body[run_of(graph).first]
+    own = {v.name for item in _independent(graph, head, [block]) for v in item.results}
+    made = {v.name for item in head for v in item.results} - own
+    return tuple(dict.fromkeys(name for name in _read(block) if name in made))
 
 
 def _independent(
