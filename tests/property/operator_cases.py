@@ -37,8 +37,9 @@ class Operand:
             return drawn.to(torch.int32)
         if self.dtype == "int64":
             return self._indices(generator)
-        if self.kind == "bool":
-            return torch.rand(self.shape, generator=generator) < 0.6
+        if self.dtype == "bool":
+            drawn = torch.rand(self.shape, generator=generator) < 0.6
+            return drawn.index_fill(-2, torch.tensor(1), False) if self.kind == "blind" else drawn
         shape = (*self.shape, 2) if self.is_complex else self.shape
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         change: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,6 +48,7 @@ class Operand:
             "far": lambda x: x + 30.0,  # a mean that a low precision cannot subtract
             "ties": lambda x: x.round() + 0.25,  # every value many times, none of them at a kink
             "rounded": torch.round,
+            "infinite": lambda x: x.masked_fill(x > 1.5, float("inf")),
             "zeros": lambda x: x * (torch.arange(len(x)) % 2).view(-1, *[1] * (x.dim() - 1)),
             "spd": lambda x: x @ x.mT + x.shape[-1] * torch.eye(x.shape[-1], dtype=x.dtype),
             "sorted": lambda x: x.sort().values,

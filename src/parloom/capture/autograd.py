@@ -3,11 +3,12 @@
 A trace holds what forward computes, and its gradient is the derivative of that. So while a model is
 traced, custom functions run as plain calls of their forward, and afterwards each is checked on
 random numbers: its backward must be that derivative. Checkpoints are traced through, and what is
-inside them is marked.
+inside them is marked. Hooks on gradients are no part of a trace, and refused.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -18,17 +19,25 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
 
+from parloom.capture.assertions import replaced
 from parloom.capture.blame import current_frames, place
 from parloom.errors import CaptureError
 
 CHECKPOINT = "parloom_checkpoint"
 LIMIT = 1 << 22  # elements of the arguments that a function is checked on
-SCALES = (1.0, 1e-8, 30.0)  # of the random numbers: usual, near zero, saturated
+# Of the random arguments and of the gradients that arrive: usual, near zero, saturated, exploding.
+SCALES = ((1.0, 1.0), (1e-8, 1.0), (30.0, 1.0), (1.0, 1e4))
 TOLERANCE = 1e-4  # between single precision results of two formulas for the same derivative
 WAYS_ON = (
     "let autograd derive it from plain operations: for a straight-through estimator that is"
     " x + (f(x) - x).detach(), for a scaled gradient x * scale + (x - x * scale).detach()"
+)
+
+NO_HOOKS = (
+    "which no step of a plan would run: remove it, or write what it does to the gradient into"
+    " forward (x * scale + (x - x * scale).detach() scales it)"
 )
 
 Kind = type[torch.autograd.Function]
@@ -57,6 +66,48 @@ class Context(FunctionCtx):
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise `CaptureError` for hooks on gradients that the model or its parameters have already."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            where = ".".join(part for part in (type(model).__name__, path) if part)
+            raise CaptureError(f"cannot capture {where}: it has a backward hook, {NO_HOOKS}")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"cannot capture {type(model).__name__}: parameter {name!r} has a hook on its"
+                f" gradient, {NO_HOOKS}"
+            )
+
+
+@contextmanager
+def gradients_seen(model: nn.Module, training: bool) -> Iterator[None]:
+    """Inside, forward cannot hide from a trace what it does to gradients.
+
+    `inference_mode` is `no_grad`, which is recorded. A tensor's hook raises `CaptureError`, but in
+    evaluation, where it would never run.
+    """
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.no_grad() if self.mode else nullcontext()
+        self._inference_mode_context.__enter__()
+
+    def hook(*_: Any, **__: Any) -> Any:
+        if training:
+            where = place(model, current_frames())
+            raise CaptureError(
+                f"cannot capture {where}: it registers a hook on a gradient, {NO_HOOKS}"
+            )
+        return RemovableHandle(OrderedDict())
+
+    with (
+        replaced(torch.inference_mode, "__enter__", enter),
+        replaced(Tensor, "register_hook", hook),
+        replaced(Tensor, "register_post_accumulate_grad_hook", hook),
+    ):
+        yield
 
 
 @contextmanager
@@ -152,10 +203,10 @@ def worst_difference(call: CustomCall) -> float:
         # Equal sizes stay equal and different ones different, which most functions can live with.
         small = {n: n if n < 8 else 8 + 8 * i for i, n in enumerate(sorted(small))}
     worst = 0.0
-    for scale in SCALES:
+    for scale, arriving in SCALES:
         args = random_arguments(call, small, scale)
-        expected = gradients(call.kind.apply, args)
-        found = gradients(lambda *given: forward_of(call.kind, given, {}), args)
+        expected = gradients(call.kind.apply, args, arriving)
+        found = gradients(lambda *given: forward_of(call.kind, given, {}), args, arriving)
         for one, other in zip(expected, found, strict=True):
             worst = max(worst, difference(one, other))
     return worst
@@ -179,8 +230,13 @@ def random_arguments(call: CustomCall, small: dict[int, int], scale: float) -> l
     return [make(a) for a in call.args]
 
 
-def gradients(function: Callable[..., Any], args: list[Any]) -> list[Tensor | None]:
-    """Gradients of a random combination of all results, by argument; draws repeat."""
+def gradients(
+    function: Callable[..., Any], args: list[Any], arriving: float
+) -> list[Tensor | None]:
+    """Gradients of a random combination of all results, by argument; draws repeat.
+
+    The gradients that arrive at the results are normal numbers times `arriving`.
+    """
     given = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
              for a in args]  # fmt: skip
     # Functions may write to their arguments, which leaves cannot be.
@@ -192,7 +248,8 @@ def gradients(function: Callable[..., Any], args: list[Any]) -> list[Tensor | No
         total = torch.zeros(())
         for result in results if isinstance(results, tuple | list) else (results,):
             if isinstance(result, Tensor) and result.requires_grad:
-                weights = torch.randn(result.shape, generator=generator).to(result.dtype)
+                weights = torch.randn(result.shape, generator=generator) * arriving
+                weights = weights.to(result.dtype)
                 total = total + (result * weights).sum()
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]

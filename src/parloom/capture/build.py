@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from parloom.capture.blame import without_wrapper
-from parloom.capture.check import check_dtypes, check_weights, with_trained
+from parloom.capture.check import check_dtypes, check_memory, check_weights, with_trained
 from parloom.capture.experts import with_experts
 from parloom.capture.program import Loss, Traced, trace
 from parloom.capture.translate import Translator, spec_of
@@ -50,8 +50,10 @@ def capture_flat(
 ) -> tuple[Graph, dict[str, str]]:
     """The graph before folding, with raw value names, and the class name of every module path."""
     check_weights(model)
-    traced = trace(model, batch, loss, training)
     state = State.of(model)
+    if training:
+        check_memory(type(model).__name__, state.tensors)
+    traced = trace(model, batch, loss, training)
     translator = translator_for(traced, state, batch)
     translator.translate(traced.program.graph.nodes)
     loss_name, outputs, updates = results_of(traced, translator, state)

@@ -1,6 +1,8 @@
 """What a captured program must have before anything is planned: a loss to train, sane weights."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,50 @@ def holds_nan(tensor: Tensor) -> bool:
     """Whether any element is NaN; one pass that needs no memory."""
     total = tensor.detach().sum(dtype=torch.float64)
     return bool(total.isnan()) and bool(tensor.detach().isnan().any())
+
+
+def check_memory(model: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `CaptureError` where a trainable parameter shares memory with another tensor.
+
+    As one changes in training, so does the other; a plan holds each by itself. Two that stay as
+    they are may share what they like, and tied parameters are one tensor.
+    """
+    changed = {name for name, tensor in tensors.items() if tensor.requires_grad}
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        first = tensor.data_ptr()
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = tensor.untyped_storage().data_ptr()
+        last = first + reach * tensor.element_size()
+        spans.setdefault(storage, []).append((first, last, name))
+    for found in spans.values():
+        for (_, end, one), (start, _, other) in combinations(sorted(found), 2):
+            if start > end or not changed & {one, other}:
+                continue
+            if interleaved(tensors[one], tensors[other]):
+                continue
+            raise CaptureError(
+                f"cannot capture {model}: {one!r} and {other!r} lie in the same memory without"
+                " being one parameter: a step changes both at once, and a plan would train each by"
+                " itself; tie them (b.weight = a.weight), or give one a .clone()"
+            )
+
+
+def interleaved(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in one storage have no byte in common though their spans cross."""
+    if one.is_contiguous() and other.is_contiguous():
+        return False
+    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+
+    def bytes_of(tensor: Tensor) -> Tensor:
+        size = tensor.element_size()
+        shape, steps = (*tensor.shape, size), (*(n * size for n in tensor.stride()), 1)
+        return taken.as_strided(shape, steps, tensor.storage_offset() * size)
+
+    bytes_of(one).fill_(True)
+    return not bool(bytes_of(other).any())
 
 
 def check_dtypes(graph: Graph) -> None:

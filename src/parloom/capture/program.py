@@ -25,10 +25,17 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from parloom.capture.assertions import NothingRaised
-from parloom.capture.autograd import CustomCall, check_derivatives, derived_autograd
+from parloom.capture.assigned import assignments_written
+from parloom.capture.autograd import (
+    CustomCall,
+    check_derivatives,
+    derived_autograd,
+    gradients_seen,
+    refuse_hooks,
+)
 from parloom.capture.blame import explain, forward_place
 from parloom.capture.spelling import decompositions, without_dropout_in_place
-from parloom.capture.steady import Watch
+from parloom.capture.steady import Program, Watch
 from parloom.errors import CaptureError, InputError
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -80,7 +87,7 @@ class LossProgram(nn.Module):
         self.watch = Watch(model)
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, ...]:
-        with self.watch.call(), NothingRaised():
+        with self.watch.call(), NothingRaised(), assignments_written(self.model):
             output = self.model(**{k: v for k, v in batch.items() if k in self.taken})
         flat = list(named_tensors(output))
         try:
@@ -171,6 +178,8 @@ def trace(
 
     Raises: CaptureError naming module path, source line and reason; InputError for a bad batch.
     """
+    if training:
+        refuse_hooks(model)
     example = example_batch(model, batch)
     wrapper = LossProgram(model, loss, training, arguments_of(model, example, loss))
     with mode(model, training), torch.enable_grad(), warnings.catch_warnings(), quiet():
@@ -182,8 +191,7 @@ def trace(
             exported, custom = export(wrapper, example)
             if training:
                 check_derivatives(custom)
-            code = exported.graph_module.code
-            wrapper.watch.check(code, lambda: export(wrapper, example)[0].graph_module.code)
+            wrapper.watch.check(exported.graph_module.code, lambda: once_more(wrapper, example))
             without_dropout_in_place(exported.graph_module)
             inline_grad_regions(exported.graph_module, training)
             hidden = autocast_metadata(exported.graph_module)
@@ -197,8 +205,16 @@ def export(
     wrapper: LossProgram, example: dict[str, Tensor]
 ) -> tuple[ExportedProgram, list[CustomCall]]:
     """The program as torch exports it, and the custom autograd functions in it."""
-    with derived_autograd(wrapper.model) as custom:
+    seen = gradients_seen(wrapper.model, training=not wrapper.keep_outputs)
+    with derived_autograd(wrapper.model) as custom, seen:
         return torch.export.export(wrapper, (), example, strict=False), custom
+
+
+def once_more(wrapper: LossProgram, example: dict[str, Tensor]) -> Program:
+    """What another call gives."""
+    exported, _ = export(wrapper, example)
+    held = exported.constants.values()
+    return Program(exported.graph_module.code, tuple(t for t in held if isinstance(t, Tensor)))
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Modules that do something else in the next call: a trace would repeat the first one for ever.
 
 Forward may draw from generators on the host, or keep something for the next call: a count, a tensor
-or a list in an attribute of a module or its class, or in a global of the file that it is from. Then
-the model is traced again, with what it wrote put there. It may draw only if it seeds, which shows
-in where the generators end; it may write only if the program is the same.
+or a list in an attribute of a module, of its class or of an object that it has, or in a global of
+the file that it is from. Then the model is traced again, with what it wrote put there. It may draw
+only if it seeds, which shows in where the generators end; it may write only if the program is the
+same, and does not read a tensor that it writes anew. Counts are also tried far ahead.
 """
 
 import random
@@ -12,7 +13,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ DICTS = (dict, OrderedDict, defaultdict, Counter)
 CONTAINERS = (list, tuple, set, deque, *DICTS)  # of exactly these classes
 LONGEST = 1000  # containers with more in them are tables, not notes for the next call
 DEEPEST = 3
+FAR = 1_000_000  # calls ahead that a count is tried
 OWN = frozenset(vars(nn.Module()))  # parameters, hooks and the like
 Key = tuple[str, str]  # how an error calls the owner, attribute
 
@@ -37,6 +40,14 @@ class Kept:
     value: Any
     contents: Any
     identity: object
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a trace gave: its code, and the tensors it holds that are neither state nor batch."""
+
+    code: str
+    constants: tuple[Tensor, ...]
 
 
 class Watch:
@@ -52,13 +63,13 @@ class Watch:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around the call: notes attributes that change, and generators with where they end."""
-        self.before, generators = dict(attributes(self.model)), host_generators()
+        self.before, generators = dict(attributes(self.model)), host_generators(self.model)
         try:
             yield
         except BaseException:
             restore(self.before, self.changes())
             raise
-        self.ends = host_generators()
+        self.ends = host_generators(self.model)
         self.drawn = frozenset(n for n, s in self.ends.items() if generators.get(n, s) != s)
         self.changed = self.changes()
 
@@ -70,19 +81,23 @@ class Watch:
                if now[k].identity != self.before[k].identity}  # fmt: skip
         return {key: now[key] for key in new | old}
 
-    def check(self, code: str, again: Callable[[], str]) -> None:
+    def check(self, code: str, again: Callable[[], Program]) -> None:
         """Raise `CaptureError` if `again`, which calls the model once more, is not `code`."""
         before, changed, drawn, ends = self.before, self.changed, self.drawn, self.ends
         if not changed and not drawn:
             return
+        counts = {k for k, now in changed.items() if counted(before.get(k), now)}
         try:
-            for (_, name), kept in changed.items():
-                write(kept.owner, name, replayed(kept.contents))
-            differs = again() != code
+            second, carried = self.replay(changed, again)
+            free = sorted(n for n in drawn if self.ends[n] != ends[n])
+            differs = soon = second.code != code
+            if counts and not differs:
+                far = {k: replace(v, contents=v.contents + FAR) if k in counts else v
+                       for k, v in changed.items()}  # fmt: skip
+                differs = self.replay(far, again)[0].code != code
         finally:
             restore(before, changed)
         model = type(self.model).__name__
-        free = sorted(n for n in drawn if self.ends[n] != ends[n])
         if free:
             raise CaptureError(
                 f"cannot capture {model}: forward draws from {' and '.join(free)}, and every"
@@ -90,16 +105,28 @@ class Watch:
                 " loader and give the result in the batch, draw with torch.rand, or switch it off"
                 " (layer drop, masking)"
             )
-        if differs and changed:
-            owner, name = min(changed)
+        if (differs and changed) or carried:
+            owner, name = min(carried or changed)
             inside = isinstance(changed[owner, name].owner, nn.Module)
             where = ".".join(part for part in (model, owner if inside else "") if part)
             what = f"self.{name}" if inside else f"{owner}.{name}"
             raise CaptureError(
                 f"cannot capture {where}: forward changes {what} and then does something"
-                " else in the next call; keep such state in a buffer (register_buffer, written in"
-                " place) or decide outside of forward"
+                f" else in {'the next' if soon or carried else 'a later'} call; keep"
+                " such state in a buffer (register_buffer) or decide outside of forward"
             )
+
+    def replay(
+        self, changed: Mapping[Key, Kept], again: Callable[[], Program]
+    ) -> tuple[Program, set[Key]]:
+        """The next call with what one wrote, and which tensors it both reads and writes anew."""
+        put: dict[Key, list[Tensor]] = {}
+        for key, now in changed.items():
+            write(now.owner, key[1], copied(now.contents, emptied_to(put.setdefault(key, []))))
+        program = again()
+        held = {id(t) for t in program.constants}
+        read = {key for key, tensors in put.items() if any(id(t) in held for t in tensors)}
+        return program, read & self.changed.keys()
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[Key, Kept]]:
@@ -108,6 +135,10 @@ def attributes(model: nn.Module) -> Iterator[tuple[Key, Kept]]:
         for name, value in vars(module).items():
             if name not in OWN and is_watched(value, Tensor):
                 yield (path, name), kept(module, value)
+    for label, owner in objects(model):
+        for name, value in tuple(vars(owner).items()):
+            if is_watched(value, Tensor):
+                yield (label, name), kept(owner, value)
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     theirs = sorted(
         (k for k in kinds if issubclass(k, nn.Module) and not k.__module__.startswith("torch.")),
@@ -118,6 +149,31 @@ def attributes(model: nn.Module) -> Iterator[tuple[Key, Kept]]:
         for name, value in tuple(vars(owner).items()):
             if not name.startswith("__") and is_watched(value):
                 yield (label, name), kept(owner, value)
+
+
+def objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Objects with attributes of their own that modules have, or that those have; each once."""
+    seen: set[int] = set()
+    found = [("self", path, vars(module)) for path, module in model.named_modules()]
+    for depth in range(2):
+        inner = []
+        for above, path, content in found:
+            for name, value in tuple(content.items()):
+                own = depth > 0 or name not in OWN
+                if not own or id(value) in seen or not is_object(value):
+                    continue
+                seen.add(id(value))
+                label = f"{above}.{path}.{name}" if path else f"{above}.{name}"
+                yield label, value
+                inner.append((label, "", vars(value)))
+        found = inner
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an instance of a class that keeps attributes; torch's own aside."""
+    kind = type(value)
+    plain = isinstance(value, nn.Module | Tensor | type | ModuleType) or callable(value)
+    return not plain and hasattr(value, "__dict__") and not kind.__module__.startswith("torch")
 
 
 def kept(owner: Any, value: Any) -> Kept:
@@ -177,16 +233,23 @@ def fill(container: Any, contents: Any) -> None:
     getattr(container, "extend" if isinstance(container, list | deque) else "update")(contents)
 
 
-def replayed(value: Any) -> Any:
-    """A value that a traced call left, for the next call: tensors by shape."""
-    return copied(value, emptied)
+def emptied_to(made: list[Tensor]) -> Callable[[Any], Any]:
+    """Gives a tensor of zeros in place of one that was traced, and appends it to `made`."""
+
+    def emptied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        sizes = [int(n) for n in value.shape]
+        made.append(torch.zeros(sizes, dtype=value.dtype, device=value.device))
+        return made[-1]
+
+    return emptied
 
 
-def emptied(value: Any) -> Any:
-    """A tensor of zeros in place of one that was traced."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.zeros([int(n) for n in value.shape], dtype=value.dtype, device=value.device)
+def counted(old: Kept | None, new: Kept) -> bool:
+    """Whether a number was counted up, perhaps from none."""
+    before = 0 if old is None else old.value
+    return type(before) is type(new.value) is int and new.value == before + 1
 
 
 def write(owner: Any, name: str, value: Any) -> None:
@@ -211,11 +274,25 @@ def restore(before: Mapping[Key, Kept], changed: Mapping[Key, Kept]) -> None:
         write(old.owner, key[1], old.value)
 
 
-def host_generators() -> dict[str, object]:
-    """The states of the generators that Python code draws from."""
+def host_generators(model: nn.Module) -> dict[str, object]:
+    """The states of the generators that Python code draws from: global ones, and the modules'."""
     found: dict[str, object] = {"random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        _, keys, position, *_ = numpy.random.get_state()
-        found["numpy.random"] = (keys.tobytes(), position)
+        found["numpy.random"] = legacy_state(numpy.random.get_state())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            label = ".".join(part for part in ("self", path, name) if part)
+            if isinstance(value, random.Random):
+                found[label] = value.getstate()
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                found[label] = repr(value.bit_generator.state)
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                found[label] = legacy_state(value.get_state())
     return found
+
+
+def legacy_state(state: Any) -> object:
+    """What tells the state of one of numpy's older generators apart."""
+    _, keys, position, *_ = state
+    return keys.tobytes(), position

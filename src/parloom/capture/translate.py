@@ -7,6 +7,7 @@ instead of `getitem`. Whether an operator is *supported* is not decided here.
 
 from collections.abc import Iterable, Mapping
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ NOISE = frozenset({
 DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "non_blocking"})
 ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "lift", "detach_copy"})
 RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "view_copy"})
+# Where a lookup says that its gradient is sparse; a plan's are not.
+SPARSE = MappingProxyType({"embedding": 4, "embedding_bag": 5})
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 BATCH_NORM = "_native_batch_norm_legit_functional"
 BATCH_NORM_NO_STATS = "_native_batch_norm_legit"
@@ -103,6 +106,11 @@ class Translator:
             raise self.refusal(node, f"operator {name} draws random numbers by call order; {DRAW}")
         if self.simplified(node, name):
             return
+        if name in ("as_strided", "as_strided_scatter") and not is_plain(node.args[0]):
+            raise self.refusal(
+                node, f"{name} reads memory by stride, and its operand is a view of other memory;"
+                " call .contiguous() on it, or use unfold, transpose or slices"
+            )  # fmt: skip
         if name == "native_dropout":
             self.dropout(node)
         elif name in (BATCH_NORM, BATCH_NORM_EVAL, BATCH_NORM_NO_STATS):
@@ -117,6 +125,11 @@ class Translator:
             self.emit(node, "slice", self.slice_arguments(node))
         elif name == "scaled_dot_product_attention":
             self.attention(node, overload)
+        elif name in SPARSE:
+            args = self.arguments(node, node.args)
+            dense = (False,) * (len(args) > SPARSE[name])
+            args = (*args[: SPARSE[name]], *dense, *args[SPARSE[name] + 1 :])
+            self.emit(node, name, args, self.kwargs(node, overload))
         else:
             self.emit(node, name, self.arguments(node, node.args), self.kwargs(node, overload))
 
@@ -331,6 +344,15 @@ def named(node: fx.Node, overload: torch._ops.OpOverload) -> dict[str, Any]:
     """The given arguments of a call by their names in the schema."""
     names = (a.name for a in overload._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def is_plain(arg: Any) -> bool:
+    """Whether a tensor has memory of its own and lies in it element by element."""
+    value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+    if not isinstance(value, Tensor):
+        return False
+    whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+    return whole and value.is_contiguous()
 
 
 def is_keyed(name: str) -> bool:

@@ -206,7 +206,8 @@ def attention(args: list[Any], kwargs: Mapping[str, Any], key: str, hook: Dropou
     if isinstance(mask, Tensor):
         allowed = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, float("-inf")) if allowed else scores + mask
-    weights = torch.softmax(scores, dim=-1)
+    unseeing = scores.isneginf().all(-1, keepdim=True)  # such a query gets zeros
+    weights = torch.softmax(scores.masked_fill(unseeing, 0.0), dim=-1).masked_fill(unseeing, 0.0)
     dropped: Tensor = drop(weights, float(given["dropout_p"]), key, hook) @ values
     return dropped
 

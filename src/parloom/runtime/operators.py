@@ -44,7 +44,7 @@ def embedding(
     if padding >= 0:  # the padding row is read but gets no gradient
         frozen = (index == padding).unsqueeze(-1)
         rows = torch.where(frozen, rows.detach(), rows)
-    return rows * inside.unsqueeze(-1).to(rows.dtype)
+    return rows.masked_fill(~inside.unsqueeze(-1), 0)  # also where the row it found is infinite
 
 
 def embedding_bag(
@@ -207,8 +207,12 @@ def write(
 ) -> Tensor:  # fmt: skip
     """Torch's `scatter` or `index_add` and their like along a sharded dim of `x`.
 
-    What lies in other shards goes to a row that is dropped.
+    What lies in other shards goes to a row that is dropped. Torch lets the index of `index_fill`
+    count from the end.
     """
+    if op == "index_fill":
+        (whole,) = global_shape((digits,), ctx.mesh)
+        index = torch.where(index < 0, index + whole, index)
     position, inside = local_positions(index, ctx, digits)
     size = x.shape[dim]
     position = torch.where(inside, position, size)

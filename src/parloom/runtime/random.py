@@ -195,7 +195,7 @@ def attention(  # noqa: PLR0917 - torch's own arguments, and where the shard lie
     torch's own kernel. With dropout the probabilities are written out, so that their mask is keyed;
     on a GPU in fast mode the fused kernel draws it from a keyed stream, unless it is compiled.
     """
-    grouped = q.dim() > 3 and q.shape[-3] != k.shape[-3]
+    grouped = min(q.dim(), k.dim()) > 2 and q.shape[-3] > k.shape[-3]
     fused = q.is_cuda and not ctx.exact_random and isinstance(key, str)
     if dropout_p == 0 or fused:
         owners = tuple(ctx.coordinates[axis] for axis in axes_of(dims))
@@ -213,7 +213,9 @@ def attention(  # noqa: PLR0917 - torch's own arguments, and where the shard lie
         scores = scores.masked_fill(~mask, float("-inf"))
     elif mask is not None:
         scores = scores + mask
-    return dropout(torch.softmax(scores, -1), ctx, dropout_p, key, dims) @ v
+    # a query that may see nothing gets nothing, as torch's kernels have it
+    softmax = torch.softmax if mask is None else torch.ops.aten._safe_softmax
+    return dropout(softmax(scores, -1), ctx, dropout_p, key, dims) @ v
 
 
 @contextmanager

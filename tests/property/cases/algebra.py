@@ -27,6 +27,8 @@ def products() -> list[Case]:
         case("linear", real(4, 6, 12), real(6, 12)),
         case("linear", real(4, 12), real(12, 12), real(12), label="bias"),
         case("linear", real(12), real(6, 12), real(6), label="vector"),
+        case("linear", real(4, 6, 12), real(12), label="weight_vector"),
+        case("linear", real(4, 6, 12), real(12), real(), label="weight_vector_bias"),
         case("mm", real(4, 12), real(12, 6)),
         case("mm", pairs(4, 6), pairs(6, 2), label="complex"),
         case("bmm", real(4, 6, 12), real(4, 12, 6)),

@@ -84,6 +84,8 @@ def attention() -> list[Case]:
     op = "scaled_dot_product_attention"
     q, k, v = real(2, 4, 6, 4), real(2, 4, 6, 4), real(2, 4, 6, 4)
     wide = (real(2, 6, 4, 4), real(2, 3, 4, 4), real(2, 3, 4, 4))
+    five = (real(1, 2, 6, 4, 4), real(1, 2, 3, 4, 4), real(1, 2, 3, 4, 4))
+    blind = Operand((2, 1, 6, 6), "blind", role="batch", dtype="bool")  # one query sees nothing
     return [
         case(op, q, k, v),
         case(op, q, k, v, None, 0.0, True, label="causal"),
@@ -99,11 +101,18 @@ def attention() -> list[Case]:
         case(op, *wide, None, 0.0, True, label="grouped_causal", enable_gqa=True),
         case(op, *wide, flag(2, 6, 4, 4), 0.3, label="grouped_mask_dropout", enable_gqa=True),
         case(op, *wide, flag(2, 1, 4, 4), label="grouped_mask", enable_gqa=True),
+        case(op, q, k, v, blind, 0.3, label="blind_query_dropout"),
+        case(op, q, k, v, blind, label="blind_query"),
         case(op, real(4, 6, 4), real(4, 6, 4), real(4, 6, 4), label="three_dims"),
+        case(op, real(6, 4, 4), real(3, 4, 4), real(3, 4, 4), label="grouped_three_dims",
+             enable_gqa=True),
+        case(op, *five, flag(2, 6, 4, 4), label="grouped_five_dims", enable_gqa=True),
+        case(op, *five, None, 0.3, True, label="grouped_five_dims_dropout", enable_gqa=True),
+        case(op, real(2, 1, 6, 4), k, v, None, 0.3, label="one_query_head_dropout"),
         case(op, q, k, v, label="keyword_mask", attn_mask=flag(6, 6)),
         case(op, real(4, 6, 4), k, v, label="broadcast"),
         case(op, q, real(1, 4, 6, 4), real(2, 1, 6, 4), label="broadcast_ones"),
-    ]
+    ]  # fmt: skip
 
 
 def _weights(

@@ -42,6 +42,7 @@ def lookups() -> list[Case]:
         case("embedding", table, rows),
         case("embedding", table, rows, 3, label="padding"),
         case("embedding", table, rows, 0, label="padding_first"),
+        case("embedding", Operand((12, 6), "infinite", role="batch"), rows, label="infinite"),
         case("index", real(6, 12), (index(6, 4),)),
         case("index", real(6, 4, 12), (None, index(4, 6, 2)), label="second"),
         case("index", real(6, 4, 12), (index(6, 4, 1), index(4, 6)), label="two"),
@@ -171,6 +172,7 @@ def writes() -> list[Case]:
         case("index_copy", real(12, 4), 0, distinct(12, 6), real(6, 4)),
         case("index_fill", real(12, 4), 0, distinct(12, 6), 2.5),
         case("index_fill", real(4, 12), 1, distinct(12, 6), real(), label="tensor"),
+        case("index_fill", real(4, 12), 1, negative(12, 6), 2.5, label="negative"),
         *(
             case("index_reduce", positive(6, 4), 0, rows, positive(12, 4), how, label=how)
             for how in ("amax", "mean")

@@ -11,7 +11,7 @@ def _lead(site: Site) -> list[str]:
 
 
 def _grouped(site: Site) -> bool:
-    return bool(site.node.kwarg("enable_gqa", False)) and len(site.operands[0].shape) == 4
+    return bool(site.node.kwarg("enable_gqa", False))
 
 
 def _attention_rule(site: Site) -> Rule:
@@ -27,7 +27,7 @@ def _attention_rule(site: Site) -> Rule:
         [*lead, *last][len(lead) + 2 - len(spec.shape) :]
         for spec, last in zip(site.operands, dims, strict=False)
     ]
-    if not _grouped(site) or q.shape[1] == k.shape[1]:
+    if not _grouped(site) or q.shape[-3] == k.shape[-3]:
         return build(operands, [[*lead, "s", "e"]], site, kinds)
     return _grouped_rule(site, operands, kinds)
 
@@ -35,9 +35,10 @@ def _attention_rule(site: Site) -> Rule:
 def _grouped_rule(site: Site, operands: list[list[str]], kinds: dict[str, str]) -> Rule:
     """Grouped KV heads: the head dim of q and the result is (g, r), that of k and v is g."""
     q, k = site.operands[0], site.operands[1]
-    plain = [[n if n != "d1" else f"h{i}" for n in names] for i, names in enumerate(operands)]
-    rule = build(plain, [["d0", "hr", "s", "e"]], site, kinds)
-    groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
+    *lead, heads = _lead(site)
+    plain = [[n if n != heads else f"h{i}" for n in names] for i, names in enumerate(operands)]
+    rule = build(plain, [[*lead, "hr", "s", "e"]], site, kinds)
+    groups, repeat = k.shape[-3], q.shape[-3] // k.shape[-3]
     sizes = [p for p in rule.sizes if p[0][0] != "h"] + [("g", groups), ("r", repeat)]
     have = {n for n, size in sizes if size > 1}
 

@@ -9,6 +9,14 @@ INPUTS: SavedTensors = (("operand", 0), ("operand", 1))
 FACTORS: SavedTensors = (("operand", 1), ("operand", 2))
 
 
+_LINEAR, _TO_NUMBERS = einsum("... k, n k, n -> ... n"), einsum("... k, k, -> ...")
+
+
+def _linear_rule(site: Site) -> Rule:
+    """A weight that is a vector makes a number of each row."""
+    return (_LINEAR if len(site.operands[1].shape) == 2 else _TO_NUMBERS)(site)
+
+
 def _linear(e: Emission) -> str:
     if e.site.arg(2, "bias") is None:
         return f"F.linear({e.arg(0)}, {e.arg(1)})"
@@ -117,7 +125,7 @@ def _letters(site: Site) -> tuple[list[str], str]:
 
 OPS: tuple[OpDef, ...] = (
     OpDef(
-        "linear", einsum("... k, n k, n -> ... n"), _linear, contraction_flops, 2.0, INPUTS
+        "linear", _linear_rule, _linear, contraction_flops, 2.0, INPUTS
     ),
     *(
         OpDef(n, _adding(left, right, out), _add_product, contraction_flops, 2.0, FACTORS)

@@ -13,9 +13,14 @@ _Y: SavedTensors = (("result", 0),)
 
 
 def reduced_dims(site: Site, position: int = 1) -> tuple[int, ...]:
-    """Dims that a reduction removes: all of them where none are given."""
+    """Dims that a reduction removes: all of them where none are given.
+
+    `any` and `all` of an empty list of dims remove none.
+    """
     rank = len(site.operands[0].shape)
     given = site.arg(position, "dim")
+    if given == () and site.node.op in ("any", "all"):
+        return ()
     dims = () if isinstance(given, bool) else site.integers(position, "dim", None)
     return tuple(d % max(rank, 1) for d in dims) or tuple(range(rank))
 
@@ -177,7 +182,9 @@ def expand_norm(site: Site, sharded: frozenset[str]) -> Function:
                        gone, True)  # fmt: skip
     else:
         powers = body.add("abs", spec, x)
-        if order != 1:
+        if 0 < order < 1:
+            powers = body.root(powers, spec, 1 / order)
+        elif order != 1:
             powers = body.add("pow", spec, powers, order)
         out = body.add("sum", one, powers, gone, True)
         if order != 1:
