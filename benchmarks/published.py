@@ -7,6 +7,7 @@ model or a source. Where a row is silent, the rule says what is assumed.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ FABRICS = (
     ("infiniband", "InfiniBand"), ("ethernet", "Ethernet"),
 )  # fmt: skip
 PORTS = re.compile(r"(\d+) ?x ?[^,:]*?(\d+) ?Gb/s", re.IGNORECASE)
+RATE = re.compile(r"(\d+) ?Gb/s", re.IGNORECASE)
 PER_NODE = re.compile(r"(\d+) Gb/s/node", re.IGNORECASE)
 PER_DEVICE = re.compile(r"(\d+) Gb/s RDMA per GPU", re.IGNORECASE)
 
@@ -273,10 +275,12 @@ def _network(row: Row, per_node: int) -> Network | None:
         return Network(link, int(device[1]) / 8e-9 * per_node, per_node, per_node)
     if node := PER_NODE.search(text):
         return Network(link, int(node[1]) / 8e-9, per_node, per_node)
-    if ports := PORTS.search(text):
-        count = int(ports[1])
-        return Network(link, count * int(ports[2]) / 8e-9, per_node, count)
-    return None
+    ports = [(int(found[1]), int(found[2])) for found in PORTS.finditer(text)]
+    ports += [(1, int(found[1])) for found in RATE.finditer(text)]
+    if not ports:
+        return None
+    count, rate = max(ports, key=prod)  # others are for storage and management
+    return Network(link, count * rate / 8e-9, per_node, count)
 
 
 def graph_of(row: Row, chosen: Configuration, known: list[tuple[Shape, Graph]]) -> Graph:

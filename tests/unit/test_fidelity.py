@@ -135,6 +135,8 @@ def test_zero_is_read(published: ModuleType, text: str, expected: tuple[int, int
         ("4x100 Gb/s Omni-Path per node", "Omni-Path", 6.25e9),
         ("400 Gb/s RDMA per GPU", "RoCE", 50e9),
         ("1600 Gb/s/node RoCE", "RoCE", 25e9),
+        ("1x Ethernet 100Gb/Sec, 8x NVIDIA CX7 InfiniBand (400Gb/s)", "InfiniBand", 50e9),
+        ("25 Gb/s Ethernet per node", "Ethernet", 0.390625e9),
         ("", "InfiniBand", 25e9),  # the device's usual network
     ],
 )
