@@ -140,6 +140,13 @@ def test_comparators_are_methods_and_named_in_their_plans() -> None:
         assert all(c.name.startswith(f"{method} (x=2") for c in found)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_plan_for_one_device(method: str) -> None:
+    found = candidates(question(chain(64, 32, 32), "1xcpu"), method, lambda text: None).found
+    assert found
+    assert {c.decisions.mesh.num_ranks for c in found} == {1}
+
+
 @pytest.mark.parametrize("method", ["flexflow", "tofu"])
 def test_those_without_microbatches_refuse_them(method: str) -> None:
     asked = question(chain(64, 32, 32), num_microbatches=2)

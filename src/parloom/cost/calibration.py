@@ -6,9 +6,16 @@ all ranks do the same.
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import LocalOperator
@@ -18,7 +25,12 @@ from parloom.ir.graph import Arg, Dtype
 from parloom.ir.mesh import Cluster
 
 VERSION = 1
-SHORTEST_S = 1e-12
+# What is told of a machine lies between these, or was not measured: clocks tick in nanoseconds, no
+# device of the tables does more than 1e16 FLOP/s or 1e13 B/s, and none that runs torch less than
+# 1e8 of either.
+SHORTEST_S, LONGEST_S, LONGEST_LAUNCH_S = 1e-9, 1e4, 10.0
+LEAST_PER_S, MOST_FLOPS_PER_S, MOST_BYTES_PER_S = 1e6, 1e18, 1e15
+LARGEST_ERROR = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +148,8 @@ def calibration_to_json(calibration: Calibration) -> str:
 def calibration_from_json(text: str | bytes, where: str) -> Calibration:
     """Read a file's content strictly.
 
-    Raises `InputError` for anything that no calibration has: NaN, a time that is not positive, an
-    unknown key, another version.
+    Raises `InputError` for anything that no calibration has: NaN, times and rates that no machine
+    has, an unknown key, another version.
     """
     try:
         document = _Document.model_validate_json(text)
@@ -166,22 +178,34 @@ def _said(error: ValidationError, where: str) -> str:
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
     advice = "measure again: parloom calibrate --out FILE"
     if first["type"] == "extra_forbidden":
-        known = [n for part in _PARTS for n in part.model_fields]
+        known = dict.fromkeys(n for part in _PARTS for n in part.model_fields)
         return f"{where}: {path}: unknown key{nearest(str(first['loc'][-1]), known)}; {advice}"
-    said = first["msg"].lower() if first["msg"] else "not a calibration"
-    got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.60}"
+    said = first["msg"].removeprefix("Value error, ") or "not a calibration"
+    said = said[0].lower() + said[1:]
+    unsaid = first["type"] in ("missing", "json_invalid") or isinstance(first["input"], dict)
+    got = "" if unsaid else f", got {first['input']!r:.60}"
     return f"{where}: {path or 'the file'}: {said}{got}; {advice}"
 
 
-def _measurable(seconds: float) -> float:
-    if seconds < SHORTEST_S:
-        raise ValueError(f"less than {SHORTEST_S:g} s")
-    return seconds
+def _between(least: float, most: float, unit: str = "") -> AfterValidator:
+    def check(value: float) -> float:
+        if not least <= value <= most:
+            raise ValueError(f"should be from {least:g} to {most:g}{unit}")
+        return value
+
+    return AfterValidator(check)
 
 
-# Nothing takes less than a picosecond or more than eleven days.
-Time = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), AfterValidator(_measurable)]
-Some = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+def _possible(amount: float, seconds: float, most: float, unit: str) -> None:
+    rate = amount / seconds
+    if not LEAST_PER_S <= rate <= most:
+        said = f"{amount:.3g} {unit} in {seconds:g} s are {rate:.2g} {unit}/s"
+        raise ValueError(f"{said}, and devices do {LEAST_PER_S:g} to {most:g}")
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Time = Annotated[Number, _between(SHORTEST_S, LONGEST_S, " s")]
+Some = Annotated[Number, _between(0, LONGEST_S, " s")]
 Count = Annotated[int, Field(ge=1, le=2**62)]
 
 
@@ -205,10 +229,20 @@ class _ProductPart(_Part):
     k: Count
     seconds: Time
 
+    @model_validator(mode="after")
+    def _rate(self) -> Self:
+        _possible(2.0 * self.m * self.n * self.k, self.seconds, MOST_FLOPS_PER_S, "FLOP")
+        return self
+
 
 class _StreamPart(_Part):
     num_bytes: Count
     seconds: Time
+
+    @model_validator(mode="after")
+    def _rate(self) -> Self:
+        _possible(self.num_bytes, self.seconds, MOST_BYTES_PER_S, "B")
+        return self
 
 
 class _TimedPart(_Part):
@@ -229,13 +263,13 @@ class _Document(_Part):
     parloom_calibration: Literal[1]
     fingerprint: _FingerprintPart
     num_ranks: Count
-    launch_s: Time
+    launch_s: Annotated[Number, _between(SHORTEST_S, LONGEST_LAUNCH_S, " s")]
     products: Annotated[list[_ProductPart], Field(min_length=1)]
     streams: Annotated[list[_StreamPart], Field(min_length=1)]
     operators: list[_TimedPart]
     collectives: list[_CollectivePart]
-    overlap: Annotated[float, Field(ge=0, le=1)]
-    error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+    overlap: Annotated[Number, _between(0, 1)]
+    error: Annotated[Number, _between(0, LARGEST_ERROR)]
     links: list[str] = []
 
 

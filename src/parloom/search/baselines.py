@@ -106,6 +106,8 @@ def megatron(
     graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
 ) -> Iterator[Decisions]:
     """Tensor parallel over the fastest links, data parallel over the rest: one plan per degree."""
+    if cluster.num_devices == 1:
+        yield from data_parallel(graph, cluster, num_microbatches)
     factored = factorize(graph)
     degree = 1
     for prime in cluster.prime_axes():
