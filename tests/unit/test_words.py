@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from parloom.ir.mesh import grid
-from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
+from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.report.words import idle_axes, idle_words, words
 from parloom.search.baselines import data_parallel, fsdp, megatron
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
@@ -80,6 +80,13 @@ def test_views_and_positions() -> None:
         "axis x over 2 devices splits samples in 3 operators",
         "axis y over 2 devices splits positions in 3 operators",
         "axis z over 2 devices splits output features in 2 operators",
+    )
+
+
+def test_recomputed_blocks_are_counted_among_all() -> None:
+    again = (ActivationDecision("blocks.0", "recompute"), ActivationDecision("blocks.1"))
+    assert "recompute activations of 1 of 3 blocks" in words(
+        stack(3), Decisions(grid({"x": 1}), activations=again)
     )
 
 

@@ -83,7 +83,11 @@ def _head(document: Document) -> list[RenderableType]:
     line += f" {format_seconds(high)} ({document['source']['name']})"
     if document["num_microbatches"] > 1:
         line += f", {document['num_microbatches']} microbatches"
-    return [Text(title, style="bold"), Text(line)]
+    lines: list[RenderableType] = [Text(title, style="bold"), Text(line)]
+    if document["bound_s"]:
+        least = format_seconds(document["bound_s"])
+        lines.append(Text(f"no plan that was searched takes less than {least} of computing"))
+    return lines
 
 
 def _mesh(document: Document) -> list[RenderableType]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.factors import factorize
-from parloom.ir.graph import FlatNode, Graph, TensorSpec
+from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
 from parloom.ir.mesh import MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import Dims
@@ -43,9 +43,11 @@ def words(graph: Graph, decisions: Decisions) -> tuple[str, ...]:
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
         lines.append(f"every device stores {kept}, with their gradients and optimizer state")
+    blocks = sum(isinstance(item, Call) for item in graph.main.body)
     policies = Counter(a.policy for a in decisions.activations if a.policy != "keep")
     lines += [
-        f"{policy} activations of {_count(count, 'block')}" for policy, count in policies.items()
+        f"{policy} activations of {count} of {_count(blocks, 'block')}"
+        for policy, count in policies.items()
     ]
     return tuple(lines)
 
