@@ -16,6 +16,7 @@ from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
+from parloom.search import runner_up
 from parloom.search.baselines import data_parallel, fsdp, megatron, random_plans
 from parloom.search.runner_up import MOST, Ways, assignment_of, operator_ways, parameter_ways
 from tests.property.searched import every_assignment
@@ -37,7 +38,9 @@ def flat_of(key: str, graph: Graph = GRAPH) -> FlatNode:
 
 
 def ways_of(plan: Decisions, key: str, limit: int = PLENTY) -> Ways:
-    return operator_ways(FACTORED, plan, flat_of(key), limit, play)
+    pcg = lower(GRAPH, plan)
+    walker = priced(pcg, CLUSTER, plan, ADAM).walker
+    return operator_ways(FACTORED, pcg, walker, flat_of(key), limit, play)
 
 
 def enumerated(plan: Decisions, key: str) -> list[tuple[int, int]]:
@@ -86,6 +89,21 @@ def test_ways_in_any_plan(seed: int, key: str) -> None:
     found = ways_of(plan, key)
     wanted = enumerated(plan, key)
     assert [(w.timeline.step_ps, w.timeline.peak_bytes) for w in found.best] == wanted[:3]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_of_many_ways_the_best_are_tried(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices beside the neighbours put the best way of all among the first third."""
+    for count in (1, 2):
+        for plan in megatron(GRAPH, CLUSTER, count):
+            all_ways = ways_of(plan, key)
+            few = max(1, all_ways.total // 3)
+            with monkeypatch.context() as patch:
+                patch.setattr(runner_up, "MOST", few)
+                found = ways_of(plan, key)
+            assert found.total == all_ways.total
+            assert found.tried <= few
+            assert found.best[0].timeline.step_ps == all_ways.best[0].timeline.step_ps
 
 
 def test_what_is_decided_alike_changes_together() -> None:

@@ -60,7 +60,7 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Doc
     words = _splits(case.pcg, case.decisions, flat.key)
     computed = [s for s in own_shares(case, flat) if isinstance(s.item, Compute)]
     limit = case.cluster.device.memory_bytes
-    ways = operator_ways(factored, case.decisions, flat, limit, play)
+    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, limit, play)
     runs = runs_of(case, flat)
     terms = [*prices(case, flat)]
     for parameter in _read_parameters(case, flat):

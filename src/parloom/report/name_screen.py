@@ -113,7 +113,7 @@ def _ways(document: Document) -> list[RenderableType]:
         return [Text("there is no other way", "bold")]
     title = f"the next best of {tried} other ways, all else as it is"
     if left_out:
-        title += f" (those of {total} that move the fewest axes)"
+        title += f" (of {total}, those that cost least by themselves)"
     elif tried < total:
         title += f" ({total - tried} more are not possible)"
     rows = [*best, *([document["first_that_fits"]] if document["first_that_fits"] else [])]

@@ -15,11 +15,11 @@ from parloom.errors import LayoutError, NotYetError, VerifyError
 from parloom.ir.factors import Factored
 from parloom.ir.graph import FlatNode
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG, TIME, PParameter
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
 from parloom.ir.verify import verify_pcg
 from parloom.search.choices import assignments
+from parloom.search.nearby import Nearby
 from parloom.search.program import Axes
 from parloom.search.storage import Level, StoragePrices, Stored, level_of
 
@@ -61,13 +61,13 @@ def assignment_of(decisions: Decisions, key: str) -> Factors:
 
 
 def operator_ways(
-    factored: Factored, decisions: Decisions, flat: FlatNode, limit_bytes: int, play: Play
+    factored: Factored, pcg: PCG, walker: Walker, flat: FlatNode, limit_bytes: int, play: Play
 ) -> Ways:
-    """The ways of an operator; `factored` is of the graph that `decisions` are for.
+    """The ways of an operator of `pcg`; `factored` is of its graph.
 
-    Where there are more than `MOST`, those that move the fewest axes are played.
+    Where there are more than `MOST`, the cheapest beside their neighbours as they are are played.
     """
-    graph, mesh = factored.graph, decisions.mesh
+    graph, decisions = factored.graph, pcg.decisions
     now = assignment_of(decisions, flat.key)
     keys = tuple(
         other.key
@@ -75,11 +75,11 @@ def operator_ways(
         if (other.function, other.node.key) == (flat.function, flat.node.key)
         and assignment_of(decisions, other.key) == now
     )
-    rule = factored.rule(flat.function, flat.node)
-    others: list[Factors] = [
-        way for way in (_ordered(found) for found in assignments(rule, mesh)) if way != now
-    ]
-    others.sort(key=lambda way: _distance(way, now, mesh))
+    found = assignments(factored.rule(flat.function, flat.node), decisions.mesh)
+    others = [way for way in map(_ordered, found) if way != now]
+    if len(others) > MOST:
+        nearby = Nearby(factored, pcg, walker, flat)
+        others.sort(key=lambda way: nearby.ps(dict(way)))
 
     def change(way: Factors) -> Decisions:
         kept = tuple(node for node in decisions.nodes if node.key not in set(keys))
@@ -116,12 +116,6 @@ def parameter_ways(
 
 def _ordered(found: Mapping[str, Axes]) -> Factors:
     return NodeDecision("", tuple(found.items())).factors
-
-
-def _distance(way: Factors, now: Factors, mesh: Mesh) -> int:
-    """How many axes are on other factors."""
-    places = [{axis: factor for factor, axes in found for axis in axes} for found in (way, now)]
-    return sum(places[0].get(axis) != places[1].get(axis) for axis in mesh.names)
 
 
 def _played(
