@@ -1,6 +1,7 @@
 """The model's own checkpoints: recomputed where they are blocks, reported where they are not."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,9 @@ class Stage(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem, what `body` is, and a loss."""
+    """A stem, what `body` is, and a loss; in a region of autocast that is on or off, or in none."""
+
+    cast: bool | None = None
 
     def __init__(self, body: Callable[[], nn.Module], count: int = 1, whole: bool = False) -> None:
         super().__init__()
@@ -97,11 +100,17 @@ class Net(nn.Module):
         self.whole = whole
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.run(x)
-        for part in self.body:
-            h = checkpoint(part, h, use_reentrant=False) if self.whole else part(h)
-        loss: Tensor = F.softplus(self.head(h)).mean()
+        with self.region():
+            h = self.run(x)
+            for part in self.body:
+                h = checkpoint(part, h, use_reentrant=False) if self.whole else part(h)
+        loss: Tensor = F.softplus(self.head(h.float())).mean()
         return loss
+
+    def region(self) -> AbstractContextManager[object]:
+        if self.cast is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.cast)
 
     def run(self, x: Tensor) -> Tensor:
         h: Tensor = self.stem(x)
@@ -117,7 +126,7 @@ class Stem(Net):
         return out
 
 
-def net(build: Callable[[], Net]) -> Built:
+def net(build: Callable[[], Net]) -> tuple[Net, Batch]:
     return build(), {"x": torch.randn(8, 4, 4)}
 
 
@@ -153,6 +162,32 @@ def test_checkpoints_are_recomputed_or_reported(name: str) -> None:
         plan = random_plan(subject.graph, subject.factored, grid({"x": 2, "y": 2}), seed)
         error, where = subject.error(with_recomputation(graph, plan))
         assert error <= TOLERANCE, where
+
+
+class CastInside(Block):
+    """Autocast begins inside of the checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "cast"), [("blocks", True), ("blocks", False), ("inside", True), ("stem", True)]
+)
+def test_checkpoints_inside_autocast_are_no_others(name: str, cast: bool) -> None:
+    build, recomputed, kept = MODELS[name]
+    model, batch = net(build)
+    model.cast = cast
+    graph = capture(model, batch)
+    assert_equal(graph, model, batch)
+    assert graph.recomputed_calls == recomputed
+    assert set(graph.recompute) == {*recomputed, *kept}
+
+
+def test_autocast_inside_a_checkpoint() -> None:
+    model, batch = net(lambda: Net(CastInside, 2, whole=True))
+    assert capture(model, batch).recompute == ("body.0", "body.1")
 
 
 def with_recomputation(graph: Graph, plan: Decisions) -> Decisions:

@@ -265,7 +265,7 @@ class Translator:
             for name, tensor in zip(names, tensors, strict=True)
         )
         self.specs.update((value.name, value.spec) for value in results)
-        checkpoint = (node.meta.get("custom") or {}).get(CHECKPOINT)
+        checkpoint = (self.metadata(node).get("custom") or {}).get(CHECKPOINT)
         if checkpoint is not None:
             self.checkpoints |= dict.fromkeys(names, checkpoint)
         self.nodes.append(Node(op, args, kwargs, results, path, 0, source))
@@ -319,18 +319,23 @@ class Translator:
         return tuple(kept)
 
     def origin(self, node: fx.Node) -> tuple[str, str]:
-        """(module path, source line), looking into autocast regions for what they hid."""
+        """(module path, source line)."""
+        meta = self.metadata(node)
+        stack = meta.get("nn_module_stack") or {}
+        # The outermost entry is the wrapper that was traced, not a module of the user's.
+        for path, kind in list(stack.values())[1:]:
+            self.classes[without_wrapper(path)] = str(kind).rsplit(".", 1)[-1]
+        return module_path(stack), source_of(meta.get("stack_trace"))
+
+    def metadata(self, node: fx.Node) -> Mapping[str, Any]:
+        """A node's metadata, looking into autocast regions for what they hid."""
         meta: Mapping[str, Any] = node.meta
         trace = str(meta.get("stack_trace") or "")
         if "<eval_with_key>" in trace:
             inner = trace.strip().splitlines()[-1].split("=")[0].strip()
             for step in meta.get("from_node", ()):
                 meta = self.hidden.get(step.name, {}).get(inner, meta)
-        stack = meta.get("nn_module_stack") or {}
-        # The outermost entry is the wrapper that was traced, not a module of the user's.
-        for path, kind in list(stack.values())[1:]:
-            self.classes[without_wrapper(path)] = str(kind).rsplit(".", 1)[-1]
-        return module_path(stack), source_of(meta.get("stack_trace"))
+        return meta
 
     def refusal(self, node: fx.Node, reason: str) -> CaptureError:
         """The error for a node that cannot be translated: where it is and why."""
