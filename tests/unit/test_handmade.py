@@ -249,6 +249,16 @@ def test_what_does_not_fit_is_refused() -> None:
         part_of(CLUSTER, 3 * 7)
 
 
+def test_a_fused_optimizer_needs_no_memory_of_its_own() -> None:
+    found = built(replace(PLAIN, data=4, num_microbatches=4))
+    cluster, weights = machine(found.chosen), EMBEDDINGS + DEPTH * BLOCK
+    peaks = [
+        dict(found.play(cluster, Kernels(cluster.device, software)).prediction().memory)
+        for software in (Software("one by one"), Software("at once", fused_optimizer=True))
+    ]
+    assert peaks[0]["optimizer"] - peaks[1]["optimizer"] == 4 * weights  # denominators
+
+
 def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> None:
     graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 4)
     chosen = replace(PLAIN, data=16, num_microbatches=1)

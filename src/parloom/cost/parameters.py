@@ -163,12 +163,12 @@ class Parameters:
         return Pass(Price(self.walker.kernels.stream_s(3 * added)))
 
     def update_bytes(self) -> int:
-        """What the optimizer needs beside its states: Adam's denominators.
+        """What the optimizer needs beside its states: Adam's denominators, unless it is one kernel.
 
         For all parameters at once on GPUs (torch's `foreach`). On CPUs for one after the other:
         its root and the quotient, while the quotient of the one before is still there.
         """
-        if self.optimizer.num_states < 2:
+        if self.optimizer.num_states < 2 or self.walker.kernels.software.fused_optimizer:
             return 0
         mesh = self.pcg.mesh
         sizes = [
