@@ -23,14 +23,15 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops.rule import HALO
 from parloom.ir.plan import Decisions
-from parloom.search.baselines import DATA, batch_seeds, mesh_of
-from parloom.search.choices import Choice, menu_of
+from parloom.search.baselines import DATA, LOOKUPS, batch_seeds, mesh_of
+from parloom.search.choices import assignments, menu_of
 from parloom.search.comparators.ilp import least
 from parloom.search.comparators.plans import ALONE, Whole, communicated, planned
 from parloom.search.eliminate import Factor
 from parloom.search.layouts import LayoutProblem
 from parloom.search.meshes import logical_meshes
-from parloom.search.program import Flow, Operator, Program, program_of
+from parloom.search.prices import Known
+from parloom.search.program import Axes, Flow, Operator, Program, program_of
 from parloom.search.question import Question, Say
 from parloom.search.single import Single
 from parloom.search.spread import spread, unfold
@@ -39,6 +40,7 @@ from parloom.search.storage import Level, StoragePrices, Stored
 # Branches of an integer program, where the user says nothing.
 NODES = 10_000
 Indices = NDArray[np.intp]
+Assignment = dict[str, Axes]
 Samples = Mapping[int, frozenset[str]]
 
 
@@ -59,12 +61,13 @@ def alpa(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
         yield replace(base, mesh=ALONE)
         return
     program = program_of(question.graph, factorize(question.graph))
-    samples = samples_of(program, question.cluster)
+    samples, shared = samples_of(program, question.cluster), Known()
     for mesh in views(question.cluster):
         walker = Walker({}, mesh, question.cluster, question.kernels)
         found = None
         for limited in (True, False):
-            problem = problem_of(program, walker, base, question, samples if limited else None)
+            among = samples if limited else None
+            problem = problem_of(program, walker, base, question, among, shared)
             followed = followers(problem) if limited else nobody(problem)
             found = solve(problem, followed, question.budget or NODES)
             if found is not None:
@@ -108,66 +111,83 @@ def samples_of(program: Program, cluster: Cluster) -> Samples:
 
 
 def problem_of(
-    program: Program, walker: Walker, base: Decisions, question: Question, samples: Samples | None
+    program: Program,
+    walker: Walker,
+    base: Decisions,
+    question: Question,
+    samples: Samples | None,
+    shared: Known | None = None,
 ) -> LayoutProblem:
     """What the integer program chooses among; with None for `samples`, among all there is."""
     single = Single(program.graph, program.factored, walker.mesh)
-    menus = []
+    menus, products = [], heavy(program)
     for index, operator in enumerate(program.operators):
-        menu = menu_of(operator, single)
+        kept = tuple(assignments(operator.rule, walker.mesh))
         if samples is not None:
-            kept = _kept(operator, menu.choices, walker.mesh, samples.get(index, frozenset()))
-            menu = menu_of(operator, single, [dict(c.assignment) for c in kept])
-        menus.append(menu)
+            kept = _samples_first(kept, walker.mesh, samples.get(index, frozenset()))
+        if samples is not None and index in products:
+            kept = _over_all(operator, kept, walker.mesh)
+        menus.append(menu_of(operator, single, kept))
     storage = Whole(walker, base, question.optimizer)
-    return LayoutProblem(program, walker, base, question.optimizer, menus=menus, storage=storage)
-
-
-def is_heavy(operator: Operator) -> bool:
-    """Whether it multiplies matrices."""
-    return operator.node.op in PRODUCTS or operator.node.op == ATTENTION
+    return LayoutProblem(
+        program, walker, base, question.optimizer, menus=menus, storage=storage, shared=shared
+    )
 
 
 def deciding(program: Program) -> frozenset[int]:
     """Operators that have ways of their own to be split and do not follow an operand: those that
-    multiply, or read a table of weights.
+    multiply matrices or read tables of weights, and what is made of weights alone.
     """
     found = {reader.operator for weight in program.weights if len(weight.spec.shape) > 1
              for reader in weight.readers}  # fmt: skip
-    found |= {i for i, o in enumerate(program.operators) if is_heavy(o) or o.derived or o.exposed}
+    for index, operator in enumerate(program.operators):
+        if multiplies(operator) or operator.derived or operator.exposed:
+            found.add(index)
     return frozenset(found)
 
 
-def _kept(
-    operator: Operator, choices: Sequence[Choice], mesh: Mesh, samples: frozenset[str]
-) -> Sequence[Choice]:
-    """Choices of the released code's space.
+def heavy(program: Program) -> frozenset[int]:
+    """Operators that multiply matrices, recurrent layers and experts included."""
+    lookups = {i for i, o in enumerate(program.operators) if o.node.op in LOOKUPS or o.derived}
+    return deciding(program) - lookups
 
-    Heavy operators are split over as many devices as they can be, over the batch of their matrices
-    if they have one (`allow_recompute_heavy_op`, `batch_matmul_always_split_batch`), not along
-    windows. On a mesh of two axes the samples are on the first (`force_batch_dim_to_mesh_dim`).
+
+def multiplies(operator: Operator) -> bool:
+    """Whether it is a product of two of its operands."""
+    return operator.node.op in PRODUCTS or operator.node.op == ATTENTION
+
+
+def _samples_first(
+    found: Sequence[Assignment], mesh: Mesh, samples: frozenset[str]
+) -> tuple[Assignment, ...]:
+    """On a mesh of two axes, the samples on the first only (`force_batch_dim_to_mesh_dim`)."""
+    inner = set(mesh.names[1:])
+    return tuple(
+        one for one in found if not any(f in samples and inner & set(a) for f, a in one.items())
+    )
+
+
+def _over_all(
+    operator: Operator, found: Sequence[Assignment], mesh: Mesh
+) -> tuple[Assignment, ...]:
+    """Split over as many devices as can be, over the batch of the matrices if they have one
+    (`allow_recompute_heavy_op`, `batch_matmul_always_split_batch`), and not along windows.
     """
-    distinct = list({c.assignment: c for c in choices}.values())
-    if len(mesh.axes) > 1:
-        inner = mesh.names[1]
-        distinct = [
-            c for c in distinct if not any(f in samples and inner in a for f, a in c.assignment)
-        ]
-    if not is_heavy(operator):
-        return distinct
     rule = operator.rule
-    distinct = [c for c in distinct if all(rule.kind(f) != HALO for f, _ in c.assignment)]
-    batch = _batch(operator)
-    for allowed in (batch, frozenset(f for f, _ in rule.sizes)):
-        some = [c for c in distinct if all(f in allowed for f, _ in c.assignment)]
-        most = max((mesh.size(c.used) for c in some), default=1)
-        if most == mesh.num_ranks or allowed is not batch:
-            return [c for c in some if mesh.size(c.used) == most]
-    return distinct
+    plain = {f for f, _ in rule.sizes if rule.kind(f) != HALO}
+    for allowed in (plain & _batch(operator), plain):
+        some = [one for one in found if one.keys() <= allowed]
+        size = [mesh.size(tuple(a for axes in one.values() for a in axes)) for one in some]
+        most = max(size, default=1)
+        if most == mesh.num_ranks or allowed == plain:
+            break
+    return tuple(one for one, count in zip(some, size, strict=True) if count == most)
 
 
 def _batch(operator: Operator) -> frozenset[str]:
     """Factors that both matrices and their product have."""
+    if not multiplies(operator):
+        return frozenset()
     first, second = PRODUCTS.get(operator.node.op, (0, 1))
     rule = operator.rule
     tensors = rule.operands[first], rule.operands[second], rule.results[0]

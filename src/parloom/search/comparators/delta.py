@@ -92,6 +92,10 @@ class Delta:
                     pending.append(flow.operator)
         return self._priced(trial, dict.fromkeys(t for i in trial for t in self.touched[i]))
 
+    def state(self) -> Change:
+        """The plan as it is, to come back to by `accept`."""
+        return Change(dict(self.choices), dict(self.terms), self.passes, self.weights)
+
     def accept(self, change: Change) -> None:
         """Make a change."""
         self.choices.update(change.choices)
@@ -222,7 +226,7 @@ class Delta:
                 for state in (choices[reader.operator].operands[reader.operand],)
                 for axis in (*state.varying, *state.layout.axes)
             }
-        key = operator.function, operator.node.key, operator.flows, assignment
+        key = self.prices.places[index], operator.flows, assignment
         if key not in self.known:
             menu = menu_of(operator, self.prices.single, [dict(assignment)])
             self.known[key] = menu.choices

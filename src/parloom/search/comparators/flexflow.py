@@ -11,7 +11,6 @@ our estimate, updated as in delta simulation (section 5), with FlexFlow's penalt
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations_with_replacement
 from math import exp
 from random import Random
 
@@ -80,13 +79,17 @@ def splits(operator: Operator, mesh: Mesh) -> tuple[Assignment, ...]:
     tensors = [*rule.results, *rule.operands[:1]]
     dims = next((dims for dims in tensors if any(dims)), ())
     factors = [f for dim in dims for f in dim if f in rule.shardable]
-    found = []
-    for ends in combinations_with_replacement(range(len(mesh.axes) + 1), len(factors)):
-        runs = zip((0, *ends), ends, strict=False)
-        axes = [mesh.names[low:high] for low, high in runs]
-        if all(rule.size(f) % mesh.size(a) == 0 for f, a in zip(factors, axes, strict=True)):
-            found.append(tuple(sorted((f, a) for f, a in zip(factors, axes, strict=True) if a)))
-    return tuple(found)
+    found: list[tuple[Assignment, int]] = [((), 0)]  # what was given, and how many axes that took
+    for factor in factors:
+        longer = []
+        for given, first in found:
+            for end in range(first + 1, len(mesh.axes) + 1):
+                axes = mesh.names[first:end]
+                if rule.size(factor) % mesh.size(axes):
+                    break
+                longer.append(((*given, (factor, axes)), end))
+        found += longer
+    return tuple(tuple(sorted(given)) for given, _ in found)
 
 
 class Search:
@@ -115,13 +118,13 @@ class Search:
         """The best cost and plan that a chain of `budget` proposals meets."""
         self._begin(start)
         current = self.cost()
-        best, plan, last = current, self.delta.assignments(), 0
+        best, plan, last = current, self.delta.state(), 0
         reset = min(RESET, max(1, budget // RESETS))
         for count in range(1, budget + 1 if self.free else 1):
             if count - last > max(1, budget // 2):
                 break
             if count % reset == 0 and current > best:
-                self.delta.start(plan)
+                self.delta.accept(plan)
                 current = best
             index = self.rng.choice(self.free)
             change = self.delta.change(index, self.rng.choice(self.menus[index]))
@@ -133,8 +136,9 @@ class Search:
             self.delta.accept(change)
             current = proposed
             if current < best:
-                best, plan, last = current, self.delta.assignments(), count
-        return best, plan
+                best, plan, last = current, self.delta.state(), count
+        self.delta.accept(plan)
+        return best, self.delta.assignments()
 
     def _begin(self, start: Sequence[Assignment]) -> None:
         """A whole plan, or as much of it as is legal, operator by operator."""

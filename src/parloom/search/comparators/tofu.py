@@ -21,6 +21,7 @@ from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menu, menu_of
 from parloom.search.comparators.plans import ALONE, communicated, joined, planned
 from parloom.search.layouts import LayoutProblem, Solution
+from parloom.search.prices import Known
 from parloom.search.program import Axes, Operator, Program, program_of
 from parloom.search.question import Question, Say
 from parloom.search.single import Single
@@ -45,10 +46,11 @@ def tofu(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
     counted = bytes_as_seconds(question.cluster)
     chosen: Sequence[Chosen] = [{} for _ in program.operators]
     axes: tuple[MeshAxis, ...] = ()
+    shared = Known()
     for index, prime in enumerate(reversed(question.cluster.prime_axes())):
         axes = (*axes, MeshAxis(f"cut{index}", (prime,)))
         walker = Walker({}, Mesh(axes), counted)
-        problem, solution = cut(program, walker, base, question.optimizer, chosen)
+        problem, solution = cut(program, walker, base, question.optimizer, chosen, shared)
         picked = [problem.menus[i].choices[v] for i, v in enumerate(solution.values[: len(chosen)])]
         chosen = [dict(choice.assignment) for choice in picked]
         say(f"tofu: cut {index + 1} in {prime.size}: {solution.bound / 1e6:.4g} MB a device")
@@ -72,6 +74,7 @@ def cut(
     base: Decisions,
     optimizer: Optimizer,
     chosen: Sequence[Chosen],
+    shared: Known | None = None,
 ) -> tuple[LayoutProblem, Solution]:
     """The best place of the last axis of a mesh, for operators that lie as `chosen` before.
 
@@ -85,7 +88,9 @@ def cut(
             for operator, before in zip(program.operators, chosen, strict=True)
         ]
         storage = _Parts(walker, base, optimizer)
-        problem = LayoutProblem(program, walker, base, optimizer, menus=menus, storage=storage)
+        problem = LayoutProblem(
+            program, walker, base, optimizer, menus=menus, storage=storage, shared=shared
+        )
         solution = problem.solve(communicated(program))
         if np.isfinite(solution.bound):
             break
