@@ -128,6 +128,11 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
         raise KeyboardInterrupt
     if not played and refused:
         raise refused[0]
+    if not fitting and proposed.exhausted:
+        raise InfeasibleError(
+            f"no plan that was found within --budget {ask.budget} fits in {format_bytes(limit)} per"
+            " device; give it more"
+        )
     if not fitting:
         raise NothingFitsError(limit, played)
     candidate, prediction = played[min(fitting)[2]]

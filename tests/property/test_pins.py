@@ -159,7 +159,7 @@ def test_calls_that_may_not_recompute_do_not() -> None:
     pinned = pinned_by(graph, "5=keep", "mesh=8")
     for share in (0.98, 0.95, 0.9):
         found = search(
-            graph, EIGHT, base, ADAM, int(share * peak), lambda text: None, None, pinned
+            graph, EIGHT, base, ADAM, int(share * peak), lambda text: None, pinned=pinned
         ).proposals
         for proposal in found:
             assert "5" not in {a.prefix for a in proposal.decisions.activations}

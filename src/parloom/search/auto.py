@@ -24,6 +24,7 @@ from parloom.search.pinned import NONE, Pinned
 from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import BACKWARD, FORWARD, Known
 from parloom.search.program import Program, program_of
+from parloom.search.work import OutOfWorkError, Work
 
 Say = Callable[[str], None]
 # Layouts of each mesh that are simulated.
@@ -48,18 +49,19 @@ class Proposal:
 @dataclass(frozen=True)
 class Searched:
     """Proposals, the fastest first; what no plan of the space undercuts (computing alone), and what
-    no estimate undercuts; and whether the search was interrupted.
+    no estimate undercuts; and whether the search was interrupted, or used up its budget.
     """
 
     proposals: tuple[Proposal, ...]
     bound_ps: int
     estimate_bound_ps: float
     interrupted: bool = False
+    exhausted: bool = False
 
     @property
     def solver_gap(self) -> float | None:
         """(Best estimate - its bound) / bound; None where nothing was found or not all searched."""
-        if not self.proposals or not self.bound_ps or self.interrupted:
+        if not self.proposals or not self.bound_ps or self.interrupted or self.exhausted:
             return None
         best = min(p.estimate_ps for p in self.proposals)
         return max(0.0, best - self.estimate_bound_ps) / self.bound_ps
@@ -73,23 +75,32 @@ def search(
     limit_bytes: int,
     say: Say,
     kernels: Kernels | None = None,
+    *,
     pinned: Pinned = NONE,
+    budget: int | None = None,
 ) -> Searched:
     """Plans of `graph` on `cluster` under `limit_bytes` a device, with the dtypes of `base`.
 
-    Ctrl-C ends the search with what it has.
+    Ctrl-C ends the search with what it has, and so does `budget` (see `Work`).
     """
     factored = factorize(graph)
     program = program_of(graph, factored, pinned)
-    hunt = _Hunt(program, base, optimizer, limit_bytes, say)
-    interrupted = False
+    meshes = tuple(meshes_of(cluster, pinned, factored))
+    hunt = _Hunt(program, base, optimizer, limit_bytes, say, Work(budget))
+    interrupted = exhausted = False
     try:
-        hunt.run(meshes_of(cluster, pinned, factored), cluster, kernels)
+        try:
+            hunt.run(meshes, cluster, kernels)
+        except OutOfWorkError:
+            exhausted = True
+            hunt.bound(meshes[len(hunt.least) :], cluster, kernels)
     except KeyboardInterrupt:
         interrupted = True
     proposals = sorted(hunt.proposals, key=lambda p: p.step_ps)
-    least = min(hunt.least, default=0)
-    return Searched(tuple(proposals), least, min(hunt.bounds, default=0.0), interrupted)
+    # What was not looked at may be less.
+    least = 0 if interrupted else min(hunt.least, default=0)
+    estimated = 0.0 if exhausted else min(hunt.bounds, default=0.0)
+    return Searched(tuple(proposals), least, estimated, interrupted, exhausted)
 
 
 class _Hunt:
@@ -98,25 +109,25 @@ class _Hunt:
     """
 
     def __init__(
-        self, program: Program, base: Decisions, optimizer: Optimizer, limit_bytes: int, say: Say
+        self,
+        program: Program,
+        base: Decisions,
+        optimizer: Optimizer,
+        limit_bytes: int,
+        say: Say,
+        work: Work,
     ) -> None:
         self.program, self.base, self.optimizer = program, base, optimizer
-        self.limit_bytes, self.say = limit_bytes, say
+        self.limit_bytes, self.say, self.work = limit_bytes, say, work
+        self.shared = Known()
         self.proposals: list[Proposal] = []
         self.least: list[int] = []
         self.bounds: list[float] = []
 
     def run(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
-        shared = Known()
         searched: list[_OnMesh] = []
         for mesh in meshes:
-            problem = LayoutProblem(
-                self.program,
-                Walker({}, mesh, cluster, kernels),
-                self.base,
-                self.optimizer,
-                shared=shared,
-            )
+            problem = self._problem(mesh, cluster, kernels)
             self.least.append(_least_compute_ps(problem))
             on_mesh = _OnMesh(problem, cluster, self.base, self.optimizer, self.limit_bytes)
             searched.append(on_mesh)
@@ -126,6 +137,17 @@ class _Hunt:
         searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in searched:
             self._play(on_mesh, LAYOUTS)
+
+    def bound(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
+        """What no plan on meshes that were not searched undercuts."""
+        problems = (self._problem(mesh, cluster, kernels) for mesh in meshes)
+        self.least += map(_least_compute_ps, problems)
+
+    def _problem(self, mesh: Mesh, cluster: Cluster, kernels: Kernels | None) -> LayoutProblem:
+        walker = Walker({}, mesh, cluster, kernels)
+        return LayoutProblem(
+            self.program, walker, self.base, self.optimizer, shared=self.shared, work=self.work
+        )
 
     def _play(self, on_mesh: "_OnMesh", count: int) -> None:
         """Simulate the `count` best layouts of a mesh, where they promise to be among the best."""
@@ -143,7 +165,10 @@ class _Hunt:
         estimate = f"estimated {on_mesh.promise_ps / 1e12:.4g} s"
         least = f"none below {on_mesh.found.bound_ps / 1e12:.4g} s"
         best = min((p.step_ps for p in self.proposals), default=0)
-        self.say(f"mesh {sizes}: {estimate}, {least}; best so far {best / 1e12:.4g} s simulated")
+        bound = min(self.least)
+        so_far = f"best so far {best / 1e12:.4g} s, bound {bound / 1e12:.4g} s"
+        gap = f"gap {best / bound - 1:.1%}" if best and bound else "no gap yet"
+        self.say(f"mesh {sizes}: {estimate}, {least}; {so_far}, {gap}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +253,7 @@ class _OnMesh:
 
     def _play(self, candidate: Candidate) -> _Fit:
         if candidate not in self.played:
+            self.problem.work.spend()
             self.played[candidate] = self._simulated(candidate)
         return self.played[candidate]
 

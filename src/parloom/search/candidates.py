@@ -56,6 +56,7 @@ class Candidates:
     bound_s: float | None = None
     solver_gap: float | None = None
     interrupted: bool = False
+    exhausted: bool = False
 
 
 def candidates(question: Question, method: str, say: Say) -> Candidates:
@@ -80,14 +81,17 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
         searched = _searched(question, say)
         for proposal in searched.proposals[:PROPOSED]:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
+    if searched is not None and searched.exhausted:
+        lines.append(f"{AUTO}: --budget {question.budget} is used up; the best until then")
     # Where the search finds nothing that fits, there may be a plan that does not.
-    unknown = searched is not None and not searched.interrupted
+    unknown = searched is not None and not (searched.interrupted or searched.exhausted)
     if not found and not unknown:
         raise _nothing(method, searched, against, refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    interrupted = searched is not None and searched.interrupted
-    return Candidates(tuple(found), tuple(lines), bound, gap, interrupted)
+    stopped = searched is not None and searched.interrupted
+    exhausted = searched is not None and searched.exhausted
+    return Candidates(tuple(found), tuple(lines), bound, gap, stopped, exhausted)
 
 
 def _nothing(
@@ -97,12 +101,12 @@ def _nothing(
     refused: Mapping[str, InputError],
 ) -> BaseException:
     """Why a method proposes nothing."""
-    if searched is not None:
+    if searched is not None and searched.interrupted:
         return KeyboardInterrupt()
     if against:
         what = f"{method} has no plan as asked: {against[0][1]}"
         return InputError(what if method == AUTO else f"{what}; --method auto searches for one")
-    if not refused:
+    if searched is not None or not refused:
         return InputError(f"{method} finds no plan within its budget; give it more (--budget)")
     return next(iter(refused.values()))
 
@@ -148,7 +152,8 @@ def _searched(question: Question, say: Say) -> Searched:
         question.limit_bytes,
         say,
         question.kernels,
-        question.pinned,
+        pinned=question.pinned,
+        budget=question.budget,
     )
 
 

@@ -36,6 +36,7 @@ from parloom.search.program import (
 )
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, stored_of
 from parloom.search.ways import Ways
+from parloom.search.work import Work
 
 Totals = NDArray[np.int64]
 WHOLE = State(Layout())
@@ -92,7 +93,7 @@ class LayoutProblem:
     """All variables and tables of `program` on the mesh of `walker`.
 
     `menus` and `storage` take the place of all choices that there are.
-    `shared`: what is known of prices that hold on every mesh.
+    `shared`: what is known of prices that hold on every mesh. `work` counts what is solved.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class LayoutProblem:
         menus: Sequence[Menu] = (),
         storage: StoragePrices | None = None,
         shared: Known | None = None,
+        work: Work | None = None,
     ) -> None:
-        self.program, self.mesh = program, walker.mesh
+        self.program, self.mesh, self.work = program, walker.mesh, work or Work()
         self.prices = Prices(program, walker, shared)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.menus = list(menus) or [self._menu(o) for o in program.operators]
@@ -128,6 +130,7 @@ class LayoutProblem:
         """The least cost under `multipliers`."""
         fixed = self._fixed(multipliers)
         while True:
+            self.work.spend()
             found = minimum(self.sizes, [*fixed, *self._moving(multipliers)])
             if not isfinite(found.cost) or not self._sharpen(found.values):
                 break

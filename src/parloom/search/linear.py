@@ -14,13 +14,15 @@ Row = tuple[Mapping[int, float], float, float]
 @dataclass(frozen=True)
 class Answer:
     """Values of the columns, prices of the rows (of a linear program), and the bound that was
-    proved: the cost itself where the program was solved to the end.
+    proved: the cost itself where the program was solved to the end. `nodes` is how many linear
+    programs that took.
     """
 
     cost: float
     values: tuple[float, ...]
     prices: tuple[float, ...]
     bound: float
+    nodes: int = 1
 
 
 @dataclass
@@ -76,7 +78,8 @@ class LinearProgram:
         found, info = solver.getSolution(), solver.getInfo()
         cost = float(info.objective_function_value)
         bound = float(info.mip_dual_bound) if any(self.integers) else cost
-        return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound)
+        nodes = max(1, int(info.mip_node_count))
+        return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound, nodes)
 
     def _model(self) -> highspy.HighsLp:
         model = highspy.HighsLp()

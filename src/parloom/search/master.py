@@ -164,6 +164,7 @@ class MeshSearch:
             | {i: sums.held_bytes / GB for i, sums in zip(shares, columns, strict=True)},
             high=self.limit_bytes / GB,
         )
+        self.problem.work.spend()
         answer = program.solve()
         assert answer is not None, "a mixture of columns is always possible"
         prices = answer.prices

@@ -82,7 +82,8 @@ def polish(
     stored = [choice for _, choice in weights]
     nothing = np.zeros(WEIGHT_PARTS, dtype=np.int64)
     _limit(program, spare, base, stored, blocks, limit_bytes)
-    answer = program.solve(GAP)
+    answer = program.solve(GAP, problem.work.left)
+    problem.work.spend(1 if answer is None else answer.nodes)
     if answer is None:
         return None
     counts = picked(answer.values)
