@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from parloom import api, choose
+from parloom.arguments import METHODS
 from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
@@ -168,3 +169,37 @@ def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
 def test_constraints_are_in_the_file(captured: api.Captured) -> None:
     found = api.search(captured, cluster=CLUSTER, method="fsdp", forbid=["layers.0=n"])
     assert '"text": "--forbid layers.0=n"' in plan_to_json(found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_works_on_one_device(captured: api.Captured, method: str) -> None:
+    found = api.search(captured, cluster="1xcpu", method=method)
+    assert found.decisions.mesh.num_ranks == 1
+    assert step_s(found) > 0
+
+
+def test_one_device_with_little_memory_recomputes() -> None:
+    captured = api.capture("zoo:gpt")
+    free = api.search(captured, cluster="1xcpu")
+    assert free.prediction is not None
+    tight = api.search(captured, cluster="1xcpu", memory=int(0.9 * free.prediction.peak_bytes))
+    assert {a.policy for a in tight.decisions.activations} == {"recompute"}
+    assert step_s(tight) > step_s(free)
+    pinned = api.search(captured, cluster="1xcpu", pin=["blocks.0=recompute"])
+    assert [a.prefix for a in pinned.decisions.activations] == ["blocks.0"]
+    assert pinned.constraints[0].step_s == step_s(free)
+
+
+def test_a_budget_ends_the_search_at_the_same_place(captured: api.Captured, free: Plan) -> None:
+    for budget in (1, 30):
+        found = api.search(captured, cluster=CLUSTER, budget=budget)
+        again = api.search(captured, cluster=CLUSTER, budget=budget)
+        assert plan_to_json(found) == plan_to_json(again)
+        assert any(f"--budget {budget} is used up" in line for line in found.notes)
+        assert found.bound_s == free.bound_s
+        assert found.solver_gap is None
+        assert step_s(found) >= step_s(free)
+    plenty = api.search(captured, cluster=CLUSTER, budget=10**6)
+    assert plan_to_json(plenty) == plan_to_json(free)
+    with pytest.raises(InfeasibleError, match="within --budget 1 fits in 1 MiB per device; give it"):
+        api.search(captured, cluster=CLUSTER, budget=1, memory="1MiB")

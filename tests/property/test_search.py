@@ -88,6 +88,12 @@ def test_near_lists_all_that_is_near(drawn: tuple[list[int], list[Factor]], slac
     assert near(sizes, factors, least + slack, len(wanted) - 1) is None
 
 
+def test_nothing_is_near_a_cost_below_the_least() -> None:
+    factors = [Factor((0,), np.array([1.0, 2.0])), Factor((0, 1), np.zeros((2, 2)))]
+    assert near([2, 2], factors, 0.5, 10) == ()
+    assert near([2, 2], factors, 1.0, 10) == ((0, 0), (0, 1))
+
+
 def test_elimination_sees_every_table() -> None:
     """Negative control: what the last table forbids is not chosen."""
     factors = [Factor((0,), np.array([0.0, 1.0])), Factor((0, 1), np.zeros((2, 2)))]

@@ -77,7 +77,7 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     searched: Searched | None = None
     if method == AUTO and question.num_microbatches > 1:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
-    elif method == AUTO and question.cluster.num_devices > 1:
+    elif method == AUTO:
         searched = _searched(question, say)
         for proposal in searched.proposals[:PROPOSED]:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))

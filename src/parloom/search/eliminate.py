@@ -72,6 +72,8 @@ def near(
         value, which = np.nonzero(costs <= slack)
         if len(which) > at_most:
             return None
+        if not len(which):  # a limit below the least cost, be it by rounding
+            return ()
         found, above = found[which], costs[value, which]
         found[:, variable] = value
     ranked = np.lexsort((*found.T[::-1], above))
