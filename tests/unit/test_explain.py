@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
-from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.ir.plan import ActivationDecision, Constraint, Decisions, Prediction
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
 from parloom.report.explain_screen import plan_explained_screen
@@ -99,6 +99,19 @@ def test_what_is_said_of_a_plan() -> None:
     assert "recomputation" in text
     assert f"next: parloom explain plan.json {document['next']}" in text
     assert document["next"] in {flat.key for flat in case.pcg.graph.flat()}
+
+
+def test_what_was_asked_for_is_said_with_its_price() -> None:
+    (plan,) = data_parallel(GRAPH, CLUSTER)
+    case = case_of(GRAPH, CLUSTER, plan)
+    asked = (Constraint("--pin head=n:data", 1.0, 2**20),)
+    found = Prediction(2.0, 2**20, (), "spec", 0.2)
+    pinned = replace(case, plan=replace(case.plan, constraints=asked, prediction=found))
+    document = plan_explained(pinned)
+    (line,) = document["constraints"]
+    assert line.startswith("--pin head=n:data costs 1 s (+100.0%)")
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    assert f"asked for: {line}" in text
 
 
 def adds_up(case: Case, other: Case) -> None:

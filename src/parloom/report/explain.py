@@ -11,7 +11,7 @@ from parloom.ir.pcg import Compute, Movement, PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
-from parloom.report.words import words
+from parloom.report.words import constraint_line, words
 
 Document = dict[str, Any]
 PS = 1e12
@@ -20,7 +20,7 @@ ALIKE = "as computed"
 
 def plan_explained(case: Case) -> Document:
     """All of it as JSON values; seconds, bytes and shares of the step."""
-    ledger, plan = case.ledger, case.plan
+    ledger, plan, expensive = case.ledger, case.plan, _expensive(case)
     low, high = case.source.band(case.timeline.step_s)
     return {
         "model": plan.source.spec,
@@ -32,6 +32,7 @@ def plan_explained(case: Case) -> Document:
         "num_microbatches": plan.decisions.num_microbatches,
         "mesh": [_axis(case, axis) for axis in case.mesh.axes],
         "words": list(words(parse_graph(plan.graph), plan.decisions)),
+        "constraints": [constraint_line(constraint, plan) for constraint in plan.constraints],
         "time": [_cause(cause, ps, ledger.step_ps) for cause, ps in _largest(ledger.by_cause())],
         "bound_by": bound_words(case),
         "streams": [
@@ -42,24 +43,9 @@ def plan_explained(case: Case) -> Document:
         "parameters": list(_parameters(case)),
         "collectives": list(_collectives(case)),
         "peak": _peak(case),
-        "expensive": _expensive(case),
-        "next": next((row["name"] for row in _expensive(case) if row["name"]), ""),
+        "expensive": expensive,
+        "next": next((row["name"] for row in expensive if row["name"]), ""),
     }
-
-
-def level_words(case: Case, level: str) -> str:
-    """A level as a reader knows it: between what it joins."""
-    names = [found.name for found in case.cluster.levels]
-    if level not in names:
-        return level
-    return f"{level} ({case.cluster.levels[names.index(level)].fabric})"
-
-
-def cause_words(cause: Cause) -> str:
-    """A cause in a line of a table."""
-    if cause.what != WAITING:
-        return cause.what
-    return f"waiting for {cause.transfer}, {cause.level}"
 
 
 def bound_words(case: Case) -> str:

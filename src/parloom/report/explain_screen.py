@@ -37,6 +37,7 @@ def plan_explained_screen(document: Document, mesh: Grid, path: str) -> Renderab
     parts: list[RenderableType] = [*_head(document)]
     parts += [Text(""), Text("mesh", "bold"), *_mesh(document), mesh.table("  ")]
     parts += [Text(""), Text("decided", "bold"), *(Text(f"  {line}") for line in document["words"])]
+    parts += [Text(f"  asked for: {line}") for line in document["constraints"]]
     parts += [Text(""), Text("where the step goes", "bold"), _times(document["time"])]
     parts += [Text(f"  {document['bound_by']}"), Text(""), Text("busy", "bold")]
     parts.append(_bars([(s["stream"], s["share"], s["busy_s"]) for s in document["streams"]]))
