@@ -9,10 +9,11 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.shares import runs, shares
 from parloom.cost.simulate import simulate
 from parloom.cost.timeline import Timeline
+from parloom.ir.graph import Graph
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import ActivationDecision, Decisions, ParameterDecision, Storage
 from parloom.report.case import Case
-from parloom.report.edges import own_ps, prices
+from parloom.report.edges import bound_of, own_ps, prices
 from parloom.report.explain import Document
 from parloom.report.explain_name import name_explained
 from parloom.report.name_screen import name_screen, sentence, way_words
@@ -72,6 +73,9 @@ def test_an_operator() -> None:
     assert weight["from"] == "parameter blocks.1.down.weight"
     terms = {term["what"]: term for term in found["terms"]}
     assert terms["computing"]["forward_s"] > 0
+    memory = terms["memory traffic, a part of computing"]
+    assert memory["bytes"] == 4 * (64 * 64 + 64 * 32 + 64 * 32)
+    assert 0 < memory["forward_s"] < terms["computing"]["forward_s"]
     assert terms["to blocks.1:add#0: reduce (all_reduce)"]["axes"] == ["tensor"]
     assert terms["reduce the gradient: all_reduce"]["level"] == CLUSTER.levels[1].name
     check_ways(case, found)
@@ -82,6 +86,19 @@ def test_an_operator() -> None:
         for cause in other["causes"]
     )
     assert way_words(other) == "data: samples"
+
+
+def test_what_an_operator_is_bound_by() -> None:
+    def bound(graph: Graph, key: str) -> str:
+        (plan,) = data_parallel(graph, CLUSTER)
+        flats = {flat.key: flat for flat in graph.flat()}
+        return bound_of(case_of(graph, CLUSTER, plan), flats[key])
+
+    assert bound(GRAPH, ":view#0").startswith("nothing")
+    assert bound(GRAPH, "blocks.0:relu#0") == "launching kernels"
+    big = stack(1, batch=4096, width=256)
+    assert bound(big, "blocks.0:relu#0") == "memory"
+    assert bound(big, "blocks.0.up:linear#0") == "arithmetic"
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -17,8 +17,7 @@ PS = 1e12
 @dataclass(frozen=True, slots=True)
 class Price:
     """A term: `what`, and of which tensor; seconds each time that it runs, forward and backward,
-    and in a step. Of a collective: axes, level, and bytes that a device sends; of computing, bytes
-    of memory that its forward pass reads and writes.
+    and in a step. Of a collective: axes, level, and bytes that a device sends.
     """
 
     what: str
@@ -65,7 +64,11 @@ def prices(case: Case, flat: FlatNode) -> Iterator[Price]:
         forward_s=sum(share.forward_ps for share in computed) / PS,
         backward_s=sum(share.backward_ps for share in computed) / PS,
         step_s=sum(map(runs.ps, computed)) / PS,
+    )
+    yield Price(
+        "memory traffic, a part of computing",
         num_bytes=memory_bytes(case, computed),
+        forward_s=memory_s(case, computed),
     )
     made = {value.name for share in computed for value in results_of(share.item)}
     for share in own:
@@ -110,6 +113,24 @@ def memory_bytes(case: Case, computed: list[Share]) -> int:
             specs = (*local.operands, *local.results)
             found += sum(spec.num_elements * DTYPE_BYTES[spec.dtype] for spec in specs)
     return found
+
+
+def memory_s(case: Case, computed: list[Share]) -> float:
+    """What that takes at least."""
+    return case.priced.walker.kernels.stream_s(memory_bytes(case, computed), 0)
+
+
+def bound_of(case: Case, flat: FlatNode) -> str:
+    """What keeps the forward pass of an operator busy most: launches, memory or arithmetic."""
+    computed = [share for share in own_shares(case, flat) if isinstance(share.item, Compute)]
+    seconds = sum(share.forward_ps for share in computed) / PS
+    runs = sum(share.forward_ps > 0 for share in computed)
+    launches = runs * case.priced.walker.kernels.software.launch_s
+    if not seconds:
+        return "nothing: it only looks at memory otherwise"
+    if 2 * launches >= seconds:
+        return "launching kernels"
+    return "memory" if 2 * memory_s(case, computed) >= seconds - launches else "arithmetic"
 
 
 def flops(case: Case, computed: list[Share]) -> float:

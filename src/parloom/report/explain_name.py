@@ -14,6 +14,7 @@ from parloom.report.case import Case
 from parloom.report.edges import (
     PS,
     Price,
+    bound_of,
     flops,
     own_ps,
     own_shares,
@@ -88,6 +89,7 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Doc
         "operands": list(_operands(case, flat, factored)),
         "results": list(_results(case, flat)),
         "flops": flops(case, computed),
+        "bound_by": bound_of(case, flat),
         "terms": [_term(term) for term in terms],
         **_ways(case, ways, flat.key),
     }

@@ -43,9 +43,8 @@ def _operator(document: Document) -> list[RenderableType]:
             f"; decided alike for {calls} calls, {format_seconds(document['alike_s'])} of a step"
         )
     parts.append(Text(line))
-    if document["flops"]:
-        work = format_rate(document["flops"], "FLOP")
-        parts.append(Text(f"{work} a device in each forward pass"))
+    work = f"{format_rate(document['flops'], 'FLOP')} a device in each forward pass; "
+    parts.append(Text(f"{work if document['flops'] else ''}bound by {document['bound_by']}"))
     parts += [Text(""), Text("split by", "bold")]
     splits = [f"  {axis}: {what}" for axis, what in document["splits"].items()]
     parts += [Text(line) for line in splits or [f"  {NOTHING}"]]
