@@ -49,7 +49,7 @@ class Prices:
         self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
         self.shared = shared or Known()
-        self.places = _places(program)
+        self.places = places(program)
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
         """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
@@ -143,7 +143,7 @@ class Prices:
         return size
 
 
-def _places(program: Program) -> tuple[tuple[str, str], ...]:
+def places(program: Program) -> tuple[tuple[str, str], ...]:
     """For every operator where the first one is that is made alike."""
     known: dict[object, tuple[str, str]] = {}
     found = []

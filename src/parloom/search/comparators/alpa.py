@@ -24,16 +24,15 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops.rule import HALO
 from parloom.ir.plan import Decisions
 from parloom.search.baselines import DATA, LOOKUPS, batch_seeds, mesh_of
-from parloom.search.choices import assignments, menu_of
+from parloom.search.choices import assignments
 from parloom.search.comparators.ilp import least
-from parloom.search.comparators.plans import ALONE, Whole, communicated, planned
+from parloom.search.comparators.plans import ALONE, Menus, Whole, communicated, planned
 from parloom.search.eliminate import Factor
 from parloom.search.layouts import LayoutProblem
 from parloom.search.meshes import logical_meshes
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Flow, Operator, Program, program_of
 from parloom.search.question import Question, Say
-from parloom.search.single import Single
 from parloom.search.spread import spread, unfold
 from parloom.search.storage import Level, StoragePrices, Stored
 
@@ -119,7 +118,7 @@ def problem_of(
     shared: Known | None = None,
 ) -> LayoutProblem:
     """What the integer program chooses among; with None for `samples`, among all there is."""
-    single = Single(program.graph, program.factored, walker.mesh)
+    known = Menus(program, walker.mesh)
     menus, products = [], heavy(program)
     for index, operator in enumerate(program.operators):
         kept = tuple(assignments(operator.rule, walker.mesh))
@@ -127,7 +126,7 @@ def problem_of(
             kept = _samples_first(kept, walker.mesh, samples.get(index, frozenset()))
         if samples is not None and index in products:
             kept = _over_all(operator, kept, walker.mesh)
-        menus.append(menu_of(operator, single, kept))
+        menus.append(known.of(index, kept))
     storage = Whole(walker, base, question.optimizer)
     return LayoutProblem(
         program, walker, base, question.optimizer, menus=menus, storage=storage, shared=shared

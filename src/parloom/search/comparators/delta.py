@@ -12,8 +12,8 @@ from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Choice, menu_of
-from parloom.search.comparators.plans import Whole
+from parloom.search.choices import Choice
+from parloom.search.comparators.plans import Menus, Whole
 from parloom.search.estimate import Estimate
 from parloom.search.prices import KEPT, PARTS, Prices
 from parloom.search.program import Axes, Flow, Program, Reader, State
@@ -48,7 +48,7 @@ class Delta:
         self.program, self.mesh = program, walker.mesh
         self.prices = Prices(program, walker)
         self.storage = Whole(walker, base, optimizer)
-        self.known: dict[object, tuple[Choice, ...]] = {}
+        self.menus = Menus(program, walker.mesh)
         self.choices: dict[int, Choice] = {}
         self.terms: dict[Term, Price] = {}
         self.passes, self.weights = np.zeros(PARTS, np.int64), np.zeros(WEIGHT_PARTS, np.int64)
@@ -226,11 +226,8 @@ class Delta:
                 for state in (choices[reader.operator].operands[reader.operand],)
                 for axis in (*state.varying, *state.layout.axes)
             }
-        key = self.prices.places[index], operator.flows, assignment
-        if key not in self.known:
-            menu = menu_of(operator, self.prices.single, [dict(assignment)])
-            self.known[key] = menu.choices
-        return next(c for c in self.known[key] if set(c.passed) == passed)
+        choices_there = self.menus.of(index, [dict(assignment)]).choices
+        return next(c for c in choices_there if set(c.passed) == passed)
 
     # Answers
 

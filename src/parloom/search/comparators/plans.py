@@ -1,6 +1,6 @@
 """What comparators share: what counts is what is sent; and from chosen layouts to a plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,10 +8,12 @@ import numpy as np
 
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
+from parloom.search.choices import Menu, menu_of
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.meshes import NAMES
-from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS
+from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS, places
 from parloom.search.program import Axes, Program
+from parloom.search.single import Single
 from parloom.search.storage import AFTER, STORED, WEIGHT_PARTS, Level, StoragePrices, Stored
 
 ALONE = Mesh((MeshAxis(NAMES[0], (PrimeAxis(1, 1, 0),)),))
@@ -25,6 +27,25 @@ def communicated(program: Program) -> Multipliers:
     weights[[AFTER, STORED]] = 0.0
     graph = program.graph
     return Multipliers({f.name: passes for f in (graph.main, *graph.functions)}, weights)
+
+
+class Menus:
+    """Choices of operators with given assignments; those of operators made alike are made once."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program, self.places = program, places(program)
+        self.single = Single(program.graph, program.factored, mesh)
+        self.known: dict[object, Menu] = {}
+
+    def of(self, index: int, among: Iterable[Mapping[str, Axes]]) -> Menu:
+        """The choices of operator `index`."""
+        operator = self.program.operators[index]
+        flags = tuple(some for some, _ in operator.flows)
+        given = tuple(tuple(sorted(one.items())) for one in among)
+        key = self.places[index], flags, given
+        if key not in self.known:
+            self.known[key] = menu_of(operator, self.single, map(dict, given))
+        return self.known[key]
 
 
 class Whole(StoragePrices):

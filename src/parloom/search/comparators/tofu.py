@@ -18,13 +18,11 @@ from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, Link, Mesh, MeshAxis
 from parloom.ir.plan import Decisions, Optimizer
-from parloom.search.choices import Menu, menu_of
-from parloom.search.comparators.plans import ALONE, communicated, joined, planned
+from parloom.search.comparators.plans import ALONE, Menus, communicated, joined, planned
 from parloom.search.layouts import LayoutProblem, Solution
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Operator, Program, program_of
 from parloom.search.question import Question, Say
-from parloom.search.single import Single
 from parloom.search.storage import Level, StoragePrices, Stored
 
 Chosen = Mapping[str, Axes]
@@ -81,11 +79,13 @@ def cut(
     Where splitting every operator contradicts itself (weights that several operators read), some
     may stay as they are.
     """
-    single = Single(program.graph, program.factored, walker.mesh)
+    known = Menus(program, walker.mesh)
     for always in (True, False):
         menus = [
-            _menu(operator, single, before, always=always)
-            for operator, before in zip(program.operators, chosen, strict=True)
+            known.of(
+                index, _assignments(program.operators[index], walker.mesh, before, always=always)
+            )
+            for index, before in enumerate(chosen)
         ]
         storage = _Parts(walker, base, optimizer)
         problem = LayoutProblem(
@@ -97,18 +97,19 @@ def cut(
     return problem, solution
 
 
-def _menu(operator: Operator, single: Single, before: Chosen, *, always: bool) -> Menu:
+def _assignments(
+    operator: Operator, mesh: Mesh, before: Chosen, *, always: bool
+) -> Sequence[Chosen]:
     """The factors that the last axis divides after the cuts before; `always`: one of them, if any
     is left.
     """
-    rule, mesh = operator.rule, single.mesh
-    axis = mesh.axes[-1]
+    rule, axis = operator.rule, mesh.axes[-1]
     found: list[Chosen] = [
         {**before, factor: (*before.get(factor, ()), axis.name)}
         for factor in rule.shardable
         if rule.size(factor) % (mesh.size(before.get(factor, ())) * axis.size) == 0
     ]
-    return menu_of(operator, single, found if found and always else [*found, before])
+    return found if found and always else [*found, before]
 
 
 class _Parts(StoragePrices):
