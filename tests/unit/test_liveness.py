@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
+from parloom.cost.kernels import Kernels
 from parloom.cost.liveness import section_ends
+from parloom.cost.software import ELEMENTWISE, Software
 from parloom.cost.step import priced
 from parloom.cost.works import Called, Walked, Work
 from parloom.ir.factors import factorize
@@ -16,7 +18,7 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.text import parse_graph
 from parloom.search.baselines import random_plan
-from tests.unit.graphs import fused, perceptron
+from tests.unit.graphs import fused, graph, node, perceptron
 
 BLOCKS = """\
 graph "Blocks" training=True
@@ -92,6 +94,32 @@ def test_peak_is_where_the_widest_operator_runs_backward() -> None:
     assert main.forward.net_bytes == 8 * (12 + 12 + 4) * 4 + 4
     # Backward of down: h, a, the gradients of y and of a; then a is gone.
     assert main.forward.net_bytes + main.backward.peak_bytes == 8 * (12 + 12 + 4 + 12) * 4 + 4
+
+
+GATED = graph(
+    {"gate": (12, 6), "up": (12, 6), "down": (4, 12)},
+    {"x": ((8, 6), "float32")},
+    node("linear", "x", "gate", to="a", shape=(8, 12), path="gate"),
+    node("linear", "x", "up", to="b", shape=(8, 12), path="up"),
+    node("add", "a", "b", to="both", shape=(8, 12)),
+    node("gelu", "both", to="c", shape=(8, 12)),
+    node("mul", "c", "b", to="d", shape=(8, 12), number=1),
+    node("linear", "d", "down", to="y", shape=(8, 4), path="down"),
+    node("sum", "y", to="loss", shape=()),
+)
+
+
+@pytest.mark.parametrize(("merges", "kept"), [("", 4), (ELEMENTWISE, 3)])
+def test_what_stays_in_a_merged_kernel_is_made_again_of_what_is_kept(
+    merges: str, kept: int
+) -> None:
+    """Apart, a + b, gelu's result and b are kept, and the product; merged a, b and the product."""
+    decisions = Decisions(grid({"data": 1}))
+    kernels = Kernels(CLUSTER.device, Software("merges", merges=merges))
+    main = priced(lower(GATED, decisions), CLUSTER, decisions, kernels=kernels).main
+    assert main.inside_bytes == kept * 8 * 12 * 4
+    assert main.forward.net_bytes + main.backward.net_bytes == 0
+    assert main.forward.net_bytes >= main.inside_bytes
 
 
 def test_values_die_at_the_end_of_their_section() -> None:

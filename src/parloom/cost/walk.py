@@ -203,6 +203,8 @@ class _Body:
     def __init__(self, walker: Walker, inputs: tuple[PValue, ...], lives: Lives) -> None:
         self.walker, self.lives = walker, lives
         self.position = {v.name: i for i, v in enumerate(inputs)}
+        # What stays inside of a merged kernel, and the operator that makes it.
+        self.unwritten: dict[str, Compute] = {}
         lives.sizes |= {v.name: walker.local_bytes(v) for v in inputs}
 
     def works(
@@ -217,6 +219,8 @@ class _Body:
         """Forward and backward of an operator, or of its `part` in a merged kernel."""
         op, lives = op_of(item.node), self.lives
         site = Site(item.node, tuple(v.spec for v in item.operands))
+        if part is not None:
+            self.unwritten |= {item.results[i].name: item for i in part.inner_results}
         self.define(item.operands, item.results)
         if op.lies_in:
             roomy = self.share(item.operands[0], op.lies_in(site, self.fused))
@@ -274,8 +278,17 @@ class _Body:
     def keep(self, item: Compute, saved: SavedTensors) -> None:
         """What autograd keeps of an operator lives until its backward pass."""
         for what, index in saved:
-            value = item.results[index] if what == "result" else item.operands[index]
-            self.lives.keep(self.lives.of(value))
+            self.keep_value(item.results[index] if what == "result" else item.operands[index])
+
+    def keep_value(self, value: PValue) -> None:
+        """Keep a value, or what it is made of again in the backward pass's kernel."""
+        owner = self.lives.of(value)
+        maker = self.unwritten.get(owner)
+        if maker is None:
+            self.lives.keep(owner)
+            return
+        for operand in maker.operands:
+            self.keep_value(operand)
 
     def weights(self, owners: Iterable[str]) -> tuple[int, ...]:
         """The positions of those that are parameters."""
@@ -345,7 +358,8 @@ class _Body:
         return forward, backward
 
     def define(self, operands: tuple[PValue, ...], results: tuple[PValue, ...]) -> list[int]:
-        """Local bytes of all of them."""
-        sizes = [self.walker.local_bytes(v) for v in (*operands, *results)]
-        self.lives.sizes |= {v.name: s for v, s in zip((*operands, *results), sizes, strict=True)}
+        """Local bytes of all of them; what never reaches memory has none."""
+        values = (*operands, *results)
+        sizes = [0 if v.name in self.unwritten else self.walker.local_bytes(v) for v in values]
+        self.lives.sizes |= {v.name: s for v, s in zip(values, sizes, strict=True)}
         return sizes
