@@ -205,6 +205,7 @@ class LayoutProblem:
     def _ways(self, flow: Flow) -> Iterator[_Way]:
         source, index, states = self._source(flow)
         kept = sum(self._keeps(flow, reader) for reader in flow.readers)
+        has = self._is_there(flow)
         for reader in flow.readers:
             if reader == flow.like:
                 continue
@@ -214,13 +215,15 @@ class LayoutProblem:
             table = self._table(flow, flows, states, distinct.values)
             sizes = [self.prices.held_bytes(flow.spec, s) for s in distinct.values]
             share = np.array(sizes, dtype=np.int64) * self._keeps(flow, reader) // max(kept, 1)
-            yield _Way(flow, reader, source, index, reader.operator, distinct.index, table, share,
-                       operator.function)  # fmt: skip
+            twice = np.array([[has and s.layout == t.layout for t in distinct.values]
+                              for s in states])  # fmt: skip
+            yield _Way(flow, reader, source, index, reader.operator, distinct.index, table,
+                       np.where(twice, 0, share), operator.function)  # fmt: skip
         if flow.whole:
             table = self._table(flow, flow.differentiable, states, (WHOLE,))
-            none = np.zeros(1, dtype=np.intp)
+            none, nothing = np.zeros(1, dtype=np.intp), np.zeros((len(states), 1), dtype=np.int64)
             main = self.program.graph.main.name
-            yield _Way(flow, None, source, index, None, none, table, none, main)
+            yield _Way(flow, None, source, index, None, none, table, nothing, main)
 
     def _source(self, flow: Flow) -> tuple[int | None, NDArray[np.intp], tuple[State, ...]]:
         """The variable that a flow comes from, and the states that its values mean."""
@@ -253,6 +256,15 @@ class LayoutProblem:
         site = Site(operator.node, operator.operands)
         return ("operand", reader.operand) in op_of(operator.node).saves(site)
 
+    def _is_there(self, flow: Flow) -> bool:
+        """Whether the value as it is made stays in memory, whoever reads it."""
+        if flow.operator < 0:
+            return flow.like is not None
+        operator = self.program.operators[flow.operator]
+        site = Site(operator.node, operator.operands)
+        flows = any(any(flags) for flags, _ in operator.flows)
+        return flows and ("result", flow.result) in op_of(operator.node).saves(site)
+
     # Numbers
 
     def _operator_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
@@ -265,7 +277,7 @@ class LayoutProblem:
         weights = multipliers.functions[way.function] * way.flow.count
         costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
         costs /= len(way.flow.readers) + way.flow.whole
-        costs += weights[KEPT] * way.kept[None, :]
+        costs += weights[KEPT] * way.kept
         costs = np.where(way.ways.legal, costs, np.inf)
         if way.source is None:
             return Factor(
@@ -398,7 +410,7 @@ class LayoutProblem:
             source, target = self._states(way, values)
             way.ways.sharpen(source, target)
             state = way.ways.targets[target]
-            found[KEPT] += way.kept[target]
+            found[KEPT] += way.kept[source, target]
             # A reader that returns no gradient takes whatever reaches the layout.
             known = state in wanted if way.ways.flows else state.layout in layouts
             if not known:
