@@ -35,6 +35,8 @@ TRIES = 6
 MARGIN = 0.05
 # The share of the memory within which the largest limit is sought that fits.
 CLOSE = 0.02
+# Of the estimates that are above the best by this share at most, how many are simulated.
+NEARBY, PLAYED_NEARBY = 0.003, 16
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ class _Hunt:
         searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in searched:
             self._play(on_mesh, LAYOUTS)
+        if self.proposals:
+            fastest = min(searched, key=lambda on_mesh: on_mesh.step_ps)
+            self._add(fastest.nearby(NEARBY))
 
     def bound(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
         """What no plan on meshes that were not searched undercuts."""
@@ -153,9 +158,11 @@ class _Hunt:
         """Simulate the `count` best layouts of a mesh, where they promise to be among the best."""
         best_ps = min((p.step_ps for p in self.proposals), default=None)
         if best_ps is None or on_mesh.promise_ps <= best_ps * (1 + MARGIN):
-            known = {p.decisions for p in self.proposals}
-            found = on_mesh.proposals(count, best_ps)
-            self.proposals += [p for p in found if p.decisions not in known]
+            self._add(on_mesh.proposals(count, best_ps))
+
+    def _add(self, found: Iterable[Proposal]) -> None:
+        known = {p.decisions for p in self.proposals}
+        self.proposals += [p for p in found if p.decisions not in known]
 
     def _tell(self, on_mesh: "_OnMesh") -> None:
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in on_mesh.problem.mesh.axes)
@@ -195,7 +202,18 @@ class _OnMesh:
         self.problem, self.cluster, self.base, self.optimizer = problem, cluster, base, optimizer
         self.limit_bytes = limit_bytes
         self.played: dict[Candidate, _Fit] = {}
-        self.found = MeshSearch(problem, limit_bytes).run()
+        self.limit = float(limit_bytes)
+        self._search(self.limit)
+
+    def _search(self, limit: float) -> None:
+        """Search under a limit on what the search counts."""
+        self.limit, self.search = limit, MeshSearch(self.problem, limit)
+        self.found = self.search.run()
+
+    @property
+    def step_ps(self) -> float:
+        """The fastest step of those played that fit."""
+        return min((f.step_ps for f in self.played.values() if f.excess_bytes <= 0), default=inf)
 
     @property
     def promise_ps(self) -> float:
@@ -205,10 +223,10 @@ class _OnMesh:
     def proposals(self, count: int, best_ps: int | None) -> Iterator[Proposal]:
         """The plans that fit, for the `count` layouts with the best estimates.
 
-        What a step needs beyond what the search counts (buffers, what lives for a moment) is found
-        out by simulating; where it is too much, the search is told of a lower limit.
+        What a step needs beyond what the search counts (buffers, what lives for a moment), or less
+        than that (what is shared), is found out by simulating: the search is told of another limit.
         """
-        limit = float(self.limit_bytes)
+        fitting: list[_Fit] = []
         for _ in range(TRIES):
             promising = [
                 candidate
@@ -216,15 +234,36 @@ class _OnMesh:
                 if best_ps is None or candidate.sums.step_ps <= best_ps * (1 + MARGIN)
             ]
             tried = list(dict.fromkeys(f for c in promising for f in self._fits(c.values)))
-            fitting = [fit for fit in tried if fit.excess_bytes <= 0]
-            if fitting or not tried:
+            fitting += [fit for fit in tried if fit.excess_bytes <= 0]
+            if not tried or not self._correct(tried):
                 break
-            counted = min(f.candidate.sums.held_bytes for f in tried)
-            lower = min(limit, counted) - min(f.excess_bytes for f in tried)
-            limit = lower if lower > 0 else limit / 2
-            self.found = MeshSearch(self.problem, limit).run()
-        for fit in fitting:
+        for fit in dict.fromkeys(fitting):
             yield Proposal(fit.decisions, fit.step_ps, fit.candidate.sums.step_ps)
+
+    def _correct(self, tried: Sequence[_Fit]) -> bool:
+        """Search again under a limit as the peaks of `tried` ask for; whether that was needed."""
+        excess = min(fit.excess_bytes for fit in tried)
+        if excess > 0:
+            counted = min(fit.candidate.sums.held_bytes for fit in tried)
+            lower = min(self.limit, counted) - excess
+            self._search(lower if lower > 0 else self.limit / 2)
+            return True
+        spare = -max(fit.excess_bytes for fit in tried)
+        if self.limit < self.limit_bytes or not self.search.worth.held:
+            return False  # memory does not matter, or was found to be just enough
+        if spare < CLOSE * self.limit_bytes:
+            return False
+        self._search(self.limit + spare)
+        return True
+
+    def nearby(self, share: float) -> Iterator[Proposal]:
+        """Plans whose estimates are nearly as good as the best: which is the fastest, only
+        simulation says.
+        """
+        for candidate in self.search.nearby(self.found, share)[:PLAYED_NEARBY]:
+            fit = self._play(candidate)
+            if fit.excess_bytes <= 0:
+                yield Proposal(fit.decisions, fit.step_ps, fit.candidate.sums.step_ps)
 
     def _fits(self, values: Sequence[int]) -> list[_Fit]:
         """Layouts with storage and recomputation such that the peak of the step fits, or nearly.
@@ -233,7 +272,7 @@ class _OnMesh:
         sought that leaves just enough for it. With that, storage is chosen once more, frugally.
         """
         fits: list[_Fit] = []
-        limit, least = float(self.limit_bytes), least_bytes(self.problem, values)
+        limit, least = max(self.limit, self.limit_bytes), least_bytes(self.problem, values)
         under, over, good = 0.0, inf, limit
         for _ in range(TRIES):
             candidate = polish(self.problem, values, limit)

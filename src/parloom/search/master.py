@@ -33,6 +33,7 @@ from parloom.search.sums import Sums, recomputed, summed
 
 ROUNDS = 30
 AT_MOST = 32
+TRIES = 6
 # Milliseconds that a gigabyte above the limit costs: more than any plan.
 PENALTY = 1e7
 Policies = tuple[bool, ...]
@@ -68,32 +69,47 @@ class MeshSearch:
         self.kinds = tuple(dict.fromkeys(block.function for block in problem.program.blocks))
         self.columns: dict[Column, Sums] = {}
         self.polished: dict[tuple[int, ...], Candidate | None] = {}
+        self.worth = Worth()
 
     def run(self, tolerance: float = 1e-3) -> Found:
         """Columns and prices in turn, until cost and bound differ by `tolerance` at most."""
-        bound, worth, best = 0.0, Worth(), Worth()
+        bound, worth = 0.0, Worth()
         for _ in range(ROUNDS):
             new, lower = self._add(worth)
             if not self.columns:
                 return Found((), lower)
             if lower > bound:
-                bound, best = lower, worth
+                bound, self.worth = lower, worth
             cost, worth = self._combine()
             if not new or cost - bound <= tolerance * cost:
                 break
         self._polish(values for _, values, _ in self.columns)
-        bound = self._close(best, bound, tolerance)
-        candidates = [candidate for candidate in self.polished.values() if candidate is not None]
-        candidates.sort(key=lambda c: (c.sums.step_ps, c.values))
-        return Found(tuple(candidates), bound)
+        bound = self._close(bound, tolerance)
+        return Found(self._candidates(), bound)
+
+    def nearby(self, found: Found, share: float) -> tuple[Candidate, ...]:
+        """Candidates whose layouts cost by a `share` more than the bound at most, as many as are
+        few.
+        """
+        for _ in range(TRIES):
+            layouts = self._near(found.bound_ps * (1 + share))
+            if layouts is not None:
+                self._polish(layouts)
+                break
+            share /= 4
+        return self._candidates()
+
+    def _candidates(self) -> tuple[Candidate, ...]:
+        known = (candidate for candidate in self.polished.values() if candidate is not None)
+        return tuple(sorted(known, key=lambda c: (c.sums.step_ps, c.values)))
 
     def _polish(self, layouts: Iterable[tuple[int, ...]]) -> None:
         for values in layouts:
             if values not in self.polished:
                 self.polished[values] = polish(self.problem, values, self.limit_bytes)
 
-    def _close(self, worth: Worth, bound: float, tolerance: float) -> float:
-        """The bound after looking at all layouts that cost less under `worth` than the best answer.
+    def _close(self, bound: float, tolerance: float) -> float:
+        """The bound after looking at all layouts whose mixtures cost less than the best answer.
 
         Mixtures of layouts are better than any of them: what is between their cost and the best
         answer is listed, all of it or as much as is few (as Handler and Zang do for paths, Networks
@@ -101,7 +117,7 @@ class MeshSearch:
         """
         slack = self._best_ps() - bound
         while slack > tolerance * bound and slack < inf:
-            layouts = self._near(worth, bound + slack)
+            layouts = self._near(bound + slack)
             if layouts is not None:
                 self._polish(layouts)
                 return min(bound + slack, self._best_ps())
@@ -112,8 +128,9 @@ class MeshSearch:
         found = (c.sums.step_ps for c in self.polished.values() if c is not None)
         return min(found, default=inf)
 
-    def _near(self, worth: Worth, cost: float) -> set[tuple[int, ...]] | None:
-        """The layouts that cost at most `cost` under `worth`, if they are few."""
+    def _near(self, cost: float) -> set[tuple[int, ...]] | None:
+        """The layouts that cost at most `cost` under the worth that proves the bound, if few."""
+        worth = self.worth
         found: set[tuple[int, ...]] = set()
         for policies in self._policies(worth):
             limit = cost + worth.held * self.limit_bytes
