@@ -16,7 +16,7 @@ from parloom.cost.units import format_bytes
 from parloom.errors import InfeasibleError, InputError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
-from parloom.ir.plan import Constraint, Plan, Prediction
+from parloom.ir.plan import INTERRUPTED, Constraint, Plan, Prediction
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import constraint_line
 from parloom.rewrite.pad import rewritten
@@ -48,7 +48,7 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
         raise _shortage(ask, error, say) from None
     if found.interrupted:
         return found
-    return replace(found, constraints=_constraints(ask, found, memory, say))
+    return _constrained(ask, found, memory, say)
 
 
 def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
@@ -124,8 +124,10 @@ def _fits(ask: Ask, pins: Sequence[Pin]) -> bool:
     return True
 
 
-def _constraints(ask: Ask, found: Plan, memory: str, say: Say) -> tuple[Constraint, ...]:
-    """Each pin with the best plan without it, then all pins, then the limit on memory."""
+def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
+    """`found` with each pin and the best plan without it, then all pins, then the limit on memory;
+    Ctrl-C leaves out what is still to be asked.
+    """
     pins = ask.pinned.pins
     without = [
         (pin.text, replace(ask, pinned=ask.pinned.only([p for p in pins if p is not pin])))
@@ -142,8 +144,9 @@ def _constraints(ask: Ask, found: Plan, memory: str, say: Say) -> tuple[Constrai
             constraints.append(_constraint(text, found, choose(other, _silent)))
             say(constraint_line(constraints[-1], found))
     except KeyboardInterrupt:
-        say(f"what {text} costs is left out: interrupted")
-    return tuple(constraints)
+        line = f"what {text} costs is left out: {INTERRUPTED}"
+        found = replace(found, notes=(line, *found.notes))
+    return replace(found, constraints=tuple(constraints))
 
 
 def _constraint(text: str, found: Plan, other: Plan) -> Constraint:

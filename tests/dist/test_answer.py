@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parloom import api, choose
+from parloom import answer, api, choose
 from parloom.arguments import METHODS
 from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.ir.plan import Plan
@@ -153,6 +153,23 @@ def test_ctrl_c_while_candidates_are_played_keeps_those_that_were(
     found = api.search(captured, cluster=CLUSTER)
     assert found.interrupted
     assert [other.name for other in found.alternatives] == ["data_parallel (data=4)"]
+
+
+def test_ctrl_c_while_costs_are_found_keeps_the_plan(
+    captured: api.Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter(range(9))
+
+    def once(ask: choose.Ask, say: choose.Say) -> Plan:
+        if next(asked) == 2:
+            raise KeyboardInterrupt
+        return choose.choose(ask, say)
+
+    monkeypatch.setattr(answer, "choose", once)
+    found = api.search(captured, cluster=CLUSTER, pin=["layers.0=n", "layers.1=n"])
+    assert found.interrupted
+    assert [cost.text for cost in found.constraints] == ["--pin layers.0=n"]
+    assert found.notes[0].startswith("what --pin layers.1=n costs is left out: interrupted")
 
 
 def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:

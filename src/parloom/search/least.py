@@ -72,15 +72,28 @@ def possible(question: Question, base: Decisions) -> bool:
 
 
 def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
-    """On each mesh the least that plans hold: weights, their states, and kept activations."""
+    """On each mesh the least that plans hold all along: weights and their states, and the batch.
+
+    Activations are no part of the bound: what the search counts of them is too much where an
+    operator keeps what another keeps, too.
+    """
+    batch = sum(entry.value.spec.num_bytes for entry in question.graph.of_kind("batch"))
     for problem in problems(question, base):
-        bound = problem.solve(_multipliers(problem, 0.0)).bound
+        bound = problem.solve(_stored(problem)).bound + batch
         if not np.isfinite(bound):
             continue
         found = problem.solve(_multipliers(problem, SPEED))
         candidate = polish(problem, found.values, found.bound * (1 + 1e-6))
         if candidate is not None:
             yield Least(int(bound), decisions(problem, candidate, base))
+
+
+def _stored(problem: LayoutProblem) -> Multipliers:
+    """A byte that is stored counts one, and nothing else."""
+    weights = np.zeros(WEIGHT_PARTS)
+    weights[STORED] = 1.0
+    graph = problem.program.graph
+    return Multipliers({f.name: np.zeros(PARTS) for f in (graph.main, *graph.functions)}, weights)
 
 
 def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
