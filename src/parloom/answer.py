@@ -65,16 +65,19 @@ def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
     say(f"nothing fits, {candidate.name} is the smallest: {size}; Ctrl-C ends pricing what would")
     changes = [more]
     untried: tuple[str, ...] = ()
+    interrupted = False
+    if ask.plan.source.is_factory:
+        untried = ("a smaller batch, which the factory has to make",)
     try:
         for found in priced_changes(ask, say):
             changes.append(found)
     except KeyboardInterrupt:
-        untried = ("the rest: interrupted",)
+        untried, interrupted = (*untried, "the rest: interrupted"), True
     changes.sort(key=lambda found: (found.device_s, found.flags))
     shortage = replace(shortage, changes=tuple(changes), untried=untried)
     text, document = shortage_text(shortage), shortage_document(shortage)
     pins = ask.pinned.pins
-    if pins and not untried and _fits(ask, ()):
+    if pins and not interrupted and _fits(ask, ()):
         blamed = [pin.text for pin in smallest_conflict(pins, lambda some: _fits(ask, some))]
         text += "\nwithout these pins a plan fits; give up one:" + "".join(
             f"\n  {pin}" for pin in blamed

@@ -4,12 +4,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from parloom.choose import Ask, Say, choose
+from parloom.choose import Ask, Say, choose, samples
 from parloom.errors import ParloomError
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import named_optimizer
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
 from parloom.ir.plan import DTYPES, Plan
 from parloom.report.shortage import Change
 from parloom.search.candidates import AUTO
@@ -41,12 +40,6 @@ def change(flags: str, words: str, ask: Ask, found: Plan) -> Change:
     step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
     devices = ask.machine.cluster.num_devices
     return Change(flags, words, step_s, peak, step_s * devices / samples(ask.graph))
-
-
-def samples(graph: Graph) -> int:
-    """The size of the batch."""
-    shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
-    return max((shape[0] for shape in shapes if shape), default=1)
 
 
 def _optimizer(ask: Ask) -> Iterator[Trial]:

@@ -13,7 +13,7 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import INTERRUPTED, Alternative, Decisions, Plan, Prediction
-from parloom.report.words import idle_words
+from parloom.report.words import idle_words, splits
 from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import Candidate, Candidates, candidates
 from parloom.search.conflicts import broken
@@ -145,8 +145,30 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
         alternatives=tuple(
             Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in played
         ),
-        notes=(*stopped, *idle_words(candidate.decisions), *notes),
+        notes=(*stopped, *idle_words(candidate.decisions, _why_idle(ask, played)), *notes),
     )
+
+
+def _why_idle(ask: Ask, played: Sequence[tuple[Candidate, Prediction]]) -> str:
+    """Why the best plan splits nothing: it is the best, or there is no other."""
+    others = [(p.step_s, p.peak_bytes, c.name) for c, p in played if splits(c.decisions)]
+    if others:
+        step_s, peak, name = min(others)
+        fits = "" if peak <= ask.limit else ", which does not fit"
+        size = f"{format_seconds(step_s)} and {format_bytes(peak)} per device{fits}"
+        return f"the fastest plan that splits something, {name}, needs {size}"
+    count, ranks = samples(ask.graph), ask.machine.cluster.num_devices
+    if count % ranks == 0:
+        return f"{ask.plan.method} finds nothing in this model that can be split"
+    near = max(1, round(count / ranks)) * ranks
+    way = f"have the factory make {near}" if ask.plan.source.is_factory else f"try --batch {near}"
+    return f"{count} samples do not divide over them: {way}"
+
+
+def samples(graph: Graph) -> int:
+    """The size of the batch."""
+    shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
+    return max((shape[0] for shape in shapes if shape), default=1)
 
 
 def predict(ask: Ask, decisions: Decisions, factored: Factored) -> Prediction:

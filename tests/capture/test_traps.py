@@ -280,6 +280,9 @@ def test_a_batch_that_forward_does_not_take_names_the_rule() -> None:
         capture(model, dict([*batch.items()][1:]))
     with pytest.raises(InputError, match="batch entry 'x' is a list"):
         capture(model, {"x": [1.0]})  # type: ignore[dict-item]
+    nothing = {name: tensor[:0] for name, tensor in batch.items()}
+    with pytest.raises(InputError, match=r"the batch has no samples \(x \[0, "):
+        capture(model, nothing)
     with pytest.raises(InputError, match="the batch is empty"):
         capture(model, {})
 

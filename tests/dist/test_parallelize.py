@@ -143,7 +143,7 @@ def test_another_model_is_told_from_the_planned_one(factory: str) -> None:
 def test_where_nothing_fits_the_error_has_the_facts(factory: str) -> None:
     fits = planned(factory, "4xcpu", "auto")
     peaks = {a.peak_bytes: a.name for a in fits.alternatives}
-    with pytest.raises(InfeasibleError, match=r"no plan fits in .* would help: ") as caught:
+    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits in .*what would fit, ") as caught:
         api.plan(
             factory, cluster="4xcpu", dtype="float64", optimizer="adamw", memory=min(peaks) - 1
         )
@@ -181,6 +181,7 @@ def test_a_plan_that_splits_nothing_says_so_and_why(factory: str) -> None:
     plan = api.plan(factory, cluster="3xcpu", memory=2**50, progress=said.append)
     warning, *others = plan.notes
     assert warning.startswith("warning: nothing is split: all 3 devices do all the work")
+    assert warning.endswith("; 8 samples do not divide over them: have the factory make 9")
     assert warning in said
     assert [line.split(":")[0] for line in others] == ["data_parallel", "fsdp"]
     for line in others:
@@ -190,8 +191,23 @@ def test_a_plan_that_splits_nothing_says_so_and_why(factory: str) -> None:
     assert any("megatron (tensor=3): " in line and line.endswith(" KiB") for line in said)
 
 
+def test_splitting_that_is_only_slower_is_not_blamed_on_the_batch(
+    factory: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "slow.yaml"
+    path.write_text(
+        "device: {name: c, memory: 4GiB, memory_bandwidth: 10GB/s, rates: {fp32: 200GFLOP/s}}\n"
+        "levels: [{name: modem, size: 2, bandwidth: 1kB/s}]\n"
+    )
+    warning = api.plan(factory, cluster=str(path)).notes[0]
+    assert "nothing is split" in warning
+    assert "the fastest plan that splits something, " in warning
+    assert " per device" in warning
+    assert "batch" not in warning
+
+
 def test_a_plan_that_splits_something_warns_of_nothing(factory: str) -> None:
-    plan = planned(factory, "4xcpu", "auto")
+    plan = planned(factory, "4xcpu", "data_parallel")
     assert plan.notes == ()
     assert not any("--memory" in line for line in plan.assumptions)
 

@@ -52,8 +52,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     with pytest.raises(InputError) as caught:
         next(data_parallel(perceptron(batch=6), CLUSTER))
     assert str(caught.value) == (
-        "batch tensor 'x' has 6 samples, which do not divide over 4 data-parallel ranks; use"
-        " --batch 8"
+        "batch tensor 'x' has 6 samples, which do not divide over 4 data-parallel ranks; take"
+        " 8 of them: --batch, or what the factory returns"
     )
 
 

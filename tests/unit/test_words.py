@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from parloom.ir.mesh import grid
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
-from parloom.report.words import idle_axes, idle_words, words
+from parloom.report.words import idle_axes, idle_words, splits, words
 from parloom.search.baselines import data_parallel, fsdp, megatron
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 
@@ -101,5 +101,9 @@ def test_an_axis_that_splits_nothing_is_idle() -> None:
     assert idle_words(plan) == (
         "warning: axis y splits no operator: its 3 devices do the same work",
     )
-    (line,) = idle_words(replace(plan, nodes=()))
-    assert line.startswith("warning: nothing is split: all 6 devices do all the work")
+    assert splits(plan)
+    nothing = replace(plan, nodes=())
+    assert not splits(nothing)
+    (line,) = idle_words(nothing, "its batch is odd")
+    what = "nothing is split: all 6 devices do all the work, no faster than one"
+    assert line == f"warning: {what}; its batch is odd"

@@ -251,6 +251,10 @@ def example_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Te
             copies[name] = torch.empty_like(tensor, device="meta")
         else:
             copies[name] = tensor.detach().clone()
+    shapes = {name: list(t.shape) for name, t in copies.items() if t.shape}
+    if shapes and not any(shape[0] for shape in shapes.values()):
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InputError(f"the batch has no samples ({given}); give one of the size to train with")
     return copies
 
 

@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
     number, unit = _split(text, expected)
     size = _bits_or_bytes(number, unit, "")
     if size is None:
-        raise _unknown(text, unit, expected)
+        raise _unknown(text, unit, expected, "B", "bit")
     _plausible(size, text, MOST_BYTES, "1 EiB")
     if size != int(size):
         raise InputError(f"{text!r} is not a whole number of bytes")
@@ -58,7 +58,7 @@ def parse_bandwidth(text: str) -> float:
     number, unit = _split(one[1] if one else text, expected)
     rate = _bits_or_bytes(number, unit, "/s")
     if rate is None:
-        raise _unknown(text, unit, expected)
+        raise _unknown(text, unit, expected, "B/s", "bit/s")
     return _plausible(_positive(rate, text), text, MOST_BYTES_PER_S, "1 EB/s", 1.0, "1 B/s")
 
 
@@ -77,7 +77,7 @@ def parse_flops_per_s(text: str) -> float:
     number, unit = _split(text, expected)
     prefix = unit.removesuffix("FLOP/s")
     if prefix == unit or prefix not in DECIMAL:
-        raise _unknown(text, unit, expected)
+        raise _unknown(text, unit, expected, "FLOP/s")
     rate = _positive(number * DECIMAL[prefix], text)
     return _plausible(rate, text, MOST_FLOPS_PER_S, "1e24 FLOP/s", 1.0, "1 FLOP/s")
 
@@ -177,11 +177,20 @@ def _refuse_sign(text: str, expected: str) -> None:
         raise InputError(f"{text!r} is no quantity: it is {what}; write {expected}")
 
 
-def _unknown(text: str, unit: str, expected: str) -> InputError:
+def _unknown(text: str, unit: str, expected: str, *bases: str) -> InputError:
+    """The error for a unit that is none of `bases` with a prefix; names those that are near."""
     match = _AMBIGUOUS.fullmatch(unit)
+    number = text.strip()[: -len(unit)].strip()
     if match is None:
-        return InputError(f"{text!r} has the unknown unit {unit!r}; write {expected}")
-    prefix, number = match[1] or match[3], text.strip()[: -len(unit)].strip()
+        near = [
+            f"{number}{prefix}{base}"
+            for base in bases
+            for prefix in PREFIXES
+            if unit.lower() in (f"{prefix}{base}".lower(), f"{prefix[:1]}{base}".lower())
+        ]
+        way = f"did you mean {' or '.join(near)}?" if near else f"write {expected}"
+        return InputError(f"{text!r} has the unknown unit {unit!r}; {way}")
+    prefix = match[1] or match[3]
     per = "/s" if (match[2] or match[4]) else ""
     return InputError(
         f"{text!r} is ambiguous: {unit!r} may mean bits or bytes; "

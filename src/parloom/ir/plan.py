@@ -194,6 +194,11 @@ class ModelSource:
     seq: int | None = None
     dtype: str | None = None
 
+    @property
+    def is_factory(self) -> bool:
+        """Whether a user's function makes the batch, so that --batch and --seq are refused."""
+        return ":" in self.spec and not self.spec.startswith("zoo:")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

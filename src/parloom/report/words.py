@@ -94,12 +94,18 @@ def idle_axes(decisions: Decisions) -> tuple[MeshAxis, ...]:
     )
 
 
-def idle_words(decisions: Decisions) -> tuple[str, ...]:
-    """A warning where devices do the same work as others."""
+def splits(decisions: Decisions) -> bool:
+    """Whether devices share the work at all."""
     idle, ranks = idle_axes(decisions), decisions.mesh.num_ranks
-    if idle and prod(axis.size for axis in idle) == ranks:
+    return ranks == 1 or prod(axis.size for axis in idle) < ranks
+
+
+def idle_words(decisions: Decisions, why: str = "") -> tuple[str, ...]:
+    """A warning where devices do the same work as others; `why` they all do."""
+    idle, ranks = idle_axes(decisions), decisions.mesh.num_ranks
+    if not splits(decisions):
         what = f"nothing is split: all {ranks} devices do all the work, no faster than one"
-        return (f"{WARNING}{what}; try a --batch that divides over them, or another --cluster",)
+        return (f"{WARNING}{what}{why and '; '}{why}",)
     return tuple(
         f"{WARNING}axis {axis.name} splits no operator: its {axis.size} devices do the same work"
         for axis in idle
