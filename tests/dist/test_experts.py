@@ -60,3 +60,18 @@ def test_places_tell_everything() -> None:
     assert rows.flatten().tolist() == [11, 10, 11]
     assert places.tolist() == [1 * 8 + 6, 3 * 8 + 4, 3 * 8 + 7]  # expert x 8 pairs + pair
     assert total.flatten().tolist() == [10 * 1, 11 * 3 + 11 * 4]
+
+
+def test_rows_of_no_expert_are_zero() -> None:
+    """As those that a model drops by an expert's number that there is not."""
+    rows = torch.ones(3, 4, requires_grad=True)
+    places = torch.tensor([0, PAIRS + 1, 2 * PAIRS + 2])
+    torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
+    try:
+        made = rt.grouped_mm(rows, torch.ones(2, 4, 5), places, torch.arange(2), PAIRS)
+        torch.autograd.backward(made, torch.ones(3, 5))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made.tolist() == [[4.0] * 5, [4.0] * 5, [0.0] * 5]
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[5.0] * 4, [5.0] * 4, [0.0] * 4]

@@ -83,8 +83,10 @@ def _grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if _kernel_takes(rows, matrices):
         return F.grouped_mm(rows, matrices, offs=ends)
     result = rows.new_empty(len(rows), matrices.shape[2])
+    stop = 0
     for matrix, start, stop in _groups(matrices, ends):
         torch.mm(rows[start:stop], matrix, out=result[start:stop])
+    result[stop:] = 0  # rows of no expert
     return result
 
 
@@ -98,7 +100,7 @@ def _grouped_mm_backward(
         if matrices.stride(1) == 1:  # transposed, as `empty_like` would make it
             return of_rows, F.grouped_mm(grad.t(), rows, offs=ends).transpose(1, 2)
         return of_rows, F.grouped_mm(rows.t(), grad, offs=ends)
-    of_rows, of_matrices = torch.empty_like(rows), torch.empty_like(matrices)
+    of_rows, of_matrices = torch.zeros_like(rows), torch.empty_like(matrices)
     for i, (matrix, start, stop) in enumerate(_groups(matrices, ends)):
         torch.mm(grad[start:stop], matrix.t(), out=of_rows[start:stop])
         torch.mm(rows[start:stop].t(), grad[start:stop], out=of_matrices[i])

@@ -25,6 +25,11 @@ def reduced_dims(site: Site, position: int = 1) -> tuple[int, ...]:
     return tuple(d % max(rank, 1) for d in dims) or tuple(range(rank))
 
 
+def is_complex(site: Site) -> bool:
+    """Whether an operand is of complex numbers."""
+    return any(spec.dtype.startswith("complex") for spec in site.operands)
+
+
 def kept_shape(site: Site, gone: tuple[int, ...]) -> tuple[int, ...]:
     """The operand's shape with reduced dims of size 1."""
     return tuple(1 if d in gone else n for d, n in enumerate(site.operands[0].shape))
@@ -33,9 +38,13 @@ def kept_shape(site: Site, gone: tuple[int, ...]) -> tuple[int, ...]:
 def reduction(
     combine: str = "sum", kind: str = "plain", position: int = 1
 ) -> Callable[[Site], Rule]:
-    """A rule where the dims given at `position` are contracted, of a kind, and combined so."""
+    """A rule where the dims given at `position` are contracted, of a kind, and combined so.
+
+    Local programs are about real numbers: dims that are local are whole where numbers are complex.
+    """
 
     def rule(site: Site) -> Rule:
+        own = WHOLE if kind == LOCAL and is_complex(site) else kind
         rank = len(site.operands[0].shape)
         gone = reduced_dims(site, position)
         names = [f"d{i}" for i in range(rank)]
@@ -43,7 +52,7 @@ def reduction(
             out = ["1" if i in gone else n for i, n in enumerate(names)]
         else:
             out = [n for i, n in enumerate(names) if i not in gone]
-        kinds = {names[d]: kind for d in gone if d < rank} if kind != "plain" else None
+        kinds = {names[d]: own for d in gone if d < rank} if own != "plain" else None
         return build([names], [out] * len(site.results), site, kinds, combine)
 
     return rule
@@ -155,7 +164,7 @@ def _order(site: Site) -> float:
 
 
 def _norm_rule(site: Site) -> Rule:
-    """Reduced dims are local; those of a complex tensor, or in another dtype, whole."""
+    """Reduced dims are local, those of a norm in another dtype whole."""
     other = any(s.dtype != site.operands[0].dtype for s in site.results)
     return reduction("sum", WHOLE if other else LOCAL, 2)(site)
 
@@ -198,7 +207,7 @@ def _distance_rule(site: Site) -> Rule:
     rank = max(len(s.shape) for s in site.operands)
     names = [f"d{i}" for i in range(rank)]
     operands = [names[rank - len(s.shape) :] for s in site.operands]
-    return build(operands, [[]], site, dict.fromkeys(names, LOCAL))
+    return build(operands, [[]], site, dict.fromkeys(names, WHOLE if is_complex(site) else LOCAL))
 
 
 def expand_distance(site: Site, sharded: frozenset[str]) -> Function:

@@ -23,14 +23,19 @@ def _along(position: int, default: int = -1) -> Callable[[Site], Rule]:
     return rule
 
 
+def _blocks(length: int) -> int:
+    """Into how many blocks a running sum over so many elements is cut."""
+    return gcd(length, MAX_BLOCKS) if length else 1
+
+
 def _sum_rule(site: Site) -> Rule:
     """The dim is blocks of elements: blocks may be in several shards, a block is whole."""
     shape = site.operands[0].shape
     if not shape:
         return along(site, frozenset())
     dim = site.dim(1, len(shape))
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"b": gcd(shape[dim], MAX_BLOCKS)}
-    sizes["c"] = shape[dim] // max(sizes["b"], 1)
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"b": _blocks(shape[dim])}
+    sizes["c"] = shape[dim] // sizes["b"]
     dims = [f"d{d}" if d != dim else "b c" for d in range(len(shape))]
     return products(sizes, [dims], [dims], {"b": LOCAL, "c": WHOLE})
 
@@ -43,7 +48,7 @@ def expand_sum(site: Site, sharded: frozenset[str]) -> Function:
     given, result = site.operands[0], site.results[0]
     spec = wide(result)
     shape, dim = spec.shape, site.dim(1, len(spec.shape))
-    blocks = gcd(shape[dim], MAX_BLOCKS)
+    blocks = _blocks(shape[dim])
     cut = TensorSpec((*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]), spec.dtype)
     row = TensorSpec((*shape[:dim], blocks, *shape[dim + 1 :]), spec.dtype)
     column = TensorSpec((*shape[:dim], blocks, 1, *shape[dim + 1 :]), spec.dtype)
