@@ -39,7 +39,7 @@ DENSE = ("linear", "addmm", "mm")
 
 
 def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
-    """The best plan of every chain.
+    """The best plan of every chain, and data parallelism, from which the first one starts.
 
     Raises `InputError` for more than one microbatch, which FlexFlow does not have.
     """
@@ -58,6 +58,7 @@ def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decision
     starts = {"data parallel": samples, "expert": expert(program, mesh, samples)}
     starts["random"] = tuple(search.rng.choice(menu) for menu in search.menus)
     budget = max(1, (question.budget or PROPOSALS) // len(starts))
+    yield joined(replace(base, mesh=mesh, nodes=delta.nodes(samples)))
     for name, start in starts.items():
         cost, assignments = search.chain(start, budget)
         say(f"flexflow: from {name}: estimated {cost / 1e12:.4g} s")
