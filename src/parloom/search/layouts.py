@@ -184,12 +184,19 @@ class LayoutProblem:
         return menu_of(operator, self.prices.single, allowed and filter(allowed, every))
 
     def _homes(self, weight: Weight) -> Iterator[Home]:
-        for star, reader in enumerate(weight.readers):
-            states = self.menus[reader.operator].operands[reader.operand].values
+        """Every layout that a reader wants, with what readers leave partial together."""
+        wanted = [self.menus[r.operator].operands[r.operand].values for r in weight.readers]
+        together: set[frozenset[str]] = {frozenset()}
+        for states in wanted:
+            needed = {frozenset((*s.varying, *s.layout.axes)) for s in states}
+            together = {some | more for some in together for more in needed}
+        for star, states in enumerate(wanted):
             for layout in dict.fromkeys(state.layout for state in states):
                 free = [a for a in self.mesh.names if a not in layout.axes]
+                left = {some.intersection(free) for some in together}
                 for reduce in subsets(free) if weight.trainable else ((),):
-                    yield Home(layout, tuple(sorted(reduce)), star)
+                    if frozenset(reduce) in left or not weight.trainable:
+                        yield Home(layout, tuple(sorted(reduce)), star)
 
     def _operator_parts(self, index: int) -> Totals:
         """Prices of all choices of an operator, all its calls together: [choice, part]."""
