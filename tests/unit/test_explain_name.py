@@ -73,7 +73,7 @@ def test_an_operator() -> None:
     assert weight["from"] == "parameter blocks.1.down.weight"
     terms = {term["what"]: term for term in found["terms"]}
     assert terms["computing"]["forward_s"] > 0
-    memory = terms["memory traffic, a part of computing"]
+    memory = terms["its memory traffic"]
     assert memory["bytes"] == 4 * (64 * 64 + 64 * 32 + 64 * 32)
     assert 0 < memory["forward_s"] < terms["computing"]["forward_s"]
     assert terms["to blocks.1:add#0: reduce (all_reduce)"]["axes"] == ["tensor"]

@@ -66,7 +66,7 @@ def prices(case: Case, flat: FlatNode) -> Iterator[Price]:
         step_s=sum(map(runs.ps, computed)) / PS,
     )
     yield Price(
-        "memory traffic, a part of computing",
+        "its memory traffic",
         num_bytes=memory_bytes(case, computed),
         forward_s=memory_s(case, computed),
     )

@@ -38,7 +38,7 @@ def words(graph: Graph, decisions: Decisions) -> tuple[str, ...]:
         what = " and ".join(filter(None, (", ".join(roles[:-1]), roles[-1])))
         lines.append(f"{what} of {_count(count, 'parameter')} stored {over}{where}")
     if len(stored) > MOST:
-        lines.append(f"and {len(stored) - MOST} more ways to store parameters")
+        lines.append(f"and {_count(len(stored) - MOST, 'more way')} to store parameters")
     if not stored and decisions.mesh.num_ranks > 1:
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
