@@ -67,6 +67,12 @@ def test_unknown_names_give_the_nearest(name: str, hint: str) -> None:
     assert repr(hint) in str(error.value)
 
 
+def test_where_nothing_is_near_the_top_is_shown() -> None:
+    with pytest.raises(InputError) as error:
+        NAMES.find("zzz")
+    assert str(error.value).endswith("; at the top are main, block, tokens, blocks, head")
+
+
 def test_a_graph_without_blocks() -> None:
     names = Names(fused())
     heads = names.find("heads")

@@ -13,6 +13,8 @@ from parloom.cost.ledger import MAIN
 from parloom.errors import InputError, nearest
 from parloom.ir.graph import Call, FlatNode, Graph, Input
 
+SHOWN = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -48,9 +50,15 @@ class Names:
         if found is not None:
             return found
         known = dict.fromkeys([*self.operators, *self.inputs, *self.paths, *self.values])
-        raise InputError(
-            f"no operator, parameter, tensor or module {name!r} in the plan{nearest(name, known)}"
-        )
+        hint = nearest(name, known)
+        if "did you mean" not in hint:  # thousands of names help nobody
+            hint = f"; at the top are {', '.join([MAIN, *self._top()][:SHOWN])}"
+        raise InputError(f"no operator, parameter, tensor or module {name!r} in the plan{hint}")
+
+    def _top(self) -> Iterator[str]:
+        """Block kinds, and module paths that are in no other."""
+        yield from self.graph.by_name
+        yield from (path for path in self.paths if "." not in path)
 
     @cached_property
     def operators(self) -> Mapping[str, FlatNode]:
