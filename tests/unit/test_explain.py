@@ -73,6 +73,13 @@ def test_any_plan(seed: int) -> None:
     check(case_of(GRAPH, CLUSTER, next(random_plans(GRAPH, CLUSTER, seed=seed))))
 
 
+def test_padded_vocabularies() -> None:
+    graph = stack(2, vocab=63)
+    plan = next(p for p in megatron(graph, CLUSTER) if p.mesh["tensor"].size == 2)
+    assert plan.rewrites
+    check(case_of(graph, CLUSTER, plan))
+
+
 def test_one_device() -> None:
     cluster = load_cluster("1xH100")
     (plan,) = data_parallel(GRAPH, cluster)
