@@ -21,7 +21,7 @@ from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_
 from parloom.report.words import constraint_line
 from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import AUTO, Candidate, base_of, smallest
-from parloom.search.conflicts import check_pins, smallest_conflict
+from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict
 from parloom.search.meshes import logical_meshes
 from parloom.search.pinned import clashes, resolve
@@ -131,25 +131,34 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
     """`found` with each pin and the best plan without it, then all pins, then the limit on memory;
     Ctrl-C leaves out what is still to be asked.
     """
-    pins = ask.pinned.pins
-    without = [
-        (pin.text, replace(ask, pinned=ask.pinned.only([p for p in pins if p is not pin])))
-        for pin in pins
-    ]
+    pins, there = ask.pinned.pins, ask.machine.cluster.device.memory_bytes
+    asked = [(pin.text, [p for p in pins if p is not pin], ask.limit) for pin in pins]
     if len(pins) > 1:
-        without.append((ALL, replace(ask, pinned=ask.pinned.only(()))))
-    there = ask.machine.cluster.device.memory_bytes
+        asked.append((ALL, [], ask.limit))
     if memory and ask.limit < there:
-        without.append((f"--memory {memory}", replace(ask, limit=there)))
-    constraints = []
+        asked.append((f"--memory {memory}", list(pins), there))
+    constraints, text = [], ALL
     try:
-        for text, other in without:
-            constraints.append(_constraint(text, found, choose(other, _silent)))
+        # The best of all is the best without a pin, if it holds the others.
+        free = _best_of(ask, [], ask.limit, found) if len(pins) > 1 else None
+        for text, kept, limit in asked:
+            plan = free if limit == ask.limit else None
+            if plan is None or broken(ask.pinned.only(kept), ask.graph, plan.decisions):
+                plan = _best_of(ask, kept, limit, found)
+            constraints.append(_constraint(text, found, plan))
             say(constraint_line(constraints[-1], found))
     except KeyboardInterrupt:
         line = f"what {text} costs is left out: {INTERRUPTED}"
         found = replace(found, notes=(line, *found.notes))
     return replace(found, constraints=tuple(constraints))
+
+
+def _best_of(ask: Ask, pins: Sequence[Pin], limit: int, found: Plan) -> Plan:
+    """The best plan with fewer pins or more memory; `found` where a budget ends before one."""
+    try:
+        return choose(replace(ask, pinned=ask.pinned.only(pins), limit=limit), _silent)
+    except InfeasibleError:
+        return found
 
 
 def _constraint(text: str, found: Plan, other: Plan) -> Constraint:

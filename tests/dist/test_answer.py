@@ -166,9 +166,9 @@ def test_ctrl_c_while_costs_are_found_keeps_the_plan(
         return choose.choose(ask, say)
 
     monkeypatch.setattr(answer, "choose", once)
-    found = api.search(captured, cluster=CLUSTER, pin=["layers.0=n", "layers.1=n"])
+    found = api.search(captured, cluster=CLUSTER, pin=["layers.0=replicated", "layers.1=n"])
     assert found.interrupted
-    assert [cost.text for cost in found.constraints] == ["--pin layers.0=n"]
+    assert [cost.text for cost in found.constraints] == ["--pin layers.0=replicated"]
     assert found.notes[0].startswith("what --pin layers.1=n costs is left out: interrupted")
 
 
