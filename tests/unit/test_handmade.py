@@ -8,6 +8,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels, LocalOperator, Seconds
 from parloom.cost.software import GENERATIONS, Software
 from parloom.cost.step import priced
+from parloom.cost.tasks import OPTIMIZER
 from parloom.cost.works import Called, Work
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
@@ -253,10 +254,10 @@ def test_a_fused_optimizer_needs_no_memory_of_its_own() -> None:
     found = built(replace(PLAIN, data=4, num_microbatches=4))
     cluster, weights = machine(found.chosen), EMBEDDINGS + DEPTH * BLOCK
     peaks = [
-        dict(found.play(cluster, Kernels(cluster.device, software)).prediction().memory)
+        found.play(cluster, Kernels(cluster.device, software)).processes[0].memory.peaks[OPTIMIZER]
         for software in (Software("one by one"), Software("at once", fused_optimizer=True))
     ]
-    assert peaks[0]["optimizer"] - peaks[1]["optimizer"] == 4 * weights  # denominators
+    assert peaks[0] - peaks[1] == 4 * weights  # denominators
 
 
 def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> None:

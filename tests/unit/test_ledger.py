@@ -47,6 +47,7 @@ def check(found: Ledger, timeline: Timeline) -> None:
         if cause.what == WAITING:
             waited[cause.transfer] = waited.get(cause.transfer, 0) + ps
     assert waited == timeline.exposed()
+    assert found.peak.held == timeline.processes[0].memory.at_peak
     assert sum(sent.waited_ps for sent in found.sent) == sum(waited.values())
     assert found.busy.get(COMPUTING, 0) == timeline.busy()[COMPUTE]
     assert found.peak.num_bytes == timeline.peak_bytes

@@ -162,13 +162,15 @@ def test_simulate_prints_and_writes(
     assert cli.main(["simulate", plan_path, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {
-        "step_s", "bound_s", "source", "band_s", "notes", "peak_bytes", "devices", "trace"
+        "step_s", "lower_bound_s", "source", "band_s", "notes", "peak_bytes", "devices", "trace"
     }  # fmt: skip
     assert document["source"] == "spec"
     assert document["band_s"][0] < document["step_s"] < document["band_s"][1]
     (device,) = document["devices"]
     assert set(device["memory"]) == set(COMPONENTS)
-    assert document["bound_s"] <= document["step_s"]
+    assert sum(device["memory_at_peak"].values()) == document["peak_bytes"]
+    assert sum(device["memory"].values()) >= document["peak_bytes"]
+    assert document["lower_bound_s"] <= document["step_s"]
     waited = sum(device["exposed_s"].values())
     assert device["busy_s"]["compute"] + waited == pytest.approx(document["step_s"])
 

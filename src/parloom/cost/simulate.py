@@ -204,6 +204,7 @@ def _memory(segment: Segment) -> Memory:
     """Memory changes in the order of the program, whatever the times."""
     held, peaks = [0] * len(COMPONENTS), [0] * len(COMPONENTS)
     total = peak = 0
+    at_peak = tuple(held)
     changes: Changes
     for note in segment.notes:
         for changes in (note.before, note.after):
@@ -211,8 +212,9 @@ def _memory(segment: Segment) -> Memory:
                 held[component] += size
                 total += size
                 peaks[component] = max(peaks[component], held[component])
-            peak = max(peak, total)
-    return Memory(tuple(held), tuple(peaks), peak)
+            if total > peak:
+                peak, at_peak = total, tuple(held)
+    return Memory(tuple(held), tuple(peaks), peak, at_peak)
 
 
 def _renamed(state: State, names: Mapping[str, str]) -> State:

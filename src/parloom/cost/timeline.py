@@ -16,20 +16,25 @@ MAX_INSTRUCTIONS = 300_000
 class Memory:
     """Bytes per component after something minus before it, and the most above before it.
 
-    `peak` is the most of all components together, which need not peak at once.
+    `peak` is the most of all components together, which need not peak at once; `at_peak` is what
+    each of them has then.
     """
 
     net: tuple[int, ...] = NOTHING
     peaks: tuple[int, ...] = NOTHING
     peak: int = 0
+    at_peak: tuple[int, ...] = NOTHING
 
     def then(self, other: "Memory") -> "Memory":
         """This one, and then the other."""
         peaks = zip(self.peaks, self.net, other.peaks, strict=True)
+        later = sum(self.net) + other.peak
+        at_later = tuple(a + b for a, b in zip(self.net, other.at_peak, strict=True))
         return Memory(
             tuple(a + b for a, b in zip(self.net, other.net, strict=True)),
-            tuple(max(own, net + later) for own, net, later in peaks),
-            max(self.peak, sum(self.net) + other.peak),
+            tuple(max(own, net + other_peak) for own, net, other_peak in peaks),
+            max(self.peak, later),
+            self.at_peak if self.peak >= later else at_later,
         )
 
 
@@ -114,7 +119,7 @@ class Process:
     @property
     def memory(self) -> Memory:
         """All of the step, above nothing."""
-        memory = Memory(self.base, self.base, sum(self.base))
+        memory = Memory(self.base, self.base, sum(self.base), self.base)
         for span in self.spans:
             memory = memory.then(span.played.memory)
         return memory
@@ -139,10 +144,10 @@ class Timeline:
         return max(process.memory.peak for process in self.processes)
 
     def prediction(self) -> Prediction:
-        """As a plan stores it: components at their own peaks, of the device that holds the most."""
+        """As a plan stores it: what the device that holds the most has of each component then."""
         memory = max((p.memory for p in self.processes), key=lambda memory: memory.peak)
-        peaks = tuple((n, s) for n, s in zip(COMPONENTS, memory.peaks, strict=True))
-        return Prediction(self.step_s, memory.peak, peaks, "spec")
+        parts = tuple(zip(COMPONENTS, memory.at_peak, strict=True))
+        return Prediction(self.step_s, memory.peak, parts, "spec")
 
     def busy(self, process: int = 0) -> dict[str, int]:
         """Picoseconds that the compute stream and the channels are busy."""

@@ -153,6 +153,7 @@ class Decisions:
 class Prediction:
     """What the cost layer expects of one step; `source` is spec, calibrated or measured.
 
+    `memory` is what each component has at the instant at which most is held: `peak_bytes` in all.
     `error`: nine steps in ten take between 1/e^error and e^error times as long.
     """
 

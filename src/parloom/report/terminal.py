@@ -15,6 +15,7 @@ from parloom.ir.text import parse_graph
 from parloom.report.words import constraint_line, source_words, words
 
 BAR_WIDTH = 32
+MEMORY = "memory per device when most is held (optimizer: its state, and what an update works on)"
 
 
 def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> RenderableType:
@@ -22,7 +23,7 @@ def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> Rend
     parts: list[RenderableType] = [Text(_title(plan, cluster), style="bold"), Text("")]
     parts.append(_facts(plan, cluster))
     if plan.prediction is not None:
-        parts += [Text(""), Text("memory per device"), _memory(plan, cluster)]
+        parts += [Text(""), Text(MEMORY), _memory(plan, cluster)]
     if plan.alternatives:
         parts += [Text(""), _alternatives(plan)]
     costs = tuple(constraint_line(constraint, plan) for constraint in plan.constraints)

@@ -26,7 +26,9 @@ def timeline_screen(
     gap = step / timeline.bound_ps - 1 if timeline.bound_ps else 0.0
     parts: list[RenderableType] = [
         Text(title, style="bold"),
-        Text(f"step time {format_seconds(step / 1e12)} (at least {bound}, {gap:+.1%})"),
+        Text(
+            f"step time {format_seconds(step / 1e12)} (of this plan at least {bound}, {gap:+.1%})"
+        ),
         Text(source_words(source.name, source.error, timeline.step_s)),
         *(Text(note) for note in source.notes),
     ]
@@ -35,20 +37,27 @@ def timeline_screen(
         exposed = timeline.exposed(index)
         if exposed:
             parts += [Text("waiting for"), _amounts(exposed, step)]
-        parts += [Text("memory over the step"), _memory(timeline, index)]
+        parts += [
+            Text("memory over the step, and the most of each, not all at once"),
+            _memory(timeline, index),
+        ]
     return Group(*parts)
 
 
 def timeline_document(
     timeline: Timeline, names: Sequence[str], trace: str | None, source: Source
 ) -> dict[str, Any]:
-    """What `simulate --json` prints; seconds and bytes."""
+    """What `simulate --json` prints; seconds and bytes.
+
+    `lower_bound_s` is what no overlap of this plan's work can beat; a plan's `bound_s` is what no
+    plan can. `memory` is the most of each component, `memory_at_peak` what makes up `peak_bytes`.
+    """
     return {
         "step_s": timeline.step_ps / 1e12,
         "source": source.name,
         "band_s": list(source.band(timeline.step_s)),
         "notes": list(source.notes),
-        "bound_s": timeline.bound_ps / 1e12,
+        "lower_bound_s": timeline.bound_ps / 1e12,
         "peak_bytes": timeline.peak_bytes,
         "devices": [
             {
@@ -57,6 +66,7 @@ def timeline_document(
                 "exposed_s": {k: ps / 1e12 for k, ps in timeline.exposed(index).items()},
                 "peak_bytes": process.memory.peak,
                 "memory": dict(zip(COMPONENTS, process.memory.peaks, strict=True)),
+                "memory_at_peak": dict(zip(COMPONENTS, process.memory.at_peak, strict=True)),
             }
             for index, (name, process) in enumerate(zip(names, timeline.processes, strict=True))
         ],

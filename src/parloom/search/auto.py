@@ -170,7 +170,7 @@ class _Hunt:
             self.say(f"mesh {sizes}: nothing fits")
             return
         estimate = f"estimated {on_mesh.promise_ps / 1e12:.4g} s"
-        least = f"none below {on_mesh.found.bound_ps / 1e12:.4g} s"
+        least = f"no estimate below {on_mesh.found.bound_ps / 1e12:.4g} s"
         best = min((p.step_ps for p in self.proposals), default=0)
         bound = min(self.least)
         so_far = f"best so far {best / 1e12:.4g} s, bound {bound / 1e12:.4g} s"
