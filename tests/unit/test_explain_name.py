@@ -11,7 +11,7 @@ from parloom.cost.simulate import simulate
 from parloom.cost.timeline import Timeline
 from parloom.ir.graph import Graph
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import ActivationDecision, Decisions, ParameterDecision, Storage
+from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.report.case import Case
 from parloom.report.edges import bound_of, own_ps, prices
 from parloom.report.explain import Document
@@ -86,6 +86,20 @@ def test_an_operator() -> None:
         for cause in other["causes"]
     )
     assert way_words(other) == "data: samples"
+
+
+def test_a_faster_way_is_pointed_out() -> None:
+    """One operator alone is split the wrong way round."""
+    (plan,) = data_parallel(GRAPH, CLUSTER)
+    wrong = NodeDecision("head:linear#0", (("k", ("data",)),))
+    nodes = tuple(node for node in plan.nodes if node.key != wrong.key)
+    case = case_of(GRAPH, CLUSTER, replace(plan, nodes=(*nodes, wrong)))
+    found = explained(case, "head")
+    assert found["runners_up"][0]["difference_ps"] < 0
+    assert "faster than the plan's own way" in screen(name_screen(found, "plan.json"))
+    kept = explained(case_of(GRAPH, CLUSTER, plan), "head")
+    assert kept["runners_up"][0]["difference_ps"] > 0
+    assert "faster than the plan's own way" not in screen(name_screen(kept, "plan.json"))
 
 
 def test_what_an_operator_is_bound_by() -> None:

@@ -15,6 +15,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import Movement
 from parloom.ir.plan import ActivationDecision, Decisions, Optimizer
+from parloom.ir.step_program import EACH_MICROBATCH, EACH_PASS
 from parloom.search.baselines import fsdp, megatron, random_plans
 from tests.unit.graphs import stack
 from tests.unit.test_simulate import DEPTH, chunked, model
@@ -90,5 +91,8 @@ def test_terms_of_a_parameter() -> None:
         terms = list(parameter_terms(found, pcg.parameters[0]))
         assert [term.name for term in terms] == wanted
         assert all(term.ps > 0 for term in terms)
+    # The last unit stays whole between the passes, the others are gathered again.
+    first, last = (next(parameter_terms(found, p)) for p in (pcg.parameters[0], pcg.parameters[-1]))
+    assert (first.when, last.when) == (EACH_PASS, EACH_MICROBATCH)
     frozen = replace(pcg.parameters[0], input=replace(pcg.parameters[0].input, trainable=False))
     assert [term.name for term in parameter_terms(found, frozen)][-1] != "update"

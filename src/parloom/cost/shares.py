@@ -5,7 +5,7 @@ computes. What is left at the end of a function is moved for those that take its
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parloom.cost.liveness import Lives
 from parloom.cost.parameters import Transfer
@@ -24,7 +24,7 @@ from parloom.ir.pcg import (
     operands_of,
     results_of,
 )
-from parloom.ir.step_program import EACH_STEP
+from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,12 @@ def _keys(function: Function, items: Sequence[Item]) -> list[str]:
     return keys[::-1]
 
 
+# What is done with parameters.
+GATHERS, REDUCES, PUBLISHES, UPDATES = (
+    "gather the weight", "reduce the gradient", "gather the updated weight", "update",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """What a parameter adds to a step besides computing: its part of a collective or of the update.
@@ -141,13 +147,15 @@ def parameter_terms(found: Priced, parameter: PParameter) -> Iterator[Term]:
     with.
     """
     priced, name = found.parameters, parameter.input.value.name
-    gathers, publications = priced.gathers, priced.publications
+    home, gathers = priced.home_bytes(parameter), priced.gathers
+    # Main's own weights, and those of the last unit, stay whole from forward to backward pass.
+    stay = {"", None, gathers[-1].unit if gathers else None}
+    kept = tuple(replace(g, when=EACH_MICROBATCH) if g.unit in stay else g for g in gathers)
     for transfers, size, words in (
-        (gathers, priced.home_bytes(parameter), "gather the weight"),
-        ((*priced.unit_reductions, *found.buckets), priced.gradient_bytes(parameter),
-         "reduce the gradient"),
-        (publications, priced.home_bytes(parameter), "gather the updated weight"),
-    ):  # fmt: skip
+        (kept, home, GATHERS),
+        ((*priced.unit_reductions, *found.buckets), priced.gradient_bytes(parameter), REDUCES),
+        (priced.publications, home, PUBLISHES),
+    ):
         for transfer in transfers:
             if name in transfer.parameters:
                 yield from _travels(transfer, size, words)
@@ -157,7 +165,7 @@ def parameter_terms(found: Priced, parameter: PParameter) -> Iterator[Term]:
         size = owned * priced.master_width(parameter)
         kernels, states = found.walker.kernels, priced.optimizer.num_states
         seconds = kernels.update_s(size, states) - kernels.software.launch_s
-        yield Term("update", None, EACH_STEP, size, picoseconds(max(0.0, seconds)))
+        yield Term(UPDATES, None, EACH_STEP, size, picoseconds(max(0.0, seconds)))
 
 
 def _travels(transfer: Transfer, size: int, words: str) -> Iterator[Term]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from parloom.cost.kernels import local_operator
-from parloom.cost.shares import Runs, Share, Term, parameter_terms
+from parloom.cost.shares import GATHERS, REDUCES, Runs, Share, Term, parameter_terms
 from parloom.cost.works import Exchange
 from parloom.ir.graph import DTYPE_BYTES, FlatNode
 from parloom.ir.pcg import Compute, Movement, PFunction, PParameter, PValue, results_of
@@ -94,12 +94,11 @@ def parameter_prices(case: Case, parameter: PParameter) -> Iterator[Price]:
     found: Term
     for found in parameter_terms(case.priced, parameter):
         seconds = found.ps / PS
-        forward_s = seconds if found.when == EACH_PASS else 0.0
-        backward_s = seconds if "weight" not in found.name or forward_s else 0.0
+        backward = found.when == EACH_PASS or found.name.startswith(REDUCES)
         yield Price(
             found.name, name, found.exchange.axes if found.exchange else (),
             level_of(case, found.exchange), found.num_bytes,
-            forward_s, backward_s if found.exchange else 0.0,
+            seconds if found.name.startswith(GATHERS) else 0.0, seconds if backward else 0.0,
             seconds * times.get(found.when, 1),
         )  # fmt: skip
 

@@ -129,7 +129,9 @@ def _ways(document: Document) -> list[RenderableType]:
     reasons = table_of(("way", "against the plan"))
     for row in rows:
         reasons.add_row(f"  {way_words(row)}", sentence(row))
-    return [Text(title, "bold"), table, Text(""), reasons]
+    faster = best[0]["difference_ps"] < 0 and best[0]["fits"]
+    note = [Text("  the first is faster than the plan's own way: plan again with --method auto")]
+    return [Text(title, "bold"), table, *(note if faster else []), Text(""), reasons]
 
 
 def way_words(row: Mapping[str, Any]) -> str:
