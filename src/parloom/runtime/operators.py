@@ -15,7 +15,8 @@ Digits = tuple[Digit, ...]
 def local_positions(index: Tensor, ctx: Context, digits: Digits) -> tuple[Tensor, Tensor]:
     """Where global indices lie in this rank's shard of a dim, and which of them lie in it at all.
 
-    Indices outside the shard (or the dim) get position 0.
+    Indices of other shards get position 0, those that the dim does not have one that no shard has,
+    so that torch refuses them as it does on one device.
     """
     inside = torch.ones_like(index, dtype=torch.bool)
     position = torch.zeros_like(index)
@@ -31,8 +32,9 @@ def local_positions(index: Tensor, ctx: Context, digits: Digits) -> tuple[Tensor
         else:
             inside = inside & (value == coordinates[digit])
         unit *= size
-    inside = inside & (index >= 0) & (index < unit)
-    return torch.where(inside, position, 0), inside
+    there = (index >= 0) & (index < unit)
+    inside = inside & there
+    return torch.where(inside, position, 0).masked_fill(~there, local_unit + 1), inside
 
 
 def embedding(
@@ -91,9 +93,14 @@ def ragged_bag(  # noqa: PLR0917 - torch's own arguments, and where the shard li
     return total / count.clamp(min=1).unsqueeze(-1)
 
 
-def pick(x: Tensor, index: Tensor, ctx: Context, digits: Digits) -> Tensor:
-    """x[n, index[n, ..], ..] where dim 1 is sharded: zero where another rank has the element."""
-    return gather(x, 1, index.unsqueeze(1), ctx, digits).squeeze(1)
+def pick(x: Tensor, index: Tensor, ctx: Context, digits: Digits, ignored: int = -100) -> Tensor:
+    """x[n, index[n, ..], ..] where dim 1 is sharded: zero where another rank has the element.
+
+    And where the index is `ignored`, which need not be one of the dim's.
+    """
+    unknown = index == ignored
+    found = gather(x, 1, index.masked_fill(unknown, 0).unsqueeze(1), ctx, digits).squeeze(1)
+    return found.masked_fill(unknown, 0)
 
 
 def gather(x: Tensor, dim: int, index: Tensor, ctx: Context, digits: Digits) -> Tensor:
@@ -195,7 +202,9 @@ def index_put(
     places, inside = _positions(indices, ctx, digits)
     dim = next(i for i, place in enumerate(places) if isinstance(place, Tensor))
     size = x.shape[dim]
-    places[dim] = torch.where(inside, places[dim], size)  # type: ignore[arg-type]
+    place = places[dim]
+    assert isinstance(place, Tensor)
+    places[dim] = torch.where(inside, place, place.clamp(min=size))
     given = [p if isinstance(p, Tensor) else None for p in places]
     written: Tensor = torch.ops.aten.index_put(_with_room(x, dim), given, values, accumulate)
     return written.narrow(dim, 0, size)
@@ -215,7 +224,7 @@ def write(
         index = torch.where(index < 0, index + whole, index)
     position, inside = local_positions(index, ctx, digits)
     size = x.shape[dim]
-    position = torch.where(inside, position, size)
+    position = torch.where(inside, position, position.clamp(min=size))
     written: Tensor = getattr(torch, op)(_with_room(x, dim), dim, position, *given, **options)
     return written.narrow(dim, 0, size)
 

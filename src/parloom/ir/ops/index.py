@@ -265,7 +265,9 @@ def _pick_rule(site: Site) -> Rule:
 
 
 def _pick(e: Emission) -> str:
-    return f"rt.pick({e.arg(0)}, {e.arg(1)}, ctx, {e.operand_digits(1)})"
+    ignored = e.site.arg(2, "ignored")
+    extra = "" if ignored is None else f", ignored={e.code(ignored)}"
+    return f"rt.pick({e.arg(0)}, {e.arg(1)}, ctx, {e.operand_digits(1)}{extra})"
 
 
 def _tail_rule(site: Site) -> Rule:

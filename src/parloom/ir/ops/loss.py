@@ -96,6 +96,11 @@ class _Classes:
         """A node whose result has one number per sample."""
         return self.body.add(op, self.row, *args)
 
+    def picked(self, x: str) -> str:
+        """The element of each sample's own class; zero for ignored samples."""
+        ignored = self.site.integer(4, "ignore_index", IGNORED)
+        return self.add("parloom.pick", x, self.target, *(() if ignored == IGNORED else (ignored,)))
+
     def over_classes(self, op: str, x: str) -> str:
         return self.body.add(op, self.row, x, (1,), False)
 
@@ -161,7 +166,7 @@ def _hard_losses(p: _Classes, count: str) -> str:
     """Losses of targets that are class numbers, over classes in several shards."""
     body, classes = p.body, p.full.shape[1]
     shifted, log_total = p.log_weights()
-    losses = p.add("sub", log_total, p.add("parloom.pick", shifted, p.target))
+    losses = p.add("sub", log_total, p.picked(shifted))
     losses = p.add("mul", losses, count)
     if not p.smoothing:
         return losses
@@ -202,7 +207,7 @@ def expand_nll(site: Site, sharded: frozenset[str]) -> Function:
     mean = site.integer(3, "reduction", MEAN) == MEAN
     count = p.counted(ignored)
     if p.split:
-        losses = p.add("neg", p.add("mul", p.add("parloom.pick", p.x, p.target), count))
+        losses = p.add("neg", p.add("mul", p.picked(p.x), count))
     else:
         losses = p.add("nll_loss_nd", p.x, p.target, p.weight, NONE, ignored)
     return p.finish(losses, p.body.add("sum", p.scalar, count) if mean else None)
