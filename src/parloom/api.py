@@ -55,7 +55,7 @@ from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
 from parloom.report.trace import chrome_trace
-from parloom.report.words import WARNING, checkpoint_words
+from parloom.report.words import WARNING, checkpoint_words, rate_words
 from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import candidates
 from parloom.search.pins import parse_pin
@@ -204,7 +204,11 @@ def search(
         method,
         Decisions(Mesh(())),
         print_graph(graph),
-        assumptions=(*machine.loaded.assumptions, *captured.assumptions),
+        assumptions=(
+            *machine.loaded.assumptions,
+            *rate_words(graph, machine.cluster.device),
+            *captured.assumptions,
+        ),
         seed=captured.seed,
         evaluation_graph=captured.evaluation_graph,
         notes=captured.notes,

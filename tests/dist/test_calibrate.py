@@ -114,6 +114,13 @@ def test_a_calibration_with_the_model_is_called_measured() -> None:
     assert source_of(pcg, without, made).name == "calibrated"
 
 
+def test_progress_is_told_while_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "EVERY_S", 0.0)
+    said: list[str] = []
+    calibrate([], None, said.append, least_s=1e-4)
+    assert "2 products so far" in said
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The command measures next to nothing; the file that it writes."""

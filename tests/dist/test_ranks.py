@@ -1,6 +1,7 @@
 """Forked ranks: results, failures with their rank and cause, deaths, timeouts."""
 
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from parloom import runtime as rt
 from parloom.errors import LaunchError
+from parloom.execute import ranks
 from parloom.execute.ranks import RankError, fork_ranks
 from parloom.runtime.comm import DistributedGroup
 from tests.dist import mlp
@@ -47,8 +49,28 @@ def _one_dies() -> None:
 
 
 def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(RankError, match="rank 0 of 2 failed: it ended without a result"):
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed: it ended .* \(exit code 3\)") as caught:
         fork_ranks(2, _one_dies)
+    assert not caught.value.killed
+
+
+def _one_is_killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_told_apart() -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .* \(signal SIGKILL\)") as caught:
+        fork_ranks(2, _one_is_killed)
+    assert caught.value.killed
+
+
+def test_long_runs_tell_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "EVERY_S", 0.0)
+    said: list[str] = []
+    fork_ranks(2, _sum_of_ranks, 10, say=said.append)
+    assert any(line.endswith(" 0 of 2 ranks are done") for line in said)
 
 
 def _one_sleeps() -> None:

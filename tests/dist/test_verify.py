@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parloom.errors import InputError
+from parloom import api
+from parloom.errors import InputError, LaunchError
+from parloom.execute import prove
+from parloom.execute.ranks import RankError
 from parloom.execute.verify import Pieces, RankTrace, Trace, assemble, compare, require_finite
 
 WEIGHT = torch.arange(8, dtype=torch.float64).reshape(2, 4) + 1
@@ -84,3 +87,20 @@ def test_a_missing_piece_fails() -> None:
     half: Pieces = {"w": ((2, 4), [((0, 0), WEIGHT[:1])])}
     report = compare(reference(), assemble([(losses, half, state)]), 1)
     assert not report.passed
+
+
+def test_long_proofs_tell_where_they_are_and_why_they_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = api.plan("zoo:mlp", cluster="2xcpu", batch=4, method="data_parallel")
+    said: list[str] = []
+    assert api.verify(plan, progress=said.append).passed
+    assert said == [
+        "building zoo:mlp", "capturing it", "training 3 steps on 2 ranks",
+        *(f"training step {i} of 3 on one device, to compare with" for i in (1, 2, 3)),
+    ]  # fmt: skip
+
+    def dies(*_: object, **__: object) -> None:
+        raise RankError(1, 2, "it ended without a result (signal SIGKILL)", "", killed=True)
+
+    monkeypatch.setattr(prove, "verify", dies)
+    with pytest.raises(LaunchError, match=r"SIGKILL\): most likely memory ran out, .* --shrink$"):
+        api.verify(plan)

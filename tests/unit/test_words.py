@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from parloom.ir.mesh import grid
+from parloom.ir.mesh import Device, grid
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
-from parloom.report.words import idle_axes, idle_words, splits, words
+from parloom.report.words import idle_axes, idle_words, rate_words, splits, words
 from parloom.search.baselines import data_parallel, fsdp, megatron
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 
@@ -88,6 +88,16 @@ def test_recomputed_blocks_are_counted_among_all() -> None:
     assert "recompute activations of 1 of 3 blocks" in words(
         stack(3), Decisions(grid({"x": 1}), activations=again)
     )
+
+
+def test_a_dtype_without_a_rate_is_priced_at_the_lowest() -> None:
+    device = Device("odd", (("bfloat16", 9e12), ("float16", 8e12)), 2**30, 1e12)
+    assert rate_words(perceptron(), device) == (
+        "odd lists no rate for float32: priced at 8 TFLOP/s, its rate for float16, the lowest it"
+        " lists",
+    )
+    known = replace(device, flops_per_s=(("float32", 1e12),))
+    assert rate_words(perceptron(), known) == ()
 
 
 def test_an_axis_that_splits_nothing_is_idle() -> None:

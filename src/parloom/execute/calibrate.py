@@ -7,7 +7,8 @@ over ranks.
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from parloom.ir.pcg import PCG
 
 Say = Callable[[str], None]
 M = TypeVar("M", Product, Stream, Timed)
+T = TypeVar("T")
+EVERY_S = 5.0  # between lines of progress
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 # Ways in which drivers and kernels name a processor, in files of Linux.
 PROCESSORS, NVIDIA = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
@@ -118,16 +121,17 @@ def calibrate(
     say("measuring operators that do next to nothing, products, memory")
     launches = _agreed([measure.launch_s(clock) for _ in range(3)])
     dtypes = DTYPES[device.type]
-    products = _mean_of(list(measure.products(clock, dtypes)))
+    products = _mean_of(list(_told(measure.products(clock, dtypes), "products", say)))
     streams, again = (_mean_of(list(measure.streams(clock))) for _ in range(2))
     if pcgs:
         say(f"measuring the operators of {len(pcgs)} programs")
-    operators = _mean_of(list(measure.operators(pcgs, clock, say)))
+    timed = measure.operators(pcgs, clock, say)
+    operators = _mean_of(list(_told(timed, "operators", say)))
     found: tuple[TimedCollective, ...] = ()
     gained = 1.0
     if cluster is not None and size > 1:
         say(f"measuring collectives between {size} ranks")
-        found = tuple(collectives(cluster, device, least_s=least_s))
+        found = tuple(_told(collectives(cluster, device, least_s=least_s), "collectives", say))
         gained = overlap(cluster, device, least_s)
     pairs = [(a.seconds, b.seconds) for a, b in zip(streams, again, strict=True)]
     pairs += [(a, sorted(launches)[1]) for a in launches]
@@ -144,6 +148,16 @@ def calibrate(
         apart[min(len(apart) - 1, math.ceil(0.9 * len(apart)) - 1)],
         links_of(cluster) if cluster is not None and found else (),
     )
+
+
+def _told(measured: Iterable[T], what: str, say: Say) -> Iterator[T]:
+    """What is measured, with a line of progress now and then."""
+    last = time.monotonic()
+    for count, one in enumerate(measured, 1):
+        if time.monotonic() - last >= EVERY_S:
+            last = time.monotonic()
+            say(f"{count} {what} so far")
+        yield one
 
 
 def _mean_of(measured: list[M]) -> tuple[M, ...]:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import psutil
 import torch
 
 from parloom.capture import capture, differences, fingerprint, load_abstract, parameters_of
-from parloom.errors import FingerprintError
+from parloom.cost.units import format_bytes
+from parloom.errors import FingerprintError, LaunchError
+from parloom.execute.ranks import RankError
 from parloom.execute.shrink import require_memory, shrink
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.graph import Graph
@@ -39,6 +42,7 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
             f" again: {plan.command()}"
         )
     torch.set_num_threads(1)  # the ranks are forked
+    progress("capturing it")
     _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
     text = ""
     if small:
@@ -47,8 +51,19 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
         plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
     else:
         tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
-    progress(f"running {plan.decisions.mesh.num_ranks} ranks and the reference")
-    return replace(verify(plan, tensors, batch), shrunk=text)
+    try:
+        return replace(verify(plan, tensors, batch, say=progress), shrunk=text)
+    except RankError as error:
+        if not error.killed:
+            raise
+        there = psutil.virtual_memory()
+        free = f"{format_bytes(there.available)} of {format_bytes(there.total)} are free now"
+        way = "close what else needs it" if small else "prove a small copy with --shrink"
+        ranks = plan.decisions.mesh.num_ranks
+        raise LaunchError(
+            f"{error}: most likely memory ran out, for all {ranks} ranks run on this machine, in"
+            f" float64 ({free}); {way}"
+        ) from error
 
 
 def _check_program(plan: Plan, captured: Graph) -> None:

@@ -32,16 +32,23 @@ from parloom.errors import LaunchError
 T = TypeVar("T")
 
 GRACE_S = 0.5
+EVERY_S = 10.0  # between lines of progress
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankError(LaunchError):
-    """A rank raised or died: which one, and the text of its traceback where it left one."""
+    """A rank raised or died: which one, and the text of its traceback where it left one.
 
-    def __init__(self, rank: int, num_ranks: int, cause: str, traceback_text: str) -> None:
+    `killed` says that the system ended it, as it does where memory runs out.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, cause: str, traceback_text: str, killed: bool = False
+    ) -> None:
         super().__init__(f"rank {rank} of {num_ranks} failed: {cause}")
         self.rank = rank
         self.traceback_text = traceback_text
+        self.killed = killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +58,20 @@ class _Failure:
     cause: str
     traceback_text: str
     time_s: float
+    killed: bool = False
 
 
 def fork_ranks(
-    num_ranks: int, function: Callable[..., T], *args: Any, timeout_s: float = 120.0
+    num_ranks: int,
+    function: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 120.0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[T]:
     """`function(*args)` on each of `num_ranks` forked gloo ranks; results in rank order.
 
     The first failure, or the timeout, ends all ranks. Results travel by pickle, between a process
-    and its own forks only.
+    and its own forks only. `say` gets a line now and then while they run.
 
     Raises:
         RankError: a rank raised, or ended without a result.
@@ -67,7 +79,7 @@ def fork_ranks(
     """
     fork = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
-    ends: dict[Connection, int] = {}
+    ends: dict[Connection, tuple[int, BaseProcess]] = {}
     with tempfile.TemporaryDirectory(prefix="parloom-ranks-") as folder:
         rendezvous = str(Path(folder, "store"))
         try:
@@ -77,8 +89,8 @@ def fork_ranks(
                 processes.append(fork.Process(target=_run, args=call, daemon=True))
                 _start(processes[-1])
                 send.close()
-                ends[receive] = rank
-            results = _results(ends, num_ranks, timeout_s)
+                ends[receive] = rank, processes[-1]
+            results = _results(ends, timeout_s, say)
             for process in processes:
                 process.join(GRACE_S)
             return results
@@ -96,17 +108,24 @@ def _start(process: BaseProcess) -> None:
         process.start()
 
 
-def _results(ends: dict[Connection, int], num_ranks: int, timeout_s: float) -> list[Any]:
+def _results(
+    ends: dict[Connection, tuple[int, BaseProcess]], timeout_s: float, say: Callable[[str], None]
+) -> list[Any]:
     """One result per rank; raises for the rank that failed first."""
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
-    waiting = dict(ends)
-    deadline = time.monotonic() + timeout_s
+    waiting, num_ranks = dict(ends), len(ends)
+    started = time.monotonic()
+    deadline = started + timeout_s
     while waiting and time.monotonic() < deadline:
-        for end in wait(list(waiting), max(deadline - time.monotonic(), 0)):
+        ready = wait(list(waiting), max(min(EVERY_S, deadline - time.monotonic()), 0))
+        if not ready:
+            done = num_ranks - len(waiting)
+            say(f"{time.monotonic() - started:.0f} s, {done} of {num_ranks} ranks are done")
+        for end in ready:
             assert isinstance(end, Connection)
-            rank = waiting.pop(end)
-            received = _receive(end)
+            rank, process = waiting.pop(end)
+            received = _receive(end, process)
             if isinstance(received, _Failure):
                 # Others fail because this one is gone, or this one because another is: look on
                 # for a moment, and blame the earliest.
@@ -116,19 +135,25 @@ def _results(ends: dict[Connection, int], num_ranks: int, timeout_s: float) -> l
                 results[rank] = received
     if failures:
         rank, first = min(failures.items(), key=lambda entry: entry[1].time_s)
-        raise RankError(rank, num_ranks, first.cause, first.traceback_text)
+        raise RankError(rank, num_ranks, first.cause, first.traceback_text, first.killed)
     if waiting:
-        late = sorted(waiting.values())
+        late = sorted(rank for rank, _ in waiting.values())
         raise LaunchError(f"ranks {late} of {num_ranks} gave no result within {timeout_s:g} s")
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _receive(end: Connection) -> Any:
+def _receive(end: Connection, process: BaseProcess) -> Any:
     try:
         return pickle.loads(end.recv_bytes())
     except EOFError:
         # Dead without a word; it died before anyone could notice it.
-        return _Failure("it ended without a result", "", 0.0)
+        process.join(GRACE_S)
+        code = process.exitcode
+        by = f"exit code {code}"
+        if code is not None and code < 0:
+            by = f"signal {signal.Signals(-code).name}"
+        killed = code == -signal.SIGKILL
+        return _Failure(f"it ended without a result ({by})", "", 0.0, killed)
 
 
 def _run(

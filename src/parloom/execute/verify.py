@@ -7,7 +7,7 @@ masks are drawn for the global tensors. The reference never touches generated co
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,7 +97,12 @@ class Masks:
 
 
 def verify(
-    plan: Plan, tensors: Tensors, batch: Tensors, *, timeout_s: float = 600.0
+    plan: Plan,
+    tensors: Tensors,
+    batch: Tensors,
+    *,
+    timeout_s: float = 600.0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> VerifyReport:
     """Run both sides and compare.
 
@@ -111,6 +116,7 @@ def verify(
     tensors = {name: _wide(t) for name, t in tensors.items()}
     batch = {name: _wide(t) for name, t in batch.items()}
     program = training_program(plan, graph).program
+    say(f"training {STEPS} steps on {program.mesh.num_ranks} ranks")
     parts = fork_ranks(
         program.mesh.num_ranks,
         train_rank,
@@ -119,9 +125,10 @@ def verify(
         tensors,
         batch,
         timeout_s=timeout_s,
+        say=say,
     )
     parallel = assemble(parts)
-    reference = reference_trace(graph, plan.optimizer, tensors, batch)
+    reference = reference_trace(graph, plan.optimizer, tensors, batch, say)
     require_finite(reference)
     return compare(reference, parallel, program.mesh.num_ranks)
 
@@ -131,7 +138,13 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor.clone()
 
 
-def reference_trace(graph: Graph, planned: Optimizer, tensors: Tensors, batch: Tensors) -> Trace:
+def reference_trace(
+    graph: Graph,
+    planned: Optimizer,
+    tensors: Tensors,
+    batch: Tensors,
+    say: Callable[[str], None] = lambda text: None,
+) -> Trace:
     """Three steps of the captured program on this device."""
     trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
     state = {name: t.clone().requires_grad_(name in trainable) for name, t in tensors.items()}
@@ -141,6 +154,7 @@ def reference_trace(graph: Graph, planned: Optimizer, tensors: Tensors, batch: T
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
         masks.step = step
+        say(f"training step {step + 1} of {STEPS} on one device, to compare with")
         found = gradients if step == 0 else None
         losses.append(reference_step(graph, state, batch, optimizer, masks, found))
     return Trace(tuple(losses), gradients, {n: t.detach() for n, t in state.items()})

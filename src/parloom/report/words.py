@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 
-from parloom.cost.units import format_bytes, format_seconds
+from parloom.cost.kernels import PRODUCTS
+from parloom.cost.units import format_bytes, format_rate, format_seconds
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
-from parloom.ir.mesh import MeshAxis
+from parloom.ir.mesh import Device, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
@@ -66,6 +67,21 @@ def _stored(decision: ParameterDecision) -> Iterator[tuple[tuple[str, ...], Axes
             alike.setdefault(storage, []).append(role)
     for storage, roles in alike.items():
         yield tuple(roles), storage.axes, storage.memory
+
+
+def rate_words(graph: Graph, device: Device) -> tuple[str, ...]:
+    """At which rate products are priced whose dtype a device lists none for."""
+    rates = dict(device.flops_per_s)
+    lowest = min(rates, key=lambda dtype: rates[dtype])
+    found = {
+        value.spec.dtype
+        for flat in graph.flat()
+        if flat.node.op in (*PRODUCTS, ATTENTION)
+        for value in flat.node.results
+        if value.spec.is_float and value.spec.dtype not in rates
+    }
+    at = f"at {format_rate(rates[lowest], 'FLOP/s')}, its rate for {lowest}, the lowest it lists"
+    return tuple(f"{device.name} lists no rate for {dtype}: priced {at}" for dtype in sorted(found))
 
 
 def checkpoint_words(graph: Graph) -> tuple[str, ...]:
