@@ -15,11 +15,13 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
 from parloom.search.candidates import COMPARATORS, candidates
+from parloom.search.comparators.alpa import deciding, heavy
+from parloom.search.comparators.flexflow import splits
 from parloom.search.comparators.plans import joined
 from parloom.search.comparators.tofu import bytes_as_seconds, cut
 from parloom.search.program import program_of
 from parloom.search.question import Question
-from tests.unit.graphs import Shape, graph, node
+from tests.unit.graphs import Shape, graph, node, stack
 
 SGD = Optimizer("sgd", 0)
 BASE = Decisions(Mesh(()))
@@ -130,6 +132,37 @@ def test_axes_that_go_together_are_one() -> None:
     assert found.parameters[0].weight.axes == ("x",)
     apart = replace(plan, parameters=(ParameterDecision("w0", Storage(("b",))),))
     assert [axis.size for axis in joined(apart).mesh.axes] == [2, 2, 2]
+
+
+def test_flexflow_begins_with_data_parallelism() -> None:
+    made = chain(64, 32, 32, 32)
+    first, *rest = COMPARATORS["flexflow"](question(made, budget=30), BASE, lambda text: None)
+    assert cuts(first) == {"l0:linear#0": {"d0": ("x",)}, "l1:linear#0": {"d0": ("x",)}}
+    assert len(rest) == 3
+
+
+def test_a_split_gives_every_dim_a_degree_that_divides() -> None:
+    """A product of [6, 4] over 2 x 3 devices: neighbouring axes, the first dim over the slowest."""
+    program = program_of(chain(6, 8, 4), factorize(chain(6, 8, 4)))
+    primes = tuple(reversed(load_cluster("2x3xH100").prime_axes()))
+    mesh = Mesh(tuple(MeshAxis(n, (p,)) for n, p in zip("ab", primes, strict=True)))
+    found = splits(program.operators[0], mesh)
+    assert set(found) == {
+        (),
+        (("d0", ("a",)),),
+        (("d0", ("a", "b")),),
+        (("n", ("a",)),),
+    }
+    assert len(found) == len(set(found))
+
+
+def test_what_alpa_takes_for_heavy() -> None:
+    """Products, not lookups in tables of weights, which choose for themselves all the same."""
+    made = stack(1)
+    program = program_of(made, factorize(made))
+    names = {i: o.node.op for i, o in enumerate(program.operators)}
+    assert {names[i] for i in heavy(program)} == {"linear"}
+    assert {names[i] for i in deciding(program)} == {"linear", "embedding"}
 
 
 def test_comparators_are_methods_and_named_in_their_plans() -> None:
