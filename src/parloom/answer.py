@@ -38,7 +38,7 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
     """
     factored = factorize(ask.graph)
     ask = replace(ask, pinned=resolve(pins, ask.graph, factored))
-    if ask.plan.method == AUTO:
+    if _is_searched(ask):
         check_pins(ask.pinned, factored, tuple(logical_meshes(ask.machine.cluster)))
     if clashes(ask.pinned):
         raise conflict(ask.question, base_of(ask.question))
@@ -49,6 +49,11 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
     if found.interrupted:
         return found
     return _constrained(ask, found, memory, say)
+
+
+def _is_searched(ask: Ask) -> bool:
+    """Whether there is more than rules of thumb, on meshes of the search's own."""
+    return ask.plan.method == AUTO and (ask.microbatches or 1) == 1
 
 
 def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
@@ -88,7 +93,7 @@ def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
 
 def _smallest(ask: Ask, others: bool) -> tuple[tuple[Candidate, ...], int | None]:
     """See `candidates.smallest`; pins that leave none are no error where there are `others`."""
-    if ask.plan.method != AUTO or (ask.microbatches or 1) > 1:
+    if not _is_searched(ask):
         return (), None
     try:
         return smallest(ask.question)

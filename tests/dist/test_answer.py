@@ -126,6 +126,15 @@ def test_pins_that_contradict_each_other(captured: api.Captured) -> None:
     )
 
 
+def test_rules_of_thumb_have_axes_of_their_own(captured: api.Captured) -> None:
+    """With microbatches `auto` has nothing else."""
+    pins = ["layers.0=n:tensor"]
+    found = api.search(captured, cluster=CLUSTER, microbatches=2, pin=pins)
+    assert found.method == "megatron"
+    with pytest.raises(InputError, match="no axis 'tensor'; known: x, y; or a number of devices"):
+        api.search(captured, cluster=CLUSTER, pin=pins)
+
+
 def test_a_plan_file_that_does_not_hold_a_pin(free: Plan, captured: api.Captured, tmp_path: Path) -> None:
     path = api.save(free, tmp_path)["plan"]
     assert api.search(captured, cluster=CLUSTER, method=str(path)).decisions == free.decisions
