@@ -1,5 +1,6 @@
 """Cuts that are known, and what comparators refuse."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,13 +15,14 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
-from parloom.search.candidates import COMPARATORS, candidates
+from parloom.search import candidates as search_candidates
+from parloom.search.candidates import COMPARATORS, Comparator, candidates
 from parloom.search.comparators.alpa import deciding, heavy
 from parloom.search.comparators.flexflow import splits
 from parloom.search.comparators.plans import joined
 from parloom.search.comparators.tofu import bytes_as_seconds, cut
 from parloom.search.program import program_of
-from parloom.search.question import Question
+from parloom.search.question import Question, Say
 from tests.unit.graphs import Shape, graph, node, stack
 
 SGD = Optimizer("sgd", 0)
@@ -178,6 +180,25 @@ def test_every_method_has_a_plan_for_one_device(method: str) -> None:
     found = candidates(question(chain(64, 32, 32), "1xcpu"), method, lambda text: None).found
     assert found
     assert {c.decisions.mesh.num_ranks for c in found} == {1}
+
+
+def test_an_interrupted_comparator_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = chain(64, 32, 32)
+
+    def stopped_after(count: int) -> Comparator:
+        def method(asked: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
+            yield from [tofu(made)] * count
+            raise KeyboardInterrupt
+
+        return method
+
+    monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(1)})
+    found = candidates(question(made), "tofu", lambda text: None)
+    assert found.interrupted
+    assert len(found.found) == 1
+    monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(0)})
+    with pytest.raises(KeyboardInterrupt):
+        candidates(question(made), "tofu", lambda text: None)
 
 
 @pytest.mark.parametrize("method", ["flexflow", "tofu"])

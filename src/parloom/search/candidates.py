@@ -66,11 +66,19 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     """
     found: list[Candidate] = []
     refused: dict[str, InputError] = {}
+    stopped = False
     for name in BESIDE if method == AUTO else (method,):
+        plans: list[Candidate] = []
         try:
-            found += _proposed(question, name, say)
+            plans.extend(_proposed(question, name, say))
+        except KeyboardInterrupt:
+            if not plans or method == AUTO:
+                raise
+            stopped = True
         except InputError as error:
             refused[name] = error
+            continue
+        found += plans
     lines = [f"{name}: not possible: {error}" for name, error in refused.items()]
     found, against = _holding(question, found)
     lines += [f"{name}: not as asked: {reason}" for name, reason in against]
@@ -89,7 +97,7 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
         raise _nothing(method, searched, against, refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    stopped = searched is not None and searched.interrupted
+    stopped = stopped or (searched is not None and searched.interrupted)
     exhausted = searched is not None and searched.exhausted
     return Candidates(tuple(found), tuple(lines), bound, gap, stopped, exhausted)
 
@@ -162,7 +170,7 @@ def base_of(question: Question) -> Decisions:
     return _with_dtypes(question.graph, Decisions(Mesh(())))
 
 
-def _proposed(question: Question, name: str, say: Say) -> list[Candidate]:
+def _proposed(question: Question, name: str, say: Say) -> Iterator[Candidate]:
     """The plans of a rule of thumb, or of a comparator."""
     graph, cluster = question.graph, question.cluster
     asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
@@ -171,11 +179,9 @@ def _proposed(question: Question, name: str, say: Say) -> list[Candidate]:
         plans = COMPARATORS[name](question, _with_dtypes(graph, base), say)
     else:
         plans = METHODS[name](graph, cluster, question.num_microbatches, question.seed)
-    found = []
     for decisions in plans:
         decisions = _with_dtypes(graph, replace(decisions, activations=asked))
-        found.append(Candidate(name, _name(name, decisions.mesh), decisions))
-    return found
+        yield Candidate(name, _name(name, decisions.mesh), decisions)
 
 
 def _with_dtypes(graph: Graph, decisions: Decisions) -> Decisions:
