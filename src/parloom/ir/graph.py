@@ -202,6 +202,15 @@ class Graph:
         return self._unfolded[1]
 
     @cached_property
+    def uses(self) -> Mapping[str, list[tuple[FlatNode, int]]]:
+        """Who reads a value of `flat`: the operator calls, with the operand that it is."""
+        found: dict[str, list[tuple[FlatNode, int]]] = {}
+        for flat in self.flat():
+            for index, name in enumerate(flat.operands):
+                found.setdefault(name, []).append((flat, index))
+        return found
+
+    @cached_property
     def _unfolded(self) -> tuple[tuple[FlatNode, ...], Mapping[str, str]]:
         """All operator calls, and the ids of main's values."""
         ids: dict[str, str] = {}

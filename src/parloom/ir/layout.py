@@ -125,10 +125,12 @@ def check(layout: Layout, shape: Shape, mesh: Mesh, where: str = "") -> None:
 
 def local_shape(layout: Layout, shape: Shape, mesh: Mesh) -> Shape:
     """The shape of one rank's shard (all ranks' are equal)."""
-    return tuple(
-        size // prod(mesh[s.axis].size for s in layout.of_dim(dim))
-        for dim, size in enumerate(shape)
-    )
+    if not layout.shards:
+        return shape
+    sizes = list(shape)
+    for shard in layout.shards:
+        sizes[shard.dim] //= mesh[shard.axis].size
+    return tuple(sizes)
 
 
 Digit = int | str

@@ -80,10 +80,6 @@ class _Lowering:
             raise NotYetError("pipeline stages are not yet executable; use one stage")
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
-        self.uses: dict[str, list[tuple[FlatNode, int]]] = {}
-        for flat in graph.flat():
-            for index, name in enumerate(flat.operands):
-                self.uses.setdefault(name, []).append((flat, index))
         self.parameters = _parameters(self, homes)
 
     def run(self) -> PCG:
@@ -148,7 +144,7 @@ class _Lowering:
 
     def first_use(self, name: str) -> Layout:
         """The layout that the first operator reading main's value `name` asks for."""
-        for flat, index in self.uses.get(name, ()):
+        for flat, index in self.graph.uses.get(name, ()):
             return self.wanted(flat, index)
         return Layout()
 
@@ -237,7 +233,7 @@ def _parameters(owner: _Lowering, homes: Homes) -> dict[str, PParameter]:
         name = entry.value.name
         home = homes.get(entry.target)
         if home is None:
-            wanted = (owner.wanted(flat, index) for flat, index in owner.uses.get(name, ()))
+            wanted = (owner.wanted(flat, index) for flat, index in graph.uses.get(name, ()))
             home = max(wanted, key=lambda layout: mesh.size(layout.axes), default=Layout())
         axes = demanded.get(name, set()) - set(home.axes)
         reduce = tuple(a for a in mesh.names if a in axes)
@@ -253,7 +249,7 @@ def _demanded(owner: _Lowering) -> dict[str, set[str]]:
     on as it arrives, on axes where every rank makes the same: it is summed once a step and in
     buckets with all others, not where it is made.
     """
-    flats = list(owner.graph.flat())
+    flats = tuple(owner.graph.flat())
     derived = _derived(owner.graph, flats)
     demanded: dict[str, set[str]] = {name: set() for name in derived}
     for flat in reversed(flats):

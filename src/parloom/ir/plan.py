@@ -31,6 +31,8 @@ DTYPES = MappingProxyType({"bf16": "bfloat16", "fp32": "float32", "fp64": "float
 
 def _sorted(items: tuple[T, ...], key: Callable[[T], str], where: str) -> tuple[T, ...]:
     """`items` by name, `h.2` before `h.10`; raises `VerifyError` for a name given twice."""
+    if len(items) < 2:
+        return items
     names = [key(item) for item in items]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -29,7 +29,7 @@ from parloom.search.work import OutOfWorkError, Work
 Say = Callable[[str], None]
 # Layouts of each mesh that are simulated.
 LAYOUTS = 3
-TRIES = 6
+TRIES = 5
 # What is estimated to be slower than the best that was simulated by more than this share is not
 # simulated. Estimates were seen to be off by up to 3 % where collectives are large.
 MARGIN = 0.05
@@ -121,6 +121,8 @@ class _Hunt:
     ) -> None:
         self.program, self.base, self.optimizer = program, base, optimizer
         self.limit_bytes, self.say, self.work = limit_bytes, say, work
+        # What may be counted such that the peak of a step fits, where that was found to be less.
+        self.enough = inf
         self.shared = Known()
         self.proposals: list[Proposal] = []
         self.least: list[int] = []
@@ -134,7 +136,9 @@ class _Hunt:
             on_mesh = _OnMesh(problem, cluster, self.base, self.optimizer, self.limit_bytes)
             searched.append(on_mesh)
             self.bounds.append(on_mesh.found.bound_ps)
+            on_mesh.begin(self.enough)
             self._play(on_mesh, 1)
+            self.enough = min(self.enough, on_mesh.enough)
             self._tell(on_mesh)
         searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in searched:
@@ -202,8 +206,14 @@ class _OnMesh:
         self.problem, self.cluster, self.base, self.optimizer = problem, cluster, base, optimizer
         self.limit_bytes = limit_bytes
         self.played: dict[Candidate, _Fit] = {}
-        self.limit = float(limit_bytes)
+        self.limit, self.enough = float(limit_bytes), inf
         self._search(self.limit)
+
+    def begin(self, enough: float) -> None:
+        """Take it from other meshes how much may be counted."""
+        self.enough = enough
+        if enough < self.limit:
+            self._search(enough)
 
     def _search(self, limit: float) -> None:
         """Search under a limit on what the search counts."""
@@ -272,8 +282,8 @@ class _OnMesh:
         sought that leaves just enough for it. With that, storage is chosen once more, frugally.
         """
         fits: list[_Fit] = []
-        limit, least = max(self.limit, self.limit_bytes), least_bytes(self.problem, values)
-        under, over, good = 0.0, inf, limit
+        limit = min(max(self.limit, self.limit_bytes), self.enough)
+        least, under, over, good = least_bytes(self.problem, values), 0.0, inf, limit
         for _ in range(TRIES):
             candidate = polish(self.problem, values, limit)
             if candidate is None:
@@ -287,6 +297,8 @@ class _OnMesh:
             if over == inf or over - under < CLOSE * self.limit_bytes or over <= least:
                 break
             limit = (under + over) / 2 if under else max(over - excess, least + 1.0)
+        if under and over < inf:
+            self.enough = good
         frugal = polish(self.problem, values, good, frugal=True)
         return [*fits, self._play(frugal)] if frugal else fits
 

@@ -6,8 +6,10 @@ Megatron's column-then-row pairs (Shoeybi et al., 2019) found on the graph rathe
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from heapq import heappop, heappush
 from math import prod
 
 from parloom.errors import InputError
@@ -139,7 +141,7 @@ class Megatron:
         self.program = program
 
     def __call__(
-        self, index: int, assignment: Assignment, layouts: Mapping[str, Layout]
+        self, index: int, assignment: Assignment, layouts: MutableMapping[str, Layout]
     ) -> Assignment:
         flat, rule = self.program.nodes[index], self.program.rules[index]
         if any(TENSOR in axes for axes in assignment.values()):
@@ -174,20 +176,19 @@ class Megatron:
                 return assignment | {factor: axes}
         return None
 
-    def _arrives(self, start: int, trial: Assignment, layouts: Mapping[str, Layout]) -> bool:
+    def _arrives(self, start: int, trial: Assignment, layouts: MutableMapping[str, Layout]) -> bool:
         """Whether every value that carries the axis is read without a gather, up to where the
         axis is contracted (a row-parallel product, a loss over classes).
         """
         program = self.program
-        known = dict(layouts)
+        known = ChainMap({}, layouts)
         record(program, start, trial, known)
-        frontier = sorted(
-            {i for n in program.nodes[start].results for i in program.readers.get(n, ())}
-        )
+        readers = {i for n in program.nodes[start].results for i in program.readers.get(n, ())}
+        frontier = sorted(readers)  # a heap, too
         done: set[int] = set()
         reached = False
         while frontier:
-            index = frontier.pop(0)
+            index = heappop(frontier)
             if index in done:
                 continue
             done.add(index)
@@ -202,7 +203,8 @@ class Megatron:
             record(program, index, assignment, known)
             for name in flat.results:
                 if TENSOR in known[name].axes:
-                    frontier = sorted({*frontier, *program.readers.get(name, ())})
+                    for reader in program.readers.get(name, ()):
+                        heappush(frontier, reader)
                 else:
                     reached = True
         return reached

@@ -122,6 +122,7 @@ class LayoutProblem:
         }
         self.sizes = [*map(len, self.menus), *(len(h) for h in self.homes.values())]
         self.operators = [self._operator_parts(i) for i in range(len(self.menus))]
+        self.decided: dict[tuple[str, int], NodeDecision] = {}
         self.tables: dict[object, Ways] = {}
         self.ways_of = [tuple(self._ways(flow)) for flow in program.flows]
         self.ways = [way for ways in self.ways_of for way in ways]
@@ -461,9 +462,11 @@ class LayoutProblem:
         nodes = []
         for flat in self.program.graph.flat():
             index = self.program.index[flat.key]
-            nodes.append(
-                NodeDecision(flat.key, self.menus[index].choices[values[index]].assignment)
-            )
+            key = flat.key, values[index]
+            if key not in self.decided:
+                choice = self.menus[index].choices[values[index]]
+                self.decided[key] = NodeDecision(flat.key, choice.assignment)
+            nodes.append(self.decided[key])
         return replace(base, mesh=self.mesh, nodes=tuple(nodes))
 
 
