@@ -21,7 +21,7 @@ from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.pinned import NONE, Pinned
-from parloom.search.polish import Candidate, decisions, least_bytes, polish
+from parloom.search.polish import Candidate, decisions, least_bytes, polish, uniform
 from parloom.search.prices import BACKWARD, FORWARD, Known
 from parloom.search.program import Program, program_of
 from parloom.search.work import OutOfWorkError, Work
@@ -37,6 +37,8 @@ MARGIN = 0.05
 CLOSE = 0.02
 # Of the estimates that are above the best by this share at most, how many are simulated.
 NEARBY, PLAYED_NEARBY = 0.003, 16
+# Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
+ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,9 @@ class _OnMesh:
         """Plans whose estimates are nearly as good as the best: which is the fastest, only
         simulation says.
         """
-        for candidate in self.search.nearby(self.found, share)[:PLAYED_NEARBY]:
+        near = list(self.search.nearby(self.found, share)[:PLAYED_NEARBY])
+        near += [uniform(self.problem, c, stored) for c in near[:1] for stored in ALIKE]
+        for candidate in near:
             fit = self._play(candidate)
             if fit.excess_bytes <= 0:
                 yield Proposal(fit.decisions, fit.step_ps, fit.candidate.sums.step_ps)

@@ -4,9 +4,9 @@
            + update + what is gathered after it
 
 Weights gathered for a block hide behind what its pass computes, gradients that are reduced behind
-what the backward pass computes; main's own weights are gathered before it begins. The estimate is
-in whole picoseconds and in sums that a search can fold: scalars are not counted, and a weight sends
-its share of a message (`storage`).
+what the backward pass computes, but for the first gather and the last reduction; main's own weights
+are gathered before it begins. The estimate is in whole picoseconds and in sums that a search can
+fold: scalars are not counted, and a weight sends its share of a message (`storage`).
 """
 
 from collections import Counter
@@ -126,6 +126,7 @@ def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimi
             reduce,
             elements[unit.get(name)],
             trained,
+            max(1, len(elements) - (None in elements)),
         )
         total += prices.price(stored, level_of(parameter.decision))
     return total

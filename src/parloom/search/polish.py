@@ -102,6 +102,30 @@ def polish(
     )
 
 
+def uniform(
+    problem: LayoutProblem, candidate: Candidate, chunked: tuple[bool, bool, bool]
+) -> Candidate:
+    """`candidate` with all weights stored alike, over as many ranks as can be: `chunked` says which
+    of weight, gradient and optimizer state are in chunks.
+    """
+    levels, total = [], np.zeros(WEIGHT_PARTS, dtype=np.int64)
+    for index, weight in enumerate(problem.program.weights):
+        options, parts = problem.storage.options(problem.stored(index, candidate.values))
+        alike = [
+            i
+            for i, level in enumerate(options)
+            if (level.weight, level.gradient, level.optimizer) == chunked
+        ]
+        best = max(alike, key=lambda i: problem.mesh.size(options[i].axes), default=0)
+        levels.append(((options[best], weight.count),))
+        total += weight.count * parts[best]
+    passes = sum(problem.passes(candidate.values).values(), np.zeros(PARTS, dtype=np.int64))
+    for block, count in zip(problem.program.blocks, candidate.recomputed, strict=True):
+        once = problem.passes_of(block, candidate.values)
+        passes += count * (recomputed(once) - once)
+    return replace(candidate, levels=tuple(levels), sums=summed(passes, total))
+
+
 def least_bytes(problem: LayoutProblem, values: Sequence[int]) -> int:
     """What storage and recomputation can save at most: bytes that are held in any case."""
     held = sum(int(parts[KEPT]) for parts in problem.passes(values).values())

@@ -136,6 +136,8 @@ class Program:
     blocks: tuple[Block, ...]
     index: dict[str, int]
     pinned: Pinned = NONE
+    units: int = 1
+    """Block calls that read weights of their own."""
 
     @cached_property
     def trained_elements(self) -> int:
@@ -167,6 +169,7 @@ class _Folding:
         self.fixed = {e.value.name for e in graph.inputs if e.kind != "batch"}
         self.derived = {e.value.name for e in graph.of_kind("parameter")}
         self.first: dict[str, Reader] = {}
+        self.units = 1
 
     def run(self) -> Program:
         templates: list[FlatNode] = []
@@ -203,7 +206,15 @@ class _Folding:
         flows, by_call = self._flows(reads, shared)
         blocks = tuple(self._blocks(runs, by_call))
         return Program(
-            self.graph, self.factored, operators, flows, weights, blocks, self.index, self.pinned
+            self.graph,
+            self.factored,
+            operators,
+            flows,
+            weights,
+            blocks,
+            self.index,
+            self.pinned,
+            self.units,
         )
 
     def _define(self, flat: FlatNode, at: int, flags: Flags) -> None:
@@ -309,6 +320,7 @@ class _Folding:
             block = len(where) == 1 and where[0][0] != self.graph.main.name
             unit[name] = where[0] if block else None
             elements[unit[name]] += entry.value.spec.num_elements
+        self.units = max(1, len(elements) - (None in elements))
         for entry in entries:
             name = entry.value.name
             key = (

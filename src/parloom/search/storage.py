@@ -70,9 +70,9 @@ def level_of(decision: ParameterDecision) -> Level:
 class Stored:
     """A weight whose storage is priced: its home layout and the axes its gradient is partial over.
 
-    `block`: it is gathered for one block call, in the backward pass once more. `unit_elements` are
-    those of all weights that are gathered together with it, `trained_elements` those of all whose
-    gradients are reduced (it is alone where these are 0).
+    `block`: it is gathered for one block call of `units`, in the backward pass once more.
+    `unit_elements` are those of all weights that are gathered together with it, `trained_elements`
+    those of all whose gradients are reduced (it is alone where these are 0).
     """
 
     spec: TensorSpec
@@ -82,6 +82,7 @@ class Stored:
     reduce: Axes
     unit_elements: int = 0
     trained_elements: int = 0
+    units: int = 1
     pins: tuple[Pin, ...] = ()
 
 
@@ -95,6 +96,7 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
         tuple(reduce) if weight.trainable else (),
         weight.unit_elements,
         program.trained_elements,
+        program.units,
         weight.pins,
     )
 
@@ -155,6 +157,9 @@ class StoragePrices:
             unit = weight.unit_elements
             gathered = self._share(weight, "all_gather", level.axes, whole * width, unit)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
+            if weight.block:  # what the first call needs arrives while nothing is computed
+                found[ALONE] = gathered // weight.units
+                found[GATHERED] -= found[ALONE]
         found[STORED] = (chunk if level.weight else whole) * width
         if level.weight and not weight.block:  # whole from the first operator to the last
             found[STORED] += whole * width + (whole * gradient if weight.trainable else 0)
@@ -162,7 +167,7 @@ class StoragePrices:
             return found
         self._reduce(found, weight, level, whole * gradient)
         owned = chunk if level.optimizer else whole
-        found[AFTER] = picoseconds(
+        found[AFTER] += picoseconds(
             self.walker.kernels.update_s(owned * master, self.optimizer.num_states)
             - self.walker.kernels.software.launch_s
         )
@@ -180,16 +185,30 @@ class StoragePrices:
         if level.gradient:
             # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
             part = CHUNKED if weight.block or not level.weight else ALONE
+        # What is reduced last arrives when nothing is computed any more.
+        last = 1 / weight.units if unit else self._last(weight, size)
+        sent = 0
         if level.gradient and set(level.axes) <= set(partial):
-            found[part] += self._share(weight, "reduce_scatter", level.axes, size, unit)
+            sent += self._share(weight, "reduce_scatter", level.axes, size, unit)
             size //= self.mesh.size(level.axes)
             partial = tuple(a for a in partial if a not in level.axes)
         if partial:
-            found[part] += self._share(weight, "all_reduce", partial, size, unit)
+            sent += self._share(weight, "all_reduce", partial, size, unit)
+        if part == ALONE:
+            found[ALONE] += sent
+        else:
+            late = int(last * sent)
+            found[part] += sent - late
+            found[AFTER] += late
 
     def message_ps(self, axes: Axes) -> int:
         """What a collective over `axes` takes at least."""
         return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
+
+    def _last(self, weight: Stored, num_bytes: int) -> float:
+        """The last bucket's share of all gradients: it is half full as a rule."""
+        total = _together(weight, num_bytes, weight.trained_elements)
+        return min(total, max(num_bytes, bucket_bytes(total) / 2)) / max(total, 1)
 
     def _share(self, weight: Stored, kind: str, axes: Axes, num_bytes: int, unit: int = 0) -> int:
         """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
@@ -197,11 +216,16 @@ class StoragePrices:
         """
         if self.mesh.size(axes) < 2 or not num_bytes:
             return 0
-        elements = weight.spec.num_elements
-        message = num_bytes * max(unit or weight.trained_elements, elements) // elements
+        message = _together(weight, num_bytes, unit or weight.trained_elements)
         if not unit:
             message = min(message, max(num_bytes, bucket_bytes(message)))
         key = kind, axes, message
         if key not in self.rates:
             self.rates[key] = self.walker.exchange(kind, axes, message).seconds / message
         return picoseconds(self.rates[key] * num_bytes)
+
+
+def _together(weight: Stored, num_bytes: int, elements: int) -> int:
+    """Bytes of `elements` of which `weight` has as many of its own as are `num_bytes` here."""
+    own = max(weight.spec.num_elements, 1)
+    return num_bytes * max(elements, own) // own
