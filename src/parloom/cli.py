@@ -303,6 +303,8 @@ def simulate(
     played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
     ranks = chosen.decisions.mesh.num_ranks
     name = f"each of {ranks} devices" if ranks > 1 else "the device"
+    if trace is not None and not trace.parent.exists():
+        _say(f"making the folder {trace.parent}")
     written = None if trace is None else str(api.write_trace(played, trace, name))
     if as_json:
         _print_json(timeline.timeline_document(played, [name], written, source))

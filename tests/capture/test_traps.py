@@ -292,3 +292,20 @@ def test_modes_are_restored() -> None:
     model.layers[0].eval()
     capture(model, perceptron()[1], training=False)
     assert [m.training for m in (model, model.layers[0], model.layers[1])] == [True, False, True]
+
+
+class Numpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = torch.from_numpy(self.a(x).detach().numpy()).mean() + self.a(x).mean()
+        return loss
+
+
+def test_numpy_in_forward_is_named() -> None:
+    with pytest.raises(
+        CaptureError, match=r"Numpy \(test_traps.py:\d+\): it leaves torch for numpy"
+    ):
+        capture(Numpy(), {"x": torch.randn(2, 4)})

@@ -146,7 +146,9 @@ def test_simulate_prints_and_writes(
 ) -> None:
     trace = tmp_path / "new" / "trace.json"
     assert cli.main(["simulate", plan_path, "--trace", str(trace)]) == 0
-    shown = capsys.readouterr().out
+    result = capsys.readouterr()
+    assert f"making the folder {trace.parent}" in result.err
+    shown = result.out
     for text in (
         "zoo:blocks on 2x4xH100",
         "step time",

@@ -95,6 +95,12 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
             " torch.autograd.grad in forward do; use .detach() instead of .data (a penalty on"
             " gradients cannot be captured)"
         )
+    if ".numpy()" in text:
+        return (
+            f"cannot capture {where}: it leaves torch for numpy, which no trace follows and no"
+            " gradient passes; compute it with torch, or in the data loader and give the result in"
+            " the batch"
+        )
     shapes = ", ".join(
         f"{name}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in batch.items()
     )

@@ -154,9 +154,11 @@ def _levels(
     """One level, or the dimensions of a torus."""
     shape = "torus" if section.has("torus") else "size"
     optional = ("latency", "efficiency", "oversubscription", "reduces")
-    section.check(
-        ("name", "bandwidth", shape), (*optional, "wraps" if shape == "torus" else "fabric")
-    )
+    shaped = "wraps" if shape == "torus" else "fabric"
+    if not section.has(shape):
+        section.check(("name", "bandwidth"), ("size", "torus", *optional, "fabric", "wraps"))
+        raise section.error(section.node, "missing key 'size' (or 'torus', a list of sizes)")
+    section.check(("name", "bandwidth", shape), (*optional, shaped))
     level = _level(section, reading, index, known, backend)
     if shape == "torus":
         wraps = section.flag("wraps") if section.has("wraps") else True

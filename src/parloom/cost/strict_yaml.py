@@ -43,7 +43,9 @@ class Section:
             seen.add(name)
         missing = [name for name in needed if name not in seen]
         if missing:
-            raise self.error(self.node, f"missing key {missing[0]!r}; known keys: {list(known)}")
+            raise self.error(
+                self.node, f"missing key {missing[0]!r}; known keys: {', '.join(known)}"
+            )
 
     def names(self) -> tuple[str, ...]:
         """The keys, in file order."""
@@ -55,8 +57,9 @@ class Section:
     def parse(self, name: str, parser: Callable[[str], T]) -> T:
         """The scalar at `name` through `parser`, whose `InputError` gets the position."""
         node = self.get(name)
+        text = self._scalar(node)
         try:
-            return parser(self._scalar(node))
+            return parser(text)
         except InputError as error:
             raise self.error(node, f"{name}: {error}") from None
 

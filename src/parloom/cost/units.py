@@ -186,8 +186,10 @@ def _unknown(text: str, unit: str, expected: str, *bases: str) -> InputError:
             f"{number}{prefix}{base}"
             for base in bases
             for prefix in PREFIXES
-            if unit.lower() in (f"{prefix}{base}".lower(), f"{prefix[:1]}{base}".lower())
+            for spelled in (base, base.replace("bit", "b") if "b" in unit else base)
+            if unit.lower() in (f"{prefix}{spelled}".lower(), f"{prefix[:1]}{spelled}".lower())
         ]
+        near = list(dict.fromkeys(near))
         way = f"did you mean {' or '.join(near)}?" if near else f"write {expected}"
         return InputError(f"{text!r} has the unknown unit {unit!r}; {way}")
     prefix = match[1] or match[3]

@@ -12,9 +12,12 @@ from parloom.cost.units import format_bytes, format_rate, format_seconds
 from parloom.ir.mesh import Cluster, Level, Link
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+JOINS = "joins: so many devices, or groups of the level in the line above"
+RINGS = "bandwidth of a ring or line: to both neighbours together"
+WHOLE = "sizes: of the whole tensor on one rank, before it is reduced or after it is gathered"
 SIZES = (2**16, 2**21, 2**26, 2**32)
 LEFT = ("level", "fabric")
-COLUMNS = ("level", "devices", "bandwidth", "payload", "latency", "shared", "fabric")
+COLUMNS = ("level", "joins", "bandwidth", "payload", "latency", "shared", "fabric")
 
 
 def cluster_screen(cluster: Cluster, assumptions: tuple[str, ...]) -> RenderableType:
@@ -94,7 +97,7 @@ def _screen(cluster: Cluster) -> list[RenderableType]:
             Text(f"unequal parts ({parts}): described and checked, not planned for yet"),
             *_price(cluster),
             Text(""),
-            _table(cluster.levels),
+            *_table(cluster.levels),
         ]
         for part in cluster.parts:
             link = _row(Level("", 1, part.link))
@@ -119,7 +122,7 @@ def _screen(cluster: Cluster) -> list[RenderableType]:
                 f" {format_rate(host.link.bandwidth_bytes_per_s, 'B/s')} to each"
             )
         )
-    return [*lines, *_price(cluster), Text(""), _table(cluster.levels), *_chosen(cluster)]
+    return [*lines, *_price(cluster), Text(""), *_table(cluster.levels), *_chosen(cluster)]
 
 
 def _collectives(cluster: Cluster) -> list[tuple[str, int, Collective]]:
@@ -146,7 +149,7 @@ def _chosen(cluster: Cluster) -> list[RenderableType]:
     for kind in KINDS:
         cells = [f"{format_seconds(c.seconds)} {c.name}" for k, _, c in found if k == kind]
         table.add_row(kind, *cells)
-    return [Text(""), table]
+    return [Text(""), table, Text(WHOLE)]
 
 
 def _price(cluster: Cluster) -> list[RenderableType]:
@@ -154,13 +157,15 @@ def _price(cluster: Cluster) -> list[RenderableType]:
     return [] if price is None else [Text(f"price {price:,.2f} USD an hour")]
 
 
-def _table(levels: tuple[Level, ...]) -> Table:
+def _table(levels: tuple[Level, ...]) -> list[RenderableType]:
+    """A row a level, and what its columns mean where that is not plain."""
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in LEFT else "right")
     for level in levels:
         table.add_row(*_row(level))
-    return table
+    rings = any(level.fabric in ("ring", "line") for level in levels)
+    return [table, *([Text(JOINS)] if len(levels) > 1 else []), *([Text(RINGS)] if rings else [])]
 
 
 def _row(level: Level) -> tuple[str, ...]:
