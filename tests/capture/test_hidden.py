@@ -110,6 +110,32 @@ def test_a_buffer_made_once_does_not_stay_in_the_model() -> None:
     assert_equal(graph, model, BATCH)
 
 
+class Noted(Inner):
+    """Notes what a loss function then reads, and a table that it makes once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        if not hasattr(self, "mask"):
+            self.mask = torch.arange(4.0)
+        self.noted = h.square().mean()
+        return h * self.mask
+
+
+def test_what_is_noted_in_a_call_does_not_stay_in_the_model() -> None:
+    model = Net(Noted())
+
+    def loss(output: Tensor, _: dict[str, Tensor]) -> Tensor:
+        noted: Any = model.inner
+        total: Tensor = output + noted.noted
+        return total
+
+    graph = capture(model, BATCH, loss=loss)
+    assert not {"noted", "mask"} & vars(model.inner).keys()
+    found = run_graph(graph, model, BATCH)["loss"]
+    assert found is not None
+    assert torch.equal(found, loss(model(**BATCH), BATCH))
+
+
 class Lazy(Inner):
     late: Tensor | None
 
@@ -148,6 +174,15 @@ class Carried(Inner):
         h: Tensor = self.a(x) + self.state["last"]
         self.state["last"] = 0.5 * self.state["last"]
         return h
+
+
+class CarriedLate(Inner):
+    """The same, in an attribute that its first call makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        self.total = getattr(self, "total", 0) + h.detach()
+        return h * self.total
 
 
 class Held(Inner):
@@ -197,6 +232,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Wider, r"makes the buffer self\.mean float32\[3, 4\], and it was float32\[4\]"),
     (NewWeight, r"Net\.inner\.a: forward assigns a new parameter to self\.weight"),
     (Carried, r"Net\.inner: forward changes self\.state" + STATE),
+    (CarriedLate, r"Net\.inner: forward changes self\.total" + STATE),
     (Held, r"Net: forward changes self\.inner\.notes\.calls" + STATE),
     (Warm, r"changes self\.calls and then does something else in a later call"),
     (lambda: Drawing(Random(3)), r"forward draws from self\.inner\.generator, and"),

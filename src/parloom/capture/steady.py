@@ -57,6 +57,7 @@ class Watch:
         self.model = model
         self.before: dict[Key, Kept] = {}
         self.changed: dict[Key, Kept] = {}
+        self.made: dict[Key, Kept] = {}
         self.drawn: frozenset[str] = frozenset()
         self.ends: dict[str, object] = {}
 
@@ -67,28 +68,38 @@ class Watch:
         try:
             yield
         except BaseException:
-            restore(self.before, self.changes())
+            changed, made = self.changes()
+            restore(self.before, changed | made)
             raise
         self.ends = host_generators(self.model)
         self.drawn = frozenset(n for n, s in self.ends.items() if generators.get(n, s) != s)
-        self.changed = self.changes()
+        self.changed, self.made = self.changes()
 
-    def changes(self) -> dict[Key, Kept]:
-        """What is not as before; a tensor that was not there is taken for one that is made once."""
+    def changes(self) -> tuple[dict[Key, Kept], dict[Key, Kept]]:
+        """What is not as before, and apart from that tensors that were not there at all."""
         now = dict(attributes(self.model))
-        new = {k for k in now.keys() - self.before.keys() if not isinstance(now[k].value, Tensor)}
+        new = now.keys() - self.before.keys()
+        made = {key: now[key] for key in new if isinstance(now[key].value, Tensor)}
         old = {k for k in now.keys() & self.before.keys()
                if now[k].identity != self.before[k].identity}  # fmt: skip
-        return {key: now[key] for key in new | old}
+        return {key: now[key] for key in (new | old) - made.keys()}, made
 
     def check(self, code: str, again: Callable[[], Program]) -> None:
         """Raise `CaptureError` if `again`, which calls the model once more, is not `code`."""
-        before, changed, drawn, ends = self.before, self.changed, self.drawn, self.ends
-        if not changed and not drawn:
+        before, changed, made = self.before, self.changed, self.made
+        drawn, ends = self.drawn, self.ends
+        if not changed and not drawn and not made:
             return
         counts = {k for k, now in changed.items() if counted(before.get(k), now)}
+        restore(before, changed | made)
         try:
-            second, carried = self.replay(changed, again)
+            # a tensor that was not there is taken for one that is made once, if it is
+            carried = self.replay(made, again)[1] if made else set()
+            restore(before, made)
+            second, also = Program(code, ()), set[Key]()
+            if changed or drawn:
+                second, also = self.replay(changed, again)
+            carried |= also
             free = sorted(n for n in drawn if self.ends[n] != ends[n])
             differs = soon = second.code != code
             if counts and not differs:
@@ -96,7 +107,7 @@ class Watch:
                        for k, v in changed.items()}  # fmt: skip
                 differs = self.replay(far, again)[0].code != code
         finally:
-            restore(before, changed)
+            restore(before, changed | made)
         model = type(self.model).__name__
         if free:
             raise CaptureError(
@@ -107,7 +118,7 @@ class Watch:
             )
         if (differs and changed) or carried:
             owner, name = min(carried or changed)
-            inside = isinstance(changed[owner, name].owner, nn.Module)
+            inside = isinstance((changed | made)[owner, name].owner, nn.Module)
             where = ".".join(part for part in (model, owner if inside else "") if part)
             what = f"self.{name}" if inside else f"{owner}.{name}"
             raise CaptureError(
