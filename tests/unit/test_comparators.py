@@ -138,9 +138,11 @@ def test_axes_that_go_together_are_one() -> None:
 
 def test_flexflow_begins_with_data_parallelism() -> None:
     made = chain(64, 32, 32, 32)
-    first, *rest = COMPARATORS["flexflow"](question(made, budget=30), BASE, lambda text: None)
+    found = list(COMPARATORS["flexflow"](question(made, budget=30), BASE, lambda text: None))
+    first, *rest = found
     assert cuts(first) == {"l0:linear#0": {"d0": ("x",)}, "l1:linear#0": {"d0": ("x",)}}
-    assert len(rest) == 3
+    assert all(found.count(plan) == 1 for plan in found)
+    assert 1 <= len(rest) <= 3
 
 
 def test_a_split_gives_every_dim_a_degree_that_divides() -> None:

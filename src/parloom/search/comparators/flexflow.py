@@ -58,11 +58,14 @@ def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decision
     starts = {"data parallel": samples, "expert": expert(program, mesh, samples)}
     starts["random"] = tuple(search.rng.choice(menu) for menu in search.menus)
     budget = max(1, (question.budget or PROPOSALS) // len(starts))
+    known = {samples}
     yield joined(replace(base, mesh=mesh, nodes=delta.nodes(samples)))
     for name, start in starts.items():
         cost, assignments = search.chain(start, budget)
         say(f"flexflow: from {name}: estimated {cost / 1e12:.4g} s")
-        yield joined(replace(base, mesh=mesh, nodes=delta.nodes(assignments)))
+        if assignments not in known:
+            known.add(assignments)
+            yield joined(replace(base, mesh=mesh, nodes=delta.nodes(assignments)))
 
 
 def acceptance(current: float, proposed: float) -> float:
