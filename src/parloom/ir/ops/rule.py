@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 
 from parloom.errors import LayoutError
-from parloom.ir.graph import Arg, Node, Ref, TensorSpec, iter_refs
+from parloom.ir.graph import Arg, Node, Ref, TensorSpec
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Mesh
 
@@ -322,8 +322,3 @@ def elementwise_flops(site: Site, rule: Rule) -> float:
 def no_flops(site: Site, rule: Rule) -> float:
     """Movement of data or views only."""
     return 0.0
-
-
-def tensor_args(site: Site) -> tuple[str, ...]:
-    """Names of the tensor arguments in order."""
-    return tuple(iter_refs(site.node.args))
