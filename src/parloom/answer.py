@@ -142,7 +142,7 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
         asked.append((ALL, [], ask.limit))
     if memory and ask.limit < there:
         asked.append((f"--memory {memory}", list(pins), there))
-    constraints, text = [], ALL
+    constraints, text, known = [], ALL, [found]
     try:
         # The best of all is the best without a pin, if it holds the others.
         free = _best_of(ask, [], ask.limit, found) if len(pins) > 1 else None
@@ -150,7 +150,10 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
             plan = free if limit == ask.limit else None
             if plan is None or broken(ask.pinned.only(kept), ask.graph, plan.decisions):
                 plan = _best_of(ask, kept, limit, found)
-            constraints.append(_constraint(text, found, plan))
+            known.append(plan)
+            # What holds a pin or a limit is a plan without it, too.
+            others = known if not kept else [found, plan]
+            constraints.append(_constraint(text, others))
             say(constraint_line(constraints[-1], found))
     except KeyboardInterrupt:
         line = f"what {text} costs is left out: {INTERRUPTED}"
@@ -166,11 +169,10 @@ def _best_of(ask: Ask, pins: Sequence[Pin], limit: int, found: Plan) -> Plan:
         return found
 
 
-def _constraint(text: str, found: Plan, other: Plan) -> Constraint:
-    """A plan that holds a constraint is one of those without it, too."""
-    assert found.prediction is not None
-    assert other.prediction is not None
-    best = min(found.prediction, other.prediction, key=lambda p: p.step_s)
+def _constraint(text: str, plans: Sequence[Plan]) -> Constraint:
+    """With the best of `plans`."""
+    predictions = [plan.prediction for plan in plans if plan.prediction is not None]
+    best = min(predictions, key=lambda p: p.step_s)
     return Constraint(text, best.step_s, best.peak_bytes)
 
 
