@@ -28,6 +28,8 @@ from parloom.ir.plan import (
 from parloom.ir.schedules import schedule
 from parloom.ir.text import parse_graph
 from parloom.search.baselines import random_plan
+from parloom.search.candidates import candidates
+from parloom.search.question import Question
 
 BLOCK = """
 def block(
@@ -314,3 +316,16 @@ def test_a_split_backward_pass_is_as_long_as_a_whole_one() -> None:
     assert split.actions["W"].memory.net == whole.actions["B"].memory.net
     found = simulate_pipeline(schedule("zb_h1", 3, 2), [split] * 3)
     assert found.step_ps < simulate_pipeline(schedule("1f1b", 3, 2), [whole] * 3).step_ps
+
+
+def test_a_machine_far_too_slow_is_refused_in_words() -> None:
+    """Sums of 64 bits would not hold its picoseconds."""
+    cluster = load_cluster("2xcpu")
+    device = replace(cluster.device, flops_per_s=(("float32", 1.0),), memory_bytes_per_s=1.0)
+    slow = replace(cluster, device=device)
+    said = r"would take .* s: is a rate, a bandwidth or a latency of the cluster far too low"
+    asked = Question(model(), slow, Optimizer("sgd", 0), device.memory_bytes)
+    with pytest.raises(InputError, match=said):
+        candidates(asked, "auto", lambda text: None)
+    with pytest.raises(InputError, match=said):
+        run(model(), slow, Decisions(grid({"x": 2})))

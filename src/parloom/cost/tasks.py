@@ -30,6 +30,7 @@ RECOMPUTED = "recomputed"
 # A link's capacity a picosecond: divides evenly among up to 16 flows.
 SHARES = 720720
 PS = 10**12
+LONGEST_S = 1e5
 
 Changes = tuple[tuple[int, int], ...]
 """(index into COMPONENTS, bytes), one after the other."""
@@ -96,7 +97,12 @@ class StepTasks:
 
 
 def picoseconds(seconds: float) -> int:
-    """Whole picoseconds."""
+    """Whole picoseconds; raises `InputError` for what sums of 64 bits could not hold."""
+    if not seconds <= LONGEST_S:
+        raise InputError(
+            f"one operator or transfer of this step would take {seconds:.2g} s: is a rate, a"
+            " bandwidth or a latency of the cluster far too low?"
+        )
     return round(seconds * PS)
 
 
