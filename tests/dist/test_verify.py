@@ -1,5 +1,7 @@
 """The judge of the proof: it must see every kind of difference, on every rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from parloom import api
 from parloom.errors import InputError, LaunchError
 from parloom.execute import prove
 from parloom.execute.ranks import RankError
+from parloom.ir.plan import Prediction
 from parloom.execute.verify import Pieces, RankTrace, Trace, assemble, compare, require_finite
 
 WEIGHT = torch.arange(8, dtype=torch.float64).reshape(2, 4) + 1
@@ -97,6 +100,10 @@ def test_long_proofs_tell_where_they_are_and_why_they_died(monkeypatch: pytest.M
         "building zoo:mlp", "capturing it", "training 3 steps on 2 ranks",
         *(f"training step {i} of 3 on one device, to compare with" for i in (1, 2, 3)),
     ]  # fmt: skip
+
+    big = replace(plan, prediction=Prediction(1.0, 2**60))
+    api.verify(big, progress=said.append)
+    assert any(line.startswith("2 ranks in float64 may need 4096 PiB on") for line in said)
 
     def dies(*_: object, **__: object) -> None:
         raise RankError(1, 2, "it ended without a result (signal SIGKILL)", "", killed=True)

@@ -1,11 +1,12 @@
 """The proof of a saved plan: its model is built anew, captured, and compared with its program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 import psutil
 import torch
+from torch import Tensor
 
 from parloom.capture import capture, differences, fingerprint, load_abstract, parameters_of
 from parloom.cost.units import format_bytes
@@ -51,6 +52,8 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
         plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
     else:
         tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
+    for line in _memory_words(plan, tensors, small):
+        progress(line)
     try:
         return replace(verify(plan, tensors, batch, say=progress), shrunk=text)
     except RankError as error:
@@ -64,6 +67,23 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
             f"{error}: most likely memory ran out, for all {ranks} ranks run on this machine, in"
             f" float64 ({free}); {way}"
         ) from error
+
+
+def _memory_words(plan: Plan, tensors: Mapping[str, Tensor], small: bool) -> Iterator[str]:
+    """A warning where all ranks together, in float64, may need more memory than is free.
+
+    Of a small copy nothing was predicted.
+    """
+    sizes = [t.element_size() for t in tensors.values() if t.is_floating_point()]
+    if small or plan.prediction is None or not sizes:
+        return
+    ranks, free = plan.decisions.mesh.num_ranks, psutil.virtual_memory().available
+    needed = plan.prediction.peak_bytes * ranks * 8 // min(sizes)
+    if needed > free:
+        yield (
+            f"{ranks} ranks in float64 may need {format_bytes(needed)} on this machine,"
+            f" {format_bytes(free)} are free; --shrink proves a small copy"
+        )
 
 
 def _check_program(plan: Plan, captured: Graph) -> None:
