@@ -6,9 +6,8 @@ Megatron's column-then-row pairs (Shoeybi et al., 2019) found on the graph rathe
 """
 
 import random
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import prod
 
@@ -18,6 +17,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
+from parloom.ir.ops import Rule
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.rewrite.pad import paddings, rewritten
@@ -134,14 +134,27 @@ def megatron(
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a walk met at the operator `offset` after its first one: the operator's rule, its
+    readers, and the layouts of operands that were not made on the way.
+    """
+
+    offset: int
+    rule: Rule
+    readers: tuple[int, ...]
+    outside: tuple[tuple[int, Layout | None], ...]
+
+
 class Megatron:
     """Chooses the weight factor that carries the tensor axis to the next product unbroken."""
 
     def __init__(self, program: Unfolded) -> None:
         self.program = program
+        self.walks: dict[object, list[tuple[tuple[Visit, ...], bool]]] = {}
 
     def __call__(
-        self, index: int, assignment: Assignment, layouts: MutableMapping[str, Layout]
+        self, index: int, assignment: Assignment, layouts: Mapping[str, Layout]
     ) -> Assignment:
         flat, rule = self.program.nodes[index], self.program.rules[index]
         if any(TENSOR in axes for axes in assignment.values()):
@@ -176,15 +189,48 @@ class Megatron:
                 return assignment | {factor: axes}
         return None
 
-    def _arrives(self, start: int, trial: Assignment, layouts: MutableMapping[str, Layout]) -> bool:
+    def _arrives(self, start: int, trial: Assignment, layouts: Mapping[str, Layout]) -> bool:
         """Whether every value that carries the axis is read without a gather, up to where the
         axis is contracted (a row-parallel product, a loss over classes).
+
+        Blocks repeat: a walk that would meet what one before it met ends as that did.
         """
+        key = id(self.program.rules[start]), tuple(trial.items())
+        walks = self.walks.setdefault(key, [])
+        for met, arrived in walks:
+            if all(self._meets(start, visit, layouts) for visit in met):
+                return arrived
+        met, arrived = self._walk(start, trial, layouts)
+        walks.append((met, arrived))
+        return arrived
+
+    def _meets(self, start: int, visit: Visit, layouts: Mapping[str, Layout]) -> bool:
+        """Whether a walk from `start` would find at an operator what `visit` found there."""
+        index = start + visit.offset
+        if index >= len(self.program.nodes) or self.program.rules[index] is not visit.rule:
+            return False
+        operands = self.program.nodes[index].operands
+        return self._readers(index, start) == visit.readers and all(
+            layouts.get(operands[position]) == layout for position, layout in visit.outside
+        )
+
+    def _readers(self, index: int, start: int) -> tuple[int, ...]:
+        """Who reads the results of an operator, counted from `start`."""
         program = self.program
-        known = ChainMap({}, layouts)
+        return tuple(
+            reader - start
+            for name in program.nodes[index].results
+            for reader in program.readers.get(name, ())
+        )
+
+    def _walk(
+        self, start: int, trial: Assignment, layouts: Mapping[str, Layout]
+    ) -> tuple[tuple[Visit, ...], bool]:
+        """What a walk from `start` meets, and whether it arrives."""
+        program, known = self.program, dict[str, Layout]()
         record(program, start, trial, known)
-        readers = {i for n in program.nodes[start].results for i in program.readers.get(n, ())}
-        frontier = sorted(readers)  # a heap, too
+        met = [Visit(0, program.rules[start], self._readers(start, start), ())]
+        frontier = sorted({start + offset for offset in met[0].readers})  # a heap, too
         done: set[int] = set()
         reached = False
         while frontier:
@@ -192,22 +238,26 @@ class Megatron:
             if index in done:
                 continue
             done.add(index)
-            assignment = followed(program, index, known)
-            flat = program.nodes[index]
-            for position, name in enumerate(flat.operands):
-                layout = known.get(name, Layout())
-                if TENSOR not in layout.axes:
+            operands = program.nodes[index].operands
+            outside = tuple((p, layouts.get(n)) for p, n in enumerate(operands) if n not in known)
+            met.append(
+                Visit(index - start, program.rules[index], self._readers(index, start), outside)
+            )
+            seen = {n: known.get(n) or layouts.get(n, Layout()) for n in operands}
+            assignment = followed(program, index, seen)
+            for position, name in enumerate(operands):
+                if TENSOR not in seen[name].axes:
                     continue
-                if program.operand_layout(index, position, assignment) != layout:
-                    return False
+                if program.operand_layout(index, position, assignment) != seen[name]:
+                    return tuple(met), False
             record(program, index, assignment, known)
-            for name in flat.results:
+            for name in program.nodes[index].results:
                 if TENSOR in known[name].axes:
                     for reader in program.readers.get(name, ()):
                         heappush(frontier, reader)
                 else:
                     reached = True
-        return reached
+        return tuple(met), reached
 
 
 def random_plan(

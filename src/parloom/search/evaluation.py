@@ -6,7 +6,7 @@ operator that both have keeps its layouts; any other takes its operands as they 
 they are stored. So there is an assignment whatever the plan is.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from parloom.ir.factors import Factored, follow
@@ -31,9 +31,7 @@ def evaluation_decisions(
     position = {flat.key: index for index, flat in enumerate(before.nodes)}
     program = unfold(graph, factored, mesh)
 
-    def choose(
-        index: int, followed: Assignment, layouts: MutableMapping[str, Layout]
-    ) -> Assignment:
+    def choose(index: int, followed: Assignment, layouts: Mapping[str, Layout]) -> Assignment:
         found = position.get(program.nodes[index].key)
         if found is None or _like(before, found) != _like(program, index):
             return followed

@@ -9,7 +9,7 @@ Ranks are numbered as the field does: tensor fastest, then context, experts, dat
 """
 
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from types import MappingProxyType
@@ -332,7 +332,7 @@ class _ByHand:
         )  # fmt: skip
 
     def __call__(
-        self, index: int, assignment: Assignment, layouts: MutableMapping[str, Layout]
+        self, index: int, assignment: Assignment, layouts: Mapping[str, Layout]
     ) -> Assignment:
         flat, rule = self.program.nodes[index], self.program.rules[index]
         for name in self.lay.keys() & set(flat.operands):

@@ -5,7 +5,7 @@ callback first; a backward walk then shards what depends on no tensor of the bat
 positions) the way its consumers read it, where no gradient flows.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ def unfold(graph: Graph, factored: Factored, mesh: Mesh) -> Unfolded:
     )
 
 
-Choose = Callable[[int, Assignment, MutableMapping[str, Layout]], Assignment]
+Choose = Callable[[int, Assignment, Mapping[str, Layout]], Assignment]
 
 
 def spread(
@@ -121,7 +121,7 @@ def _followed(rule: Rule, lying: tuple[Layout, ...], mesh: Mesh) -> Assignment:
 
 
 def record(
-    program: Unfolded, index: int, assignment: Assignment, layouts: MutableMapping[str, Layout]
+    program: Unfolded, index: int, assignment: Assignment, layouts: dict[str, Layout]
 ) -> None:
     """Note the layouts of an operator's results (partial ones as they will be reduced)."""
     rule = program.rules[index]
