@@ -14,6 +14,7 @@ from parloom.ir.pcg import PParameter
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.ir.text import parse_graph
 from parloom.search.estimate import Estimate, estimate
+from parloom.search.program import last_reduced
 from parloom.search.storage import Level, StoragePrices, Stored, WeightPrice
 
 ADAM = Optimizer("adamw", 2)
@@ -85,6 +86,7 @@ def least_step_ps(
     ]
     storage = StoragePrices(walker, Decisions(mesh), ADAM)
     elements = sum(e.value.spec.num_elements for e in graph.of_kind("parameter"))
+    last = last_reduced(graph)
     least: int | None = None
     for chosen in product(*menus):
         keyed = tuple(NodeDecision(n.key, c) for n, c in zip(nodes, chosen, strict=True))
@@ -93,7 +95,10 @@ def least_step_ps(
         options: list[list[WeightPrice]] = []
         for weight in pcg.parameters:
             spec = weight.input.value.spec
-            stored = Stored(spec, True, False, weight.layout, weight.reduce, elements, elements)
+            late = weight.input.value.name in last
+            stored = Stored(
+                spec, True, False, weight.layout, weight.reduce, elements, elements, last=late
+            )
             every, prices = storage.options(stored)
             options.append(
                 [p for level, p in zip(every, prices, strict=True) if may_store(weight, level)]

@@ -134,6 +134,10 @@ def megatron(
         )
 
 
+# Walks that are compared with a new one, and how long they may be.
+RECENT, SHORT = 2, 200
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """What a walk met at the operator `offset` after its first one: the operator's rule, its
@@ -197,11 +201,12 @@ class Megatron:
         """
         key = id(self.program.rules[start]), tuple(trial.items())
         walks = self.walks.setdefault(key, [])
-        for met, arrived in walks:
+        for met, arrived in walks[-RECENT:]:
             if all(self._meets(start, visit, layouts) for visit in met):
                 return arrived
         met, arrived = self._walk(start, trial, layouts)
-        walks.append((met, arrived))
+        if len(met) <= SHORT:
+            walks.append((met, arrived))
         return arrived
 
     def _meets(self, start: int, visit: Visit, layouts: Mapping[str, Layout]) -> bool:

@@ -29,6 +29,7 @@ from parloom.search.prices import (
     PARTS,
     passes_ps,
 )
+from parloom.search.program import last_reduced
 from parloom.search.storage import (
     AFTER,
     AGAIN,
@@ -114,6 +115,7 @@ def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimi
         value = parameter.input.value
         elements[unit.get(value.name)] += value.spec.num_elements
     trained = sum(p.input.value.spec.num_elements for p in pcg.parameters if p.input.trainable)
+    last = last_reduced(pcg.graph)
     total = np.zeros(WEIGHT_PARTS, dtype=np.int64)
     for parameter in pcg.parameters:
         name, spec = parameter.input.value.name, parameter.input.value.spec
@@ -127,6 +129,7 @@ def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimi
             elements[unit.get(name)],
             trained,
             max(1, len(elements) - (None in elements)),
+            name in last,
         )
         total += prices.price(stored, level_of(parameter.decision))
     return total

@@ -16,9 +16,11 @@ from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, op_of
+from parloom.ir.step_program import bucket_bytes
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.pins import Pin
 
+WIDTH = 4  # bytes of a gradient as it is reduced, as a rule
 Axes = tuple[str, ...]
 Flags = tuple[bool, ...]
 CallKey = tuple[str, str]  # block kind and prefix
@@ -94,7 +96,7 @@ class Weight:
     """`count` equal parameters, each read by `readers`, in the order of the program.
 
     `block`: only one block call reads each, so that its chunks are gathered for that call, together
-    with those of others: `unit_elements` in all.
+    with those of others: `unit_elements` in all. `last`: gradients are among the last to arrive.
     """
 
     spec: TensorSpec
@@ -103,6 +105,7 @@ class Weight:
     targets: tuple[str, ...]
     block: bool
     unit_elements: int
+    last: bool = False
     pins: tuple[Pin, ...] = ()
 
     @property
@@ -143,6 +146,23 @@ class Program:
     def trained_elements(self) -> int:
         """Elements of all weights whose gradients are reduced."""
         return sum(w.count * w.spec.num_elements for w in self.weights if w.trainable)
+
+
+def last_reduced(graph: Graph) -> frozenset[str]:
+    """The weights whose gradients arrive last: the first that is read, and those after it that fit
+    half a bucket with it (a last bucket is half full as a rule).
+    """
+    trained = {e.value.name: e.value.spec for e in graph.of_kind("parameter") if e.trainable}
+    total = sum(spec.num_elements for spec in trained.values())
+    room, found = bucket_bytes(total * WIDTH) / WIDTH / 2, set[str]()
+    for flat in graph.flat():
+        for name in flat.operands:
+            if name in trained and name not in found:
+                room -= trained[name].num_elements
+                if found and room < 0:
+                    return frozenset(found)
+                found.add(name)
+    return frozenset(found)
 
 
 def program_of(
@@ -305,7 +325,7 @@ class _Folding:
 
     def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
         found: dict[
-            tuple[TensorSpec, bool, tuple[Reader, ...], bool, int, tuple[Pin, ...]], list[str]
+            tuple[TensorSpec, bool, tuple[Reader, ...], bool, int, bool, tuple[Pin, ...]], list[str]
         ] = {}
         places: dict[str, list[CallKey]] = {}
         readers: dict[str, list[Reader]] = {}
@@ -320,7 +340,7 @@ class _Folding:
             block = len(where) == 1 and where[0][0] != self.graph.main.name
             unit[name] = where[0] if block else None
             elements[unit[name]] += entry.value.spec.num_elements
-        self.units = max(1, len(elements) - (None in elements))
+        self.units, last = max(1, len(elements) - (None in elements)), last_reduced(self.graph)
         for entry in entries:
             name = entry.value.name
             key = (
@@ -329,8 +349,9 @@ class _Folding:
                 tuple(dict.fromkeys(readers.get(name, ()))),
                 unit[name] is not None,
                 elements[unit[name]],
+                name in last,
                 self.pinned.parameters.get(entry.target, ()),
             )
             found.setdefault(key, []).append(entry.target)
-        for (spec, trainable, by, block, together, pins), targets in found.items():
-            yield Weight(spec, trainable, by, tuple(targets), block, together, pins)
+        for (spec, trainable, by, block, together, late, pins), targets in found.items():
+            yield Weight(spec, trainable, by, tuple(targets), block, together, late, pins)

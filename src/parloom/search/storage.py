@@ -72,7 +72,8 @@ class Stored:
 
     `block`: it is gathered for one block call of `units`, in the backward pass once more.
     `unit_elements` are those of all weights that are gathered together with it, `trained_elements`
-    those of all whose gradients are reduced (it is alone where these are 0).
+    those of all whose gradients are reduced (it is alone where these are 0). `last`: its gradient
+    is among those that arrive last.
     """
 
     spec: TensorSpec
@@ -83,6 +84,7 @@ class Stored:
     unit_elements: int = 0
     trained_elements: int = 0
     units: int = 1
+    last: bool = True
     pins: tuple[Pin, ...] = ()
 
 
@@ -97,6 +99,7 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
         weight.unit_elements,
         program.trained_elements,
         program.units,
+        weight.last,
         weight.pins,
     )
 
@@ -186,7 +189,7 @@ class StoragePrices:
             # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
             part = CHUNKED if weight.block or not level.weight else ALONE
         # What is reduced last arrives when nothing is computed any more.
-        last = 1 / weight.units if unit else self._last(weight, size)
+        late = weight.units if unit else int(weight.last)  # one of so many; none
         sent = 0
         if level.gradient and set(level.axes) <= set(partial):
             sent += self._share(weight, "reduce_scatter", level.axes, size, unit)
@@ -197,18 +200,13 @@ class StoragePrices:
         if part == ALONE:
             found[ALONE] += sent
         else:
-            late = int(last * sent)
-            found[part] += sent - late
-            found[AFTER] += late
+            exposed = sent // late if late else 0
+            found[part] += sent - exposed
+            found[AFTER] += exposed
 
     def message_ps(self, axes: Axes) -> int:
         """What a collective over `axes` takes at least."""
         return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
-
-    def _last(self, weight: Stored, num_bytes: int) -> float:
-        """The last bucket's share of all gradients: it is half full as a rule."""
-        total = _together(weight, num_bytes, weight.trained_elements)
-        return min(total, max(num_bytes, bucket_bytes(total) / 2)) / max(total, 1)
 
     def _share(self, weight: Stored, kind: str, axes: Axes, num_bytes: int, unit: int = 0) -> int:
         """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
