@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from parloom import zoo
 from parloom.capture import capture
+from parloom.capture.load import cast_batch, cast_model
 from parloom.cost.clusters import resolve_cluster
 from parloom.ir.mesh import grid
 from parloom.search.baselines import data_parallel, random_plan
@@ -48,3 +49,12 @@ def test_captured_and_parallel_equal_the_model(name: str) -> None:
     for method, plan in plans.items():
         error, where = held.error(plan)
         assert error <= TOLERANCE, f"{method}: {where}"
+
+
+@pytest.mark.parametrize("name", ["dit_xl", "unet", "llama", "gshard"])
+def test_captured_in_low_precision(name: str) -> None:
+    """Tables stay in float32, and what they make meets weights in bfloat16."""
+    model, batch = small(name)
+    cast_model(model, torch.bfloat16)
+    graph = capture(model, cast_batch(batch, torch.bfloat16))
+    assert {e.value.spec.dtype for e in graph.of_kind("parameter")} == {"bfloat16"}

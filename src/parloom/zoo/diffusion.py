@@ -27,7 +27,8 @@ class Noising(nn.Module):
 
     def forward(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         kept = self.alpha_bar[timestep][:, None, None, None]
-        return kept.sqrt() * clean + (1 - kept).sqrt() * noise
+        noisy = kept.sqrt() * clean + (1 - kept).sqrt() * noise
+        return noisy.to(clean.dtype)
 
 
 def sinusoids(timestep: Tensor, width: int) -> Tensor:

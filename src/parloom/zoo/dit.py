@@ -152,7 +152,7 @@ class DiT(nn.Module):
             :, :, None, None, None
         ].unbind(1)
         noisy = kept.sqrt() * clean + (1 - kept).sqrt() * noise
-        predicted, fraction = self.denoiser(noisy, timestep, labels).chunk(2, dim=1)
+        predicted, fraction = self.denoiser(noisy.to(clean.dtype), timestep, labels).chunk(2, 1)
         share = (fraction + 1) / 2
         log_variance = share * log_beta + (1 - share) * log_posterior
         guess = (noisy - (1 - kept).sqrt() * predicted.detach()) / kept.sqrt()
