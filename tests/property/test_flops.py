@@ -19,6 +19,8 @@ COUNTED_OTHERWISE = {
     "dot": "no product of matrices", "mv": "no product of matrices",
     "matmul-vectors": "no product of matrices", "matmul-left_vector": "a vector is no matrix",
     "matmul-right_vector": "a vector is no matrix", "linear-vector": "a vector is no matrix",
+    "linear-weight_vector": "a vector is no matrix",
+    "linear-weight_vector_bias": "a vector is no matrix",
     "mm-complex": "four real products", "einsum-three": "pair by pair",
     "addbmm": "torch does not know it", "einsum-diagonal": "no product", "einsum-one": "no product",
 }  # fmt: skip
