@@ -36,7 +36,7 @@ MARGIN = 0.05
 # The share of the memory within which the largest limit is sought that fits.
 CLOSE = 0.02
 # Of the estimates that are above the best by this share at most, how many are simulated.
-NEARBY, PLAYED_NEARBY = 0.003, 16
+NEARBY, PLAYED_NEARBY = 0.003, 8
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
 ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
 

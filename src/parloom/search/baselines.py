@@ -134,8 +134,8 @@ def megatron(
         )
 
 
-# Walks that are compared with a new one, and how long they may be.
-RECENT, SHORT = 2, 200
+# How many operators one looks ahead, and how many walks a new one is compared with.
+FAR, RECENT = 200, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Megatron:
 
     def _arrives(self, start: int, trial: Assignment, layouts: Mapping[str, Layout]) -> bool:
         """Whether every value that carries the axis is read without a gather, up to where the
-        axis is contracted (a row-parallel product, a loss over classes).
+        axis is contracted (a row-parallel product, a loss over classes), or further than one looks.
 
         Blocks repeat: a walk that would meet what one before it met ends as that did.
         """
@@ -205,8 +205,7 @@ class Megatron:
             if all(self._meets(start, visit, layouts) for visit in met):
                 return arrived
         met, arrived = self._walk(start, trial, layouts)
-        if len(met) <= SHORT:
-            walks.append((met, arrived))
+        walks.append((met, arrived))
         return arrived
 
     def _meets(self, start: int, visit: Visit, layouts: Mapping[str, Layout]) -> bool:
@@ -242,6 +241,8 @@ class Megatron:
             index = heappop(frontier)
             if index in done:
                 continue
+            if len(done) == FAR:
+                return tuple(met), True
             done.add(index)
             operands = program.nodes[index].operands
             outside = tuple((p, layouts.get(n)) for p, n in enumerate(operands) if n not in known)
