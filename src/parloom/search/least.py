@@ -17,7 +17,7 @@ from parloom.search.polish import decisions, polish
 from parloom.search.prices import KEPT, PARTS
 from parloom.search.program import program_of
 from parloom.search.question import Question
-from parloom.search.storage import STORED, WEIGHT_PARTS
+from parloom.search.storage import MOVING, STORED, WEIGHT_PARTS
 
 # What a picosecond counts against a byte, so that of equally small plans a fast one is found.
 SPEED = 1e-9
@@ -108,5 +108,5 @@ def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
         functions[function.name] = np.full(PARTS, speed)
         functions[function.name][KEPT] = kept.get(function.name, 1.0)
     weights = np.full(WEIGHT_PARTS, speed)
-    weights[STORED] = 1.0
+    weights[[STORED, MOVING]] = 1.0
     return Multipliers(functions, weights)

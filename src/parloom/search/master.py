@@ -24,6 +24,7 @@ from parloom.search.storage import (
     ALONE,
     CHUNKED,
     GATHERED,
+    MOVING,
     REDUCED,
     STORED,
     WEIGHT_PARTS,
@@ -204,7 +205,8 @@ class MeshSearch:
         }
         weights = np.zeros(WEIGHT_PARTS)
         weights[[ALONE, AFTER]] = 1.0
-        weights[GATHERED], weights[STORED] = worth.gathered, worth.held
+        weights[GATHERED] = worth.gathered
+        weights[[STORED, MOVING]] = worth.held
         weights[[AGAIN, CHUNKED, REDUCED]] = worth.reduced
         return Multipliers(functions, weights)
 

@@ -17,6 +17,7 @@ from parloom.search.storage import (
     ALONE,
     CHUNKED,
     GATHERED,
+    MOVING,
     REDUCED,
     STORED,
     WEIGHT_PARTS,
@@ -131,7 +132,7 @@ def least_bytes(problem: LayoutProblem, values: Sequence[int]) -> int:
     held = sum(int(parts[KEPT]) for parts in problem.passes(values).values())
     for index, weight in enumerate(problem.program.weights):
         _, parts = problem.storage.options(problem.stored(index, values))
-        held += weight.count * int(parts[:, STORED].min())
+        held += weight.count * int((parts[:, STORED] + parts[:, MOVING]).min())
     for block in problem.program.blocks:
         held -= len(block.prefixes) * int(problem.passes_of(block, values)[KEPT])
     return held
@@ -166,7 +167,7 @@ def _limit(
     program.row(gathered | {spare[0]: 1.0}, low=-base[FORWARD] / MS)
     reduced = _terms(weights, SENT_BACKWARD, -MS) | _terms(blocks, (BACKWARD,), MS)
     program.row(reduced | {spare[1]: 1.0}, low=-base[BACKWARD] / MS)
-    held = _terms(weights, (STORED,), GB) | _terms(blocks, (KEPT,), GB)
+    held = _terms(weights, (STORED, MOVING), GB) | _terms(blocks, (KEPT,), GB)
     program.row(held, high=(limit_bytes - base[KEPT]) / GB)
 
 

@@ -27,9 +27,12 @@ from parloom.search.program import Axes, Program, Weight
 # bytes: gathering it in the forward and in the backward pass, reducing its gradient in every
 # microbatch or once; what hides behind nothing (all that main's own weights send when they are
 # stored in chunks: they are gathered before the first operator and reduced after the last); what
-# follows (update, gathering what was updated); and what is stored.
-GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER, STORED = range(7)
-WEIGHT_PARTS = 7
+# follows (update, gathering what was updated); what is stored, and what is there of it as it moves.
+GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER, STORED, MOVING = range(8)
+WEIGHT_PARTS = 8
+# What is there of a call's weights at once: gathered for this call and the next, and on the way to
+# it; gradients of two calls on their way (`cost.transfers`).
+WEIGHTS_AT_ONCE, GRADIENTS_AT_ONCE = 3, 2
 WeightPrice = NDArray[np.int64]
 
 
@@ -160,7 +163,10 @@ class StoragePrices:
             unit = weight.unit_elements
             gathered = self._share(weight, "all_gather", level.axes, whole * width, unit)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
-            if weight.block:  # what the first call needs arrives while nothing is computed
+            if weight.block:
+                room = WEIGHTS_AT_ONCE * width + GRADIENTS_AT_ONCE * gradient * weight.trainable
+                found[MOVING] = whole * room // weight.units
+                # What the first call needs arrives while nothing is computed.
                 found[ALONE] = gathered // weight.units
                 found[GATHERED] -= found[ALONE]
         found[STORED] = (chunk if level.weight else whole) * width

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from parloom.search.layouts import Totals
 from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
-from parloom.search.storage import AFTER, AGAIN, ALONE, CHUNKED, GATHERED, REDUCED, STORED
+from parloom.search.storage import AFTER, AGAIN, ALONE, CHUNKED, GATHERED, MOVING, REDUCED, STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +40,5 @@ def summed(passes: Totals, weights: Totals) -> Sums:
         int(passes[:KEPT].sum() + weights[ALONE] + weights[AFTER]),
         int(weights[GATHERED] - passes[FORWARD]),
         int(weights[AGAIN] + weights[CHUNKED] + weights[REDUCED] - passes[BACKWARD]),
-        int(passes[KEPT] + weights[STORED]),
+        int(passes[KEPT] + weights[STORED] + weights[MOVING]),
     )

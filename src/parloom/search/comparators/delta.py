@@ -17,7 +17,7 @@ from parloom.search.comparators.plans import Menus, Whole
 from parloom.search.estimate import Estimate
 from parloom.search.prices import KEPT, PARTS, Prices
 from parloom.search.program import Axes, Flow, Program, Reader, State
-from parloom.search.storage import STORED, WEIGHT_PARTS, stored_of
+from parloom.search.storage import MOVING, STORED, WEIGHT_PARTS, stored_of
 
 Assignment = tuple[tuple[str, Axes], ...]
 Price = NDArray[np.int64]
@@ -239,7 +239,7 @@ class Delta:
     def held_bytes(self, change: Change | None = None) -> int:
         """What is kept for the backward pass and stored, after a change."""
         of = change or self
-        return int(of.passes[KEPT] + of.weights[STORED])
+        return int(of.passes[KEPT] + of.weights[STORED] + of.weights[MOVING])
 
     def assignments(self) -> tuple[Assignment, ...]:
         """What every operator does."""
