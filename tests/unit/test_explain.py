@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -121,7 +122,7 @@ def test_what_was_asked_for_is_said_with_its_price() -> None:
     assert f"asked for: {line}" in text
 
 
-def adds_up(case: Case, other: Case) -> None:
+def adds_up(case: Case, other: Case) -> dict[str, Any]:
     document = versus(case, other, "other")
     whole = other.timeline.step_ps - case.timeline.step_ps
     assert document["difference_ps"] == whole
@@ -135,13 +136,15 @@ def adds_up(case: Case, other: Case) -> None:
     sizes = [abs(row["difference_ps"]) for row in document["causes"]]
     assert sizes == sorted(sizes, reverse=True)
     assert {row["component"] for row in document["memory"]} <= set(COMPONENTS)
+    return document
 
 
 @settings(max_examples=12)
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_differences_add_up_exactly(one: int, other: int) -> None:
     plans = (next(random_plans(GRAPH, CLUSTER, seed=seed)) for seed in (one, other))
-    adds_up(*(case_of(GRAPH, CLUSTER, plan) for plan in plans))
+    document = adds_up(*(case_of(GRAPH, CLUSTER, plan) for plan in plans))
+    assert document["difference_ps"] == sum(row["difference_ps"] for row in document["causes"])
 
 
 def test_the_cause_of_a_difference() -> None:

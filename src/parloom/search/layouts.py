@@ -212,7 +212,7 @@ class LayoutProblem:
 
     def _ways(self, flow: Flow) -> Iterator[_Way]:
         source, index, states = self._source(flow)
-        kept = sum(self._keeps(flow, reader) for reader in flow.readers)
+        kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
         has = self._is_there(flow)
         for reader in flow.readers:
             if reader == flow.like:
@@ -222,7 +222,9 @@ class LayoutProblem:
             distinct = self.menus[reader.operator].operands[reader.operand]
             table = self._table(flow, flows, states, distinct.values)
             sizes = [self.prices.held_bytes(flow.spec, s) for s in distinct.values]
-            share = np.array(sizes, dtype=np.int64) * self._keeps(flow, reader) // max(kept, 1)
+            share = (
+                np.array(sizes, dtype=np.int64) * self.program.keeps(flow, reader) // max(kept, 1)
+            )
             twice = np.array([[has and s.layout == t.layout for t in distinct.values]
                               for s in states])  # fmt: skip
             yield _Way(flow, reader, source, index, reader.operator, distinct.index, table,
@@ -255,14 +257,6 @@ class LayoutProblem:
         if key not in self.tables:
             self.tables[key] = Ways(self.prices, flow.spec, flows, sources, targets)
         return self.tables[key]
-
-    def _keeps(self, flow: Flow, reader: Reader) -> bool:
-        """Whether autograd keeps what the reader gets."""
-        operator = self.program.operators[reader.operator]
-        if flow.weight >= 0 or not any(any(flags) for flags, _ in operator.flows):
-            return False
-        site = Site(operator.node, operator.operands)
-        return ("operand", reader.operand) in op_of(operator.node).saves(site)
 
     def _is_there(self, flow: Flow) -> bool:
         """Whether the value as it is made stays in memory, whoever reads it."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec
 from parloom.ir.layout import Layout
-from parloom.ir.ops import Rule, op_of
+from parloom.ir.ops import Rule, Site, op_of
 from parloom.ir.step_program import bucket_bytes
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.pins import Pin
@@ -141,6 +141,14 @@ class Program:
     pinned: Pinned = NONE
     units: int = 1
     """Block calls that read weights of their own."""
+
+    def keeps(self, flow: Flow, reader: Reader) -> bool:
+        """Whether autograd keeps what the reader of a flow gets."""
+        operator = self.operators[reader.operator]
+        if flow.weight >= 0 or not any(any(flags) for flags, _ in operator.flows):
+            return False
+        site = Site(operator.node, operator.operands)
+        return ("operand", reader.operand) in op_of(operator.node).saves(site)
 
     @cached_property
     def trained_elements(self) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
-from parloom.ir.ops import Site, op_of
+from parloom.ir.ops import op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Choice
 from parloom.search.comparators.plans import Menus, Whole
@@ -163,7 +163,7 @@ class Delta:
         """Bringing a value to all its readers in a call, equal wishes once."""
         source = self._source(flow, choices)
         derived = flow.operator >= 0 and self.program.operators[flow.operator].derived
-        keeping = [reader for reader in flow.readers if self._keeps(flow, reader)]
+        keeping = [reader for reader in flow.readers if self.program.keeps(flow, reader)]
         found: Price = np.zeros(PARTS, dtype=np.int64)
         wanted: set[State] = set()
         layouts: set[Layout] = set()
@@ -201,14 +201,6 @@ class Delta:
         if flow.like is not None:
             return choices[flow.like.operator].operands[flow.like.operand]
         return WHOLE
-
-    def _keeps(self, flow: Flow, reader: Reader) -> bool:
-        """Whether autograd keeps what the reader gets."""
-        operator = self.program.operators[reader.operator]
-        if flow.weight >= 0 or not any(any(flags) for flags, _ in operator.flows):
-            return False
-        site = Site(operator.node, operator.operands)
-        return ("operand", reader.operand) in op_of(operator.node).saves(site)
 
     # Choices
 
