@@ -4,6 +4,7 @@ contradict each other.
 
 from collections.abc import Callable
 from itertools import combinations
+from math import inf
 from random import Random
 
 import pytest
@@ -23,6 +24,7 @@ from parloom.ir.plan import Decisions
 from parloom.search.auto import search
 from parloom.search.baselines import random_plan
 from parloom.search.candidates import candidates, smallest
+from parloom.search.closing import close
 from parloom.search.conflicts import broken, smallest_conflict
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
@@ -56,7 +58,9 @@ def question(graph: Graph, cluster: Cluster, *texts: str, limit: int = int(PLENT
 def found_step_ps(graph: Graph, mesh: Mesh, cluster: Cluster, pinned: Pinned) -> int | None:
     program = program_of(graph, factorize(graph), pinned)
     problem = LayoutProblem(program, Walker({}, mesh, cluster), Decisions(mesh), ADAM)
-    candidates_ = MeshSearch(problem, PLENTY).run(tolerance=1e-9).candidates
+    searching = MeshSearch(problem, PLENTY)
+    searching.run(tolerance=1e-9)
+    candidates_ = close(searching, inf, tolerance=1e-9).candidates
     return candidates_[0].sums.step_ps if candidates_ else None
 
 

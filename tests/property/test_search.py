@@ -19,16 +19,17 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
 from parloom.search.auto import search
+from parloom.search.closing import close
 from parloom.search.eliminate import Factor, minimum, near
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import MeshSearch, Worth
+from parloom.search.master import Found, MeshSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import KEPT, PARTS
 from parloom.search.program import program_of
 from parloom.search.storage import STORED, WEIGHT_PARTS
-from parloom.search.sums import summed
+from parloom.search.sums import Worth, summed
 from parloom.search.ways import Ways
 from tests.property.searched import ADAM, least_step_ps, random_graph
 from tests.unit.test_simulate import chunked, model
@@ -40,6 +41,13 @@ PLENTY = 1e15
 def problem_of(graph: Graph, mesh: Mesh, cluster: Cluster) -> LayoutProblem:
     program = program_of(graph, factorize(graph))
     return LayoutProblem(program, Walker({}, mesh, cluster), Decisions(mesh), ADAM)
+
+
+def exact(problem: LayoutProblem, limit: float) -> Found:
+    """The best on a mesh, as near to its bound as can be proved."""
+    searching = MeshSearch(problem, limit)
+    searching.run(tolerance=1e-9)
+    return close(searching, np.inf, tolerance=1e-9, listed=10**5)
 
 
 @st.composite
@@ -108,7 +116,7 @@ def test_search_finds_what_enumeration_finds(seed: int) -> None:
     graph = random_graph(Random(seed))
     (mesh,) = logical_meshes(TWO)
     least = least_step_ps(graph, mesh, Walker({}, mesh, TWO))
-    found = MeshSearch(problem_of(graph, mesh, TWO), PLENTY, 10**5).run(tolerance=1e-9)
+    found = exact(problem_of(graph, mesh, TWO), PLENTY)
     assert found.candidates[0].sums.step_ps == least
     assert least is not None
     assert least * (1 - 1e-6) <= found.bound_ps <= least + 0.5
@@ -118,7 +126,7 @@ def test_search_finds_what_enumeration_finds_on_two_axes() -> None:
     graph = random_graph(Random(2), num_operators=2)
     mesh = next(m for m in logical_meshes(FOUR) if len(m.axes) == 2)
     least = least_step_ps(graph, mesh, Walker({}, mesh, FOUR))
-    found = MeshSearch(problem_of(graph, mesh, FOUR), PLENTY, 10**5).run(tolerance=1e-9)
+    found = exact(problem_of(graph, mesh, FOUR), PLENTY)
     assert found.candidates[0].sums.step_ps == least
 
 
@@ -145,7 +153,7 @@ def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: flo
     low, high = min(s.held_bytes for s in every), max(s.held_bytes for s in every)
     limit = low + share * (high - low)
     least = min(s.step_ps for s in every if s.held_bytes <= limit)
-    found = MeshSearch(problem, limit, 10**5).run(tolerance=1e-9)
+    found = exact(problem, limit)
     assert found.candidates[0].sums.held_bytes <= limit + 1
     assert found.candidates[0].sums.step_ps == least
     assert found.bound_ps <= least + 0.5

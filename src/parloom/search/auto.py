@@ -17,9 +17,10 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions, Optimizer
+from parloom.search.closing import TOLERANCE, close
 from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import MeshSearch
+from parloom.search.master import Found, MeshSearch
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.polish import Candidate, decisions, least_bytes, polish, uniform
 from parloom.search.prices import BACKWARD, FORWARD, Known
@@ -37,6 +38,8 @@ MARGIN = 0.05
 CLOSE = 0.02
 # Of the estimates that are above the best by this share at most, how many are simulated.
 NEARBY, PLAYED_NEARBY = 0.003, 8
+# How often the bound of a mesh is brought near the best answer, and that played.
+CLOSED = 3
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
 ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
 
@@ -64,11 +67,15 @@ class Searched:
 
     @property
     def solver_gap(self) -> float | None:
-        """(Best estimate - its bound) / bound; None where nothing was found or not all searched."""
-        if not self.proposals or not self.bound_ps or self.interrupted or self.exhausted:
+        """(Best estimate - its bound) / its bound; None where nothing was found or not all was
+        searched.
+        """
+        if not self.proposals or self.interrupted or self.exhausted:
+            return None
+        if self.estimate_bound_ps <= 0:
             return None
         best = min(p.estimate_ps for p in self.proposals)
-        return max(0.0, best - self.estimate_bound_ps) / self.bound_ps
+        return max(0.0, best - self.estimate_bound_ps) / self.estimate_bound_ps
 
 
 def search(
@@ -103,8 +110,7 @@ def search(
     proposals = sorted(hunt.proposals, key=lambda p: p.step_ps)
     # What was not looked at may be less.
     least = 0 if interrupted else min(hunt.least, default=0)
-    estimated = 0.0 if exhausted else min(hunt.bounds, default=0.0)
-    return Searched(tuple(proposals), least, estimated, interrupted, exhausted)
+    return Searched(tuple(proposals), least, hunt.estimate_bound, interrupted, exhausted)
 
 
 class _Hunt:
@@ -128,7 +134,7 @@ class _Hunt:
         self.shared = Known()
         self.proposals: list[Proposal] = []
         self.least: list[int] = []
-        self.bounds: list[float] = []
+        self.estimate_bound = 0.0
 
     def run(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
         searched: list[_OnMesh] = []
@@ -137,7 +143,6 @@ class _Hunt:
             self.least.append(_least_compute_ps(problem))
             on_mesh = _OnMesh(problem, cluster, self.base, self.optimizer, self.limit_bytes)
             searched.append(on_mesh)
-            self.bounds.append(on_mesh.found.bound_ps)
             on_mesh.begin(self.enough)
             self._play(on_mesh, 1)
             self.enough = min(self.enough, on_mesh.enough)
@@ -145,9 +150,21 @@ class _Hunt:
         searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in searched:
             self._play(on_mesh, LAYOUTS)
+        for on_mesh in searched:
+            self._close(on_mesh)
+        self.estimate_bound = min((o.found.bound_ps for o in searched), default=0.0)
         if self.proposals:
             fastest = min(searched, key=lambda on_mesh: on_mesh.step_ps)
             self._add(fastest.nearby(NEARBY))
+
+    def _close(self, on_mesh: "_OnMesh") -> None:
+        """Prove that a mesh has nothing that is estimated to be better, or find it."""
+        for _ in range(CLOSED):
+            best = min((p.estimate_ps for p in self.proposals), default=inf)
+            if best == inf or not on_mesh.close(best, self.enough):
+                break
+            self._play(on_mesh, LAYOUTS)
+            self.enough = min(self.enough, on_mesh.enough)
 
     def bound(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
         """What no plan on meshes that were not searched undercuts."""
@@ -209,6 +226,8 @@ class _OnMesh:
         self.limit_bytes = limit_bytes
         self.played: dict[Candidate, _Fit] = {}
         self.limit, self.enough = float(limit_bytes), inf
+        self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
+        self.found: Found
         self._search(self.limit)
 
     def begin(self, enough: float) -> None:
@@ -216,6 +235,22 @@ class _OnMesh:
         self.enough = enough
         if enough < self.limit:
             self._search(enough)
+
+    def close(self, best_ps: float, enough: float) -> bool:
+        """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed;
+        whether that was needed.
+        """
+        fit = (f.candidate.sums.held_bytes for f in self.played.values() if f.excess_bytes <= 0)
+        limit = max(min(self.limit, self.enough, enough), max(fit, default=0.0))
+        near = best_ps * (1 - TOLERANCE)
+        if (self.found.bound_ps >= near and limit <= self.limit) or self.asked == (best_ps, limit):
+            return False
+        self.asked = best_ps, limit
+        if limit != self.limit:
+            self._search(limit)
+        if self.found.bound_ps < near:
+            self.found = close(self.search, best_ps)
+        return True
 
     def _search(self, limit: float) -> None:
         """Search under a limit on what the search counts."""

@@ -24,6 +24,17 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
+class Regret:
+    """What a value of `variable` costs above its best one, over the variable and those in `rest`,
+    which are chosen before it.
+    """
+
+    variable: int
+    rest: tuple[int, ...]
+    costs: Table
+
+
+@dataclass(frozen=True, slots=True)
 class Minimum:
     """The least cost and the value of each variable that reaches it."""
 
@@ -57,27 +68,34 @@ def near(
     Backwards through the elimination a choice costs what it is above the best one, whatever was
     chosen before, so that no partial choice is followed in vain.
     """
-    tables: list[tuple[int, tuple[int, ...], Table]] = []
-
-    def keep(variable: int, rest: tuple[int, ...], total: Table) -> None:
-        least = total.min(axis=0)
-        more = np.where(np.isinf(total), np.inf, total - np.where(np.isinf(least), 0.0, least))
-        tables.append((variable, rest, more))
-
-    slack = limit - _eliminate(sizes, factors, keep)
+    least, tables = regrets(sizes, factors)
+    slack = limit - least
     found, above = np.zeros((1, len(sizes)), dtype=np.intp), np.zeros(1)
-    for variable, rest, more in reversed(tables):
-        at: tuple[Any, ...] = slice(None), *(found[:, v] for v in rest)
-        costs = above + more[at].reshape(-1, len(found) if rest else 1)
+    for table in tables:
+        at: tuple[Any, ...] = slice(None), *(found[:, v] for v in table.rest)
+        costs = above + table.costs[at].reshape(-1, len(found) if table.rest else 1)
         value, which = np.nonzero(costs <= slack)
         if len(which) > at_most:
             return None
         if not len(which):  # a limit below the least cost, be it by rounding
             return ()
         found, above = found[which], costs[value, which]
-        found[:, variable] = value
+        found[:, table.variable] = value
     ranked = np.lexsort((*found.T[::-1], above))
     return tuple(tuple(int(v) for v in found[row]) for row in ranked)
+
+
+def regrets(sizes: Sequence[int], factors: Iterable[Factor]) -> tuple[float, tuple[Regret, ...]]:
+    """The least cost, and what every choice costs above it, backwards through the elimination."""
+    tables: list[Regret] = []
+
+    def keep(variable: int, rest: tuple[int, ...], total: Table) -> None:
+        least = total.min(axis=0)
+        more = np.where(np.isinf(total), np.inf, total - np.where(np.isinf(least), 0.0, least))
+        tables.append(Regret(variable, rest, more))
+
+    least = _eliminate(sizes, factors, keep)
+    return least, tuple(reversed(tables))
 
 
 def _eliminate(

@@ -22,7 +22,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
-from parloom.search.eliminate import Factor, minimum, near
+from parloom.search.eliminate import Factor, Regret, minimum, near, regrets
 from parloom.search.prices import KEPT, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -133,7 +133,7 @@ class LayoutProblem:
         while True:
             self.work.spend()
             found = minimum(self.sizes, [*fixed, *self._moving(multipliers)])
-            if not isfinite(found.cost) or not self._sharpen(found.values):
+            if not isfinite(found.cost) or not self.sharpen(found.values):
                 break
         return self.evaluate(found.values, multipliers, found.cost)
 
@@ -146,7 +146,7 @@ class LayoutProblem:
         while True:
             found = near(self.sizes, self.factors(multipliers), limit, at_most)
             # What only optimistic prices of movements let in is gone the next time.
-            if found is None or not any([self._sharpen(values) for values in found]):
+            if found is None or not any([self.sharpen(values) for values in found]):
                 return found
 
     def factors(self, multipliers: Multipliers) -> list[Factor]:
@@ -162,13 +162,6 @@ class LayoutProblem:
 
     def _moving(self, multipliers: Multipliers) -> list[Factor]:
         return [self._way_factor(way, multipliers) for way in self.ways]
-
-    def _sharpen(self, values: Sequence[int]) -> bool:
-        """Price the ways that `values` use; whether any was optimistic."""
-        changed = False
-        for way in self.ways:
-            changed |= way.ways.sharpen(*self._states(way, values))
-        return changed
 
     def _states(self, way: _Way, values: Sequence[int]) -> tuple[int, int]:
         """Indices of the states that `values` mean at both ends of a way."""
@@ -403,14 +396,44 @@ class LayoutProblem:
             found += self._moved(index, values)
         return found
 
-    def _moved(self, index: int, values: Sequence[int]) -> Totals:
+    def regrets(self, multipliers: Multipliers) -> tuple[float, tuple[Regret, ...]]:
+        """The least cost under `multipliers`, and what every choice costs above it."""
+        self.work.spend()
+        return regrets(self.sizes, self.factors(multipliers))
+
+    def sharpen(self, values: Sequence[int]) -> bool:
+        """Price the ways that `values` use; whether any was optimistic."""
+        changed = False
+        for way in self.ways:
+            changed |= way.ways.sharpen(*self._states(way, values))
+        return changed
+
+    def beyond(self, index: int, values: Sequence[int]) -> NDArray[np.float64]:
+        """What a flow costs in all calls beyond what is counted for each of its readers, by parts,
+        as far as prices are known; never below zero.
+        """
+        flow, ways = self.program.flows[index], self.ways_of[index]
+        parts = np.zeros(PARTS)
+        for way in ways:
+            parts[:KEPT] += way.ways.parts[(slice(KEPT), *self._states(way, values))]
+        whole = self._moved(index, values, exact=False)
+        whole[KEPT] = 0
+        return flow.count * (whole - parts / (len(flow.readers) + flow.whole))
+
+    def scope(self, index: int) -> frozenset[int]:
+        """The variables that a flow is between."""
+        ends = ((way.source, way.target) for way in self.ways_of[index])
+        return frozenset(v for pair in ends for v in pair if v is not None)
+
+    def _moved(self, index: int, values: Sequence[int], exact: bool = True) -> Totals:
         """What it costs to bring a value to all its readers in a call, equal wishes once."""
         found = np.zeros(PARTS, dtype=np.int64)
         wanted: set[State] = set()
         layouts: set[Layout] = set()
         for way in self.ways_of[index]:
             source, target = self._states(way, values)
-            way.ways.sharpen(source, target)
+            if exact:
+                way.ways.sharpen(source, target)
             state = way.ways.targets[target]
             found[KEPT] += way.kept[source, target]
             # A reader that returns no gradient takes whatever reaches the layout.

@@ -57,10 +57,13 @@ class LinearProgram:
         self.rows.append((dict(terms), low, high))
         return len(self.rows) - 1
 
-    def solve(self, gap: float = 1e-6, max_nodes: int | None = None) -> Answer | None:
+    def solve(
+        self, gap: float = 1e-6, max_nodes: int | None = None, *, relaxed: bool = False
+    ) -> Answer | None:
         """The least cost, on one thread: the same every time. None where nothing is allowed.
 
         With `max_nodes`, the best of what so many branches find; None where they find nothing.
+        `relaxed`: integers may be fractions.
         """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
@@ -68,7 +71,7 @@ class LinearProgram:
         solver.setOptionValue("mip_rel_gap", gap)
         if max_nodes is not None:
             solver.setOptionValue("mip_max_nodes", max_nodes)
-        solver.passModel(self._model())
+        solver.passModel(self._model(relaxed))
         solver.run()
         status, kinds = solver.getModelStatus(), highspy.HighsModelStatus
         feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
@@ -77,11 +80,11 @@ class LinearProgram:
             return None
         found, info = solver.getSolution(), solver.getInfo()
         cost = float(info.objective_function_value)
-        bound = float(info.mip_dual_bound) if any(self.integers) else cost
+        bound = float(info.mip_dual_bound) if any(self.integers) and not relaxed else cost
         nodes = max(1, int(info.mip_node_count))
         return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound, nodes)
 
-    def _model(self) -> highspy.HighsLp:
+    def _model(self, relaxed: bool) -> highspy.HighsLp:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self.costs), len(self.rows)
         model.col_cost_ = np.array(self.costs)
@@ -100,7 +103,7 @@ class LinearProgram:
         model.a_matrix_.start_ = np.array(starts)
         model.a_matrix_.index_ = np.array(indices, dtype=np.int32)
         model.a_matrix_.value_ = np.array(values, dtype=float)
-        if any(self.integers):
+        if any(self.integers) and not relaxed:
             kinds = highspy.HighsVarType
             model.integrality_ = [kinds.kInteger if i else kinds.kContinuous for i in self.integers]
         return model

@@ -30,7 +30,7 @@ from parloom.search.storage import (
     WEIGHT_PARTS,
     Level,
 )
-from parloom.search.sums import Sums, recomputed, summed
+from parloom.search.sums import Sums, Worth, recomputed, summed
 
 ROUNDS = 30
 AT_MOST = 32
@@ -40,15 +40,6 @@ PENALTY = 1e7
 Policies = tuple[bool, ...]
 """Per block kind, whether all of its calls recompute."""
 Column = tuple[Policies, tuple[int, ...], tuple[Level, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """What the linear program says a unit of each sum is worth; `held` is ps for a byte."""
-
-    gathered: float = 0.5
-    reduced: float = 0.5
-    held: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,8 @@ class MeshSearch:
         self.kinds = tuple(dict.fromkeys(block.function for block in problem.program.blocks))
         self.columns: dict[Column, Sums] = {}
         self.polished: dict[tuple[int, ...], Candidate | None] = {}
-        self.worth = Worth()
+        self.bounds: dict[Worth, float] = {}
+        self.worth, self.bound = Worth(), 0.0
 
     def run(self, tolerance: float = 1e-3) -> Found:
         """Columns and prices in turn, until cost and bound differ by `tolerance` at most."""
@@ -78,15 +70,16 @@ class MeshSearch:
         for _ in range(ROUNDS):
             new, lower = self._add(worth)
             if not self.columns:
+                self.bound = lower
                 return Found((), lower)
             if lower > bound:
                 bound, self.worth = lower, worth
             cost, worth = self._combine()
             if not new or cost - bound <= tolerance * cost:
                 break
-        self._polish(values for _, values, _ in self.columns)
-        bound = self._close(bound, tolerance)
-        return Found(self._candidates(), bound)
+        self.bound = bound
+        self.polish(values for _, values, _ in self.columns)
+        return Found(self.candidates(), bound)
 
     def nearby(self, found: Found, share: float) -> tuple[Candidate, ...]:
         """Candidates whose layouts cost by a `share` more than the bound at most, as many as are
@@ -95,37 +88,25 @@ class MeshSearch:
         for _ in range(TRIES):
             layouts = self._near(found.bound_ps * (1 + share))
             if layouts is not None:
-                self._polish(layouts)
+                self.polish(layouts)
                 break
             share /= 4
-        return self._candidates()
+        return self.candidates()
 
-    def _candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was found, the best first."""
         known = (candidate for candidate in self.polished.values() if candidate is not None)
         return tuple(sorted(known, key=lambda c: (c.sums.step_ps, c.values)))
 
-    def _polish(self, layouts: Iterable[tuple[int, ...]]) -> None:
+    def polish(self, layouts: Iterable[tuple[int, ...]]) -> None:
+        """Choose storage and recomputation for each of these."""
         for values in layouts:
             if values not in self.polished:
                 self.polished[values] = polish(self.problem, values, self.limit_bytes)
 
-    def _close(self, bound: float, tolerance: float) -> float:
-        """The bound after looking at all layouts whose mixtures cost less than the best answer.
-
-        Mixtures of layouts are better than any of them: what is between their cost and the best
-        answer is listed, all of it or as much as is few (as Handler and Zang do for paths, Networks
-        10, 1980). What was not listed costs more.
-        """
-        slack = self._best_ps() - bound
-        while slack > tolerance * bound and slack < inf:
-            layouts = self._near(bound + slack)
-            if layouts is not None:
-                self._polish(layouts)
-                return min(bound + slack, self._best_ps())
-            slack /= 4
-        return bound
-
-    def _best_ps(self) -> float:
+    @property
+    def best_ps(self) -> float:
+        """The best estimate so far."""
         found = (c.sums.step_ps for c in self.polished.values() if c is not None)
         return min(found, default=inf)
 
@@ -133,7 +114,7 @@ class MeshSearch:
         """The layouts that cost at most `cost` under the worth that proves the bound, if few."""
         worth = self.worth
         found: set[tuple[int, ...]] = set()
-        for policies in self._policies(worth):
+        for policies in self.policies(worth):
             limit = cost + worth.held * self.limit_bytes
             layouts = self.problem.near(self.multipliers(worth, policies), limit, self.at_most)
             if layouts is None:
@@ -144,7 +125,7 @@ class MeshSearch:
     def _add(self, worth: Worth) -> tuple[bool, float]:
         """Add the best layouts under `worth`: whether they are new, and the bound they prove."""
         best, new = float("inf"), False
-        for policies in self._policies(worth):
+        for policies in self.policies(worth):
             solution = self.problem.solve(self.multipliers(worth, policies))
             if not isfinite(solution.bound):  # pins leave nothing
                 return False, solution.bound
@@ -152,12 +133,13 @@ class MeshSearch:
             key = policies, solution.values, solution.levels
             new |= key not in self.columns
             self.columns[key] = self.sums(solution, policies)
+        self.bounds[worth] = best
         return new, best
 
-    def _policies(self, worth: Worth) -> Iterator[Policies]:
-        """Recomputing is worth nothing where memory is."""
+    def policies(self, worth: Worth) -> Iterator[Policies]:
+        """What block kinds may do. Recomputing is worth nothing where memory is."""
         choices = (False, True) if worth.held > 0 else (False,)
-        return product(choices, repeat=len(self.kinds))
+        return iter(product(choices, repeat=len(self.kinds)))
 
     def _combine(self) -> tuple[float, Worth]:
         """The best mixture of all columns: its cost, and the worth that it gives the sums."""

@@ -1,6 +1,6 @@
 """Storage and recomputation for given layouts, by integer program."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from parloom.search.storage import (
     WEIGHT_PARTS,
     Level,
 )
-from parloom.search.sums import Sums, recomputed, summed
+from parloom.search.sums import Sums, Worth, recomputed, summed
 
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
 # How far an answer may be from the best.
@@ -51,6 +51,18 @@ class _Choice:
     prices: Sequence[Totals]
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """Storage and recomputation of given layouts as a program; its last rows are those of what is
+    gathered, reduced and held. `base` is what the passes cost without recomputation.
+    """
+
+    program: LinearProgram
+    weights: Sequence[tuple[tuple[Level, ...], _Choice]]
+    blocks: Sequence[_Choice]
+    base: Totals
+
+
 def polish(
     problem: LayoutProblem, values: Sequence[int], limit_bytes: float, *, frugal: bool = False
 ) -> Candidate | None:
@@ -59,6 +71,54 @@ def polish(
     With `frugal`, every distinct collective on weights also costs a message: few weights that are
     stored otherwise than the others may cost more than they save, which the estimate does not see.
     """
+    choices = _choices(problem, values, limit_bytes, frugal)
+    answer = choices.program.solve(GAP, problem.work.left)
+    problem.work.spend(1 if answer is None else answer.nodes)
+    if answer is None:
+        return None
+    counts = picked(answer.values)
+    stored = [choice for _, choice in choices.weights]
+    nothing = np.zeros(WEIGHT_PARTS, dtype=np.int64)
+    return Candidate(
+        tuple(values),
+        tuple(
+            tuple(
+                (level, counts[c])
+                for c, level in zip(choice.columns, levels, strict=True)
+                if counts[c]
+            )
+            for levels, choice in choices.weights
+        ),
+        tuple(counts[block.columns[0]] for block in choices.blocks),
+        summed(_total(choices.blocks, counts, choices.base), _total(stored, counts, nothing)),
+    )
+
+
+def relaxed(
+    problem: LayoutProblem, values: Sequence[int], limit_bytes: float, penalty: float
+) -> tuple[float, Worth]:
+    """The least cost of fractions of storage and recomputation, where a byte above the limit costs
+    `penalty` ps, and what that says the sums are worth.
+    """
+    choices = _choices(problem, values, limit_bytes, above=penalty)
+    answer = choices.program.solve(relaxed=True)
+    problem.work.spend()
+    assert answer is not None, "whatever is chosen, more memory makes it possible"
+    gathered, reduced, held = answer.prices[-3:]
+    worth = Worth(
+        min(1.0, max(0.0, gathered)), min(1.0, max(0.0, reduced)), max(0.0, -held) * MS / GB
+    )
+    return answer.cost * MS + float(choices.base[:KEPT].sum()), worth
+
+
+def _choices(
+    problem: LayoutProblem,
+    values: Sequence[int],
+    limit_bytes: float,
+    frugal: bool = False,
+    above: float | None = None,
+) -> _Choices:
+    """`above`: what a byte above the limit costs; None where there must be none."""
     program = LinearProgram()
     spare = program.column(1.0), program.column(1.0)
     weights: list[tuple[tuple[Level, ...], _Choice]] = []
@@ -80,27 +140,9 @@ def polish(
         column = program.column(cost, forced, most, integer=True)
         blocks.append(_Choice((column,), (more,)))
     base = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
-    stored = [choice for _, choice in weights]
-    nothing = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-    _limit(program, spare, base, stored, blocks, limit_bytes)
-    answer = program.solve(GAP, problem.work.left)
-    problem.work.spend(1 if answer is None else answer.nodes)
-    if answer is None:
-        return None
-    counts = picked(answer.values)
-    return Candidate(
-        tuple(values),
-        tuple(
-            tuple(
-                (level, counts[c])
-                for c, level in zip(choice.columns, levels, strict=True)
-                if counts[c]
-            )
-            for levels, choice in weights
-        ),
-        tuple(counts[block.columns[0]] for block in blocks),
-        summed(_total(blocks, counts, base), _total(stored, counts, nothing)),
-    )
+    over: dict[int, float] = {} if above is None else {program.column(above * GB / MS): -1.0}
+    _limit(program, spare, base, [c for _, c in weights], blocks, limit_bytes, over)
+    return _Choices(program, weights, blocks, base)
 
 
 def uniform(
@@ -161,6 +203,7 @@ def _limit(
     weights: Sequence[_Choice],
     blocks: Sequence[_Choice],
     limit_bytes: float,
+    over: Mapping[int, float],
 ) -> None:
     """`spare` is at least what weights send beyond what hides it; and the limit on memory."""
     gathered = _terms(weights, (GATHERED,), -MS)
@@ -168,7 +211,7 @@ def _limit(
     reduced = _terms(weights, SENT_BACKWARD, -MS) | _terms(blocks, (BACKWARD,), MS)
     program.row(reduced | {spare[1]: 1.0}, low=-base[BACKWARD] / MS)
     held = _terms(weights, (STORED, MOVING), GB) | _terms(blocks, (KEPT,), GB)
-    program.row(held, high=(limit_bytes - base[KEPT]) / GB)
+    program.row({**held, **over}, high=(limit_bytes - base[KEPT]) / GB)
 
 
 def _terms(choices: Sequence[_Choice], parts: tuple[int, ...], unit: float) -> dict[int, float]:

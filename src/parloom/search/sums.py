@@ -25,6 +25,15 @@ class Sums:
         return self.plain + max(0, self.gathered) + max(0, self.reduced)
 
 
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a linear program says a unit of each sum is worth; `held` is ps for a byte."""
+
+    gathered: float = 0.5
+    reduced: float = 0.5
+    held: float = 0.0
+
+
 def recomputed(parts: Totals) -> Totals:
     """The parts of a block whose forward pass is run again in its backward pass."""
     found = parts.copy()

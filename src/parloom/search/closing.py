@@ -1,0 +1,185 @@
+"""Closing the gap between the best answer on a mesh and what no plan on it undercuts.
+
+Mixtures of layouts cost less than any of them, so the bound of the linear program stays below. Here
+the layouts themselves are followed (`fronts`) under several worths at once: what a layout costs is
+the largest of what it costs under any. Those that seem to undercut the best answer are priced
+exactly, one after the other, and what they show is added: the worth that is right for them, what
+movements for several readers cost together, exact ways. What is left over proves the bound.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import numpy as np
+
+from parloom.search.eliminate import Indices, Table
+from parloom.search.fronts import Fronts, Joint, Sum, fronts
+from parloom.search.master import Found, MeshSearch
+from parloom.search.polish import relaxed
+from parloom.search.prices import KEPT
+from parloom.search.sums import Worth
+
+# Bound and answer are brought together to within this share.
+TOLERANCE = 0.0075
+ROUNDS = 30
+# Layouts that are followed at once, that are priced in each round, and that are listed at the end.
+FOLLOWED, PRICED, LISTED = 20000, 16, 64
+# Worths to begin with, how near the best bound theirs are, worths that a round adds, and all.
+FIRST, NEAR, ADDED, WORTHS = 3, 0.9, 2, 12
+# The limit goes this share of the way from the bound to the best answer; twice as far where it
+# lets no layout in, and where it lets too many in, a part of that, but no less than this.
+STEP, CLOSER, LEAST = 0.25, 4, 0.01
+# The share of the limit by which memory may be missed if that costs as much as the whole step.
+MISSED = 1e-3
+
+
+def close(
+    search: MeshSearch, best_ps: float, tolerance: float = TOLERANCE, listed: int = LISTED
+) -> Found:
+    """What `search` found, with a bound that is at most `tolerance` below the better of its best
+    and `best_ps` where that can be proved.
+    """
+    return _Closing(search, min(best_ps, search.best_ps), tolerance, listed).run()
+
+
+class _Closing:
+    def __init__(self, search: MeshSearch, best_ps: float, tolerance: float, listed: int) -> None:
+        self.search, self.problem = search, search.problem
+        self.best, self.bound, self.listed = best_ps, search.bound, listed
+        self.tolerance = tolerance
+        ranked = sorted(search.bounds, key=lambda w: -search.bounds[w])
+        self.worths = [w for w in ranked[:FIRST] if search.bounds[w] >= NEAR * self.bound]
+        at = search.worth
+        corners = (replace(at, gathered=g, reduced=r) for g, r in product((0.0, 1.0), repeat=2))
+        self.worths = list(dict.fromkeys([*self.worths, *corners]))
+        self.sums: dict[Worth, list[Sum]] = {}
+        self.joined: dict[int, None] = {}
+
+    @property
+    def enough(self) -> float:
+        """What the bound has to be."""
+        return self.best * (1 - self.tolerance)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the bound is not yet near enough to an answer."""
+        return 0 < self.bound < self.enough < inf
+
+    def run(self) -> Found:
+        share, better = STEP, True
+        for _ in range(ROUNDS):
+            if not self.is_open or not better or share < LEAST:
+                break
+            slack = self.best - self.bound
+            rest = slack * (1 - share)
+            limit = self.best - (rest if rest > self.best - self.enough else 0.0)
+            found = self._follow(limit, FOLLOWED)
+            if found is None:
+                share /= CLOSER
+                continue
+            self._prove(min(limit, found.bounds.min(initial=inf)))
+            low = found.values[found.bounds < min(limit, self.enough)]
+            if len(low):
+                better = self._refine(low[:PRICED], found.bounds)
+            else:
+                share = min(1.0, 2 * share)
+        if self.is_open:
+            self._list()
+        return Found(self.search.candidates(), self.bound)
+
+    def _prove(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def _follow(self, limit: float, at_most: int, whole: bool = False) -> Fronts | None:
+        """Layouts that cost at most `limit`; with `whole` all of them."""
+        groups = [self._sums(worth) for worth in self.worths]
+        joints = [self._joint(index) for index in self.joined]
+        grid = 0.0 if whole else self.tolerance / 2 * self.best / len(self.problem.sizes)
+        self.problem.work.spend()
+        return fronts(groups, joints, limit, grid, at_most)
+
+    def _sums(self, worth: Worth) -> list[Sum]:
+        """The cost under a worth, for each way to recompute."""
+        if worth not in self.sums:
+            held = worth.held * self.search.limit_bytes
+            found = (
+                self.problem.regrets(self.search.multipliers(worth, policies))
+                for policies in self.search.policies(worth)
+            )
+            self.sums[worth] = [Sum(least - held, regrets) for least, regrets in found]
+        return self.sums[worth]
+
+    def _joint(self, index: int) -> Joint:
+        """What a flow costs beyond what each of its readers counts."""
+        scope = self.problem.scope(index)
+        function = self.problem.ways_of[index][0].function
+        multipliers = np.array(
+            [
+                self.search.multipliers(worth, policies).functions[function][:KEPT]
+                for worth in self.worths
+                for policies in self.search.policies(worth)
+            ]
+        )
+
+        def costs(rows: Indices) -> Table:
+            some = rows[:, sorted(scope)]
+            _, first, where = np.unique(some, axis=0, return_index=True, return_inverse=True)
+            beyond = np.array([self.problem.beyond(index, rows[row])[:KEPT] for row in first])
+            found: Table = (beyond @ multipliers.T)[where.reshape(-1)]
+            return found
+
+        return Joint(scope, costs)
+
+    def _refine(self, rows: Indices, bounds: Table) -> bool:
+        """Price layouts exactly, and see to it that they are priced better next time; whether
+        there was anything to better.
+        """
+        layouts = [tuple(map(int, row)) for row in rows]
+        sharpened = [self.problem.sharpen(values) for values in layouts]
+        if any(sharpened):
+            self.sums.clear()
+        joined = [self._join(values) for values in layouts]
+        new = 0
+        # What goes a thousandth beyond the limit costs as much as the whole step.
+        penalty = self.best / (MISSED * self.search.limit_bytes)
+        for values, bound, *known in zip(
+            layouts, bounds[: len(layouts)], sharpened, joined, strict=True
+        ):
+            cost, worth = relaxed(self.problem, values, self.search.limit_bytes, penalty)
+            if cost < self.best:
+                self._polish([values])
+            far = cost - bound > self.tolerance / 2 * self.best
+            room = new < ADDED and len(self.worths) < WORTHS
+            if far and not any(known) and room and worth not in self.worths:
+                self.worths.append(worth)
+                new += 1
+        return any(sharpened) or any(joined) or new > 0
+
+    def _join(self, values: tuple[int, ...]) -> bool:
+        """Take flows into account for which `values` cost more than was counted."""
+        new = False
+        policies = next(self.search.policies(self.search.worth))
+        functions = self.search.multipliers(self.search.worth, policies).functions
+        for index, ways in enumerate(self.problem.ways_of):
+            if index in self.joined or not ways:
+                continue
+            beyond = self.problem.beyond(index, values)[:KEPT] @ functions[ways[0].function][:KEPT]
+            if beyond > self.tolerance / len(self.problem.sizes) * self.best:
+                self.joined[index] = None
+                new = True
+        return new
+
+    def _list(self) -> None:
+        """Where fractions of storage are better than all of it, look at every layout that is left,
+        if they are few.
+        """
+        found = self._follow(self.best, self.listed, whole=True)
+        if found is not None:
+            self._polish(tuple(map(int, row)) for row in found.values)
+            self._prove(self.best)
+
+    def _polish(self, layouts: Iterable[tuple[int, ...]]) -> None:
+        self.search.polish(layouts)
+        self.best = min(self.best, self.search.best_ps)

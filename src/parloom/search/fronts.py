@@ -1,0 +1,162 @@
+"""The choices that matter where a cost is the largest of several sums (min-max shortest paths:
+Warburton, Operations Research 35, 1987, with costs in steps of a grid).
+
+Backwards through one elimination per sum, partial choices are followed with what they cost above
+the least in each sum. One is left out where it costs too much in some sum, or where another is no
+dearer in any, whatever is chosen after both.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.search.eliminate import Indices, Regret, Table
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of tables: its least value and the regrets of its elimination."""
+
+    least: float
+    regrets: Sequence[Regret]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What several variables together cost beyond the tables, [row, sum], for rows of values of all
+    variables of which only those in `scope` count; never below zero.
+    """
+
+    scope: frozenset[int]
+    costs: Callable[[Indices], Table]
+
+
+@dataclass(frozen=True)
+class Fronts:
+    """Values [row, variable] with what they cost at least, the cheapest first. Values that were
+    left out cost no less than one of these, or more than the limit.
+    """
+
+    values: Indices
+    bounds: Table
+
+
+def fronts(
+    groups: Sequence[Sequence[Sum]],
+    joints: Iterable[Joint],
+    limit: float,
+    grid: float,
+    at_most: int,
+) -> Fronts | None:
+    """The values that cost at most `limit`; None where more than `at_most` are followed at once.
+
+    They cost the largest over `groups` of the least sum in each; all sums are eliminated in one
+    order. `grid`: costs are rounded down to multiples of it after every variable; where it is 0
+    they are not, and no values are left out for others.
+    """
+    return _Following(groups, joints, limit, grid, at_most).run()
+
+
+class _Following:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Sum]],
+        joints: Iterable[Joint],
+        limit: float,
+        grid: float,
+        at_most: int,
+    ) -> None:
+        self.groups, self.limit, self.grid, self.at_most = groups, limit, grid, at_most
+        self.sums = [s for group in groups for s in group]
+        self.least = np.array([s.least for s in self.sums])
+        sizes = np.array([len(group) for group in groups])
+        self.starts = np.cumsum(sizes) - sizes
+        self.waiting = list(joints)
+        self.order = [regret.variable for regret in self.sums[0].regrets]
+        self.found: Indices = np.zeros((1, len(self.order)), dtype=np.intp)
+        self.above: Table = np.zeros((1, len(self.sums)))
+
+    def run(self) -> Fronts | None:
+        chosen: set[int] = set()
+        for step, regret in enumerate(self.sums[0].regrets):
+            self._choose(step)
+            if not len(self.found):
+                break
+            chosen.add(regret.variable)
+            self._join(chosen)
+            if self.grid:
+                later = {v for r in self.sums[0].regrets[step + 1 :] for v in r.rest}
+                later.update(v for joint in self.waiting for v in joint.scope)
+                self._thin(sorted(later & chosen))
+            if len(self.found) > self.at_most:
+                return None
+        bounds = self._bounds(self.above)
+        order = np.lexsort((*self.found.T[::-1], bounds))
+        return Fronts(self.found[order], bounds[order])
+
+    def _bounds(self, above: Table) -> Table:
+        """What rows cost, the largest over groups of the least sum in each."""
+        costs: Table = np.minimum.reduceat(above + self.least, self.starts, axis=1).max(axis=1)
+        return costs
+
+    def _choose(self, step: int) -> None:
+        """Each row with each value of the next variable; group by group only those that are left
+        over by the groups before.
+        """
+        regret = self.sums[0].regrets[step]
+        size = len(regret.costs)
+        value = np.repeat(np.arange(size), len(self.found))
+        which = np.tile(np.arange(len(self.found)), size)
+        costs: list[NDArray[np.float64]] = []
+        index = 0
+        for group in self.groups:
+            at: tuple[Any, ...] = value, *(self.found[which, v] for v in regret.rest)
+            mine = []
+            for found in group:
+                mine.append(self.above[which, index] + found.regrets[step].costs[at])
+                index += 1
+            cheapest = np.min([c + s.least for c, s in zip(mine, group, strict=True)], axis=0)
+            (left,) = np.nonzero(cheapest <= self.limit)
+            value, which = value[left], which[left]
+            costs = [c[left] for c in (*costs, *mine)]
+        self.found = self.found[which]
+        self.found[:, regret.variable] = value
+        self.above = np.stack(costs, axis=1)
+
+    def _join(self, chosen: set[int]) -> None:
+        """Add what is known as soon as all its variables are."""
+        for joint in [j for j in self.waiting if j.scope <= chosen and len(self.found)]:
+            self.waiting.remove(joint)
+            self.above = self.above + joint.costs(self.found)
+            (left,) = np.nonzero(self._bounds(self.above) <= self.limit)
+            self.found, self.above = self.found[left], self.above[left]
+
+    def _thin(self, live: Sequence[int]) -> None:
+        """Of rows that are alike in what matters later, those that no other undercuts."""
+        self.above = np.floor(self.above / self.grid) * self.grid
+        if len(self.found) < 2:
+            return
+        kinds = np.zeros(len(self.found), dtype=np.intp)
+        if live:
+            kinds = np.unique(self.found[:, live], axis=0, return_inverse=True)[1].reshape(-1)
+        order = np.lexsort((*self.above.T[::-1], self.above.sum(axis=1), kinds))
+        ends = np.flatnonzero(np.diff(kinds[order])) + 1
+        kept = [rows[_front(self.above[rows])] for rows in np.split(order, ends)]
+        left = np.sort(np.concatenate(kept))
+        self.found, self.above = self.found[left], self.above[left]
+
+
+def _front(costs: Table) -> Indices:
+    """The rows that no other is at most as large as everywhere; of equal ones the first. The rows
+    come with rising totals.
+    """
+    left = np.arange(len(costs))
+    kept = []
+    while len(left):
+        first, others = left[0], left[1:]
+        kept.append(first)
+        left = others[(costs[others] < costs[first]).any(axis=1)]
+    return np.array(kept, dtype=np.intp)

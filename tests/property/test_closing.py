@@ -1,0 +1,142 @@
+"""What closes gaps against enumeration: no layout may be lost that costs less than the bound."""
+
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parloom.search.closing import close
+from parloom.search.eliminate import Factor, Indices, Table, regrets
+from parloom.search.fronts import Fronts, Joint, Sum, fronts
+from parloom.search.master import MeshSearch
+from parloom.search.meshes import logical_meshes
+from parloom.search.polish import polish
+from parloom.search.sums import Worth
+from tests.property.searched import random_graph
+from tests.property.test_search import EIGHT, PLENTY, TWO, cost_of, problem_of
+
+Drawn = tuple[list[int], list[list[list[Factor]]], list[Table], tuple[int, ...]]
+
+
+@st.composite
+def sums(draw: st.DrawFn) -> Drawn:
+    """Sums of tables over the same few variables, in groups; and what some cost together."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    variables = st.integers(0, len(sizes) - 1)
+    some = st.lists(variables, min_size=1, max_size=3, unique=True)
+    scopes = draw(st.lists(some, min_size=1, max_size=6))
+    lengths = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def tables() -> list[Factor]:
+        shapes = [[sizes[v] for v in scope] for scope in scopes]
+        found = [rng.integers(0, 50, shape).astype(float) for shape in shapes]
+        return [Factor(tuple(s), costs) for s, costs in zip(scopes, found, strict=True)]
+
+    groups = [[tables() for _ in range(length)] for length in lengths]
+    scope = tuple(sorted(draw(some)))
+    together = [rng.integers(0, 20, [sizes[v] for v in scope]) for _ in range(sum(lengths))]
+    return sizes, groups, [t.astype(float) for t in together], scope
+
+
+def followed(drawn: Drawn, limit: float, grid: float, at_most: int = 10**6) -> Fronts | None:
+    sizes, groups, together, scope = drawn
+    eliminated = [[Sum(*regrets(sizes, factors)) for factors in group] for group in groups]
+
+    def costs(rows: Indices) -> Table:
+        at = tuple(rows[:, v] for v in scope)
+        return np.stack([table[at] for table in together], axis=1)
+
+    return fronts(eliminated, [Joint(frozenset(scope), costs)], limit, grid, at_most)
+
+
+def costs_of(drawn: Drawn) -> dict[tuple[int, ...], float]:
+    """What all values cost."""
+    sizes, groups, together, scope = drawn
+    found = {}
+    for values in product(*map(range, sizes)):
+        joint = iter([float(table[tuple(values[v] for v in scope)]) for table in together])
+        found[values] = max(
+            min(cost_of(factors, values) + next(joint) for factors in group) for group in groups
+        )
+    return found
+
+
+@given(sums(), st.floats(0.0, 40.0))
+def test_all_that_cost_little_are_listed(drawn: Drawn, slack: float) -> None:
+    every = costs_of(drawn)
+    limit = min(every.values()) + slack
+    found = followed(drawn, limit, 0.0)
+    assert found is not None
+    listed = {tuple(map(int, v)): b for v, b in zip(found.values, found.bounds, strict=True)}
+    assert listed == {v: cost for v, cost in every.items() if cost <= limit}
+    assert list(found.bounds) == sorted(found.bounds)
+    assert len(listed) < 2 or followed(drawn, limit, 0.0, at_most=0) is None
+
+
+@given(sums(), st.floats(0.0, 40.0), st.sampled_from([1e-9, 1.0, 3.0]))
+def test_what_is_left_out_costs_no_less(drawn: Drawn, slack: float, grid: float) -> None:
+    every = costs_of(drawn)
+    least, limit = min(every.values()), min(every.values()) + slack
+    found = followed(drawn, limit, grid)
+    assert found is not None
+    assert least - grid * len(drawn[0]) <= found.bounds[0] <= least
+    for values, bound in zip(found.values, found.bounds, strict=True):
+        cost = every[tuple(map(int, values))]
+        assert cost - grid * len(drawn[0]) <= bound <= cost
+
+
+def test_of_what_is_alike_the_cheaper_is_kept() -> None:
+    """Negative control: dearer in one of the sums it is not alike."""
+    even = Factor((0,), np.array([1.0, 0.0, 2.0]))
+    odd = Factor((0,), np.array([0.0, 1.0, 2.0]))
+    pair = Factor((0, 1), np.zeros((3, 1)))
+    groups = [[[even, pair]], [[odd, pair]]]
+    nothing = [np.zeros(3)] * 2
+    found = followed(([3, 1], groups, nothing, (0,)), 10.0, 1e-6)
+    assert found is not None
+    assert {v for v, _ in found.values.tolist()} == {0, 1}
+    found = followed(([3, 1], groups[:1], nothing[:1], (0,)), 10.0, 1e-6)
+    assert found is not None
+    assert {v for v, _ in found.values.tolist()} == {1}
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 10**6), st.booleans())
+def test_no_layout_is_below_a_closed_bound(seed: int, tight: bool) -> None:
+    """Random layouts with the best storage, on two axes, with and without a limit."""
+    rng = Random(seed)
+    graph = random_graph(rng, num_operators=5)
+    mesh = rng.choice(list(logical_meshes(EIGHT)))
+    problem = problem_of(graph, mesh, EIGHT)
+    searching = MeshSearch(problem, PLENTY)
+    limit = PLENTY
+    if tight:
+        limit = 0.7 * searching.run().candidates[0].sums.held_bytes
+        searching = MeshSearch(problem, limit)
+    before = searching.run()
+    after = close(searching, np.inf)
+    assert after.bound_ps >= before.bound_ps
+    if not after.candidates:
+        return
+    assert after.bound_ps <= after.candidates[0].sums.step_ps <= before.candidates[0].sums.step_ps
+    for _ in range(40):
+        values = list(rng.choice(after.candidates).values)
+        for variable in rng.sample(range(len(values)), min(2, len(values))):
+            values[variable] = rng.randrange(problem.sizes[variable])
+        found = polish(problem, values, limit)
+        factors = problem.factors(searching.multipliers(Worth(), ()))
+        if found is not None and np.isfinite(cost_of(factors, tuple(values))):
+            assert found.sums.step_ps >= after.bound_ps - 0.5
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_whatever_answer_is_claimed_no_bound_is_above_the_least(share: float) -> None:
+    problem = problem_of(random_graph(Random(3)), next(iter(logical_meshes(TWO))), TWO)
+    searching = MeshSearch(problem, PLENTY)
+    least = searching.run(1e-9).candidates[0].sums.step_ps
+    found = close(searching, share * least, tolerance=1e-6)
+    assert found.bound_ps <= least + 0.5
