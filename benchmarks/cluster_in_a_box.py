@@ -27,7 +27,7 @@ from parloom.search.baselines import METHODS
 LIMIT = 1.05
 CLUSTER = "4x1xcpu"
 HERE = Path(__file__).resolve().parent
-METHOD_NAMES = ("data_parallel", "fsdp", "megatron")
+OTHERS = {"data_parallel": "DDP", "fsdp": "FSDP2", "megatron": "DTensor"}
 LOSS_TOLERANCE = 1e-4  # float32, sums in other orders
 
 
@@ -46,15 +46,16 @@ def make_plans(folder: Path, pairs: list[tuple[str, str]]) -> None:
 
 
 class Bed:
-    """A bed of the tool `testbed.py`, torn down on exit."""
+    """A bed of the tool `testbed.py` with 0.25 core a host, torn down on exit."""
 
-    def __init__(self, tool: Path, name: str, rate: str) -> None:
+    def __init__(self, tool: Path, name: str, rate: str, hosts: int = 4) -> None:
         self._tool = [sys.executable, str(tool / "testbed.py" if tool.is_dir() else tool)]
         self._name = name
         self._rate = rate
+        self._hosts = str(hosts)
 
     def __enter__(self) -> "Bed":
-        self._call("up", "--hosts", "4", "--rate", self._rate, "--cpu", "0.25")
+        self._call("up", "--hosts", self._hosts, "--rate", self._rate, "--cpu", "0.25")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,14 +74,35 @@ class Bed:
 
 
 def launch(bed: Bed, plans: Path, args: argparse.Namespace, index: int) -> list[dict[str, Any]]:
-    printed = bed.run(
-        sys.executable, str(HERE / "cluster_rank.py"), "--plans", str(plans), "--pairs",
-        args.pairs, "--steps", str(args.steps), "--first", str(index % 2),
-    )  # fmt: skip
-    rows = [json.loads(line[7:]) for line in printed.splitlines() if line.startswith("RESULT ")]
-    ratios = [statistics.median(r["parloom_s"]) / statistics.median(r["torch_s"]) for r in rows]
+    rows = [f"{m}:{p},{OTHERS[p]}" for m, p in (pair.split(":") for pair in args.pairs.split(","))]
+    found = [_pair(row) for row in train(bed, plans, rows, args.steps, index % 2)]
+    ratios = [statistics.median(r["parloom_s"]) / statistics.median(r["torch_s"]) for r in found]
     print(f"launch {index}: {' '.join(f'{r:.3f}' for r in ratios)}", file=sys.stderr, flush=True)
-    return rows
+    return found
+
+
+def train(bed: Bed, plans: Path, rows: list[str], steps: int, first: int) -> list[dict[str, Any]]:
+    """Run `cluster_rank.py` on every device; what its rank 0 says of each row."""
+    printed = bed.run(
+        sys.executable, str(HERE / "cluster_rank.py"), "--plans", str(plans),
+        "--steps", str(steps), "--first", str(first), "--rows", *rows,
+    )  # fmt: skip
+    return [json.loads(line[7:]) for line in printed.splitlines() if line.startswith("RESULT ")]
+
+
+def _pair(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of two sides: the plan's first."""
+    if row["errors"]:
+        raise SystemExit(f"{row['model']}: {row['errors']}")
+    (method,) = set(row["seconds"]) & set(OTHERS)
+    sides = method, OTHERS[method]
+    return {
+        "model": row["model"],
+        "method": method,
+        "other": OTHERS[method],
+        **dict(zip(("parloom_s", "torch_s"), (row["seconds"][s] for s in sides), strict=True)),
+        "losses": [row["losses"][side] for side in sides],
+    }
 
 
 def summary(rate: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,7 +144,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side per launch")
     parser.add_argument("--rates", default="100mbit,250mbit")
     parser.add_argument(
-        "--pairs", default=",".join(f"{m}:{p}" for m in ("mlp", "gpt") for p in METHOD_NAMES)
+        "--pairs", default=",".join(f"{m}:{p}" for m in ("mlp", "gpt") for p in OTHERS)
     )
     parser.add_argument("--name", default="pbench", help="of the bed")
     parser.add_argument("--json", default=None)

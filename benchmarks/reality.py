@@ -105,25 +105,13 @@ def allocated(plans: list[Path], ranks: int) -> dict[Path, int]:
     return found
 
 
-class RealBed(Bed):
-    """A bed of some hosts."""
-
-    def __init__(self, tool: Path, name: str, hosts: int, rate: str) -> None:
-        super().__init__(tool, name, rate)
-        self._hosts = hosts
-
-    def __enter__(self) -> "RealBed":
-        self._call("up", "--hosts", str(self._hosts), "--rate", self._rate, "--cpu", "0.25")
-        return self
-
-
 def measure(
     args: argparse.Namespace, plans: list[Path], hosts: int, rate: str, calibration: Path
 ) -> dict[Path, float]:
     """Calibrate, then train every plan; median step times."""
     given = [word for path in plans for word in ("--plan", str(path))]
     seconds: dict[Path, list[float]] = {path: [] for path in plans}
-    with RealBed(args.testbed, args.name, hosts, rate) as bed:
+    with Bed(args.testbed, args.name, rate, hosts) as bed:
         said = bed.run(
             sys.executable, "-m", "parloom", "calibrate", "--cluster", f"{hosts}x1xcpu",
             "--out", str(calibration), *given,

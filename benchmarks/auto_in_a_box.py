@@ -1,0 +1,149 @@
+"""The planner's own choice against what torch offers, on the cluster in a box.
+
+    python benchmarks/auto_in_a_box.py --testbed FOLDER [--beds 2:100mbit,..] [--json FILE]
+
+Per bed, `parloom calibrate` measures the bed once, knowing no model, and `parloom plan` makes one
+plan per model with it. Then, in each of several launches, the plan and torch's DDP, FSDP2, DTensor
+tensor parallelism and 1F1B (even split) train every model in turns, step by step: same weights,
+batch and optimizer. A row is the median over launches of each side's median step, by its slowest
+rank. The losses after the steps must agree, and differ from the first one.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cluster_in_a_box import HERE, LOSS_TOLERANCE, Bed, train
+from common import median_and_interval, report, verdict
+
+from parloom import api
+
+LIMIT = 1.10
+AUTO = "auto"
+TO_BEAT = ("DDP", "FSDP2", "DTensor")
+SIDES = (AUTO, *TO_BEAT, "1F1B")
+MODELS = ("mlp_unify", "candle_uno", "dlrm", "gpt_of_four", "cnn")
+BEDS = "2:100mbit,2:250mbit,4:100mbit,4:250mbit"
+Row = dict[str, Any]
+
+
+def prepare(bed: Bed, folder: Path, models: list[str], hosts: int) -> dict[str, float]:
+    """Calibrate the bed and write the plan of every model; predicted step times."""
+    cluster, calibration = f"{hosts}x1xcpu", folder / "calibration.json"
+    said = bed.run(
+        sys.executable, "-m", "parloom", "calibrate", "--cluster", cluster,
+        "--out", str(calibration),
+    )  # fmt: skip
+    print(said.strip(), file=sys.stderr, flush=True)
+    predicted = {}
+    for model in models:
+        plan = api.plan(
+            f"{HERE / 'cluster_models.py'}:{model}",
+            cluster=cluster, optimizer="sgd", calibration=calibration,
+        )  # fmt: skip
+        api.save(plan, folder / model / AUTO)
+        assert plan.prediction is not None
+        predicted[model] = plan.prediction.step_s
+        print(f"{model}: {plan.method}, {predicted[model]:.3f} s", file=sys.stderr, flush=True)
+    return predicted
+
+
+def launch(bed: Bed, folder: Path, args: argparse.Namespace, index: int) -> list[Row]:
+    rows = [f"{model}:{','.join(SIDES)}" for model in args.models.split(",")]
+    found = train(bed, folder, rows, args.steps, index)
+    for row in found:
+        medians = {side: round(statistics.median(t), 3) for side, t in row["seconds"].items()}
+        print(f"launch {index}: {row['model']} {medians}", file=sys.stderr, flush=True)
+    return found
+
+
+def summary(launches: list[Row]) -> Row:
+    """One row of the table from the same model's rows of all launches."""
+    first = launches[0]
+    seconds = {
+        side: [statistics.median(row["seconds"][side]) for row in launches]
+        for side in first["seconds"]
+    }
+    medians = {side: statistics.median(times) for side, times in seconds.items()}
+    best = min((side for side in TO_BEAT if side in medians), key=medians.__getitem__)
+    ratios = [a / b for a, b in zip(seconds[AUTO], seconds[best], strict=True)]
+    ratio, low, high = median_and_interval(ratios)
+    losses = [row["losses"] for row in launches]
+    apart = max(
+        abs(loss - found[AUTO]) / abs(found[AUTO]) for found in losses for loss in found.values()
+    )
+    return {
+        "model": first["model"],
+        "seconds": medians,
+        "spread": {side: (min(times), max(times)) for side, times in seconds.items()},
+        "errors": first["errors"],
+        "fastest": best,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "verdict": verdict(low, high, LIMIT),
+        "to_pipeline": medians[AUTO] / medians["1F1B"] if "1F1B" in medians else None,
+        "launches": len(launches),
+        "loss_difference": apart,
+        "losses_agree": apart <= LOSS_TOLERANCE,
+        "learnt": min(
+            abs(row["losses"][AUTO] / row["second_losses"][AUTO] - 1) for row in launches
+        ),
+        "each": seconds,
+    }
+
+
+def _line(row: Row) -> str:
+    def cell(side: str) -> str:
+        if side not in row["seconds"]:
+            return str(row["errors"][side])
+        low, high = row["spread"][side]
+        return f"{row['seconds'][side]:.3f} ({low:.3f} .. {high:.3f})"
+
+    pipeline = "" if row["to_pipeline"] is None else f"{row['to_pipeline']:.2f}"
+    return (
+        f"| {row['hosts']} | {row['rate']} | {row['model']} | {' | '.join(map(cell, SIDES))} |"
+        f" {row['ratio']:.2f} ({row['low']:.2f} .. {row['high']:.2f}) of {row['fastest']} |"
+        f" {row['verdict']} | {pipeline} |"
+        f" {row['predicted_s']:.3f} |"
+        f" {row['loss_difference']:.0e}{'' if row['losses_agree'] else ' DISAGREE'} |"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--testbed", type=Path, required=True, help="folder of testbed.py")
+    parser.add_argument("--beds", default=BEDS, help="hosts:rate,..")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each side per launch")
+    parser.add_argument("--name", default="auto", help="of the bed")
+    parser.add_argument("--keep", type=Path, help="folder for calibrations and plans")
+    parser.add_argument("--json", default=None)
+    args = parser.parse_args()
+    models = args.models.split(",")
+    table: list[Row] = []
+    heads = ["hosts", "link", "model", *SIDES, f"auto / fastest, <= {LIMIT}", "held",
+             "auto / 1F1B", "predicted", "losses differ by"]  # fmt: skip
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    with tempfile.TemporaryDirectory(prefix="parloom-auto-") as temporary:
+        for described in args.beds.split(","):
+            hosts, rate = described.split(":")
+            folder = (args.keep or Path(temporary)) / f"{hosts}-{rate}"
+            folder.mkdir(parents=True, exist_ok=True)
+            with Bed(args.testbed, args.name, rate, int(hosts)) as bed:
+                predicted = prepare(bed, folder, models, int(hosts))
+                found = [row for i in range(args.launches) for row in launch(bed, folder, args, i)]
+            for model in models:
+                row = summary([r for r in found if r["model"] == model])
+                table.append({"hosts": hosts, "rate": rate, "predicted_s": predicted[model], **row})
+                print(_line(table[-1]), flush=True)
+    report("auto_in_a_box", table, args.json)
+    return int(not all(row["losses_agree"] for row in table))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
