@@ -24,8 +24,8 @@ from parloom import api
 LIMIT = 1.10
 AUTO = "auto"
 TO_BEAT = ("DDP", "FSDP2", "DTensor")
-SIDES = (AUTO, *TO_BEAT, "1F1B")
-MODELS = ("mlp_unify", "candle_uno", "dlrm", "gpt_of_four", "cnn")
+SIDES = (AUTO, *TO_BEAT, "1F1B", "one device")
+MODELS = ("mlp_unify", "candle_uno", "dlrm", "small_gpt", "small_cnn")
 BEDS = "2:100mbit,2:250mbit,4:100mbit,4:250mbit"
 Row = dict[str, Any]
 

@@ -37,20 +37,22 @@ def mlp() -> Built:
     return model, {"x": x, "y": y}
 
 
-def _gpt(width: int, depth: int) -> Built:
+def _gpt(count: int, width: int, depth: int) -> Built:
     torch.manual_seed(0)
-    model, batch = zoo.build("gpt", batch=8, seq=64, vocab=512, width=width, depth=depth, heads=4)
+    model, batch = zoo.build(
+        "gpt", batch=count, seq=64, vocab=512, width=width, depth=depth, heads=4
+    )
     return model, {"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()}
 
 
 def gpt() -> Built:
     """1.7 M parameters with a tied head; batch 8, sequence 64."""
-    return _gpt(width=160, depth=5)
+    return _gpt(8, width=160, depth=5)
 
 
-def gpt_of_four() -> Built:
-    """As `gpt`, in four blocks: 1.9 M parameters."""
-    return _gpt(width=192, depth=4)
+def small_gpt() -> Built:
+    """Four blocks, 0.5 M parameters with a tied head; batch 32, sequence 64."""
+    return _gpt(32, width=96, depth=4)
 
 
 def _zoo(name: str, **sizes: Any) -> Built:
@@ -64,40 +66,40 @@ def _zoo(name: str, **sizes: Any) -> Built:
 
 
 def mlp_unify() -> Built:
-    """The two towers of Unity's artifact at 1/32 of their widths: 0.9 M parameters, batch 512."""
-    return _zoo("mlp_unify", batch=512, features=32, hidden=256)
+    """The two towers of Unity's artifact, 1/51 as wide: 0.4 M parameters, batch 8192."""
+    return _zoo("mlp_unify", batch=8192, features=32, hidden=160)
 
 
 def candle_uno() -> Built:
-    """Unity's CANDLE-Uno, about 1/16 wide, half as deep: 1.6 M parameters, batch 256."""
+    """Unity's CANDLE-Uno, 1/16 to 1/32 as wide, half as deep: 0.5 M parameters, batch 8192."""
     return _zoo(
-        "candle_uno_artifact", batch=256, rnaseq=60, descriptors=328, fingerprints=128,
-        hidden=256, depth=4, top_depth=4,
+        "candle_uno_artifact", batch=8192, rnaseq=60, descriptors=328, fingerprints=128,
+        hidden=128, depth=4, top_depth=4,
     )  # fmt: skip
 
 
 def dlrm() -> Built:
-    """Four tables of 4,096 rows, 64 wide: 1.2 M parameters, batch 512."""
-    return _zoo("dlrm", batch=512)
+    """Four tables of 2,048 rows, 64 wide: 0.9 M parameters, batch 8192."""
+    return _zoo("dlrm", batch=8192, rows=2048, hidden=512)
 
 
-def cnn() -> Built:
-    """Unity's AlexNet, half as wide, on images of 99 pixels: 2.5 M parameters, batch 64."""
-    return _zoo("alexnet_artifact", batch=64, channels=32, hidden=1024, crop=99)
+def small_cnn() -> Built:
+    """Unity's AlexNet, half as wide, on images of 99 pixels: 1.2 M parameters, batch 128."""
+    return _zoo("alexnet_artifact", batch=128, channels=32, hidden=512, crop=99)
 
 
 MODELS = {
     "mlp": mlp,
     "gpt": gpt,
-    "gpt_of_four": gpt_of_four,
+    "small_gpt": small_gpt,
     "mlp_unify": mlp_unify,
     "candle_uno": candle_uno,
     "dlrm": dlrm,
-    "cnn": cnn,
+    "small_cnn": small_cnn,
 }
 
 # Learning rates with which a few steps of SGD change the loss, and do not blow it up.
-RATES = {"candle_uno": 1e-3, "cnn": 1e-3}
+RATES = {"candle_uno": 1e-3, "dlrm": 5e-3, "small_cnn": 1e-3}
 
 
 def rate_of(name: str) -> float:

@@ -65,6 +65,11 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def one_device(model: nn.Module, batch: Batch, rate: float) -> Step:
+    """The model as it is on the whole batch: what every way of sharing the work has to beat."""
+    return _plain_step(model, batch, rate)
+
+
 def data_parallel(model: nn.Module, batch: Batch, rate: float) -> Step:
     """DistributedDataParallel, gradients living in its buckets."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -72,12 +77,17 @@ def data_parallel(model: nn.Module, batch: Batch, rate: float) -> Step:
 
 
 def fsdp(model: nn.Module, batch: Batch, rate: float) -> Step:
-    """FSDP2: every block, or else every list of layers, a unit; the rest in the root."""
+    """FSDP2: every block, or else every module that layers are in, a unit; the rest in the root."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    paths = [path for path, _ in layers_of(model)]
-    units = {path if path.startswith("blocks.") else path.rpartition(".")[0] for path in paths}
+    units = set()
+    for path, _ in layers_of(model):
+        while path and (not path.startswith("blocks.") or path.count(".") > 1):
+            path = path.rpartition(".")[0]
+            if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+                break
+        units.add(path)
     for path in sorted(units - {""}):
-        fully_shard(model.get_submodule(path.removesuffix(".layers")), mesh=mesh)
+        fully_shard(model.get_submodule(path), mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _plain_step(model, _mine(batch), rate)
 
@@ -271,4 +281,5 @@ SIDES: dict[str, Callable[[nn.Module, Batch, float], Step]] = {
     "FSDP2": fsdp,
     "DTensor": tensor_parallel,
     "1F1B": one_f_one_b,
+    "one device": one_device,
 }
