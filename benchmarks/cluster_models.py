@@ -66,21 +66,21 @@ def _zoo(name: str, **sizes: Any) -> Built:
 
 
 def mlp_unify() -> Built:
-    """The two towers of Unity's artifact, 1/51 as wide: 0.4 M parameters, batch 8192."""
-    return _zoo("mlp_unify", batch=8192, features=32, hidden=160)
+    """The two towers of Unity's artifact, 1/43 as wide: 0.5 M parameters, batch 2048."""
+    return _zoo("mlp_unify", batch=2048, features=32, hidden=192)
 
 
 def candle_uno() -> Built:
-    """Unity's CANDLE-Uno, 1/16 to 1/32 as wide, half as deep: 0.5 M parameters, batch 8192."""
+    """Unity's CANDLE-Uno, 1/16 to 1/32 as wide, half as deep: 0.5 M parameters, batch 2048."""
     return _zoo(
-        "candle_uno_artifact", batch=8192, rnaseq=60, descriptors=328, fingerprints=128,
+        "candle_uno_artifact", batch=2048, rnaseq=60, descriptors=328, fingerprints=128,
         hidden=128, depth=4, top_depth=4,
     )  # fmt: skip
 
 
 def dlrm() -> Built:
-    """Four tables of 2,048 rows, 64 wide: 0.9 M parameters, batch 8192."""
-    return _zoo("dlrm", batch=8192, rows=2048, hidden=512)
+    """Four tables of 1,024 rows, 64 wide: 0.6 M parameters, batch 4096."""
+    return _zoo("dlrm", batch=4096, rows=1024, hidden=512)
 
 
 def small_cnn() -> Built:
