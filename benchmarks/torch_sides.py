@@ -5,7 +5,7 @@ rank's loss: the mean over ranks is the loss of the batch. What torch raises say
 express a model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,13 +56,10 @@ def _mine(batch: Batch) -> Batch:
     return {name: t.chunk(size)[rank].contiguous() for name, t in batch.items()}
 
 
-def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks where the model has some, and layers with weights that are in none; with paths."""
+def layers_of(model: nn.Module) -> list[str]:
+    """Paths of the blocks, or where the model has none, of all layers with weights."""
     blocks = [f"blocks.{i}" for i in range(len(getattr(model, "blocks", ())))]
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{block}.") for block in blocks)
-        if path in blocks or (isinstance(module, LAYERS) and not inside):
-            yield path, module
+    return blocks or [path for path, m in model.named_modules() if isinstance(m, LAYERS)]
 
 
 def one_device(model: nn.Module, batch: Batch, rate: float) -> Step:
@@ -77,19 +74,21 @@ def data_parallel(model: nn.Module, batch: Batch, rate: float) -> Step:
 
 
 def fsdp(model: nn.Module, batch: Batch, rate: float) -> Step:
-    """FSDP2: every block, or else every module that layers are in, a unit; the rest in the root."""
+    """FSDP2: every block a unit, or else every module but the root that calls layers; what the root
+    calls are units, too.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    units = set()
-    for path, _ in layers_of(model):
-        while path and (not path.startswith("blocks.") or path.count(".") > 1):
-            path = path.rpartition(".")[0]
-            if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
-                break
-        units.add(path)
-    for path in sorted(units - {""}):
+    for path in sorted({_caller(model, path) or path for path in layers_of(model)}):
         fully_shard(model.get_submodule(path), mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _plain_step(model, _mine(batch), rate)
+
+
+def _caller(model: nn.Module, path: str) -> str:
+    """The block itself, or the module that calls a layer: lists have no forward of their own."""
+    while isinstance(model.get_submodule(path), (*LAYERS, nn.ModuleList, nn.ModuleDict)):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def tensor_parallel(model: nn.Module, batch: Batch, rate: float) -> Step:
@@ -206,7 +205,7 @@ def split_evenly(model: nn.Module, batch: Batch, stages: int) -> list[fx.GraphMo
     for node in nodes:
         if not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
-    paths = [path for path, _ in layers_of(model)]
+    paths = layers_of(model)
     used: dict[str, fx.Node] = {}  # layer -> where it comes first
     for node in nodes:
         for weight in (str(n.target) for n in node.all_input_nodes if n.op == "get_attr"):
