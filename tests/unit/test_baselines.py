@@ -103,6 +103,26 @@ def test_megatron_leaves_out_degrees_that_the_batch_does_not_fit() -> None:
     assert [p.mesh.names for p in plans] == [("tensor",)]
 
 
+def test_megatron_ends_where_heads_do_not_divide() -> None:
+    tokens, heads = (8, 5, 12), (8, 5, 2, 6)
+    nodes = []
+    for name in "qkv":
+        shape = (8, 2, 5, 6)
+        nodes += [
+            node("linear", "x", f"w{name}", to=name, shape=tokens, path=name),
+            node("view", name, heads, to=f"{name}_heads", shape=heads, path=name),
+            node("transpose", f"{name}_heads", 1, 2, to=f"{name}_t", shape=shape, path=name),
+        ]
+    attention = graph(
+        {f"w{name}": (12, 12) for name in "qkv"},
+        {"x": (tokens, "float32")},
+        *nodes,
+        node("scaled_dot_product_attention", "q_t", "k_t", "v_t", to="y", shape=(8, 2, 5, 6)),
+        node("sum", "y", to="loss", shape=()),
+    )
+    assert [p.mesh["tensor"].size for p in megatron(attention, cluster(2, 2, 2))] == [2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_plans_are_legal_and_repeat(seed: int) -> None:
     made = fused()

@@ -25,15 +25,13 @@ from parloom.search.pinned import NONE, Pinned
 from parloom.search.polish import Candidate, decisions, least_bytes, polish, uniform
 from parloom.search.prices import BACKWARD, FORWARD, Known
 from parloom.search.program import Program, program_of
+from parloom.search.trust import Trust
 from parloom.search.work import OutOfWorkError, Work
 
 Say = Callable[[str], None]
 # Layouts of each mesh that are simulated.
 LAYOUTS = 3
 TRIES = 5
-# What is estimated to be slower than the best that was simulated by more than this share is not
-# simulated. Estimates were seen to be off by up to 3 % where collectives are large.
-MARGIN = 0.05
 # The share of the memory within which the largest limit is sought that fits.
 CLOSE = 0.02
 # Of the estimates that are above the best by this share at most, how many are simulated.
@@ -131,6 +129,7 @@ class _Hunt:
         self.limit_bytes, self.say, self.work = limit_bytes, say, work
         # What may be counted such that the peak of a step fits, where that was found to be less.
         self.enough = inf
+        self.trust = Trust()
         self.shared = Known()
         self.proposals: list[Proposal] = []
         self.least: list[int] = []
@@ -141,7 +140,9 @@ class _Hunt:
         for mesh in meshes:
             problem = self._problem(mesh, cluster, kernels)
             self.least.append(_least_compute_ps(problem))
-            on_mesh = _OnMesh(problem, cluster, self.base, self.optimizer, self.limit_bytes)
+            on_mesh = _OnMesh(
+                problem, cluster, self.base, self.optimizer, self.limit_bytes, self.trust
+            )
             searched.append(on_mesh)
             on_mesh.begin(self.enough)
             self._play(on_mesh, 1)
@@ -156,6 +157,7 @@ class _Hunt:
         if self.proposals:
             fastest = min(searched, key=lambda on_mesh: on_mesh.step_ps)
             self._add(fastest.nearby(NEARBY))
+            self._add(fastest.fuller())
 
     def _close(self, on_mesh: "_OnMesh") -> None:
         """Prove that a mesh has nothing that is estimated to be better, or find it."""
@@ -179,9 +181,8 @@ class _Hunt:
 
     def _play(self, on_mesh: "_OnMesh", count: int) -> None:
         """Simulate the `count` best layouts of a mesh, where they promise to be among the best."""
-        best_ps = min((p.step_ps for p in self.proposals), default=None)
-        if best_ps is None or on_mesh.promise_ps <= best_ps * (1 + MARGIN):
-            self._add(on_mesh.proposals(count, best_ps))
+        if self.trust.promises(on_mesh.promise_ps):
+            self._add(on_mesh.proposals(count))
 
     def _add(self, found: Iterable[Proposal]) -> None:
         known = {p.decisions for p in self.proposals}
@@ -194,7 +195,7 @@ class _Hunt:
             return
         estimate = f"estimated {on_mesh.promise_ps / 1e12:.4g} s"
         least = f"no estimate below {on_mesh.found.bound_ps / 1e12:.4g} s"
-        best = min((p.step_ps for p in self.proposals), default=0)
+        best = 0 if self.trust.best_ps == inf else self.trust.best_ps
         bound = min(self.least)
         so_far = f"best so far {best / 1e12:.4g} s, bound {bound / 1e12:.4g} s"
         gap = f"gap {best / bound - 1:.1%}" if best and bound else "no gap yet"
@@ -210,6 +211,10 @@ class _Fit:
     step_ps: int
     excess_bytes: int
 
+    @property
+    def proposal(self) -> Proposal:
+        return Proposal(self.decisions, self.step_ps, self.candidate.sums.step_ps)
+
 
 class _OnMesh:
     """The search on one mesh."""
@@ -221,9 +226,10 @@ class _OnMesh:
         base: Decisions,
         optimizer: Optimizer,
         limit_bytes: int,
+        trust: Trust,
     ) -> None:
         self.problem, self.cluster, self.base, self.optimizer = problem, cluster, base, optimizer
-        self.limit_bytes = limit_bytes
+        self.limit_bytes, self.trust = limit_bytes, trust
         self.played: dict[Candidate, _Fit] = {}
         self.limit, self.enough = float(limit_bytes), inf
         self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
@@ -260,14 +266,14 @@ class _OnMesh:
     @property
     def step_ps(self) -> float:
         """The fastest step of those played that fit."""
-        return min((f.step_ps for f in self.played.values() if f.excess_bytes <= 0), default=inf)
+        return min((fit.step_ps for fit in self._fitting()), default=inf)
 
     @property
     def promise_ps(self) -> float:
         """The best estimate."""
         return min((c.sums.step_ps for c in self.found.candidates), default=inf)
 
-    def proposals(self, count: int, best_ps: int | None) -> Iterator[Proposal]:
+    def proposals(self, count: int) -> Iterator[Proposal]:
         """The plans that fit, for the `count` layouts with the best estimates.
 
         What a step needs beyond what the search counts (buffers, what lives for a moment), or less
@@ -278,14 +284,16 @@ class _OnMesh:
             promising = [
                 candidate
                 for candidate in self.found.candidates[:count]
-                if best_ps is None or candidate.sums.step_ps <= best_ps * (1 + MARGIN)
+                if self.trust.promises(candidate.sums.step_ps)
             ]
-            tried = list(dict.fromkeys(f for c in promising for f in self._fits(c.values)))
+            tried = list(
+                dict.fromkeys(f for c in promising for f in self._fits(c.values, count > 1))
+            )
             fitting += [fit for fit in tried if fit.excess_bytes <= 0]
             if not tried or not self._correct(tried):
                 break
         for fit in dict.fromkeys(fitting):
-            yield Proposal(fit.decisions, fit.step_ps, fit.candidate.sums.step_ps)
+            yield fit.proposal
 
     def _correct(self, tried: Sequence[_Fit]) -> bool:
         """Search again under a limit as the peaks of `tried` ask for; whether that was needed."""
@@ -310,15 +318,38 @@ class _OnMesh:
         near = list(self.search.nearby(self.found, share)[:PLAYED_NEARBY])
         near += [uniform(self.problem, c, stored) for c in near[:1] for stored in ALIKE]
         for candidate in near:
+            if not self.trust.promises(candidate.sums.step_ps):
+                continue
             fit = self._play(candidate)
             if fit.excess_bytes <= 0:
-                yield Proposal(fit.decisions, fit.step_ps, fit.candidate.sums.step_ps)
+                yield fit.proposal
 
-    def _fits(self, values: Sequence[int]) -> list[_Fit]:
+    def fuller(self) -> Iterator[Proposal]:
+        """The layouts of the fastest plan with as much kept as fits: the limit on what is counted
+        may have been learnt from plans that need more beyond it.
+        """
+        fit = min(self._fitting(), key=lambda fit: fit.step_ps)
+        spare = -fit.excess_bytes
+        for _ in range(TRIES):
+            if spare < CLOSE * self.limit_bytes:
+                return
+            held = fit.candidate.sums.held_bytes
+            candidate = polish(self.problem, fit.candidate.values, held + spare)
+            if candidate is None or not self.trust.promises(candidate.sums.step_ps):
+                return
+            tried = self._play(candidate)
+            if tried.excess_bytes > 0 or tried is fit:
+                spare //= 2
+                continue
+            yield tried.proposal
+            fit, spare = tried, -tried.excess_bytes
+
+    def _fits(self, values: Sequence[int], frugal: bool) -> list[_Fit]:
         """Layouts with storage and recomputation such that the peak of the step fits, or nearly.
 
         What a step needs beyond what the search counts depends on what is stored how: the limit is
-        sought that leaves just enough for it. With that, storage is chosen once more, frugally.
+        sought that leaves just enough for it. Where `frugal`, storage is chosen once more with
+        that, frugally.
         """
         fits: list[_Fit] = []
         limit = min(max(self.limit, self.limit_bytes), self.enough)
@@ -338,13 +369,20 @@ class _OnMesh:
             limit = (under + over) / 2 if under else max(over - excess, least + 1.0)
         if under and over < inf:
             self.enough = good
-        frugal = polish(self.problem, values, good, frugal=True)
-        return [*fits, self._play(frugal)] if frugal else fits
+        thrifty = polish(self.problem, values, good, frugal=True) if frugal else None
+        if thrifty and self.trust.promises(thrifty.sums.step_ps):
+            fits.append(self._play(thrifty))
+        return fits
+
+    def _fitting(self) -> Iterator[_Fit]:
+        return (fit for fit in self.played.values() if fit.excess_bytes <= 0)
 
     def _play(self, candidate: Candidate) -> _Fit:
         if candidate not in self.played:
             self.problem.work.spend()
             self.played[candidate] = self._simulated(candidate)
+            fit = self.played[candidate]
+            self.trust.saw(candidate.sums.step_ps, fit.step_ps, fits=fit.excess_bytes <= 0)
         return self.played[candidate]
 
     def _simulated(self, candidate: Candidate) -> _Fit:

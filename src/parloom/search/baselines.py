@@ -6,11 +6,12 @@ Megatron's column-then-row pairs (Shoeybi et al., 2019) found on the graph rathe
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import prod
 
+from parloom.cost.kernels import ATTENTION
 from parloom.errors import InputError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
@@ -108,11 +109,14 @@ def fsdp(
 def megatron(
     graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
 ) -> Iterator[Decisions]:
-    """Tensor parallel over the fastest links, data parallel over the rest: one plan per degree."""
+    """Tensor parallel over the fastest links, data parallel over the rest: one plan per degree.
+
+    Ends where a degree leaves heads whole that a smaller one splits (Megatron-LM refuses these).
+    """
     if cluster.num_devices == 1:
         yield from data_parallel(graph, cluster, num_microbatches)
     factored = factorize(graph)
-    degree = 1
+    degree, split = 1, frozenset[str]()
     for prime in cluster.prime_axes():
         degree *= prime.size
         mesh = mesh_of(cluster, degree)
@@ -126,12 +130,24 @@ def megatron(
         padded = rewritten(graph, rewrites)
         program = unfold(padded, factorize(padded) if rewrites else factored, mesh)
         assignments = spread(program, seeds, Megatron(program))
+        before, split = split, _split_heads(program, assignments)
+        if not before.issubset(split):
+            return
         yield Decisions(
             mesh,
             decisions(program, assignments),
             num_microbatches=num_microbatches,
             rewrites=rewrites,
         )
+
+
+def _split_heads(program: Unfolded, assignments: Sequence[Assignment]) -> frozenset[str]:
+    """The attentions that the tensor axis splits, by their keys."""
+    return frozenset(
+        flat.key
+        for flat, assignment in zip(program.nodes, assignments, strict=True)
+        if flat.node.op == ATTENTION and any(TENSOR in axes for axes in assignment.values())
+    )
 
 
 # How many operators one looks ahead, and how many walks a new one is compared with.
