@@ -35,6 +35,7 @@ from tests.property.searched import ADAM, least_step_ps, random_graph
 from tests.unit.test_simulate import chunked, model
 
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
+MESHED = load_cluster("8xV100-16GB")
 PLENTY = 1e15
 
 
@@ -198,10 +199,10 @@ def test_the_folded_price_counts_every_block() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_optimistic_ways_are_never_dearer_than_exact_ones(seed: int) -> None:
+    """On meshes of up to three axes, where links are switched, and where every pair has its own."""
     rng = Random(seed)
-    graph = random_graph(rng)
-    mesh = rng.choice(list(logical_meshes(EIGHT)))
-    problem = problem_of(graph, mesh, EIGHT)
+    graph, cluster = random_graph(rng), rng.choice((EIGHT, MESHED))
+    problem = problem_of(graph, rng.choice(list(logical_meshes(cluster, 3))), cluster)
     for way in problem.ways:
         ways: Ways = way.ways
         for _ in range(10):
