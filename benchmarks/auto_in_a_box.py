@@ -2,11 +2,11 @@
 
     python benchmarks/auto_in_a_box.py --testbed FOLDER [--beds 2:100mbit,..] [--json FILE]
 
-Per bed, `parloom calibrate` measures the bed once, knowing no model, and `parloom plan` makes one
-plan per model with it. Then, in each of several launches, the plan and torch's DDP, FSDP2, DTensor
-tensor parallelism and 1F1B (even split) train every model in turns, step by step: same weights,
-batch and optimizer. A row is the median over launches of each side's median step, by its slowest
-rank. The losses after the steps must agree, and differ from the first one.
+Per bed, `parloom calibrate` measures it once, with all models, and `parloom plan` makes a plan of
+every model with that file. In each of several launches the plan and torch's DDP, FSDP2, DTensor
+tensor parallelism and 1F1B (even split) then train every model in turns, step by step: same
+weights, batch and optimizer. A row is the median over launches of each side's median step, by its
+slowest rank. The losses after the steps must agree; `learnt` is how far they moved.
 """
 
 import argparse
@@ -31,19 +31,18 @@ Row = dict[str, Any]
 
 
 def prepare(bed: Bed, folder: Path, models: list[str], hosts: int) -> dict[str, float]:
-    """Calibrate the bed and write the plan of every model; predicted step times."""
+    """Calibrate the bed, unless it was, and write every model's plan; predicted step times."""
     cluster, calibration = f"{hosts}x1xcpu", folder / "calibration.json"
-    said = bed.run(
-        sys.executable, "-m", "parloom", "calibrate", "--cluster", cluster,
-        "--out", str(calibration),
-    )  # fmt: skip
-    print(said.strip(), file=sys.stderr, flush=True)
+    specs = {model: f"{HERE / 'cluster_models.py'}:{model}" for model in models}
+    if not calibration.exists():
+        said = bed.run(
+            sys.executable, "-m", "parloom", "calibrate", "--cluster", cluster,
+            "--out", str(calibration), *(word for s in specs.values() for word in ("--model", s)),
+        )  # fmt: skip
+        print(said.strip(), file=sys.stderr, flush=True)
     predicted = {}
     for model in models:
-        plan = api.plan(
-            f"{HERE / 'cluster_models.py'}:{model}",
-            cluster=cluster, optimizer="sgd", calibration=calibration,
-        )  # fmt: skip
+        plan = api.plan(specs[model], cluster=cluster, optimizer="sgd", calibration=calibration)
         api.save(plan, folder / model / AUTO)
         assert plan.prediction is not None
         predicted[model] = plan.prediction.step_s
@@ -118,10 +117,12 @@ def main() -> int:
     parser.add_argument("--testbed", type=Path, required=True, help="folder of testbed.py")
     parser.add_argument("--beds", default=BEDS, help="hosts:rate,..")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--launches", type=int, default=5, help="0: calibrate and plan only")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side per launch")
     parser.add_argument("--name", default="auto", help="of the bed")
-    parser.add_argument("--keep", type=Path, help="folder for calibrations and plans")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for calibrations (those there are used) and plans"
+    )
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     models = args.models.split(",")
@@ -137,11 +138,11 @@ def main() -> int:
             with Bed(args.testbed, args.name, rate, int(hosts)) as bed:
                 predicted = prepare(bed, folder, models, int(hosts))
                 found = [row for i in range(args.launches) for row in launch(bed, folder, args, i)]
-            for model in models:
+            for model in models if found else ():
                 row = summary([r for r in found if r["model"] == model])
                 table.append({"hosts": hosts, "rate": rate, "predicted_s": predicted[model], **row})
                 print(_line(table[-1]), flush=True)
-    report("auto_in_a_box", table, args.json)
+            report("auto_in_a_box", table, args.json)
     return int(not all(row["losses_agree"] for row in table))
 
 

@@ -24,6 +24,9 @@ from torch_sides import SIDES, Step
 
 from parloom import api
 
+REST_S = 0.03
+SLOW = 3.0
+
 
 def parloom_step(name: str, plan: Path) -> Step:
     """The trainer of a plan that was made beforehand."""
@@ -33,6 +36,9 @@ def parloom_step(name: str, plan: Path) -> Step:
 
 
 def _timed(step: Step) -> tuple[float, Tensor]:
+    # A quota saves what is not used for one period: who comes after a side that computed to the end
+    # would start with less than who comes after one that waited for the network.
+    time.sleep(REST_S)
     dist.barrier()
     started = time.perf_counter()
     loss = step()
@@ -72,23 +78,31 @@ def _started(name: str, side: str, plans: Path) -> Step | str:
 
 
 def compare(name: str, names: list[str], plans: Path, steps: int, first: int) -> dict[str, object]:
-    """Time all sides in turns; the one at `first` begins."""
-    turned = names[first % len(names) :] + names[: first % len(names)]
-    started = {side: _started(name, side, plans) for side in turned}
+    """Time all sides in turns; the one at `first` begins, and the next one in the next turn.
+
+    Sides that take `SLOW` times as long as the fastest are timed once.
+    """
+    started = {side: _started(name, side, plans) for side in names}
     sides = {side: step for side, step in started.items() if not isinstance(step, str)}
     times: dict[str, list[float]] = {side: [] for side in sides}
     losses: dict[str, list[Tensor]] = {side: [] for side in sides}
+    slow: set[str] = set()
     # Buckets are formed in the first step, memory is warm in the second: neither counts.
     for index in range(1 + steps):
-        for side, step in sides.items():
-            seconds, loss = _timed(step)
-            losses[side].append(loss)
-            if index:
+        begin = (first + index) % len(sides)
+        for side, step in (*list(sides.items())[begin:], *list(sides.items())[:begin]):
+            if index < 2 or side not in slow:
+                seconds, loss = _timed(step)
                 times[side].append(seconds)
+                losses[side].append(loss)
+        if index == 0:
+            warm = _slowest([times[side].pop() for side in sides])
+            slow = {s for s, t in zip(sides, warm, strict=True) if t > SLOW * min(warm)}
+    last = min(len(of_side) for of_side in losses.values()) - 1
     return {
         "model": name,
         "seconds": {side: _slowest(times[side]) for side in sides},
-        "losses": {side: _mean(losses[side][-1]) for side in sides},
+        "losses": {side: _mean(losses[side][last]) for side in sides},
         "second_losses": {side: _mean(losses[side][0]) for side in sides},
         "errors": {side: step for side, step in started.items() if isinstance(step, str)},
     }

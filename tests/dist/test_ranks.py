@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from parloom import runtime as rt
 from parloom.errors import LaunchError
 from parloom.execute import ranks
 from parloom.execute.ranks import RankError, fork_ranks
-from parloom.runtime.comm import DistributedGroup
+from parloom.runtime.comm import EXCHANGED_BYTES, DistributedGroup
 from tests.dist import mlp
 
 
@@ -49,7 +50,9 @@ def _one_dies() -> None:
 
 
 def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(RankError, match=r"rank 0 of 2 failed: it ended .* \(exit code 3\)") as caught:
+    with pytest.raises(
+        RankError, match=r"rank 0 of 2 failed: it ended .* \(exit code 3\)"
+    ) as caught:
         fork_ranks(2, _one_dies)
     assert not caught.value.killed
 
@@ -148,6 +151,46 @@ def _exchange() -> bool:
 
 def test_collectives_over_gloo() -> None:
     assert all(fork_ranks(4, _exchange))
+
+
+def _all_reduced() -> list[tuple[str, tuple[str, ...], list[float], int]]:
+    """All-reduces of one number and of more than is exchanged; how many rings there were."""
+    comm = rt.DistributedComm(rt.grid({"x": 2, "y": 2}))
+    rings: list[int] = []
+    ring = dist.all_reduce
+
+    def counted(*args: Any, **named: Any) -> Any:
+        rings.append(1)
+        return ring(*args, **named)
+
+    dist.all_reduce = counted  # in this forked rank alone
+    found: list[tuple[str, tuple[str, ...], list[float], int]] = []
+    for axes in (("x", "y"), ("y", "x"), ("x",)):
+        group = comm.group(axes)
+        ranks = comm.mesh.group(axes, comm.rank)
+        for dtype in (torch.float32, torch.bfloat16, torch.int32):
+            for op, reduce in (("sum", sum), ("max", max), ("min", min)):
+                for shape in ((), (3, 2), (2,), (EXCHANGED_BYTES,)):
+                    tensor = torch.full(shape, 1 + comm.rank, dtype=dtype)
+                    group.all_reduce(tensor, op).wait()
+                    expected = reduce(1 + r for r in ranks)
+                    assert torch.equal(tensor, torch.full(shape, expected, dtype=dtype))
+        rings.clear()
+        thirds = torch.full((4,), 1 / (3 + comm.rank))
+        group.all_reduce(thirds).wait()
+        found.append(("exchange", axes, thirds.tolist(), len(rings)))
+        group.all_reduce(torch.zeros(EXCHANGED_BYTES)).wait()
+        found.append(("ring", axes, [], len(rings)))
+    return found
+
+
+def test_small_all_reduces_are_one_exchange_and_give_all_ranks_the_same_bits() -> None:
+    on_ranks = fork_ranks(4, _all_reduced)
+    for how, axes, bits, rings in (row for found in on_ranks for row in found):
+        assert rings == (how == "ring"), axes
+        if len(axes) == 2 and bits:
+            same = {b[0] for found in on_ranks for h, a, b, _ in found if (h, a) == (how, axes)}
+            assert len(same) == 1
 
 
 def _timeouts() -> list[timedelta]:

@@ -133,6 +133,25 @@ def test_a_measured_operator_overrides_the_formula() -> None:
     assert key_of(made) != key_of(replace(made, wanted=(1,)))
 
 
+def test_an_operator_takes_as_much_longer_as_it_is_larger_than_its_kin() -> None:
+    """A part was measured; the whole is not priced by the formula, or splitting would never pay."""
+
+    def index(rows: int, wanted: tuple[int, ...] = (0,)) -> LocalOperator:
+        x = TensorSpec((rows, 64), "float32")
+        return LocalOperator("index", (x,), (x,), wanted=wanted)
+
+    launch, timed = MADE.launch_s, []
+    for rows, seconds in ((8, 0.25), (512, 0.5)):
+        timed.append(Timed(key_of(index(rows)), launch + seconds, launch / 2))
+    _, kernels = calibrated(CLUSTER, replace(MADE, operators=tuple(timed)))
+    found = kernels.seconds(index(32))  # nearer to 8
+    assert found.forward_s == pytest.approx(launch + 4 * 0.25)
+    assert found.backward_s == pytest.approx(launch / 2)
+    assert found.source == CALIBRATED
+    assert kernels.seconds(index(256)).forward_s == pytest.approx(launch + 0.5 / 2)
+    assert kernels.seconds(index(32, ())).forward_s < 1e-3  # makes no gradient: not of its kind
+
+
 def test_products_run_at_the_rate_of_products_of_their_size() -> None:
     table = Table(MADE)
     square = TensorSpec((64, 64), "float32")

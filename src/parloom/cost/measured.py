@@ -8,13 +8,14 @@ compared with real steps.
 """
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 
-from parloom.cost.calibration import Calibration, Fingerprint, key_of, links_of
+from parloom.cost.calibration import Calibration, Fingerprint, Timed, key_of, links_of
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
     MEASURED,
@@ -29,6 +30,7 @@ from parloom.cost.kernels import (
 from parloom.cost.software import OWN
 from parloom.cost.tasks import COMPUTE
 from parloom.cost.timeline import Memory, Played, Span, Timeline
+from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.mesh import Cluster, Device, Efficiency
 from parloom.ir.pcg import PCG, Compute
 
@@ -42,6 +44,7 @@ MEASURED_SHARE = 0.9
 CPU_ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 2.2, CALIBRATED: 0.13, MEASURED: 0.13})
 PUBLISHED_ERROR = 0.25
 Point = tuple[float, float]
+SPEC_TEXT = re.compile(rf"({'|'.join(sorted(DTYPE_BYTES))})\[([\d, ]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class Table:
 
     def __init__(self, calibration: Calibration, slowdown: float = 1.0) -> None:
         self._operators = {timed.key: timed for timed in calibration.operators}
+        self._kin: dict[tuple[str, str], list[tuple[int, Timed]]] = {}
+        for timed in calibration.operators:
+            self._kin.setdefault(_kind(timed.key), []).append((_num_bytes(timed.key), timed))
         self._slowdown, self._launch_s = slowdown, calibration.launch_s * slowdown
         self._curves: dict[str, list[Point]] = {}
         for product in calibration.products:
@@ -83,14 +89,19 @@ class Table:
         self._exchanges = {key: _rising(curve) for key, curve in self._exchanges.items()}
 
     def seconds(self, operator: LocalOperator) -> Seconds | None:
-        """As measured; products that were not, at the rate of products of their size."""
-        timed = self._operators.get(key_of(operator))
+        """As measured; products that were not, at the rate of products of their size; others as
+        many bytes of the same operator that was.
+        """
+        key = key_of(operator)
+        timed = self._operators.get(key)
         if timed is not None:
             forward, backward = timed.forward_s * self._slowdown, timed.backward_s * self._slowdown
             both = operator.op in PRODUCTS and len(operator.wanted) > 1
             return Seconds(forward, backward, backward / 2 if both else 0.0, MEASURED)
         curve = self._curves.get(operator.dtype)
-        if operator.op not in PRODUCTS or not operator.flops or curve is None:
+        if operator.op not in PRODUCTS:
+            return self._as_its_kin(key)
+        if not operator.flops or curve is None:
             return None
         _, m, n, k = product_sizes(operator)
         each = 2.0 * m * n * k
@@ -100,6 +111,19 @@ class Table:
         launch = self._launch_s
         weights = (work + launch) if PRODUCTS[operator.op][1] in operator.wanted else 0.0
         return Seconds(work + launch, factors * (work + launch), weights, CALIBRATED)
+
+    def _as_its_kin(self, key: str) -> Seconds | None:
+        """From the time beyond the launch of the same operator that is nearest in size."""
+        size, kin = max(1, _num_bytes(key)), self._kin.get(_kind(key))
+        if not kin:
+            return None
+        others, timed = min(kin, key=lambda one: (abs(math.log(max(1, one[0]) / size)), one[1].key))
+        launch, more = self._launch_s / self._slowdown, size / max(1, others)
+        forward, backward = (
+            self._slowdown * (min(t, launch) + max(0.0, t - launch) * more)
+            for t in (timed.forward_s, timed.backward_s)
+        )
+        return Seconds(forward, backward, 0.0, CALIBRATED)
 
     def exchange_s(self, kind: str, num_bytes: float, group: Group) -> tuple[float, float] | None:
         """Seconds of a collective, and those in which next to nothing travels; None where neither
@@ -114,6 +138,19 @@ class Table:
         """What a collective takes of the rank's own processor."""
         curve = self._processor.get((kind, group))
         return max(0.0, _between(curve, num_bytes, extend=True)) if curve else 0.0
+
+
+def _kind(key: str) -> tuple[str, str]:
+    """The operator of `key_of`, and the gradients that it makes."""
+    return key.partition("(")[0], key.rpartition(" d")[2]
+
+
+def _num_bytes(key: str) -> int:
+    """Bytes of an operator's operands and results, from `key_of`."""
+    return sum(
+        DTYPE_BYTES[dtype] * math.prod(int(size) for size in shape.split(",") if size.strip())
+        for dtype, shape in SPEC_TEXT.findall(key)
+    )
 
 
 def _rising(curve: Iterable[Point]) -> list[Point]:
