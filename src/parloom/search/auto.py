@@ -23,8 +23,9 @@ from parloom.search.layouts import LayoutProblem
 from parloom.search.master import Found, MeshSearch
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.polish import Candidate, decisions, least_bytes, polish, uniform
-from parloom.search.prices import BACKWARD, FORWARD, Known
+from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
+from parloom.search.streams import least_compute_ps, least_step_ps
 from parloom.search.trust import Trust
 from parloom.search.work import OutOfWorkError, Work
 
@@ -53,7 +54,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Searched:
-    """Proposals, the fastest first; what no plan of the space undercuts (computing alone), and what
+    """Proposals, the fastest first; what no plan of the space undercuts, and what
     no estimate undercuts; and whether the search was interrupted, or used up its budget.
     """
 
@@ -139,7 +140,7 @@ class _Hunt:
         searched: list[_OnMesh] = []
         for mesh in meshes:
             problem = self._problem(mesh, cluster, kernels)
-            self.least.append(_least_compute_ps(problem))
+            self.least.append(least_compute_ps(problem))
             on_mesh = _OnMesh(
                 problem, cluster, self.base, self.optimizer, self.limit_bytes, self.trust
             )
@@ -151,13 +152,20 @@ class _Hunt:
         searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in searched:
             self._play(on_mesh, LAYOUTS)
+        if self.proposals:
+            self._add(min(searched, key=lambda on_mesh: on_mesh.step_ps).fuller())
         for on_mesh in searched:
             self._close(on_mesh)
-        self.estimate_bound = min((o.found.bound_ps for o in searched), default=0.0)
         if self.proposals:
             fastest = min(searched, key=lambda on_mesh: on_mesh.step_ps)
             self._add(fastest.nearby(NEARBY))
             self._add(fastest.fuller())
+            self._close(fastest)
+        self.estimate_bound = min((o.found.bound_ps for o in searched), default=0.0)
+        least: list[int] = []
+        for on_mesh in searched:
+            least.append(least_step_ps(on_mesh.problem, min(least, default=inf)))
+        self.least = least
 
     def _close(self, on_mesh: "_OnMesh") -> None:
         """Prove that a mesh has nothing that is estimated to be better, or find it."""
@@ -171,7 +179,7 @@ class _Hunt:
     def bound(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
         """What no plan on meshes that were not searched undercuts."""
         problems = (self._problem(mesh, cluster, kernels) for mesh in meshes)
-        self.least += map(_least_compute_ps, problems)
+        self.least += map(least_compute_ps, problems)
 
     def _problem(self, mesh: Mesh, cluster: Cluster, kernels: Kernels | None) -> LayoutProblem:
         walker = Walker({}, mesh, cluster, kernels)
@@ -391,8 +399,3 @@ class _OnMesh:
         kernels = self.problem.prices.walker.kernels
         played = simulate(pcg, self.cluster, plan, self.optimizer, kernels)
         return _Fit(candidate, plan, played.step_ps, played.peak_bytes - self.limit_bytes)
-
-
-def _least_compute_ps(problem: LayoutProblem) -> int:
-    """What the compute stream does at least, whatever is chosen for each operator."""
-    return sum(int((p[:, FORWARD] + p[:, BACKWARD]).min()) for p in problem.operators)

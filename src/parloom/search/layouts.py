@@ -23,7 +23,7 @@ from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
 from parloom.search.eliminate import Factor, Regret, minimum, near, regrets
-from parloom.search.prices import KEPT, PARTS, Known, Prices
+from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
     Block,
@@ -271,6 +271,8 @@ class LayoutProblem:
         """A way as a table over the choices at both ends."""
         weights = multipliers.functions[way.function] * way.flow.count
         costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
+        if weights[LINKS].any():
+            costs += np.tensordot(weights[LINKS], way.ways.parts[LINKS], axes=1)
         costs /= len(way.flow.readers) + way.flow.whole
         costs += weights[KEPT] * way.kept
         costs = np.where(way.ways.legal, costs, np.inf)
@@ -440,6 +442,7 @@ class LayoutProblem:
             known = state in wanted if way.ways.flows else state.layout in layouts
             if not known:
                 found[:KEPT] += way.ways.parts[:KEPT, source, target]
+                found[LINKS] += way.ways.parts[LINKS, source, target]
             if way.ways.flows:
                 wanted.add(state)
             layouts.add(state.layout)

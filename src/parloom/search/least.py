@@ -14,10 +14,10 @@ from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.pinned import Pinned, clashes
 from parloom.search.pins import KEEP, Pin
 from parloom.search.polish import decisions, polish
-from parloom.search.prices import KEPT, PARTS
+from parloom.search.prices import KEPT, LINKS, PARTS
 from parloom.search.program import program_of
 from parloom.search.question import Question
-from parloom.search.storage import MOVING, STORED, WEIGHT_PARTS
+from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS
 
 # What a picosecond counts against a byte, so that of equally small plans a fast one is found.
 SPEED = 1e-9
@@ -106,7 +106,9 @@ def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
     functions = {}
     for function in (program.graph.main, *program.graph.functions):
         functions[function.name] = np.full(PARTS, speed)
+        functions[function.name][LINKS] = 0.0
         functions[function.name][KEPT] = kept.get(function.name, 1.0)
     weights = np.full(WEIGHT_PARTS, speed)
     weights[[STORED, MOVING]] = 1.0
+    weights[MEASURES] = 0.0
     return Multipliers(functions, weights)

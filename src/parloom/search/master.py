@@ -177,8 +177,8 @@ class MeshSearch:
     def multipliers(self, worth: Worth, policies: Policies) -> Multipliers:
         """What each part of a price counts under `worth`."""
         forward, backward = 1.0 - worth.gathered, 1.0 - worth.reduced
-        kept = np.array([forward, 1.0, backward, 1.0, worth.held])
-        again = np.array([forward + backward, 2.0, backward, 1.0, 0.0])
+        kept = np.array([forward, 1.0, backward, 1.0, worth.held, 0.0, 0.0])
+        again = np.array([forward + backward, 2.0, backward, 1.0, 0.0, 0.0, 0.0])
         recomputes = dict(zip(self.kinds, policies, strict=True))
         graph = self.problem.program.graph
         functions = {

@@ -5,16 +5,16 @@ A price counts whole picoseconds and bytes, so that sums do not depend on their 
 not counted: what one operator does with a partial scalar depends on all that read it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.liveness import Lives
-from parloom.cost.tasks import picoseconds
+from parloom.cost.tasks import SHARES, Links, picoseconds
 from parloom.cost.walk import Walker
-from parloom.cost.works import Work
+from parloom.cost.works import Called, Exchange, Work
 from parloom.errors import LayoutError
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec, with_operands
 from parloom.ir.layout import local_shape
@@ -25,9 +25,11 @@ from parloom.search.program import Flags, Operator, Program, State
 from parloom.search.single import Single, is_local_program
 
 # Parts of a price: forward and backward pass, computing and exchanging (ps), and bytes that are
-# kept for the backward pass.
-FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT, KEPT = range(5)
-PARTS = 5
+# kept for the backward pass; and how long (ps, both passes) that keeps the links of the innermost
+# and of the outermost level of the cluster busy.
+FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT, KEPT, NEAR, FAR = range(7)
+PARTS = 7
+LINKS = slice(NEAR, FAR + 1)
 Price = NDArray[np.int64]
 
 
@@ -50,6 +52,7 @@ class Prices:
         self.known: dict[object, Price] = {}
         self.shared = shared or Known()
         self.places = places(program)
+        self.links = Links(walker.cluster)
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
         """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
@@ -121,7 +124,9 @@ class Prices:
         price = _nothing()
         at = BACKWARD if backward else FORWARD
         price[at] = picoseconds(compute_s)
-        price[at + 1] = picoseconds(exchange.seconds) if exchange is not None else 0
+        if exchange is not None:
+            price[at + 1] = picoseconds(exchange.seconds)
+            price[LINKS] = busy_ps(exchange, self.links)
         return price
 
     def _walked(
@@ -133,7 +138,11 @@ class Prices:
     ) -> Price:
         lives = Lives(outside, frozenset())
         walked = self.walker.walk(inputs, tuple(items), lives, outputs)
-        return np.array([*passes_ps(lives), walked.inside_bytes], dtype=np.int64)
+        busy = np.zeros(2, dtype=np.int64)
+        for work in (*_counted(lives, lives.forward), *_counted(lives, lives.backward)):
+            if work.exchange is not None:
+                busy += busy_ps(work.exchange, self.links)
+        return np.array([*passes_ps(lives), walked.inside_bytes, *busy], dtype=np.int64)
 
     def held_bytes(self, spec: TensorSpec, state: State) -> int:
         """Bytes of one rank's shard."""
@@ -164,15 +173,25 @@ def passes_ps(lives: Lives) -> tuple[int, int, int, int]:
     """
     found = []
     for works in (lives.forward, lives.backward):
-        counted = [
-            work
-            for item, work in zip(lives.items, works, strict=True)
-            if isinstance(work, Work) and not is_scalar(item)
-        ]
+        counted = list(_counted(lives, works))
         found.append(sum(picoseconds(work.compute_s) for work in counted))
         exchanges = (work.exchange.seconds for work in counted if work.exchange is not None)
         found.append(sum(map(picoseconds, exchanges)))
     return found[0], found[1], found[2], found[3]
+
+
+def _counted(lives: Lives, works: Iterable[Work | Called | None]) -> Iterator[Work]:
+    for item, work in zip(lives.items, works, strict=True):
+        if isinstance(work, Work) and not is_scalar(item):
+            yield work
+
+
+def busy_ps(exchange: Exchange, links: Links) -> tuple[int, int]:
+    """How long an exchange keeps the innermost level busy, and the outermost if it is another."""
+    busy = dict.fromkeys(range(len(links.cluster.levels)), 0)
+    for flow in links.exchange("", exchange).flows:
+        busy[flow.links[0]] += flow.size // SHARES
+    return busy[0], busy[len(busy) - 1] if len(busy) > 1 else 0
 
 
 def is_scalar(item: Item) -> bool:

@@ -107,6 +107,7 @@ class Weight:
     unit_elements: int
     last: bool = False
     pins: tuple[Pin, ...] = ()
+    reached: bool = True
 
     @property
     def count(self) -> int:
@@ -171,6 +172,18 @@ def last_reduced(graph: Graph) -> frozenset[str]:
                     return frozenset(found)
                 found.add(name)
     return frozenset(found)
+
+
+def reached(graph: Graph) -> frozenset[str]:
+    """The values of which there are gradients if they flow: those that the loss depends on."""
+    loss = graph.flat_ids[graph.loss] if graph.loss is not None else None
+    found = {loss}
+    for flat in reversed(tuple(graph.flat())):
+        op = op_of(flat.node)
+        results = (n for i, n in enumerate(flat.results) if i not in op.detached)
+        if op.differentiable and found.intersection(results):
+            found.update(flat.operands)
+    return frozenset(name for name in found if name is not None)
 
 
 def program_of(
@@ -333,7 +346,8 @@ class _Folding:
 
     def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
         found: dict[
-            tuple[TensorSpec, bool, tuple[Reader, ...], bool, int, bool, tuple[Pin, ...]], list[str]
+            tuple[TensorSpec, bool, tuple[Reader, ...], bool, int, bool, tuple[Pin, ...], bool],
+            list[str],
         ] = {}
         places: dict[str, list[CallKey]] = {}
         readers: dict[str, list[Reader]] = {}
@@ -349,6 +363,7 @@ class _Folding:
             unit[name] = where[0] if block else None
             elements[unit[name]] += entry.value.spec.num_elements
         self.units, last = max(1, len(elements) - (None in elements)), last_reduced(self.graph)
+        trained = reached(self.graph)
         for entry in entries:
             name = entry.value.name
             key = (
@@ -359,7 +374,8 @@ class _Folding:
                 elements[unit[name]],
                 name in last,
                 self.pinned.parameters.get(entry.target, ()),
+                name in trained,
             )
             found.setdefault(key, []).append(entry.target)
-        for (spec, trainable, by, block, together, late, pins), targets in found.items():
-            yield Weight(spec, trainable, by, tuple(targets), block, together, late, pins)
+        for (spec, trainable, by, block, together, late, pins, loss), targets in found.items():
+            yield Weight(spec, trainable, by, tuple(targets), block, together, late, pins, loss)

@@ -12,7 +12,7 @@ from math import ceil, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.cost.tasks import picoseconds
+from parloom.cost.tasks import Links, picoseconds
 from parloom.cost.walk import Walker
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
@@ -21,15 +21,20 @@ from parloom.ir.step_program import bucket_bytes
 from parloom.search.choices import subsets
 from parloom.search.pinned import allows_stored
 from parloom.search.pins import Pin
+from parloom.search.prices import busy_ps
 from parloom.search.program import Axes, Program, Weight
 
 # Parts of a weight's price, in ps a step (of a microbatch: GATHERED, AGAIN, CHUNKED, ALONE) and
 # bytes: gathering it in the forward and in the backward pass, reducing its gradient in every
 # microbatch or once; what hides behind nothing (all that main's own weights send when they are
 # stored in chunks: they are gathered before the first operator and reduced after the last); what
-# follows (update, gathering what was updated); what is stored, and what is there of it as it moves.
-GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER, STORED, MOVING = range(8)
-WEIGHT_PARTS = 8
+# follows (update, gathering what was updated); what is stored, and what is there of it as it moves;
+# and what of that bounds a step: the update, and how long links are busy at least (`prices`).
+GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER, STORED, MOVING, UPDATED, NEAR, FAR = range(11)
+WEIGHT_PARTS = 11
+MEASURES = slice(UPDATED, FAR + 1)
+# Sizes of messages among which the one is looked for that keeps links busy least, for a byte.
+SIZES = tuple(1 << power for power in range(10, 34))
 # What is there of a call's weights at once: gathered for this call and the next, and on the way to
 # it; gradients of two calls on their way (`cost.transfers`).
 WEIGHTS_AT_ONCE, GRADIENTS_AT_ONCE = 3, 2
@@ -76,7 +81,7 @@ class Stored:
     `block`: it is gathered for one block call of `units`, in the backward pass once more.
     `unit_elements` are those of all weights that are gathered together with it, `trained_elements`
     those of all whose gradients are reduced (it is alone where these are 0). `last`: its gradient
-    is among those that arrive last.
+    is among those that arrive last; `reached`: there is one.
     """
 
     spec: TensorSpec
@@ -89,6 +94,7 @@ class Stored:
     units: int = 1
     last: bool = True
     pins: tuple[Pin, ...] = ()
+    reached: bool = True
 
 
 def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) -> Stored:
@@ -104,6 +110,7 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
         program.units,
         weight.last,
         weight.pins,
+        weight.reached,
     )
 
 
@@ -114,6 +121,8 @@ class StoragePrices:
         self.walker, self.mesh = walker, walker.mesh
         self.decisions, self.optimizer = decisions, optimizer
         self.rates: dict[tuple[str, Axes, int], float] = {}
+        self.links = Links(walker.cluster)
+        self.busy: dict[tuple[str, Axes], NDArray[np.float64]] = {}
         self.known: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
 
     def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
@@ -161,7 +170,7 @@ class StoragePrices:
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
             unit = weight.unit_elements
-            gathered = self._share(weight, "all_gather", level.axes, whole * width, unit)
+            gathered = self._share(found, weight, "all_gather", level.axes, whole * width, unit)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
             if weight.block:
                 room = WEIGHTS_AT_ONCE * width + GRADIENTS_AT_ONCE * gradient * weight.trainable
@@ -176,12 +185,13 @@ class StoragePrices:
             return found
         self._reduce(found, weight, level, whole * gradient)
         owned = chunk if level.optimizer else whole
-        found[AFTER] += picoseconds(
+        found[UPDATED] = picoseconds(
             self.walker.kernels.update_s(owned * master, self.optimizer.num_states)
             - self.walker.kernels.software.launch_s
         )
+        found[AFTER] += found[UPDATED]
         if level.optimizer and not level.weight:
-            found[AFTER] += self._share(weight, "all_gather", level.axes, whole * width)
+            found[AFTER] += self._share(found, weight, "all_gather", level.axes, whole * width)
         copy = level.optimizer != level.weight or master != width
         found[STORED] += owned * master * (self.optimizer.num_states + copy)
         found[STORED] += (chunk if level.gradient else whole) * gradient
@@ -198,11 +208,11 @@ class StoragePrices:
         late = weight.units if unit else int(weight.last)  # one of so many; none
         sent = 0
         if level.gradient and set(level.axes) <= set(partial):
-            sent += self._share(weight, "reduce_scatter", level.axes, size, unit)
+            sent += self._share(found, weight, "reduce_scatter", level.axes, size, unit)
             size //= self.mesh.size(level.axes)
             partial = tuple(a for a in partial if a not in level.axes)
         if partial:
-            sent += self._share(weight, "all_reduce", partial, size, unit)
+            sent += self._share(found, weight, "all_reduce", partial, size, unit)
         if part == ALONE:
             found[ALONE] += sent
         else:
@@ -214,12 +224,22 @@ class StoragePrices:
         """What a collective over `axes` takes at least."""
         return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
 
-    def _share(self, weight: Stored, kind: str, axes: Axes, num_bytes: int, unit: int = 0) -> int:
+    def _share(
+        self,
+        found: WeightPrice,
+        weight: Stored,
+        kind: str,
+        axes: Axes,
+        num_bytes: int,
+        unit: int = 0,
+    ) -> int:
         """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
-        or where that is 0, of a bucket.
+        or where that is 0, of a bucket. Adds to `found` how long links are busy.
         """
         if self.mesh.size(axes) < 2 or not num_bytes:
             return 0
+        if weight.reached:
+            found[[NEAR, FAR]] += (self._busy(kind, axes) * num_bytes).astype(np.int64)
         message = _together(weight, num_bytes, unit or weight.trained_elements)
         if not unit:
             message = min(message, max(num_bytes, bucket_bytes(message)))
@@ -227,6 +247,15 @@ class StoragePrices:
         if key not in self.rates:
             self.rates[key] = self.walker.exchange(kind, axes, message).seconds / message
         return picoseconds(self.rates[key] * num_bytes)
+
+    def _busy(self, kind: str, axes: Axes) -> NDArray[np.float64]:
+        """Picoseconds that links are busy for a byte, at least."""
+        if (kind, axes) not in self.busy:
+            exchanges = [self.walker.exchange(kind, axes, size) for size in SIZES]
+            busy = [np.array(busy_ps(e, self.links)) for e in exchanges]
+            rates = [b / size for b, size in zip(busy, SIZES, strict=True)]
+            self.busy[kind, axes] = np.min(rates, axis=0)
+        return self.busy[kind, axes]
 
 
 def _together(weight: Stored, num_bytes: int, elements: int) -> int:

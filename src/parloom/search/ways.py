@@ -22,7 +22,7 @@ from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import MeshAxis
 from parloom.ir.moves import ADJOINTS, plan_moves
 from parloom.search.choices import Distinct
-from parloom.search.prices import KEPT, PARTS, Prices
+from parloom.search.prices import KEPT, LINKS, PARTS, Prices
 from parloom.search.program import State
 
 Code = tuple[str, str | tuple[int, int]]
@@ -80,6 +80,7 @@ class Ways:
             self.legal[source, target] = False
             return changed
         self.parts[:KEPT, source, target] = price[:KEPT]
+        self.parts[LINKS, source, target] = price[LINKS]
         return bool((before != price[:KEPT]).any())
 
 
@@ -108,6 +109,14 @@ class _Ends:
             for end, kind in zip(self.codes[position], kinds, strict=True)
         )
         found: NDArray[np.bool_] = np.logical_and.outer(source, target)
+        return found
+
+    def changed(self) -> NDArray[np.int64]:
+        """How many axes are not in the same state at both ends."""
+        found = np.zeros(self.shape, dtype=np.int64)
+        for sources, targets in self.codes:
+            differ = np.array([[s != t for t in targets.values] for s in sources.values])
+            found += differ[np.ix_(sources.index, targets.index)]
         return found
 
     def replaced(self, position: int) -> NDArray[np.bool_]:
@@ -149,7 +158,10 @@ def _optimistic(ways: Ways) -> tuple[Parts, NDArray[np.bool_]]:
         parts += _first(ends, kinds)
     for kinds in AT_ONCE:
         parts += _together(ends, (kinds,), _all)
-    return parts + _together(ends, GATHERED, _any), legal
+    parts += _together(ends, GATHERED, _any)
+    # Which links axes keep busy that move together, nobody knows but the planner.
+    parts[LINKS] = np.where(ends.changed() > 1, 0, parts[LINKS])
+    return parts, legal
 
 
 def _first(ends: _Ends, kinds: tuple[str, str]) -> Parts:

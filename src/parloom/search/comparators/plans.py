@@ -14,7 +14,15 @@ from parloom.search.meshes import NAMES
 from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS, places
 from parloom.search.program import Axes, Program
 from parloom.search.single import Single
-from parloom.search.storage import AFTER, STORED, WEIGHT_PARTS, Level, StoragePrices, Stored
+from parloom.search.storage import (
+    AFTER,
+    MEASURES,
+    STORED,
+    WEIGHT_PARTS,
+    Level,
+    StoragePrices,
+    Stored,
+)
 
 ALONE = Mesh((MeshAxis(NAMES[0], (PrimeAxis(1, 1, 0),)),))
 """The mesh of one device."""
@@ -24,7 +32,7 @@ def communicated(program: Program) -> Multipliers:
     """What is sent counts, and nothing else."""
     passes, weights = np.zeros(PARTS), np.ones(WEIGHT_PARTS)
     passes[[FORWARD_SENT, BACKWARD_SENT]] = 1.0
-    weights[[AFTER, STORED]] = 0.0
+    weights[[AFTER, STORED]] = weights[MEASURES] = 0.0
     graph = program.graph
     return Multipliers({f.name: passes for f in (graph.main, *graph.functions)}, weights)
 
