@@ -30,8 +30,8 @@ BEDS = "2:100mbit,2:250mbit,4:100mbit,4:250mbit"
 Row = dict[str, Any]
 
 
-def prepare(bed: Bed, folder: Path, models: list[str], hosts: int) -> dict[str, float]:
-    """Calibrate the bed, unless it was, and write every model's plan; predicted step times."""
+def prepare(bed: Bed, folder: Path, models: list[str], hosts: int) -> dict[str, Row]:
+    """Calibrate the bed, unless it was, and write every model's plan; which, and its step time."""
     cluster, calibration = f"{hosts}x1xcpu", folder / "calibration.json"
     specs = {model: f"{HERE / 'cluster_models.py'}:{model}" for model in models}
     if not calibration.exists():
@@ -45,8 +45,8 @@ def prepare(bed: Bed, folder: Path, models: list[str], hosts: int) -> dict[str, 
         plan = api.plan(specs[model], cluster=cluster, optimizer="sgd", calibration=calibration)
         api.save(plan, folder / model / AUTO)
         assert plan.prediction is not None
-        predicted[model] = plan.prediction.step_s
-        print(f"{model}: {plan.method}, {predicted[model]:.3f} s", file=sys.stderr, flush=True)
+        predicted[model] = {"plan": plan.method, "predicted_s": plan.prediction.step_s}
+        print(f"{model}: {predicted[model]}", file=sys.stderr, flush=True)
     return predicted
 
 
@@ -88,26 +88,25 @@ def summary(launches: list[Row]) -> Row:
         "launches": len(launches),
         "loss_difference": apart,
         "losses_agree": apart <= LOSS_TOLERANCE,
-        "learnt": min(
-            abs(row["losses"][AUTO] / row["second_losses"][AUTO] - 1) for row in launches
-        ),
+        "learnt": min(abs(row["losses"][AUTO] / row["first_losses"][AUTO] - 1) for row in launches),
         "each": seconds,
     }
 
 
 def _line(row: Row) -> str:
+    """Medians in seconds, each with half of its range over launches."""
+
     def cell(side: str) -> str:
         if side not in row["seconds"]:
             return str(row["errors"][side])
         low, high = row["spread"][side]
-        return f"{row['seconds'][side]:.3f} ({low:.3f} .. {high:.3f})"
+        return f"{row['seconds'][side]:.3f} ±{(high - low) / 2 / row['seconds'][side]:.0%}"
 
     pipeline = "" if row["to_pipeline"] is None else f"{row['to_pipeline']:.2f}"
     return (
         f"| {row['hosts']} | {row['rate']} | {row['model']} | {' | '.join(map(cell, SIDES))} |"
         f" {row['ratio']:.2f} ({row['low']:.2f} .. {row['high']:.2f}) of {row['fastest']} |"
-        f" {row['verdict']} | {pipeline} |"
-        f" {row['predicted_s']:.3f} |"
+        f" {row['verdict']} | {pipeline} | {row['plan']} | {row['predicted_s']:.3f} |"
         f" {row['loss_difference']:.0e}{'' if row['losses_agree'] else ' DISAGREE'} |"
     )
 
@@ -128,7 +127,7 @@ def main() -> int:
     models = args.models.split(",")
     table: list[Row] = []
     heads = ["hosts", "link", "model", *SIDES, f"auto / fastest, <= {LIMIT}", "held",
-             "auto / 1F1B", "predicted", "losses differ by"]  # fmt: skip
+             "auto / 1F1B", "plan", "predicted", "losses differ by"]  # fmt: skip
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     with tempfile.TemporaryDirectory(prefix="parloom-auto-") as temporary:
         for described in args.beds.split(","):
@@ -140,7 +139,7 @@ def main() -> int:
                 found = [row for i in range(args.launches) for row in launch(bed, folder, args, i)]
             for model in models if found else ():
                 row = summary([r for r in found if r["model"] == model])
-                table.append({"hosts": hosts, "rate": rate, "predicted_s": predicted[model], **row})
+                table.append({"hosts": hosts, "rate": rate, **predicted[model], **row})
                 print(_line(table[-1]), flush=True)
             report("auto_in_a_box", table, args.json)
     return int(not all(row["losses_agree"] for row in table))

@@ -60,51 +60,50 @@ def _mean(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def _started(name: str, side: str, plans: Path) -> Step | str:
-    """A side after its first step, or, on all ranks alike, torch's reason why it has none."""
+def _started(name: str, side: str, plans: Path) -> tuple[Step, Tensor] | str:
+    """A side and its first loss, or, on all ranks alike, torch's reason why it has none."""
     if side not in SIDES:
         step = parloom_step(name, plans / name / side)
-        step()
-        return step
+        return step, step()
     error = ""
     try:
         step = SIDES[side](*MODELS[name](), rate_of(name))
-        step()
+        loss = step()
     except Exception as raised:  # whatever it is, it stands in the table
         error = f"{type(raised).__name__}: {raised}".strip().partition("\n")[0]
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    return next(filter(None, errors)) if any(errors) else step
+    return next(filter(None, errors)) if any(errors) else (step, loss)
 
 
 def compare(name: str, names: list[str], plans: Path, steps: int, first: int) -> dict[str, object]:
     """Time all sides in turns; the one at `first` begins, and the next one in the next turn.
 
-    Sides that take `SLOW` times as long as the fastest are timed once.
+    Of sides that take `SLOW` times as long as the fastest the second step counts, of others all
+    after it: buckets are formed in the first step, memory is warm in the second.
     """
     started = {side: _started(name, side, plans) for side in names}
-    sides = {side: step for side, step in started.items() if not isinstance(step, str)}
+    sides = {side: found[0] for side, found in started.items() if not isinstance(found, str)}
+    losses = {side: [found[1]] for side, found in started.items() if not isinstance(found, str)}
     times: dict[str, list[float]] = {side: [] for side in sides}
-    losses: dict[str, list[Tensor]] = {side: [] for side in sides}
     slow: set[str] = set()
-    # Buckets are formed in the first step, memory is warm in the second: neither counts.
     for index in range(1 + steps):
         begin = (first + index) % len(sides)
         for side, step in (*list(sides.items())[begin:], *list(sides.items())[:begin]):
-            if index < 2 or side not in slow:
+            if side not in slow:
                 seconds, loss = _timed(step)
                 times[side].append(seconds)
                 losses[side].append(loss)
         if index == 0:
-            warm = _slowest([times[side].pop() for side in sides])
+            warm = _slowest([times[side][0] for side in sides])
             slow = {s for s, t in zip(sides, warm, strict=True) if t > SLOW * min(warm)}
     last = min(len(of_side) for of_side in losses.values()) - 1
     return {
         "model": name,
-        "seconds": {side: _slowest(times[side]) for side in sides},
+        "seconds": {side: _slowest(t if side in slow else t[1:]) for side, t in times.items()},
         "losses": {side: _mean(losses[side][last]) for side in sides},
-        "second_losses": {side: _mean(losses[side][0]) for side in sides},
-        "errors": {side: step for side, step in started.items() if isinstance(step, str)},
+        "first_losses": {side: _mean(losses[side][0]) for side in sides},
+        "errors": {side: found for side, found in started.items() if isinstance(found, str)},
     }
 
 

@@ -127,7 +127,7 @@ def test_a_measured_operator_overrides_the_formula() -> None:
     _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
     found = kernels.seconds(made)
     assert (found.forward_s, found.backward_s, found.source) == (0.25, 0.5, MEASURED)
-    other = kernels.seconds(operator(rows=16))
+    other = kernels.seconds(replace(operator(rows=16), wanted=(1,)))
     assert other.source == CALIBRATED
     assert other.forward_s < 0.01
     assert key_of(made) != key_of(replace(made, wanted=(1,)))
@@ -150,6 +150,12 @@ def test_an_operator_takes_as_much_longer_as_it_is_larger_than_its_kin() -> None
     assert found.source == CALIBRATED
     assert kernels.seconds(index(256)).forward_s == pytest.approx(launch + 0.5 / 2)
     assert kernels.seconds(index(32, ())).forward_s < 1e-3  # makes no gradient: not of its kind
+    timed = [Timed(key_of(operator(rows=8)), launch + 0.25, launch + 0.5)]
+    _, kernels = calibrated(CLUSTER, replace(MADE, operators=tuple(timed)))
+    whole = kernels.seconds(operator(rows=32))  # a product, by its multiplications
+    assert whole.forward_s == pytest.approx(launch + 4 * 0.25)
+    assert whole.backward_s == pytest.approx(launch + 4 * 0.5)
+    assert whole.weights_s == pytest.approx(whole.backward_s / 2)
 
 
 def test_products_run_at_the_rate_of_products_of_their_size() -> None:

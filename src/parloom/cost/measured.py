@@ -70,9 +70,10 @@ class Table:
 
     def __init__(self, calibration: Calibration, slowdown: float = 1.0) -> None:
         self._operators = {timed.key: timed for timed in calibration.operators}
-        self._kin: dict[tuple[str, str], list[tuple[int, Timed]]] = {}
+        self._kin: dict[object, list[tuple[_Sizes, Timed]]] = {}
         for timed in calibration.operators:
-            self._kin.setdefault(_kind(timed.key), []).append((_num_bytes(timed.key), timed))
+            sizes = _sizes(timed.key)
+            self._kin.setdefault(sizes.kind, []).append((sizes, timed))
         self._slowdown, self._launch_s = slowdown, calibration.launch_s * slowdown
         self._curves: dict[str, list[Point]] = {}
         for product in calibration.products:
@@ -89,19 +90,19 @@ class Table:
         self._exchanges = {key: _rising(curve) for key, curve in self._exchanges.items()}
 
     def seconds(self, operator: LocalOperator) -> Seconds | None:
-        """As measured; products that were not, at the rate of products of their size; others as
-        many bytes of the same operator that was.
+        """As measured, or by its work as the same operator that was measured at the nearest shapes;
+        products of which none was, at the rate of products of their size.
         """
         key = key_of(operator)
         timed = self._operators.get(key)
         if timed is not None:
             forward, backward = timed.forward_s * self._slowdown, timed.backward_s * self._slowdown
-            both = operator.op in PRODUCTS and len(operator.wanted) > 1
-            return Seconds(forward, backward, backward / 2 if both else 0.0, MEASURED)
+            return Seconds(forward, backward, _of_weights(operator, backward), MEASURED)
+        akin = self._as_its_kin(operator, _sizes(key))
+        if akin is not None:
+            return akin
         curve = self._curves.get(operator.dtype)
-        if operator.op not in PRODUCTS:
-            return self._as_its_kin(key)
-        if not operator.flops or curve is None:
+        if operator.op not in PRODUCTS or not operator.flops or curve is None:
             return None
         _, m, n, k = product_sizes(operator)
         each = 2.0 * m * n * k
@@ -112,18 +113,18 @@ class Table:
         weights = (work + launch) if PRODUCTS[operator.op][1] in operator.wanted else 0.0
         return Seconds(work + launch, factors * (work + launch), weights, CALIBRATED)
 
-    def _as_its_kin(self, key: str) -> Seconds | None:
-        """From the time beyond the launch of the same operator that is nearest in size."""
-        size, kin = max(1, _num_bytes(key)), self._kin.get(_kind(key))
+    def _as_its_kin(self, operator: LocalOperator, sizes: "_Sizes") -> Seconds | None:
+        """From the time beyond the launch of the same operator at the nearest shapes."""
+        kin = self._kin.get(sizes.kind)
         if not kin:
             return None
-        others, timed = min(kin, key=lambda one: (abs(math.log(max(1, one[0]) / size)), one[1].key))
-        launch, more = self._launch_s / self._slowdown, size / max(1, others)
+        nearest, timed = min(kin, key=lambda one: (one[0].distance(sizes), one[1].key))
+        launch, more = self._launch_s / self._slowdown, sizes.work / nearest.work
         forward, backward = (
             self._slowdown * (min(t, launch) + max(0.0, t - launch) * more)
             for t in (timed.forward_s, timed.backward_s)
         )
-        return Seconds(forward, backward, 0.0, CALIBRATED)
+        return Seconds(forward, backward, _of_weights(operator, backward), CALIBRATED)
 
     def exchange_s(self, kind: str, num_bytes: float, group: Group) -> tuple[float, float] | None:
         """Seconds of a collective, and those in which next to nothing travels; None where neither
@@ -140,17 +141,45 @@ class Table:
         return max(0.0, _between(curve, num_bytes, extend=True)) if curve else 0.0
 
 
-def _kind(key: str) -> tuple[str, str]:
-    """The operator of `key_of`, and the gradients that it makes."""
-    return key.partition("(")[0], key.rpartition(" d")[2]
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What is alike in `kind` may be compared: bytes of operands and results, and the work that
+    grows with them: for a product its multiplications, up to a factor that `kind` has in common.
+    """
+
+    kind: tuple[str, str, int]
+    num_bytes: tuple[int, ...]
+    work: float
+
+    def distance(self, other: "_Sizes") -> float:
+        """How far shapes are apart."""
+        pairs = zip(self.num_bytes, other.num_bytes, strict=True)
+        return sum(abs(math.log(max(1, a) / max(1, b))) for a, b in pairs)
 
 
-def _num_bytes(key: str) -> int:
-    """Bytes of an operator's operands and results, from `key_of`."""
-    return sum(
-        DTYPE_BYTES[dtype] * math.prod(int(size) for size in shape.split(",") if size.strip())
+def _sizes(key: str) -> _Sizes:
+    """Read from `key_of`; operands and results come in its order."""
+    op, wanted = key.partition("(")[0], key.rpartition(" d")[2]
+    shapes = [
+        (DTYPE_BYTES[dtype], [int(size) for size in shape.split(",") if size.strip()])
         for dtype, shape in SPEC_TEXT.findall(key)
-    )
+    ]
+    num_bytes = tuple(width * math.prod(shape) for width, shape in shapes)
+    work = float(max(1, sum(num_bytes)))
+    if op in PRODUCTS:
+        first, second = PRODUCTS[op]
+        result = shapes[-1][1]
+        batch = math.prod(result[:-2]) if op in ("bmm", "matmul", "baddbmm") else 1
+        # [m, k] [k, n] -> [m, n]: the sizes' product is (m n k)^2.
+        sizes = (math.prod(shapes[index][1]) for index in (first, second, -1))
+        work = max(1.0, batch * math.sqrt(math.prod(size / batch for size in sizes)))
+    return _Sizes((op, wanted, len(shapes)), num_bytes, work)
+
+
+def _of_weights(operator: LocalOperator, backward_s: float) -> float:
+    """The part of a backward pass that is the gradient of a product's second factor."""
+    both = operator.op in PRODUCTS and len(operator.wanted) > 1
+    return backward_s / 2 if both else 0.0
 
 
 def _rising(curve: Iterable[Point]) -> list[Point]:
