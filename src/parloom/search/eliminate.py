@@ -3,7 +3,7 @@
 tables hang together, for which the graphs of neural networks are kind.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -133,6 +133,18 @@ def _eliminate(
 
 def order(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:
     """An order of elimination: always the variable whose table is the smallest."""
+    return tuple(variable for variable, _ in _ordered(scopes, sizes))
+
+
+def most_cells(sizes: Sequence[int], factors: Iterable[Factor]) -> int:
+    """The cells of the largest table that an elimination makes."""
+    return max((cells for _, cells in _ordered([f.scope for f in factors], sizes)), default=0)
+
+
+def _ordered(
+    scopes: Iterable[Sequence[int]], sizes: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Variables in the order of their elimination, with the cells of their tables."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for variable in scope:
@@ -141,18 +153,16 @@ def order(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> tuple[int, .
         others.discard(variable)
     left = set(range(len(sizes)))
     cells = {v: sizes[v] * prod(sizes[u] for u in near[v]) for v in left}
-    found = []
     while left:
         variable = min(left, key=lambda v: (cells[v], v))
         left.remove(variable)
-        found.append(variable)
+        yield variable, cells[variable]
         others = near[variable]
         for other in others:
             near[other] |= others
             near[other] -= {other, variable}
         for other in others:
             cells[other] = sizes[other] * prod(sizes[u] for u in near[other])
-    return tuple(found)
 
 
 def _joint(scope: tuple[int, ...], factors: Sequence[Factor], sizes: Sequence[int]) -> Table:

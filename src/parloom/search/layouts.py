@@ -22,7 +22,8 @@ from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
-from parloom.search.eliminate import Factor, Regret, minimum, near, regrets
+from parloom.search.domains import narrow_minimum
+from parloom.search.eliminate import Factor, Regret, near, regrets
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -132,7 +133,7 @@ class LayoutProblem:
         fixed = self._fixed(multipliers)
         while True:
             self.work.spend()
-            found = minimum(self.sizes, [*fixed, *self._moving(multipliers)])
+            found = narrow_minimum(self.sizes, [*fixed, *self._moving(multipliers)])
             if not isfinite(found.cost) or not self.sharpen(found.values):
                 break
         return self.evaluate(found.values, multipliers, found.cost)

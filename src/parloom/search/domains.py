@@ -1,0 +1,164 @@
+"""Minimum of a sum of tables that is too wide for elimination as it is: first, values that are in
+no best solution are left out.
+
+Costs are moved between tables without changing any sum (soft arc consistency in the order of
+sequential reweighted message passing: Kolmogorov, IEEE TPAMI 37, 2015), so that the least of every
+table together bound all solutions from below. When all that can be moved to a variable was, a value
+that costs more above its least than is left between bound and limit is in no solution up to that
+limit.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import numpy as np
+
+from parloom.search.eliminate import Factor, Indices, Minimum, Table, minimum, most_cells
+
+# Tables of more cells than this are first made smaller; 1e5 take a thousandth of a second.
+MANY = 100_000
+# After so many sweeps at most; that it is enough is looked at after every `LOOK`.
+SWEEPS, LOOK = 60, 5
+
+
+def narrow_minimum(
+    sizes: Sequence[int], factors: Iterable[Factor], many: int = MANY
+) -> Minimum:
+    """As `minimum`, of factors over at most two variables."""
+    given = list(factors)
+    if most_cells(sizes, given) <= many:
+        return minimum(sizes, given)
+    kept = narrowed(sizes, given, many=many)
+    found = minimum([len(k) for k in kept], restricted(given, kept))
+    return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
+
+
+def narrowed(
+    sizes: Sequence[int], factors: Sequence[Factor], limit: float = inf, many: int = MANY
+) -> list[Indices]:
+    """The values of each variable that solutions of at most `limit` take, or without a limit, the
+    best ones, and others: fewer and fewer, until no table of an elimination has more than `many`
+    cells.
+    """
+    passing = _Passing(sizes, factors, limit)
+    for sweep in range(1, SWEEPS + 1):
+        passing.sweep()
+        if sweep % LOOK == 0:
+            kept = passing.kept
+            if most_cells([len(k) for k in kept], factors) <= many:
+                break
+    return passing.kept
+
+
+def restricted(factors: Iterable[Factor], kept: Sequence[Indices]) -> list[Factor]:
+    """The factors with nothing but the values kept."""
+    return [
+        Factor(f.scope, f.costs[np.ix_(*(kept[v] for v in f.scope))]) if f.scope else f
+        for f in factors
+    ]
+
+
+def _finite(costs: Table) -> Table:
+    return costs[np.isfinite(costs)]
+
+
+class _Passing:
+    """Tables over one and two variables, which change while all sums stay the same."""
+
+    def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], limit: float) -> None:
+        self.factors, self.limit, self.bound = factors, limit, 0.0
+        self.seeks = limit == inf
+        # In place of infinity: with one of these, a solution costs more than any without.
+        self.never = 1 + 2 * sum(float(np.abs(_finite(f.costs)).max(initial=0)) for f in factors)
+        self.single = [np.zeros(size) for size in sizes]
+        self.pairs: dict[tuple[int, int], Table] = {}
+        for factor in factors:
+            self._add(factor)
+        self.alive = [table < max(self.never / 2, 2 * table.min()) for table in self.single]
+        self.bound += sum(float(t.min()) for t in (*self.single, *self.pairs.values()))
+        self.single = [t - t.min() for t in self.single]
+        self.pairs = {key: t - t.min() for key, t in self.pairs.items()}
+        self.before: list[list[int]] = [[] for _ in sizes]
+        self.after: list[list[int]] = [[] for _ in sizes]
+        for u, v in sorted(self.pairs):
+            self.after[u].append(v)
+            self.before[v].append(u)
+
+    def _add(self, factor: Factor) -> None:
+        costs = np.where(np.isinf(factor.costs), self.never, factor.costs)
+        if not factor.scope:
+            self.bound += float(costs)
+        elif len(factor.scope) == 1:
+            (v,) = factor.scope
+            self.single[v] = self.single[v] + costs
+        else:
+            u, v = factor.scope
+            table = costs if u < v else costs.T
+            key = min(u, v), max(u, v)
+            self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
+
+    @property
+    def kept(self) -> list[Indices]:
+        return [np.flatnonzero(alive) for alive in self.alive]
+
+    @property
+    def ceiling(self) -> float:
+        """More than what anything may cost above the bound: infinities cannot be moved."""
+        if self.limit == inf:
+            return 100 * abs(self.bound) + 1
+        return 2 * max(0.0, self.limit - self.bound) + 1
+
+    def sweep(self) -> None:
+        """Move costs there and back; where there is no limit, solutions on the way are it."""
+        order = range(len(self.single))
+        self._move(order, self.before, self.after)
+        self._move(order[::-1], self.after, self.before)
+        if self.seeks:
+            values = self._decoded()
+            cost = sum(float(f.costs[tuple(values[v] for v in f.scope)]) for f in self.factors)
+            self.limit = min(self.limit, cost)
+
+    def _move(
+        self, order: Iterable[int], behind: Sequence[list[int]], ahead: Sequence[list[int]]
+    ) -> None:
+        for v in order:
+            for u in (*behind[v], *ahead[v]):
+                self._pull(u, v)
+            self._settle(v)
+            share = self.single[v] / max(1, len(behind[v]), len(ahead[v]))
+            for u in ahead[v]:
+                self._table(v, u)[...] += share[:, None]
+                self.single[v] = self.single[v] - share
+
+    def _table(self, u: int, v: int) -> Table:
+        """The table of two variables, [u, v]."""
+        return self.pairs[u, v] if u < v else self.pairs[v, u].T
+
+    def _pull(self, u: int, v: int) -> None:
+        table = self._table(u, v)
+        np.minimum(table, table.min() + self.ceiling, out=table)
+        least = table.min(axis=0)
+        table -= least
+        self.single[v] = self.single[v] + least
+
+    def _settle(self, v: int) -> None:
+        """Now that all that can be is with `v`, leave out what is too much."""
+        least = float(self.single[v].min())
+        self.bound += least
+        self.single[v] = np.minimum(self.single[v] - least, self.ceiling)
+        self.alive[v] &= self.single[v] <= self.limit - self.bound + self._rounding
+
+    @property
+    def _rounding(self) -> float:
+        """What sums of millions of picoseconds may be off by."""
+        return 1e-9 * abs(self.bound)
+
+    def _decoded(self) -> tuple[int, ...]:
+        """One value after the other, the best beside those before it."""
+        values: list[int] = []
+        for v, table in enumerate(self.single):
+            costs = table
+            for u in self.before[v]:
+                costs = costs + self.pairs[u, v][values[u]]
+            values.append(int(costs.argmin()))
+        return tuple(values)
