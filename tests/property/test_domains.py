@@ -38,11 +38,11 @@ def priced(case: Case) -> dict[tuple[int, ...], float]:
 
 
 @settings(max_examples=300)
-@given(sums())
-def test_the_minimum_is_that_of_all_solutions(case: Case) -> None:
+@given(sums(), st.booleans())
+def test_the_minimum_is_that_of_all_solutions(case: Case, first: bool) -> None:
     sizes, factors = case
     costs = priced(case)
-    found = narrow_minimum(sizes, factors, many=0)
+    found = narrow_minimum(sizes, factors, [0] * len(sizes) if first else None, many=0)
     assert found.cost == min(costs.values())
     assert np.isinf(found.cost) or costs[found.values] == found.cost
 
@@ -53,7 +53,7 @@ def test_every_solution_up_to_the_limit_is_kept(case: Case, above: int) -> None:
     sizes, factors = case
     costs = priced(case)
     limit = min(costs.values()) + above
-    assume(np.isfinite(limit))
+    assume(bool(limit < np.inf))
     left = [set(map(int, k)) for k in narrowed(sizes, factors, limit, many=0)]
     for values, cost in costs.items():
         if cost <= limit:
@@ -64,6 +64,12 @@ def test_a_chain_keeps_nothing_but_its_best_values() -> None:
     rng = np.random.default_rng(0)
     sizes = [5] * 6
     factors = [Factor((v, v + 1), rng.random((5, 5))) for v in range(5)]
-    kept = narrowed(sizes, factors, many=1)
-    assert tuple(int(k[0]) for k in kept) == minimum(sizes, factors).values
-    assert all(len(k) == 1 for k in kept)
+    best = minimum(sizes, factors)
+    assert tuple(map(tuple, narrowed(sizes, factors, best.cost))) == tuple(
+        (x,) for x in best.values
+    )
+
+
+def test_a_limit_that_is_too_low_leaves_nothing() -> None:
+    factors = [Factor((0, 1), np.array([[1.0, 2.0], [3.0, 4.0]]))]
+    assert all(len(k) == 0 for k in narrowed([2, 2], factors, 0.5))

@@ -56,6 +56,18 @@ class _Closing:
         self.worths = list(dict.fromkeys([*self.worths, *corners]))
         self.sums: dict[Worth, list[Sum]] = {}
         self.joined: dict[int, None] = {}
+        self.kept = self._kept() if self.is_open else None
+
+    def _kept(self) -> list[Indices] | None:
+        """The choices that layouts take which may undercut the best answer."""
+        worth, every = self.worths[0], [np.zeros(0, dtype=np.intp)] * len(self.problem.sizes)
+        for policies in self.search.policies(worth):
+            limit = self.best + worth.held * self.search.limit_bytes
+            kept = self.problem.narrowed(self.search.multipliers(worth, policies), limit)
+            if kept is None:
+                return None
+            every = [np.union1d(some, more) for some, more in zip(every, kept, strict=True)]
+        return every
 
     @property
     def enough(self) -> float:
@@ -68,7 +80,7 @@ class _Closing:
         return 0 < self.bound < self.enough < inf
 
     def run(self) -> Found:
-        share, better = STEP, True
+        share, better = STEP, self.kept is not None
         for _ in range(ROUNDS):
             if not self.is_open or not better or share < LEAST:
                 break
@@ -85,7 +97,7 @@ class _Closing:
                 better = self._refine(low[:PRICED], found.bounds)
             else:
                 share = min(1.0, 2 * share)
-        if self.is_open:
+        if self.is_open and self.kept is not None:
             self._list()
         return Found(self.search.candidates(), self.bound)
 
@@ -98,14 +110,21 @@ class _Closing:
         joints = [self._joint(index) for index in self.joined]
         grid = 0.0 if whole else self.tolerance / 2 * self.best / len(self.problem.sizes)
         self.problem.work.spend()
-        return fronts(groups, joints, limit, grid, at_most)
+        found = fronts(groups, joints, limit, grid, at_most)
+        return found and replace(found, values=self._whole(found.values))
+
+    def _whole(self, rows: Indices) -> Indices:
+        """Rows of places among the choices kept as rows of choices."""
+        assert self.kept is not None
+        return np.stack([k[rows[:, v]] for v, k in enumerate(self.kept)], axis=1)
 
     def _sums(self, worth: Worth) -> list[Sum]:
         """The cost under a worth, for each way to recompute."""
-        if worth not in self.sums:
+        kept = self.kept
+        if worth not in self.sums and kept is not None:
             held = worth.held * self.search.limit_bytes
             found = (
-                self.problem.regrets(self.search.multipliers(worth, policies))
+                self.problem.regrets(self.search.multipliers(worth, policies), kept)
                 for policies in self.search.policies(worth)
             )
             self.sums[worth] = [Sum(least - held, regrets) for least, regrets in found]
@@ -123,7 +142,8 @@ class _Closing:
             ]
         )
 
-        def costs(rows: Indices) -> Table:
+        def costs(places: Indices) -> Table:
+            rows = self._whole(places)
             some = rows[:, sorted(scope)]
             _, first, where = np.unique(some, axis=0, return_index=True, return_inverse=True)
             beyond = np.array([self.problem.beyond(index, rows[row])[:KEPT] for row in first])

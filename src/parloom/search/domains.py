@@ -17,37 +17,46 @@ from parloom.search.eliminate import Factor, Indices, Minimum, Table, minimum, m
 
 # Tables of more cells than this are first made smaller; 1e5 take a thousandth of a second.
 MANY = 100_000
+# Tables of more cells than this are not kept: some hundreds of them are gigabytes.
+TOO_MANY = 1_000_000
 # After so many sweeps at most; that it is enough is looked at after every `LOOK`.
 SWEEPS, LOOK = 60, 5
 
 
 def narrow_minimum(
-    sizes: Sequence[int], factors: Iterable[Factor], many: int = MANY
+    sizes: Sequence[int],
+    factors: Iterable[Factor],
+    near: Sequence[int] | None = None,
+    many: int = MANY,
 ) -> Minimum:
-    """As `minimum`, of factors over at most two variables."""
+    """As `minimum`, of factors over at most two variables; `near`: values that may be near it."""
     given = list(factors)
     if most_cells(sizes, given) <= many:
         return minimum(sizes, given)
-    kept = narrowed(sizes, given, many=many)
+    kept = _Passing(sizes, given, inf if near is None else _cost(given, near)).run(many)
     found = minimum([len(k) for k in kept], restricted(given, kept))
     return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
 
 
 def narrowed(
-    sizes: Sequence[int], factors: Sequence[Factor], limit: float = inf, many: int = MANY
+    sizes: Sequence[int], factors: Sequence[Factor], limit: float, many: int = MANY
 ) -> list[Indices]:
-    """The values of each variable that solutions of at most `limit` take, or without a limit, the
-    best ones, and others: fewer and fewer, until no table of an elimination has more than `many`
-    cells.
+    """The values of each variable that solutions of at most `limit` take, and others: fewer and
+    fewer, until no table of an elimination has more than `many` cells.
     """
-    passing = _Passing(sizes, factors, limit)
-    for sweep in range(1, SWEEPS + 1):
-        passing.sweep()
-        if sweep % LOOK == 0:
-            kept = passing.kept
-            if most_cells([len(k) for k in kept], factors) <= many:
-                break
-    return passing.kept
+    return _Passing(sizes, factors, limit, seeks=False).run(many)
+
+
+def narrow_within(
+    sizes: Sequence[int], factors: Sequence[Factor], limit: float
+) -> list[Indices] | None:
+    """As `narrowed`, or all values where tables are small as it is; None where all tables of an
+    elimination stay too large to be kept.
+    """
+    if most_cells(sizes, factors) <= MANY:
+        return [np.arange(size) for size in sizes]
+    kept = narrowed(sizes, factors, limit)
+    return kept if most_cells([len(k) for k in kept], factors) <= TOO_MANY else None
 
 
 def restricted(factors: Iterable[Factor], kept: Sequence[Indices]) -> list[Factor]:
@@ -58,16 +67,23 @@ def restricted(factors: Iterable[Factor], kept: Sequence[Indices]) -> list[Facto
     ]
 
 
+def _cost(factors: Iterable[Factor], values: Sequence[int]) -> float:
+    return sum(float(f.costs[tuple(values[v] for v in f.scope)]) for f in factors)
+
+
 def _finite(costs: Table) -> Table:
     return costs[np.isfinite(costs)]
 
 
 class _Passing:
-    """Tables over one and two variables, which change while all sums stay the same."""
+    """Tables over one and two variables, which change while all sums stay the same. Where it
+    `seeks` the minimum, solutions that it comes by lower the limit.
+    """
 
-    def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], limit: float) -> None:
-        self.factors, self.limit, self.bound = factors, limit, 0.0
-        self.seeks = limit == inf
+    def __init__(
+        self, sizes: Sequence[int], factors: Sequence[Factor], limit: float, *, seeks: bool = True
+    ) -> None:
+        self.factors, self.limit, self.seeks, self.bound = factors, limit, seeks, 0.0
         # In place of infinity: with one of these, a solution costs more than any without.
         self.never = 1 + 2 * sum(float(np.abs(_finite(f.costs)).max(initial=0)) for f in factors)
         self.single = [np.zeros(size) for size in sizes]
@@ -108,15 +124,21 @@ class _Passing:
             return 100 * abs(self.bound) + 1
         return 2 * max(0.0, self.limit - self.bound) + 1
 
-    def sweep(self) -> None:
-        """Move costs there and back; where there is no limit, solutions on the way are it."""
+    def run(self, many: int) -> list[Indices]:
+        """The values that are left, when tables have `many` cells at most or nothing more helps."""
+        for sweep in range(1, SWEEPS + 1):
+            self._sweep()
+            if sweep % LOOK == 0 and most_cells([len(k) for k in self.kept], self.factors) <= many:
+                break
+        return self.kept
+
+    def _sweep(self) -> None:
+        """Move costs there and back."""
         order = range(len(self.single))
         self._move(order, self.before, self.after)
         self._move(order[::-1], self.after, self.before)
         if self.seeks:
-            values = self._decoded()
-            cost = sum(float(f.costs[tuple(values[v] for v in f.scope)]) for f in self.factors)
-            self.limit = min(self.limit, cost)
+            self.limit = min(self.limit, _cost(self.factors, self._decoded()))
 
     def _move(
         self, order: Iterable[int], behind: Sequence[list[int]], ahead: Sequence[list[int]]

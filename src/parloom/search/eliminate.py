@@ -141,9 +141,7 @@ def most_cells(sizes: Sequence[int], factors: Iterable[Factor]) -> int:
     return max((cells for _, cells in _ordered([f.scope for f in factors], sizes)), default=0)
 
 
-def _ordered(
-    scopes: Iterable[Sequence[int]], sizes: Sequence[int]
-) -> Iterator[tuple[int, int]]:
+def _ordered(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Variables in the order of their elimination, with the cells of their tables."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:

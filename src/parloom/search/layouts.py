@@ -22,8 +22,8 @@ from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
-from parloom.search.domains import narrow_minimum
-from parloom.search.eliminate import Factor, Regret, near, regrets
+from parloom.search.domains import narrow_minimum, narrow_within, restricted
+from parloom.search.eliminate import Factor, Indices, Regret, near, regrets
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -123,6 +123,7 @@ class LayoutProblem:
         }
         self.sizes = [*map(len, self.menus), *(len(h) for h in self.homes.values())]
         self.operators = [self._operator_parts(i) for i in range(len(self.menus))]
+        self.solved: tuple[int, ...] | None = None  # the minimum sought last
         self.decided: dict[tuple[str, int], NodeDecision] = {}
         self.tables: dict[object, Ways] = {}
         self.ways_of = [tuple(self._ways(flow)) for flow in program.flows]
@@ -133,7 +134,9 @@ class LayoutProblem:
         fixed = self._fixed(multipliers)
         while True:
             self.work.spend()
-            found = narrow_minimum(self.sizes, [*fixed, *self._moving(multipliers)])
+            factors = [*fixed, *self._moving(multipliers)]
+            found = narrow_minimum(self.sizes, factors, self.solved)
+            self.solved = found.values
             if not isfinite(found.cost) or not self.sharpen(found.values):
                 break
         return self.evaluate(found.values, multipliers, found.cost)
@@ -399,10 +402,18 @@ class LayoutProblem:
             found += self._moved(index, values)
         return found
 
-    def regrets(self, multipliers: Multipliers) -> tuple[float, tuple[Regret, ...]]:
-        """The least cost under `multipliers`, and what every choice costs above it."""
+    def regrets(
+        self, multipliers: Multipliers, kept: Sequence[Indices]
+    ) -> tuple[float, tuple[Regret, ...]]:
+        """The least cost under `multipliers`, and what every choice kept costs above it."""
         self.work.spend()
-        return regrets(self.sizes, self.factors(multipliers))
+        return regrets([len(k) for k in kept], restricted(self.factors(multipliers), kept))
+
+    def narrowed(self, multipliers: Multipliers, limit: float) -> list[Indices] | None:
+        """The choices that layouts of at most `limit` under `multipliers` take, or all where
+        tables are small; None where tables stay too wide to be kept.
+        """
+        return narrow_within(self.sizes, self.factors(multipliers), limit)
 
     def sharpen(self, values: Sequence[int]) -> bool:
         """Price the ways that `values` use; whether any was optimistic."""

@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.search.eliminate import minimum
+from parloom.search.domains import narrow_minimum
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.linear import LinearProgram
 from parloom.search.prices import BACKWARD, FORWARD, LINKS, PARTS
@@ -38,7 +38,7 @@ def least_step_ps(problem: LayoutProblem, enough: float = inf) -> int:
             break
         multipliers = _multipliers(problem, shares)
         problem.work.spend()
-        found = minimum(problem.sizes, problem.factors(multipliers))
+        found = narrow_minimum(problem.sizes, problem.factors(multipliers))
         if found.cost == inf:
             break
         bound = max(bound, found.cost)
