@@ -20,7 +20,7 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
 from parloom.search.auto import search
 from parloom.search.closing import close
-from parloom.search.eliminate import Factor, minimum, near
+from parloom.search.eliminate import Factor, marginals, minimum, near, regrets
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import Found, MeshSearch
@@ -95,6 +95,19 @@ def test_near_lists_all_that_is_near(drawn: tuple[list[int], list[Factor]], slac
     assert set(found) == wanted
     assert len(found) == len(wanted)
     assert near(sizes, factors, least + slack, len(wanted) - 1) is None
+
+
+@given(tables())
+def test_marginals_are_the_least_cost_with_each_value(
+    drawn: tuple[list[int], list[Factor]],
+) -> None:
+    sizes, factors = drawn
+    found = marginals(*regrets(sizes, factors))
+    every = {v: cost_of(factors, v) for v in product(*map(range, sizes))}
+    for variable, size in enumerate(sizes):
+        for value in range(size):
+            least = min(cost for v, cost in every.items() if v[variable] == value)
+            assert found[variable][value] == least
 
 
 def test_nothing_is_near_a_cost_below_the_least() -> None:

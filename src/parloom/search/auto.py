@@ -17,6 +17,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions, Optimizer
+from parloom.search.choices import Menu
 from parloom.search.closing import TOLERANCE, close
 from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
@@ -25,7 +26,10 @@ from parloom.search.pinned import NONE, Pinned
 from parloom.search.polish import Candidate, decisions, least_bytes, polish, uniform
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
+from parloom.search.refine import Tally, kept, refinements, undercut
+from parloom.search.single import Single
 from parloom.search.streams import least_compute_ps, least_step_ps
+from parloom.search.sums import Worth
 from parloom.search.trust import Trust
 from parloom.search.work import OutOfWorkError, Work
 
@@ -39,6 +43,9 @@ CLOSE = 0.02
 NEARBY, PLAYED_NEARBY = 0.003, 8
 # How often the bound of a mesh is brought near the best answer, and that played.
 CLOSED = 3
+# The share by which computing alone is below the best estimate where finer meshes are searched, and
+# by which a finer mesh must be better.
+WORTHWHILE, BETTER = 0.02, 0.005
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
 ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
 
@@ -134,7 +141,11 @@ class _Hunt:
         self.shared = Known()
         self.proposals: list[Proposal] = []
         self.least: list[int] = []
+        # What no estimate is below on finer meshes that were not searched.
+        self.undercut: dict[float, LayoutProblem] = {}
         self.estimate_bound = 0.0
+        # The choices of an operator that were kept on finer meshes at least, and all that one has.
+        self.kept, self.largest = 0, 0
 
     def run(self, meshes: Iterable[Mesh], cluster: Cluster, kernels: Kernels | None) -> None:
         searched: list[_OnMesh] = []
@@ -149,6 +160,7 @@ class _Hunt:
             self._play(on_mesh, 1)
             self.enough = min(self.enough, on_mesh.enough)
             self._tell(on_mesh)
+        self._refine(searched, cluster, kernels)
         searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in searched:
             self._play(on_mesh, LAYOUTS)
@@ -161,11 +173,77 @@ class _Hunt:
             self._add(fastest.nearby(NEARBY))
             self._add(fastest.fuller())
             self._close(fastest)
-        self.estimate_bound = min((o.found.bound_ps for o in searched), default=0.0)
+        bounds = (*self.undercut, *(o.found.bound_ps for o in searched))
+        self.estimate_bound = min(bounds, default=0.0)
         least: list[int] = []
-        for on_mesh in searched:
-            least.append(least_step_ps(on_mesh.problem, min(least, default=inf)))
+        for problem in (*(o.problem for o in searched), *self.undercut.values()):
+            least.append(least_step_ps(problem, min(least, default=inf)))
         self.least = least
+
+    def _refine(self, searched: list["_OnMesh"], cluster: Cluster, kernels: Kernels | None) -> None:
+        """Search meshes with an axis of the best one cut in two, and go on from what is better."""
+        tally = Tally()
+        new, parent = tuple(searched), min(searched, key=_rank, default=None)
+        while parent is not None and refinements(parent.problem.mesh):
+            if min(self.least) >= parent.promise_ps * (1 - WORTHWHILE):
+                break  # next to nothing but computing, which takes as long on any mesh
+            for on_mesh in new:
+                if on_mesh.found.candidates:
+                    tally.add(on_mesh.search)
+            found = (
+                self._finer(mesh, parent, tally, cluster, kernels)
+                for mesh in refinements(parent.problem.mesh)
+                if self.program.pinned.allows_mesh(mesh)
+            )
+            new = tuple(on_mesh for on_mesh in found if on_mesh is not None)
+            searched += new
+            promise = parent.promise_ps * (1 - BETTER)
+            parent = min((o for o in new if o.promise_ps < promise), key=_rank, default=None)
+        if self.kept:
+            self.say(
+                f"on finer meshes, an operator had its {self.kept} most promising choices, of up to"
+                f" {self.largest}"
+            )
+
+    def _finer(
+        self,
+        mesh: Mesh,
+        parent: "_OnMesh",
+        tally: Tally,
+        cluster: Cluster,
+        kernels: Kernels | None,
+    ) -> "_OnMesh | None":
+        """The search on a finer mesh; None where it has nothing that is better."""
+        keep = kept(self.program, Single(self.program.graph, self.program.factored, mesh), tally)
+        if not all(keep.menus):
+            return None  # pins leave nothing
+        if keep.most < keep.largest:
+            self.kept = min(self.kept or keep.most, keep.most)
+            self.largest = max(self.largest, keep.largest)
+        problem = self._problem(mesh, cluster, kernels, keep.menus)
+        self.least.append(least_compute_ps(problem))
+        limit = min(float(self.limit_bytes), self.enough)
+        enough = parent.promise_ps * (1 - BETTER)
+        bound = undercut(MeshSearch(problem, limit), parent.search.worth, enough)
+        if bound >= enough:
+            self.undercut[bound] = problem
+            self.say(f"mesh {_sizes(mesh)}: no estimate below {bound / 1e12:.4g} s")
+            return None
+        on_mesh = _OnMesh(
+            problem,
+            cluster,
+            self.base,
+            self.optimizer,
+            self.limit_bytes,
+            self.trust,
+            limit,
+            parent.search.worth,
+        )
+        on_mesh.begin(self.enough)
+        self._play(on_mesh, 1)
+        self.enough = min(self.enough, on_mesh.enough)
+        self._tell(on_mesh)
+        return on_mesh
 
     def _close(self, on_mesh: "_OnMesh") -> None:
         """Prove that a mesh has nothing that is estimated to be better, or find it."""
@@ -181,10 +259,21 @@ class _Hunt:
         problems = (self._problem(mesh, cluster, kernels) for mesh in meshes)
         self.least += map(least_compute_ps, problems)
 
-    def _problem(self, mesh: Mesh, cluster: Cluster, kernels: Kernels | None) -> LayoutProblem:
-        walker = Walker({}, mesh, cluster, kernels)
+    def _problem(
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        kernels: Kernels | None,
+        menus: Sequence[Menu] = (),
+    ) -> LayoutProblem:
         return LayoutProblem(
-            self.program, walker, self.base, self.optimizer, shared=self.shared, work=self.work
+            self.program,
+            Walker({}, mesh, cluster, kernels),
+            self.base,
+            self.optimizer,
+            menus=menus,
+            shared=self.shared,
+            work=self.work,
         )
 
     def _play(self, on_mesh: "_OnMesh", count: int) -> None:
@@ -197,7 +286,7 @@ class _Hunt:
         self.proposals += [p for p in found if p.decisions not in known]
 
     def _tell(self, on_mesh: "_OnMesh") -> None:
-        sizes = " x ".join(f"{axis.name}={axis.size}" for axis in on_mesh.problem.mesh.axes)
+        sizes = _sizes(on_mesh.problem.mesh)
         if not on_mesh.found.candidates:
             self.say(f"mesh {sizes}: nothing fits")
             return
@@ -235,6 +324,8 @@ class _OnMesh:
         optimizer: Optimizer,
         limit_bytes: int,
         trust: Trust,
+        counted: float = inf,
+        worth: Worth | None = None,
     ) -> None:
         self.problem, self.cluster, self.base, self.optimizer = problem, cluster, base, optimizer
         self.limit_bytes, self.trust = limit_bytes, trust
@@ -242,7 +333,8 @@ class _OnMesh:
         self.limit, self.enough = float(limit_bytes), inf
         self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
         self.found: Found
-        self._search(self.limit)
+        self.worth = worth
+        self._search(min(self.limit, counted))
 
     def begin(self, enough: float) -> None:
         """Take it from other meshes how much may be counted."""
@@ -268,7 +360,7 @@ class _OnMesh:
 
     def _search(self, limit: float) -> None:
         """Search under a limit on what the search counts."""
-        self.limit, self.search = limit, MeshSearch(self.problem, limit)
+        self.limit, self.search = limit, MeshSearch(self.problem, limit, worth=self.worth)
         self.found = self.search.run()
 
     @property
@@ -399,3 +491,11 @@ class _OnMesh:
         kernels = self.problem.prices.walker.kernels
         played = simulate(pcg, self.cluster, plan, self.optimizer, kernels)
         return _Fit(candidate, plan, played.step_ps, played.peak_bytes - self.limit_bytes)
+
+
+def _rank(on_mesh: _OnMesh) -> tuple[float, float]:
+    return on_mesh.step_ps, on_mesh.promise_ps
+
+
+def _sizes(mesh: Mesh) -> str:
+    return " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)

@@ -98,6 +98,29 @@ def regrets(sizes: Sequence[int], factors: Iterable[Factor]) -> tuple[float, tup
     return least, tuple(reversed(tables))
 
 
+def marginals(least: float, tables: Sequence[Regret]) -> dict[int, Table]:
+    """The least cost with each value of each variable, of what `regrets` found.
+
+    A table costs what it is above the best, and what its other variables cost at least together,
+    which the last table before it knows that has them all.
+    """
+    found: dict[int, Table] = {}
+    whole: dict[int, tuple[tuple[int, ...], Table]] = {}
+    seen: dict[int, int] = {}
+    for position, table in enumerate(tables):
+        costs: Table | float = least
+        if table.rest:
+            wider, known = whole[max(table.rest, key=seen.__getitem__)]
+            others = tuple(i for i, v in enumerate(wider) if v not in table.rest)
+            left = [v for v in wider if v in table.rest]
+            costs = known.min(axis=others).transpose([left.index(v) for v in table.rest])
+        total = table.costs + costs
+        whole[table.variable] = (table.variable, *table.rest), total
+        seen[table.variable] = position
+        found[table.variable] = total.min(axis=tuple(range(1, total.ndim)))
+    return found
+
+
 def _eliminate(
     sizes: Sequence[int],
     factors: Iterable[Factor],

@@ -12,7 +12,7 @@ counts the n-th part of a movement for each of n readers, which is never more th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
 from parloom.search.domains import narrow_minimum, narrow_within, restricted
-from parloom.search.eliminate import Factor, Indices, Regret, near, regrets
+from parloom.search.eliminate import Factor, Indices, Minimum, Regret, near, regrets
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -131,15 +131,22 @@ class LayoutProblem:
 
     def solve(self, multipliers: Multipliers) -> Solution:
         """The least cost under `multipliers`."""
+        found = self._minimum(multipliers)
+        return self.evaluate(found.values, multipliers, found.cost)
+
+    def undercut(self, multipliers: Multipliers, enough: float) -> float:
+        """What no solution undercuts, as soon as that is `enough`."""
+        return self._minimum(multipliers, enough).cost
+
+    def _minimum(self, multipliers: Multipliers, enough: float = inf) -> Minimum:
         fixed = self._fixed(multipliers)
         while True:
             self.work.spend()
             factors = [*fixed, *self._moving(multipliers)]
             found = narrow_minimum(self.sizes, factors, self.solved)
             self.solved = found.values
-            if not isfinite(found.cost) or not self.sharpen(found.values):
-                break
-        return self.evaluate(found.values, multipliers, found.cost)
+            if not isfinite(found.cost) or found.cost >= enough or not self.sharpen(found.values):
+                return found
 
     def near(
         self, multipliers: Multipliers, limit: float, at_most: int

@@ -53,20 +53,26 @@ class Found:
 class MeshSearch:
     """Searches `problem` for plans of at most `limit_bytes` a device.
 
-    `at_most`: how many layouts are listed in order to close the gap.
+    `at_most`: how many layouts are listed at once. `worth` is what it begins with.
     """
 
-    def __init__(self, problem: LayoutProblem, limit_bytes: float, at_most: int = AT_MOST) -> None:
+    def __init__(
+        self,
+        problem: LayoutProblem,
+        limit_bytes: float,
+        at_most: int = AT_MOST,
+        worth: Worth | None = None,
+    ) -> None:
         self.problem, self.limit_bytes, self.at_most = problem, limit_bytes, at_most
         self.kinds = tuple(dict.fromkeys(block.function for block in problem.program.blocks))
         self.columns: dict[Column, Sums] = {}
         self.polished: dict[tuple[int, ...], Candidate | None] = {}
         self.bounds: dict[Worth, float] = {}
-        self.worth, self.bound = Worth(), 0.0
+        self.worth, self.bound = worth or Worth(), 0.0
 
     def run(self, tolerance: float = 1e-3) -> Found:
         """Columns and prices in turn, until cost and bound differ by `tolerance` at most."""
-        bound, worth = 0.0, Worth()
+        bound, worth = 0.0, self.worth
         for _ in range(ROUNDS):
             new, lower = self._add(worth)
             if not self.columns:

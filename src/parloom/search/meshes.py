@@ -7,6 +7,7 @@ from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 
 # Outermost first.
 NAMES = ("x", "y", "z", "w")
+# Of the meshes on which everything is searched; `refine` makes finer ones of these.
 MAX_AXES = 2
 
 
@@ -24,7 +25,7 @@ def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]
         for count in range(min(max_axes, len(primes)))
         for cuts in combinations(range(1, len(primes)), count)
     ]
-    found.sort(key=lambda cuts: (_across(primes, cuts), len(cuts), cuts))
+    found.sort(key=lambda cuts: (across(primes, cuts), len(cuts), cuts))
     for cuts in found:
         ends = zip((0, *cuts), (*cuts, len(primes)), strict=True)
         yield Mesh(
@@ -35,6 +36,6 @@ def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]
         )
 
 
-def _across(primes: Sequence[PrimeAxis], cuts: Sequence[int]) -> int:
+def across(primes: Sequence[PrimeAxis], cuts: Sequence[int]) -> int:
     """How many cuts part links of one level."""
     return sum(primes[cut - 1].level == primes[cut].level for cut in cuts)
