@@ -67,7 +67,7 @@ def test_every_refinement_cuts_one_axis_and_the_levels_come_first() -> None:
     assert refinements(finest) == ()
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.integers(0, 10**6))
 def test_what_is_kept_holds_the_best_of_all(seed: int) -> None:
     graph = random_graph(Random(seed))
@@ -102,7 +102,7 @@ def test_everything_is_kept_where_there_is_room(monkeypatch: pytest.MonkeyPatch)
         assert found == {frozenset(a.items()) for a in assignments(operator.rule, mesh)}
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(st.integers(0, 10**6), st.floats(0.2, 1.0))
 def test_search_finds_what_enumeration_finds_on_three_axes(seed: int, share: float) -> None:
     """Every layout with every storage of its weights, as far as they are within the limit."""

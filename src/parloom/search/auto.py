@@ -46,6 +46,8 @@ CLOSED = 3
 # The share by which computing alone is below the best estimate where finer meshes are searched, and
 # by which a finer mesh must be better.
 WORTHWHILE, BETTER = 0.02, 0.005
+# After so many in a row that are not, others are not looked at.
+IN_VAIN = 2
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
 ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
 
@@ -190,11 +192,12 @@ class _Hunt:
             for on_mesh in new:
                 if on_mesh.found.candidates:
                     tally.add(on_mesh.search)
-            found = (
-                self._finer(mesh, parent, tally, cluster, kernels)
-                for mesh in refinements(parent.problem.mesh)
-                if self.program.pinned.allows_mesh(mesh)
-            )
+            found: list[_OnMesh | None] = []
+            for mesh in refinements(parent.problem.mesh):
+                if found[-IN_VAIN:] == [None] * IN_VAIN:
+                    break
+                if self.program.pinned.allows_mesh(mesh):
+                    found.append(self._finer(mesh, parent, tally, cluster, kernels))
             new = tuple(on_mesh for on_mesh in found if on_mesh is not None)
             searched += new
             promise = parent.promise_ps * (1 - BETTER)
