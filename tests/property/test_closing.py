@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parloom.search.closing import close
 from parloom.search.eliminate import Factor, Indices, Table, regrets
-from parloom.search.fronts import Fronts, Joint, Sum, fronts
+from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import polish
@@ -50,7 +50,9 @@ def followed(drawn: Drawn, limit: float, grid: float, at_most: int = 10**6) -> F
         at = tuple(rows[:, v] for v in scope)
         return np.stack([table[at] for table in together], axis=1)
 
-    return fronts(eliminated, [Joint(frozenset(scope), costs)], limit, grid, at_most)
+    return fronts(
+        eliminated, [Joint(frozenset(scope), costs)], limit, grid, at_most, Patience(10**9)
+    )
 
 
 def costs_of(drawn: Drawn) -> dict[tuple[int, ...], float]:

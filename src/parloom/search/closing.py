@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 
 from parloom.search.eliminate import Indices, Table
-from parloom.search.fronts import Fronts, Joint, Sum, fronts
+from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
 from parloom.search.master import Found, MeshSearch
 from parloom.search.polish import relaxed
 from parloom.search.prices import KEPT
@@ -26,6 +26,8 @@ TOLERANCE = 0.0075
 ROUNDS = 30
 # Layouts that are followed at once, that are priced in each round, and that are listed at the end.
 FOLLOWED, PRICED, LISTED = 20000, 16, 64
+# Numbers that are compared for one mesh: some seconds.
+COMPARED = 100_000_000
 # Worths to begin with, how near the best bound theirs are, worths that a round adds, and all.
 FIRST, NEAR, ADDED, WORTHS = 3, 0.9, 2, 12
 # The limit goes this share of the way from the bound to the best answer; twice as far where it
@@ -56,6 +58,7 @@ class _Closing:
         self.worths = list(dict.fromkeys([*self.worths, *corners]))
         self.sums: dict[Worth, list[Sum]] = {}
         self.joined: dict[int, None] = {}
+        self.patience = Patience(COMPARED)
         self.kept = self._kept() if self.is_open else None
 
     def _kept(self) -> list[Indices] | None:
@@ -110,7 +113,7 @@ class _Closing:
         joints = [self._joint(index) for index in self.joined]
         grid = 0.0 if whole else self.tolerance / 2 * self.best / len(self.problem.sizes)
         self.problem.work.spend()
-        found = fronts(groups, joints, limit, grid, at_most)
+        found = fronts(groups, joints, limit, grid, at_most, self.patience)
         return found and replace(found, values=self._whole(found.values))
 
     def _whole(self, rows: Indices) -> Indices:

@@ -44,20 +44,29 @@ class Fronts:
     bounds: Table
 
 
+@dataclass
+class Patience:
+    """How many numbers may still be compared until following is given up."""
+
+    left: int
+
+
 def fronts(
     groups: Sequence[Sequence[Sum]],
     joints: Iterable[Joint],
     limit: float,
     grid: float,
     at_most: int,
+    patience: Patience,
 ) -> Fronts | None:
-    """The values that cost at most `limit`; None where more than `at_most` are followed at once.
+    """The values that cost at most `limit`; None where more than `at_most` are followed at once, or
+    where `patience` ends.
 
     They cost the largest over `groups` of the least sum in each; all sums are eliminated in one
     order. `grid`: costs are rounded down to multiples of it after every variable; where it is 0
     they are not, and no values are left out for others.
     """
-    return _Following(groups, joints, limit, grid, at_most).run()
+    return _Following(groups, joints, limit, grid, at_most, patience).run()
 
 
 class _Following:
@@ -68,6 +77,7 @@ class _Following:
         limit: float,
         grid: float,
         at_most: int,
+        patience: Patience,
     ) -> None:
         self.groups, self.limit, self.grid, self.at_most = groups, limit, grid, at_most
         self.sums = [s for group in groups for s in group]
@@ -78,6 +88,7 @@ class _Following:
         self.order = [regret.variable for regret in self.sums[0].regrets]
         self.found: Indices = np.zeros((1, len(self.order)), dtype=np.intp)
         self.above: Table = np.zeros((1, len(self.sums)))
+        self.patience = patience
 
     def run(self) -> Fronts | None:
         chosen: set[int] = set()
@@ -91,7 +102,7 @@ class _Following:
                 later = {v for r in self.sums[0].regrets[step + 1 :] for v in r.rest}
                 later.update(v for joint in self.waiting for v in joint.scope)
                 self._thin(sorted(later & chosen))
-            if len(self.found) > self.at_most:
+            if len(self.found) > self.at_most or self.patience.left < 0:
                 return None
         bounds = self._bounds(self.above)
         order = np.lexsort((*self.found.T[::-1], bounds))
@@ -139,24 +150,29 @@ class _Following:
         self.above = np.floor(self.above / self.grid) * self.grid
         if len(self.found) < 2:
             return
+        self.patience.left -= self.found.shape[0] * (len(live) + self.above.shape[1])
+        if self.patience.left < 0:
+            return
         kinds = np.zeros(len(self.found), dtype=np.intp)
         if live:
             kinds = np.unique(self.found[:, live], axis=0, return_inverse=True)[1].reshape(-1)
         order = np.lexsort((*self.above.T[::-1], self.above.sum(axis=1), kinds))
         ends = np.flatnonzero(np.diff(kinds[order])) + 1
-        kept = [rows[_front(self.above[rows])] for rows in np.split(order, ends)]
+        kept = [rows[self._front(self.above[rows])] for rows in np.split(order, ends)]
         left = np.sort(np.concatenate(kept))
         self.found, self.above = self.found[left], self.above[left]
 
-
-def _front(costs: Table) -> Indices:
-    """The rows that no other is at most as large as everywhere; of equal ones the first. The rows
-    come with rising totals.
-    """
-    left = np.arange(len(costs))
-    kept = []
-    while len(left):
-        first, others = left[0], left[1:]
-        kept.append(first)
-        left = others[(costs[others] < costs[first]).any(axis=1)]
-    return np.array(kept, dtype=np.intp)
+    def _front(self, costs: Table) -> Indices:
+        """The rows that no other is at most as large as everywhere; of equal ones the first, and
+        all where patience ends. The rows come with rising totals.
+        """
+        left = np.arange(len(costs))
+        kept = []
+        while len(left):
+            self.patience.left -= left.size * costs.shape[1]
+            if self.patience.left < 0:
+                return np.arange(len(costs))
+            first, others = left[0], left[1:]
+            kept.append(first)
+            left = others[(costs[others] < costs[first]).any(axis=1)]
+        return np.array(kept, dtype=np.intp)
