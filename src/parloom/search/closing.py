@@ -135,7 +135,8 @@ class _Closing:
 
     def _joint(self, index: int) -> Joint:
         """What a flow costs beyond what each of its readers counts."""
-        scope = self.problem.scope(index)
+        ways = self.problem.ways_of[index]
+        scope = frozenset(v for w in ways for v in (w.source, w.target) if v is not None)
         function = self.problem.ways_of[index][0].function
         multipliers = np.array(
             [

@@ -33,7 +33,7 @@ def narrow_minimum(
     given = list(factors)
     if most_cells(sizes, given) <= many:
         return minimum(sizes, given)
-    kept = _Passing(sizes, given, inf if near is None else _cost(given, near)).run(many)
+    kept = _Passing(sizes, given, inf if near is None else cost_of(given, near)).run(many)
     found = minimum([len(k) for k in kept], restricted(given, kept))
     return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
 
@@ -67,7 +67,8 @@ def restricted(factors: Iterable[Factor], kept: Sequence[Indices]) -> list[Facto
     ]
 
 
-def _cost(factors: Iterable[Factor], values: Sequence[int]) -> float:
+def cost_of(factors: Iterable[Factor], values: Sequence[int]) -> float:
+    """What values cost."""
     return sum(float(f.costs[tuple(values[v] for v in f.scope)]) for f in factors)
 
 
@@ -138,7 +139,7 @@ class _Passing:
         self._move(order, self.before, self.after)
         self._move(order[::-1], self.after, self.before)
         if self.seeks:
-            self.limit = min(self.limit, _cost(self.factors, self._decoded()))
+            self.limit = min(self.limit, cost_of(self.factors, self._decoded()))
 
     def _move(
         self, order: Iterable[int], behind: Sequence[list[int]], ahead: Sequence[list[int]]

@@ -22,7 +22,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
-from parloom.search.domains import narrow_minimum, narrow_within, restricted
+from parloom.search.domains import cost_of, narrow_minimum, narrow_within, restricted
 from parloom.search.eliminate import Factor, Indices, Minimum, Regret, near, regrets
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
@@ -129,24 +129,29 @@ class LayoutProblem:
         self.ways_of = [tuple(self._ways(flow)) for flow in program.flows]
         self.ways = [way for ways in self.ways_of for way in ways]
 
-    def solve(self, multipliers: Multipliers) -> Solution:
-        """The least cost under `multipliers`."""
-        found = self._minimum(multipliers)
+    def solve(self, multipliers: Multipliers, tolerance: float = 0.0) -> Solution:
+        """The least cost under `multipliers`, or what is above it by a share of `tolerance`."""
+        found = self._minimum(multipliers, inf, tolerance)
         return self.evaluate(found.values, multipliers, found.cost)
 
     def undercut(self, multipliers: Multipliers, enough: float) -> float:
         """What no solution undercuts, as soon as that is `enough`."""
         return self._minimum(multipliers, enough).cost
 
-    def _minimum(self, multipliers: Multipliers, enough: float = inf) -> Minimum:
-        fixed = self._fixed(multipliers)
+    def _minimum(self, multipliers: Multipliers, enough: float, share: float = 0.0) -> Minimum:
+        fixed, best = self._fixed(multipliers), Minimum(inf, ())
+        factors = [*fixed, *self._moving(multipliers)]
         while True:
             self.work.spend()
-            factors = [*fixed, *self._moving(multipliers)]
             found = narrow_minimum(self.sizes, factors, self.solved)
             self.solved = found.values
             if not isfinite(found.cost) or found.cost >= enough or not self.sharpen(found.values):
                 return found
+            factors = [*fixed, *self._moving(multipliers)]
+            exact = Minimum(cost_of(factors, found.values), found.values)
+            best = min(best, exact, key=lambda some: some.cost)
+            if best.cost - found.cost <= share * abs(found.cost):
+                return Minimum(found.cost, best.values)
 
     def near(
         self, multipliers: Multipliers, limit: float, at_most: int
@@ -440,11 +445,6 @@ class LayoutProblem:
         whole = self._moved(index, values, exact=False)
         whole[KEPT] = 0
         return flow.count * (whole - parts / (len(flow.readers) + flow.whole))
-
-    def scope(self, index: int) -> frozenset[int]:
-        """The variables that a flow is between."""
-        ends = ((way.source, way.target) for way in self.ways_of[index])
-        return frozenset(v for pair in ends for v in pair if v is not None)
 
     def _moved(self, index: int, values: Sequence[int], exact: bool = True) -> Totals:
         """What it costs to bring a value to all its readers in a call, equal wishes once."""

@@ -35,6 +35,8 @@ from parloom.search.sums import Sums, Worth, recomputed, summed
 ROUNDS = 30
 AT_MOST = 32
 TRIES = 6
+# Of the tolerance of the whole, that of the least cost under one worth.
+SOLVED = 0.2
 # Milliseconds that a gigabyte above the limit costs: more than any plan.
 PENALTY = 1e7
 Policies = tuple[bool, ...]
@@ -74,7 +76,7 @@ class MeshSearch:
         """Columns and prices in turn, until cost and bound differ by `tolerance` at most."""
         bound, worth = 0.0, self.worth
         for _ in range(ROUNDS):
-            new, lower = self._add(worth)
+            new, lower = self._add(worth, tolerance * SOLVED)
             if not self.columns:
                 self.bound = lower
                 return Found((), lower)
@@ -128,11 +130,11 @@ class MeshSearch:
             found.update(layouts)
         return found if len(found) <= self.at_most else None
 
-    def _add(self, worth: Worth) -> tuple[bool, float]:
+    def _add(self, worth: Worth, tolerance: float) -> tuple[bool, float]:
         """Add the best layouts under `worth`: whether they are new, and the bound they prove."""
         best, new = float("inf"), False
         for policies in self.policies(worth):
-            solution = self.problem.solve(self.multipliers(worth, policies))
+            solution = self.problem.solve(self.multipliers(worth, policies), tolerance)
             if not isfinite(solution.bound):  # pins leave nothing
                 return False, solution.bound
             best = min(best, solution.bound - worth.held * self.limit_bytes)
