@@ -27,7 +27,7 @@ ROUNDS = 30
 # Layouts that are followed at once, that are priced in each round, and that are listed at the end.
 FOLLOWED, PRICED, LISTED = 20000, 16, 64
 # Numbers that are compared for one mesh: some seconds.
-COMPARED = 100_000_000
+COMPARED = 30_000_000
 # Worths to begin with, how near the best bound theirs are, worths that a round adds, and all.
 FIRST, NEAR, ADDED, WORTHS = 3, 0.9, 2, 12
 # The limit goes this share of the way from the bound to the best answer; twice as far where it

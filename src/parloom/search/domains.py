@@ -13,7 +13,15 @@ from math import inf
 
 import numpy as np
 
-from parloom.search.eliminate import Factor, Indices, Minimum, Table, minimum, most_cells
+from parloom.search.eliminate import (
+    Factor,
+    Indices,
+    Minimum,
+    Table,
+    minimum,
+    most_cells,
+    near,
+)
 
 # Tables of more cells than this are first made smaller; 1e5 take a thousandth of a second.
 MANY = 100_000
@@ -26,14 +34,14 @@ SWEEPS, LOOK = 60, 5
 def narrow_minimum(
     sizes: Sequence[int],
     factors: Iterable[Factor],
-    near: Sequence[int] | None = None,
+    like: Sequence[int] | None = None,
     many: int = MANY,
 ) -> Minimum:
-    """As `minimum`, of factors over at most two variables; `near`: values that may be near it."""
+    """As `minimum`, of factors over at most two variables; `like`: values that may be near it."""
     given = list(factors)
     if most_cells(sizes, given) <= many:
         return minimum(sizes, given)
-    kept = _Passing(sizes, given, inf if near is None else cost_of(given, near)).run(many)
+    kept = _Passing(sizes, given, inf if like is None else cost_of(given, like)).run(many)
     found = minimum([len(k) for k in kept], restricted(given, kept))
     return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
 
@@ -57,6 +65,21 @@ def narrow_within(
         return [np.arange(size) for size in sizes]
     kept = narrowed(sizes, factors, limit)
     return kept if most_cells([len(k) for k in kept], factors) <= TOO_MANY else None
+
+
+def near_within(
+    sizes: Sequence[int], factors: Sequence[Factor], limit: float, at_most: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """As `near`; None, too, where tables stay too large."""
+    kept = narrow_within(sizes, factors, limit)
+    if kept is None:
+        return None
+    if not all(len(k) for k in kept):
+        return ()
+    found = near([len(k) for k in kept], restricted(factors, kept), limit, at_most)
+    return found and tuple(
+        tuple(int(k[x]) for k, x in zip(kept, values, strict=True)) for values in found
+    )
 
 
 def restricted(factors: Iterable[Factor], kept: Sequence[Indices]) -> list[Factor]:

@@ -22,8 +22,14 @@ from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
-from parloom.search.domains import cost_of, narrow_minimum, narrow_within, restricted
-from parloom.search.eliminate import Factor, Indices, Minimum, Regret, near, regrets
+from parloom.search.domains import (
+    cost_of,
+    narrow_minimum,
+    narrow_within,
+    near_within,
+    restricted,
+)
+from parloom.search.eliminate import Factor, Indices, Minimum, Regret, regrets
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -160,7 +166,8 @@ class LayoutProblem:
         `at_most`.
         """
         while True:
-            found = near(self.sizes, self.factors(multipliers), limit, at_most)
+            factors = self.factors(multipliers)
+            found = near_within(self.sizes, factors, limit, at_most)
             # What only optimistic prices of movements let in is gone the next time.
             if found is None or not any([self.sharpen(values) for values in found]):
                 return found
