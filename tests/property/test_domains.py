@@ -48,6 +48,15 @@ def test_the_minimum_is_that_of_all_solutions(case: Case, first: bool) -> None:
 
 
 @settings(max_examples=300)
+@given(sums())
+def test_where_tables_stay_too_large_the_minimum_is_between_bound_and_answer(case: Case) -> None:
+    sizes, factors = case
+    costs = priced(case)
+    found = narrow_minimum(sizes, factors, many=0, too_many=0)
+    assert found.cost <= min(costs.values()) <= costs[found.values]
+
+
+@settings(max_examples=300)
 @given(sums(), st.integers(0, 5))
 def test_every_solution_up_to_the_limit_is_kept(case: Case, above: int) -> None:
     sizes, factors = case

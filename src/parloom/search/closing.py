@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from parloom.search.domains import narrow_within
 from parloom.search.eliminate import Indices, Table
 from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
 from parloom.search.master import Found, MeshSearch
@@ -66,7 +67,8 @@ class _Closing:
         worth, every = self.worths[0], [np.zeros(0, dtype=np.intp)] * len(self.problem.sizes)
         for policies in self.search.policies(worth):
             limit = self.best + worth.held * self.search.limit_bytes
-            kept = self.problem.narrowed(self.search.multipliers(worth, policies), limit)
+            factors = self.problem.factors(self.search.multipliers(worth, policies))
+            kept = narrow_within(self.problem.sizes, factors, limit)
             if kept is None:
                 return None
             every = [np.union1d(some, more) for some, more in zip(every, kept, strict=True)]

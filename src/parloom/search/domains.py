@@ -36,13 +36,31 @@ def narrow_minimum(
     factors: Iterable[Factor],
     like: Sequence[int] | None = None,
     many: int = MANY,
+    too_many: int = TOO_MANY,
 ) -> Minimum:
-    """As `minimum`, of factors over at most two variables; `like`: values that may be near it."""
+    """As `minimum`, of factors over at most two variables; `like`: values that may be near it.
+
+    Where tables of more than `too_many` cells are left, the cost is a bound, and the values are the
+    best that were found.
+    """
     given = list(factors)
     if most_cells(sizes, given) <= many:
         return minimum(sizes, given)
-    kept = _Passing(sizes, given, inf if like is None else cost_of(given, like)).run(many)
-    found = minimum([len(k) for k in kept], restricted(given, kept))
+    passing = _Passing(sizes, given, seeks=True)
+    if like is not None:
+        passing.see(like)
+    kept = passing.run(many)
+    if most_cells([len(k) for k in kept], given) > too_many:
+        passing.see(_among(given, passing.likely(too_many)).values)
+        kept = passing.run(many)
+        if most_cells([len(k) for k in kept], given) > too_many and passing.limit < inf:
+            return Minimum(passing.bound - passing.rounding, passing.best)
+    return _among(given, kept)
+
+
+def _among(factors: Sequence[Factor], kept: Sequence[Indices]) -> Minimum:
+    """The minimum over the values kept."""
+    found = minimum([len(k) for k in kept], restricted(factors, kept))
     return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
 
 
@@ -52,7 +70,7 @@ def narrowed(
     """The values of each variable that solutions of at most `limit` take, and others: fewer and
     fewer, until no table of an elimination has more than `many` cells.
     """
-    return _Passing(sizes, factors, limit, seeks=False).run(many)
+    return _Passing(sizes, factors, limit).run(many)
 
 
 def narrow_within(
@@ -105,9 +123,15 @@ class _Passing:
     """
 
     def __init__(
-        self, sizes: Sequence[int], factors: Sequence[Factor], limit: float, *, seeks: bool = True
+        self,
+        sizes: Sequence[int],
+        factors: Sequence[Factor],
+        limit: float = inf,
+        *,
+        seeks: bool = False,
     ) -> None:
         self.factors, self.limit, self.seeks, self.bound = factors, limit, seeks, 0.0
+        self.best: tuple[int, ...] = ()
         # In place of infinity: with one of these, a solution costs more than any without.
         self.never = 1 + 2 * sum(float(np.abs(_finite(f.costs)).max(initial=0)) for f in factors)
         self.single = [np.zeros(size) for size in sizes]
@@ -162,7 +186,24 @@ class _Passing:
         self._move(order, self.before, self.after)
         self._move(order[::-1], self.after, self.before)
         if self.seeks:
-            self.limit = min(self.limit, cost_of(self.factors, self._decoded()))
+            self.see(self._decoded())
+
+    def see(self, values: Sequence[int]) -> None:
+        """Take a solution as the limit, if it is below."""
+        cost = cost_of(self.factors, values)
+        if cost < self.limit:
+            self.limit, self.best = cost, tuple(values)
+
+    def likely(self, most: int) -> list[Indices]:
+        """Of the values left, those that cost least: as many as tables of `most` cells let."""
+        for count in range(max(len(t) for t in self.single), 0, -1):
+            found = [
+                np.sort(k[np.argsort(table[k], kind="stable")[:count]])
+                for k, table in zip(self.kept, self.single, strict=True)
+            ]
+            if count == 1 or most_cells([len(k) for k in found], self.factors) <= most:
+                return found
+        raise AssertionError("no variables")
 
     def _move(
         self, order: Iterable[int], behind: Sequence[list[int]], ahead: Sequence[list[int]]
@@ -192,10 +233,10 @@ class _Passing:
         least = float(self.single[v].min())
         self.bound += least
         self.single[v] = np.minimum(self.single[v] - least, self.ceiling)
-        self.alive[v] &= self.single[v] <= self.limit - self.bound + self._rounding
+        self.alive[v] &= self.single[v] <= self.limit - self.bound + self.rounding
 
     @property
-    def _rounding(self) -> float:
+    def rounding(self) -> float:
         """What sums of millions of picoseconds may be off by."""
         return 1e-9 * abs(self.bound)
 

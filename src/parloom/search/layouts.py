@@ -25,7 +25,6 @@ from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
 from parloom.search.domains import (
     cost_of,
     narrow_minimum,
-    narrow_within,
     near_within,
     restricted,
 )
@@ -427,12 +426,6 @@ class LayoutProblem:
         """The least cost under `multipliers`, and what every choice kept costs above it."""
         self.work.spend()
         return regrets([len(k) for k in kept], restricted(self.factors(multipliers), kept))
-
-    def narrowed(self, multipliers: Multipliers, limit: float) -> list[Indices] | None:
-        """The choices that layouts of at most `limit` under `multipliers` take, or all where
-        tables are small; None where tables stay too wide to be kept.
-        """
-        return narrow_within(self.sizes, self.factors(multipliers), limit)
 
     def sharpen(self, values: Sequence[int]) -> bool:
         """Price the ways that `values` use; whether any was optimistic."""

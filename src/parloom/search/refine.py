@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
 from parloom.search.choices import Menu, menu_of
+from parloom.search.domains import narrow_within
 from parloom.search.eliminate import marginals
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, across
@@ -65,7 +66,7 @@ class Tally:
         found: list[list[Costs]] = []
         for policies in search.policies(worth):
             multipliers = search.multipliers(worth, policies)
-            there = problem.narrowed(multipliers, limit + held)
+            there = narrow_within(problem.sizes, problem.factors(multipliers), limit + held)
             if there is None:
                 return
             least, tables = problem.regrets(multipliers, there)
