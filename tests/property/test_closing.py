@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parloom.search import domains
 from parloom.search.closing import close
 from parloom.search.eliminate import Factor, Indices, Table, regrets
 from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
@@ -142,3 +143,18 @@ def test_whatever_answer_is_claimed_no_bound_is_above_the_least(share: float) ->
     least = searching.run(1e-9).candidates[0].sums.step_ps
     found = close(searching, share * least, tolerance=1e-6)
     assert found.bound_ps <= least + 0.5
+
+
+def test_where_nothing_is_as_cheap_as_the_answer_that_is_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tables are narrowed until no choice is left; a dearer answer is no bound."""
+    monkeypatch.setattr(domains, "MANY", 0)
+    problem = problem_of(random_graph(Random(3)), next(iter(logical_meshes(TWO))), TWO)
+    for share, proved in ((0.5, True), (1.5, False)):
+        searching = MeshSearch(problem, PLENTY)
+        least = searching.run(1e-9).candidates[0].sums.step_ps
+        searching.bound = 0.1 * least
+        found = close(searching, share * least)
+        assert (found.bound_ps == share * least) == proved
+        assert found.bound_ps <= least + 0.5

@@ -1,5 +1,6 @@
 """Meshes of three and four axes: what is kept on them holds what is found with everything."""
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -14,7 +15,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
-from parloom.search import refine
+from parloom.search import domains, refine
 from parloom.search.auto import search
 from parloom.search.choices import assignments
 from parloom.search.closing import close
@@ -28,6 +29,7 @@ from parloom.search.single import Single
 from parloom.search.storage import WEIGHT_PARTS
 from parloom.search.sums import Worth, summed
 from tests.property.searched import ADAM, random_graph
+from tests.unit.test_simulate import model
 
 CLUSTER = load_cluster("2x4xH100")
 PLENTY = 1e15
@@ -136,3 +138,25 @@ def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound() -> None
     for mesh in logical_meshes(CLUSTER, 3):
         best = MeshSearch(problem_of(graph, mesh), PLENTY).run().candidates[0].sums.step_ps
         assert least <= best * 1.01
+
+
+def test_where_recomputing_all_is_too_dear_a_tally_has_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory is worth next to nothing: narrowing leaves no plan that recomputes everything."""
+    mesh = next(m for m in logical_meshes(CLUSTER) if len(m.axes) == 2)
+    found = MeshSearch(problem_of(model(), mesh), PLENTY)
+    found.run()
+    found.worth, found.limit_bytes = replace(found.worth, held=1e-6), 0.0
+    monkeypatch.setattr(refine, "BEYOND", 0.01)
+    plain, narrowed = Tally(), Tally()
+    plain.add(found)
+    monkeypatch.setattr(domains, "MANY", 0)
+    narrowed.add(found)
+    limit = found.best_ps * (1 + refine.BEYOND)
+    known, told = (
+        {where: min(cost, limit) for where, cost in tally.least.items()}
+        for tally in (plain, narrowed)
+    )
+    assert told == pytest.approx(known)
+    assert min(told.values()) < limit

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -18,6 +19,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
+from parloom.ir.text import parse_graph
 from parloom.search.auto import search
 from parloom.search.closing import close
 from parloom.search.eliminate import Factor, marginals, minimum, near, regrets
@@ -37,6 +39,7 @@ from tests.unit.test_simulate import chunked, model
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
 MESHED = load_cluster("8xV100-16GB")
 PLENTY = 1e15
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 
 
 def problem_of(graph: Graph, mesh: Mesh, cluster: Cluster) -> LayoutProblem:
@@ -272,3 +275,18 @@ def kinds_of(candidate: Candidate) -> set[object]:
 def test_nothing_is_proposed_that_does_not_fit() -> None:
     base = Decisions(Mesh(()))
     assert not search(model(), EIGHT, base, ADAM, 10**6, lambda text: None).proposals
+
+
+def test_flows_come_in_the_order_of_the_program_whatever_names_hash_to() -> None:
+    """What is written back and read by nothing: in the order in which the graph writes it."""
+    graph = parse_graph((GOLDEN / "cnn.graph").read_text())
+    program = program_of(graph, factorize(graph))
+    made = {
+        name: (program.index[flat.key], position)
+        for flat in graph.flat()
+        for position, name in enumerate(flat.results)
+    }
+    written = dict.fromkeys(made.get(graph.flat_ids[name]) for _, name in graph.updates)
+    found = [(f.operator, f.result) for f in program.flows if f.whole and not f.readers]
+    assert len(found) > 4
+    assert found == [place for place in written if place in found]

@@ -144,7 +144,7 @@ class _Hunt:
         self.proposals: list[Proposal] = []
         self.least: list[int] = []
         # What no estimate is below on finer meshes that were not searched.
-        self.undercut: dict[float, LayoutProblem] = {}
+        self.undercut: list[tuple[float, LayoutProblem]] = []
         self.estimate_bound = 0.0
         # The choices of an operator that were kept on finer meshes at least, and all that one has.
         self.kept, self.largest = 0, 0
@@ -175,10 +175,10 @@ class _Hunt:
             self._add(fastest.nearby(NEARBY))
             self._add(fastest.fuller())
             self._close(fastest)
-        bounds = (*self.undercut, *(o.found.bound_ps for o in searched))
+        bounds = (*(b for b, _ in self.undercut), *(o.found.bound_ps for o in searched))
         self.estimate_bound = min(bounds, default=0.0)
         least: list[int] = []
-        for problem in (*(o.problem for o in searched), *self.undercut.values()):
+        for problem in (*(o.problem for o in searched), *(p for _, p in self.undercut)):
             least.append(least_step_ps(problem, min(least, default=inf)))
         self.least = least
 
@@ -229,7 +229,7 @@ class _Hunt:
         enough = parent.promise_ps * (1 - BETTER)
         bound = undercut(MeshSearch(problem, limit), parent.search.worth, enough)
         if bound >= enough:
-            self.undercut[bound] = problem
+            self.undercut.append((bound, problem))
             self.say(f"mesh {_sizes(mesh)}: no estimate below {bound / 1e12:.4g} s")
             return None
         on_mesh = _OnMesh(

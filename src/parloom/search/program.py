@@ -296,7 +296,7 @@ class _Folding:
     ) -> tuple[tuple[Flow, ...], dict[CallKey, list[int]]]:
         """All flows, and those of each call."""
         ids, top = self.graph.flat_ids, (self.graph.main.name, "")
-        ends = {ids[name] for _, name in self.graph.updates}
+        ends = dict.fromkeys(ids[name] for _, name in self.graph.updates)
         for name in ends:
             reads.setdefault((top, name), [])
         found: dict[Flow, int] = {}

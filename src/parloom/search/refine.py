@@ -69,10 +69,12 @@ class Tally:
             there = narrow_within(problem.sizes, problem.factors(multipliers), limit + held)
             if there is None:
                 return
+            found.append([np.full(size, limit) for size in problem.sizes])
+            if not all(map(len, there)):
+                continue  # nothing is that cheap
             least, tables = problem.regrets(multipliers, there)
             self.scopes = tuple((table.variable, *table.rest) for table in tables)
             known = marginals(least - held, tables)
-            found.append([np.full(size, limit) for size in problem.sizes])
             for index, costs in known.items():
                 found[-1][index][there[index]] = costs
         for index, menu in enumerate(problem.menus):
