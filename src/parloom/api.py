@@ -243,8 +243,8 @@ def check_gap(plan: Plan, allowed: float | None) -> None:
     if gap is None or gap > allowed:
         what = "no bound was proved" if gap is None else f"the gap is {gap:.3g}"
         raise GapError(
-            f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and the"
-            " bound counts computing alone (docs/space.md): ask for less, or for a larger --budget"
+            f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
+            " bound supposes that all overlaps (docs/space.md): ask for less, or a larger --budget"
         )
 
 

@@ -87,7 +87,9 @@ def _head(document: Document) -> list[RenderableType]:
     lines: list[RenderableType] = [Text(title, style="bold"), Text(line)]
     if document["bound_s"]:
         least = format_seconds(document["bound_s"])
-        lines.append(Text(f"no plan that was searched takes less than {least} of computing"))
+        lines.append(
+            Text(f"no plan that was searched takes less than {least}, however well it overlaps")
+        )
     return lines
 
 

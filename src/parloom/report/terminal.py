@@ -99,7 +99,9 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
         if plan.bound_s:
             above = f"{plan.prediction.step_s / plan.bound_s - 1:.0%}"
             least = f"no plan that is searched takes less than {format_seconds(plan.bound_s)}"
-            table.add_row("bound", Text(f"{least} of computing; this one is {above} above that"))
+            table.add_row(
+                "bound", Text(f"{least}, however well it overlaps; this one is {above} above that")
+            )
         share = plan.prediction.peak_bytes / cluster.device.memory_bytes
         peak, room = plan.prediction.peak_bytes, cluster.device.memory_bytes
         text = f"{format_bytes(peak)} of {format_bytes(room)} per device ({share:.0%})"
