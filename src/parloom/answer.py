@@ -34,9 +34,7 @@ ALL = "all of these"
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No look for reference cycles: a search makes millions of values and hardly any cycle, and the
-    looks took a sixth of its time (`benchmarks/search_quality.py`, GPT-3 on 1,024 devices).
-    """
+    """No look for reference cycles: a search makes millions of values and hardly any cycle."""
     collects = gc.isenabled()
     gc.disable()
     try:

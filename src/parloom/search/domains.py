@@ -23,7 +23,7 @@ from parloom.search.eliminate import (
     near,
 )
 
-# Tables of more cells than this are first made smaller; 1e5 take a thousandth of a second.
+# Tables of more cells than this are first made smaller.
 MANY = 100_000
 # Tables of more cells than this are not kept: some hundreds of them are gigabytes.
 TOO_MANY = 1_000_000
