@@ -6,19 +6,35 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from parloom import __version__
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def revision() -> str:
+    """The commit that is measured, as it is when this is first asked; "" where there is none.
+
+    It ends in `-dirty` where files differ from it.
+    """
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
 
 def report(name: str, rows: Sequence[dict[str, object]], path: str | None) -> None:
-    """Write the rows with the machine and versions they were measured on."""
+    """Write the rows with the revision, machine and versions they were measured on."""
     if path is None:
         return
     document = {
@@ -26,6 +42,7 @@ def report(name: str, rows: Sequence[dict[str, object]], path: str | None) -> No
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "parloom": __version__,
+        "revision": revision(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),
@@ -36,7 +53,17 @@ def report(name: str, rows: Sequence[dict[str, object]], path: str | None) -> No
         },
         "rows": list(rows),
     }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished = Path(f"{path}.part")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def reported(path: str | None) -> list[dict[str, Any]]:
+    """The rows that a file has of this very revision; none where files differ from a commit."""
+    if path is None or not Path(path).exists() or not revision() or revision().endswith("-dirty"):
+        return []
+    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    return document["rows"] if document.get("revision") == revision() else []
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
