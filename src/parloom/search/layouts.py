@@ -230,7 +230,7 @@ class LayoutProblem:
         kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
         has = self._is_there(flow)
         for reader in flow.readers:
-            if reader == flow.like:
+            if reader == flow.like and not flow.outside:
                 continue
             operator = self.program.operators[reader.operator]
             flows = flow.differentiable and op_of(operator.node).differentiable
@@ -274,9 +274,9 @@ class LayoutProblem:
         return self.tables[key]
 
     def _is_there(self, flow: Flow) -> bool:
-        """Whether the value as it is made stays in memory, whoever reads it."""
+        """Whether the value as it is made stays in memory of this part, whoever reads it."""
         if flow.operator < 0:
-            return flow.like is not None
+            return flow.like is not None and not flow.outside
         operator = self.program.operators[flow.operator]
         site = Site(operator.node, operator.operands)
         flows = any(any(flags) for flags, _ in operator.flows)
@@ -499,12 +499,11 @@ class LayoutProblem:
     def decisions(self, values: Sequence[int], base: Decisions) -> Decisions:
         """The layouts of `values` as a plan says them."""
         nodes = []
-        for flat in self.program.graph.flat():
-            index = self.program.index[flat.key]
-            key = flat.key, values[index]
+        for name, index in self.program.index.items():
+            key = name, values[index]
             if key not in self.decided:
                 choice = self.menus[index].choices[values[index]]
-                self.decided[key] = NodeDecision(flat.key, choice.assignment)
+                self.decided[key] = NodeDecision(name, choice.assignment)
             nodes.append(self.decided[key])
         return replace(base, mesh=self.mesh, nodes=tuple(nodes))
 

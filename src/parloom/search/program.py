@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parloom.errors import InputError
 from parloom.ir.factors import Factored
-from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec
+from parloom.ir.graph import Call, FlatNode, Graph, Input, Node, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, Site, op_of
 from parloom.ir.step_program import bucket_bytes
@@ -76,8 +77,9 @@ class Flow:
     """A value with all that read it in one call, `count` times.
 
     The source is result `result` of operator `operator`, or the weight `weight` (an index, where
-    several operators read it); a batch tensor comes as the reader `like` wants it; with none of
-    these the value is replicated. `whole` flows end replicated (buffers that are written back).
+    several operators read it); a batch tensor comes as the reader `like` wants it, and so does what
+    is made `outside` of a part; with none of these the value is replicated. `whole` flows end
+    replicated (buffers that are written back).
     """
 
     spec: TensorSpec
@@ -89,6 +91,7 @@ class Flow:
     like: Reader | None = None
     weight: int = -1
     whole: bool = False
+    outside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Program:
-    """All of a graph that layouts are chosen for; `index` says which operator a call is of, by the
-    key of a plan's decision.
+    """All of a graph, or of a part, that layouts are chosen for; `index` says which operator a call
+    is of, by the key of a plan's decision, in the order of the graph.
     """
 
     graph: Graph
@@ -158,13 +161,18 @@ class Program:
 
 
 def last_reduced(graph: Graph) -> frozenset[str]:
-    """The weights whose gradients arrive last: the first that is read, and those after it that fit
-    half a bucket with it (a last bucket is half full as a rule).
+    """Of all weights, those whose gradients arrive last."""
+    return _last_reduced(graph.of_kind("parameter"), graph.flat())
+
+
+def _last_reduced(entries: Iterable[Input], flats: Iterable[FlatNode]) -> frozenset[str]:
+    """Of some weights the first that is read, and those after it that fit half a bucket with it (a
+    last bucket is half full as a rule).
     """
-    trained = {e.value.name: e.value.spec for e in graph.of_kind("parameter") if e.trainable}
+    trained = {e.value.name: e.value.spec for e in entries if e.trainable}
     total = sum(spec.num_elements for spec in trained.values())
     room, found = bucket_bytes(total * WIDTH) / WIDTH / 2, set[str]()
-    for flat in graph.flat():
+    for flat in flats:
         for name in flat.operands:
             if name in trained and name not in found:
                 room -= trained[name].num_elements
@@ -187,20 +195,45 @@ def reached(graph: Graph) -> frozenset[str]:
 
 
 def program_of(
-    graph: Graph, factored: Factored, pinned: Pinned = NONE, *, apart: bool = False
+    graph: Graph,
+    factored: Factored,
+    pinned: Pinned = NONE,
+    *,
+    apart: bool = False,
+    part: range | None = None,
 ) -> Program:
     """Fold the unfolded program of `graph` into counted operators, flows and weights.
 
-    With `apart`, every call of an operator is one of its own.
+    With `apart`, every call of an operator is one of its own. `part`: only these items of main's
+    body, and the weights that they read; those that nothing reads belong to the first item. What
+    others make comes as its first reader wants it and leaves its gradient there, what others read
+    stays as it is made; whether gradients flow, and what is made of weights alone, is as in all.
     """
-    return _Folding(graph, factored, pinned, apart).run()
+    items = range(len(graph.main.body))
+    part = items if part is None else part
+    if part.step != 1 or not (items.start <= part.start < part.stop <= items.stop):
+        raise InputError(f"items {part} are no part of main, which has {len(items)}")
+    return _Folding(graph, factored, pinned, apart, part).run()
+
+
+def _num_operators(graph: Graph, items: Iterable[Node | Call]) -> int:
+    """How many operators items of a body run."""
+    return sum(
+        _num_operators(graph, graph.by_name[item.function].body) if isinstance(item, Call) else 1
+        for item in items
+    )
 
 
 class _Folding:
     """One walk over the unfolded program."""
 
-    def __init__(self, graph: Graph, factored: Factored, pinned: Pinned, apart: bool) -> None:
+    def __init__(
+        self, graph: Graph, factored: Factored, pinned: Pinned, apart: bool, part: range
+    ) -> None:
         self.graph, self.factored, self.pinned, self.apart = graph, factored, pinned, apart
+        self.part, self.items = part, graph.main.body[part.start : part.stop]
+        start = _num_operators(graph, graph.main.body[: part.start])
+        self.inside = range(start, start + _num_operators(graph, self.items))
         self.flats = list(graph.flat())
         self.inputs = {entry.value.name: entry for entry in graph.inputs}
         self.index: dict[str, int] = {}
@@ -210,6 +243,7 @@ class _Folding:
         self.fixed = {e.value.name for e in graph.inputs if e.kind != "batch"}
         self.derived = {e.value.name for e in graph.of_kind("parameter")}
         self.first: dict[str, Reader] = {}
+        self.readers: dict[str, set[tuple[str, str, int]]] = {}
         self.units = 1
 
     def run(self) -> Program:
@@ -218,15 +252,20 @@ class _Folding:
         reads: dict[tuple[CallKey, str], list[Reader]] = {}
         runs: dict[CallKey, list[tuple[int, Flags]]] = {}
         kinds: dict[tuple[str, str], int] = {}
-        for flat in self.flats:
+        for number, flat in enumerate(self.flats):
             key = flat.prefix if self.apart else flat.function, flat.node.key
+            flags = tuple(name in self.flowing for name in flat.operands)
+            self._define(flat, flags)
+            for position, name in enumerate(flat.operands):
+                self.readers.setdefault(name, set()).add((*key, position))
+            if number not in self.inside:
+                continue
             at = self.index[flat.key] = kinds.setdefault(key, len(templates))
             if at == len(templates):
                 templates.append(flat)
                 counts.append({})
-            flags = tuple(name in self.flowing for name in flat.operands)
             counts[at][flags] = counts[at].get(flags, 0) + 1
-            self._define(flat, at, flags)
+            self.made |= {name: (at, position) for position, name in enumerate(flat.results)}
             call = flat.function, flat.prefix
             runs.setdefault(call, []).append((at, flags))
             for position, name in enumerate(flat.operands):
@@ -241,8 +280,7 @@ class _Folding:
             if len(weight.readers) > 1
         }
         operators = tuple(
-            self._operator(flat, found, shared)
-            for flat, found in zip(templates, counts, strict=True)
+            self._operator(flat, found) for flat, found in zip(templates, counts, strict=True)
         )
         flows, by_call = self._flows(reads, shared)
         blocks = tuple(self._blocks(runs, by_call))
@@ -258,7 +296,7 @@ class _Folding:
             self.units,
         )
 
-    def _define(self, flat: FlatNode, at: int, flags: Flags) -> None:
+    def _define(self, flat: FlatNode, flags: Flags) -> None:
         op = op_of(flat.node)
         differentiable = op.differentiable and any(flags)
         if self.fixed.issuperset(flat.operands):
@@ -266,20 +304,17 @@ class _Folding:
             if differentiable and self.derived.intersection(flat.operands):
                 self.derived.update(flat.results)
         for position, (name, value) in enumerate(zip(flat.results, flat.node.results, strict=True)):
-            self.made[name] = at, position
             self.specs[name] = value.spec
             if differentiable and value.spec.is_float and position not in op.detached:
                 self.flowing.add(name)
 
-    def _operator(
-        self, flat: FlatNode, counts: dict[Flags, int], shared: Mapping[str, int]
-    ) -> Operator:
+    def _operator(self, flat: FlatNode, counts: dict[Flags, int]) -> Operator:
         flowing = [name for name in flat.operands if name in self.flowing]
         derived = bool(flowing) and self.derived.issuperset(flat.results)
         several = {
             name
             for name in self.derived.intersection(flowing)
-            if name not in self.inputs or self.inputs[name].target in shared
+            if name not in self.inputs or len(self.readers[name]) > 1
         }
         return Operator(
             flat.function,
@@ -296,7 +331,12 @@ class _Folding:
     ) -> tuple[tuple[Flow, ...], dict[CallKey, list[int]]]:
         """All flows, and those of each call."""
         ids, top = self.graph.flat_ids, (self.graph.main.name, "")
-        ends = dict.fromkeys(ids[name] for _, name in self.graph.updates)
+        # What is no operator's belongs to the first item.
+        ends = dict.fromkeys(
+            name
+            for name in (ids[name] for _, name in self.graph.updates)
+            if name in self.made or (name in self.inputs and not self.part.start)
+        )
         for name in ends:
             reads.setdefault((top, name), [])
         found: dict[Flow, int] = {}
@@ -320,7 +360,7 @@ class _Folding:
         """The calls of main whose blocks call no others, those that cost the same together."""
         callers = {f.name for f in self.graph.functions if any(isinstance(i, Call) for i in f.body)}
         alike: dict[tuple[str, tuple[int, ...], tuple[tuple[int, Flags], ...]], list[str]] = {}
-        for item in self.graph.main.body:
+        for item in self.items:
             if isinstance(item, Call) and item.function not in callers:
                 call = item.function, item.prefix
                 key = item.function, tuple(flows.get(call, ())), tuple(runs.get(call, ()))
@@ -335,14 +375,15 @@ class _Folding:
         spec, flows, entry = self.specs[name], name in self.flowing, self.inputs.get(name)
         if not spec.shape:
             return None
-        if entry is None:
+        if name in self.made:
             return Flow(spec, flows, readers, 1, *self.made[name])
+        if entry is None:
+            return Flow(spec, flows, readers, 1, like=self.first[name], outside=True)
         if entry.kind == "parameter":
             weight = shared.get(entry.target)
             return None if weight is None else Flow(spec, flows, readers, 1, weight=weight)
-        return Flow(
-            spec, flows, readers, 1, like=self.first[name] if entry.kind == "batch" else None
-        )
+        like = self.first.get(name) if entry.kind == "batch" else None
+        return Flow(spec, flows, readers, 1, like=like)
 
     def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
         found: dict[
@@ -354,7 +395,7 @@ class _Folding:
         for (call, name), some in reads.items():
             places.setdefault(name, []).append(call)
             readers.setdefault(name, []).extend(some)
-        entries = self.graph.of_kind("parameter")
+        entries = [e for e in self.graph.of_kind("parameter") if self._has(e.value.name)]
         unit: dict[str, CallKey | None] = {}
         elements: Counter[CallKey | None] = Counter()
         for entry in entries:
@@ -362,7 +403,8 @@ class _Folding:
             block = len(where) == 1 and where[0][0] != self.graph.main.name
             unit[name] = where[0] if block else None
             elements[unit[name]] += entry.value.spec.num_elements
-        self.units, last = max(1, len(elements) - (None in elements)), last_reduced(self.graph)
+        self.units = max(1, len(elements) - (None in elements))
+        last = _last_reduced(entries, (self.flats[number] for number in self.inside))
         trained = reached(self.graph)
         for entry in entries:
             name = entry.value.name
@@ -379,3 +421,7 @@ class _Folding:
             found.setdefault(key, []).append(entry.target)
         for (spec, trainable, by, block, together, late, pins, loss), targets in found.items():
             yield Weight(spec, trainable, by, tuple(targets), block, together, late, pins, loss)
+
+    def _has(self, weight: str) -> bool:
+        """Whether the part reads a weight; what nothing reads belongs to the first item."""
+        return weight in self.first or (weight not in self.readers and not self.part.start)

@@ -1,0 +1,201 @@
+"""Parts of a graph: what they cost together, and time against memory, against enumeration."""
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parloom.cost.clusters import load_cluster
+from parloom.cost.walk import Walker
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
+from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.plan import Decisions
+from parloom.ir.text import parse_graph
+from parloom.search.layouts import LayoutProblem, Multipliers, Totals
+from parloom.search.meshes import logical_meshes
+from parloom.search.prices import BACKWARD, FORWARD_SENT, KEPT, PARTS
+from parloom.search.program import Flow, Reader, State, program_of
+from parloom.search.storage import WEIGHT_PARTS
+from tests.property.searched import ADAM, random_graph
+from tests.unit.test_simulate import model
+
+TWO, FOUR = load_cluster("2xH100"), load_cluster("2x2xH100")
+TIMES = [part for part in range(PARTS) if part != KEPT]
+
+
+def problem_of(
+    graph: Graph, mesh: Mesh, cluster: Cluster, part: range | None = None, *, apart: bool = False
+) -> LayoutProblem:
+    program = program_of(graph, factorize(graph), apart=apart, part=part)
+    return LayoutProblem(program, Walker({}, mesh, cluster), Decisions(mesh), ADAM)
+
+
+def some_layouts(problem: LayoutProblem, rng: Random) -> tuple[int, ...]:
+    """Layouts that may be, the best under random multipliers."""
+    graph = problem.program.graph
+    some = {
+        f.name: np.array([rng.random() for _ in range(PARTS)])
+        for f in (graph.main, *graph.functions)
+    }
+    weights = np.array([rng.random() for _ in range(WEIGHT_PARTS)])
+    return problem.solve(Multipliers(some, weights)).values
+
+
+def cut(count: int, rng: Random) -> list[range]:
+    """`count` items in up to three parts."""
+    ends = sorted({0, count, *(rng.randrange(1, count) for _ in range(rng.randrange(3)))})
+    return [range(low, high) for low, high in pairwise(ends)]
+
+
+def same(whole: LayoutProblem, values: tuple[int, ...], part: LayoutProblem) -> tuple[int, ...]:
+    """The same layouts of operators where these are counted otherwise."""
+    found = [0] * len(part.sizes)
+    for key, index in part.program.index.items():
+        at = whole.program.index[key]
+        chosen = whole.menus[at].choices[values[at]]
+        # What a call without gradients leaves partial is not looked at.
+        alike = (c.assignment == chosen.assignment for c in part.menus[index].choices)
+        found[index] = list(alike).index(True)
+    return tuple(found)
+
+
+def moved(problem: LayoutProblem, values: tuple[int, ...], index: int) -> Totals:
+    """What a flow costs in all calls."""
+    return problem.program.flows[index].count * problem._moved(index, values)
+
+
+def brought(
+    problem: LayoutProblem, values: tuple[int, ...], flow: Flow, source: State, readers: set[Reader]
+) -> Totals:
+    """What it costs in all calls that `readers` of a flow get it from `source`."""
+    found, there = np.zeros(PARTS, dtype=np.int64), set[object]()
+    for state in (wish(problem, values, reader) for reader in flow.readers if reader in readers):
+        wanted = state if flow.differentiable else state.layout
+        if wanted not in there:
+            there.add(wanted)
+            price = problem.prices.movement(flow.spec, flow.differentiable, source, state)
+            assert price is not None
+            found += flow.count * price
+    return found
+
+
+def wish(problem: LayoutProblem, values: tuple[int, ...], reader: Reader) -> State:
+    """How a reader wants its operand."""
+    return problem.menus[reader.operator].choices[values[reader.operator]].operands[reader.operand]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6))
+def test_parts_cost_what_the_whole_costs_without_what_crosses(seed: int) -> None:
+    """Every operator and every movement inside a part once, to the picosecond."""
+    rng = Random(seed)
+    graph = random_graph(rng, num_operators=5) if rng.random() < 0.7 else model(depth=3)
+    mesh = rng.choice(list(logical_meshes(FOUR)))
+    folded = problem_of(graph, mesh, FOUR)
+    values = some_layouts(folded, rng)
+    parts = [problem_of(graph, mesh, FOUR, part) for part in cut(len(graph.main.body), rng)]
+    total = np.zeros(PARTS, dtype=np.int64)
+    for part in parts:
+        chosen = same(folded, values, part)
+        total += sum(part.passes(chosen).values(), np.zeros(PARTS, dtype=np.int64))
+        for index, flow in enumerate(part.program.flows):
+            if flow.operator < 0:
+                there = moved(part, chosen, index)
+                total -= there
+            if flow.like is not None:
+                first = wish(part, chosen, flow.like)
+                again = brought(part, chosen, flow, first, set(flow.readers))
+                assert list(there[TIMES]) == list(again[TIMES])
+    # Every call by itself, as which part a call is in differs from call to call.
+    whole = problem_of(graph, mesh, FOUR, apart=True)
+    chosen = same(folded, values, whole)
+    where = {whole.program.index[key]: part for part in parts for key in part.program.index}
+    expected = sum(whole.passes(chosen).values(), np.zeros(PARTS, dtype=np.int64))
+    for index, flow in enumerate(whole.program.flows):
+        expected -= moved(whole, chosen, index)
+        if flow.operator >= 0:
+            source = whole.menus[flow.operator].choices[chosen[flow.operator]].results[flow.result]
+            near = {r for r in flow.readers if where[r.operator] is where[flow.operator]}
+            expected += brought(whole, chosen, flow, source, near)
+    assert list(total[TIMES]) == list(expected[TIMES])
+
+
+def test_what_crosses_counts() -> None:
+    """Negative control: with layouts that change at the cut, a part is cheaper than its share."""
+    graph, mesh = model(depth=3), next(iter(logical_meshes(FOUR)))
+    folded = problem_of(graph, mesh, FOUR)
+    items = range(len(graph.main.body))
+    parts = [problem_of(graph, mesh, FOUR, part) for part in (items[:2], items[2:])]
+    for seed in range(20):
+        values = some_layouts(folded, Random(seed))
+        total = sum(int(p[FORWARD_SENT]) for p in folded.passes(values).values())
+        apart = sum(
+            int(p[FORWARD_SENT])
+            for part in parts
+            for p in part.passes(same(folded, values, part)).values()
+        )
+        if apart < total:
+            return
+    pytest.fail("no layouts move anything between the parts")
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_every_weight_belongs_to_the_parts_that_read_it(seed: int) -> None:
+    rng = Random(seed)
+    graph = random_graph(rng, num_operators=5) if rng.random() < 0.7 else model(depth=3)
+    factored, items = factorize(graph), list(graph.flat())
+    listed = []
+    for part in cut(len(graph.main.body), rng):
+        program = program_of(graph, factored, part=part)
+        targets = [target for weight in program.weights for target in weight.targets]
+        read = {n for flat in items if flat.key in program.index for n in flat.operands}
+        entries = graph.of_kind("parameter")
+        unread = {e.target for e in entries if e.value.name not in graph.uses and not part.start}
+        assert set(targets) - unread == {e.target for e in entries if e.value.name in read}
+        assert len(set(targets)) == len(targets)
+        listed += targets
+    assert set(listed) == {entry.target for entry in graph.of_kind("parameter")}
+
+
+def test_all_items_are_the_whole_graph() -> None:
+    graph = model(depth=3)
+    factored = factorize(graph)
+    every = program_of(graph, factored, part=range(len(graph.main.body)))
+    assert every == program_of(graph, factored)
+
+
+@pytest.mark.parametrize(
+    "part", [range(0), range(2, 2), range(-1, 2), range(10**6), range(0, 4, 2)]
+)
+def test_items_that_main_does_not_have_are_refused(part: range) -> None:
+    graph = model(depth=3)
+    with pytest.raises(InputError, match="are no part of main, which has"):
+        program_of(graph, factorize(graph), part=part)
+
+
+def test_gradients_flow_in_a_part_as_in_the_whole() -> None:
+    """A part of operators without weights still has a backward pass."""
+    graph = parse_graph(
+        'graph "G" training=True\n\ninput w: float32[512, 512] = parameter("w", trainable=True)\n'
+        'input x: float32[512, 512] = batch("x")\n\nmain main:\n'
+        "    a: float32[512, 512] = tanh(x)  # a\n    b: float32[512, 512] = linear(a, w)  # b\n"
+        "    c: float32[512, 512] = tanh(b)  # c\n    d: float32[512, 512] = tanh(c)  # d\n"
+        "    loss: float32[] = sum(d)  # e\n    return loss\n\nloss loss\n"
+    )
+    (mesh,) = logical_meshes(TWO)
+    before, after = (problem_of(graph, mesh, TWO, part) for part in (range(1), range(2, 4)))
+    assert not any(p[BACKWARD] for p in before.passes([0] * len(before.sizes)).values())
+    assert sum(int(p[BACKWARD]) for p in after.passes([0] * len(after.sizes)).values()) > 0
+    (arriving,) = (flow for flow in after.program.flows if flow.outside)
+    assert arriving.differentiable
+    # What arrives is kept where its reader needs it (tanh needs its result).
+    kept = [p.passes([0] * len(p.sizes))["main"][KEPT] for p in (after, before)]
+    assert kept == [2 * 512 * 512 * 4, 0]
+    product = problem_of(graph, mesh, TWO, range(1, 2))
+    assert product.passes([0] * len(product.sizes))["main"][KEPT] == 512 * 512 * 4
