@@ -9,6 +9,7 @@ limit.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -22,6 +23,7 @@ from parloom.search.eliminate import (
     most_cells,
     near,
 )
+from parloom.search.shares import Pool
 
 # Tables of more cells than this are first made smaller.
 MANY = 100_000
@@ -29,6 +31,8 @@ MANY = 100_000
 TOO_MANY = 1_000_000
 # After so many sweeps at most; that it is enough is looked at after every `LOOK`.
 SWEEPS, LOOK = 60, 5
+# Shares are balanced in so many sweeps, or until the bound grows by less than this share in one.
+BALANCED, GROWS = 10, 5e-4
 
 
 def narrow_minimum(
@@ -62,6 +66,16 @@ def _among(factors: Sequence[Factor], kept: Sequence[Indices]) -> Minimum:
     """The minimum over the values kept."""
     found = minimum([len(k) for k in kept], restricted(factors, kept))
     return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
+
+
+def balance(sizes: Sequence[int], factors: Sequence[Factor], pools: Iterable[Pool]) -> None:
+    """Share what the tables of several readers count together such that the minimum grows."""
+    passing, before = _Passing(sizes, factors, pools=pools), -inf
+    for _ in range(BALANCED):
+        passing.sweep()
+        if passing.bound - before <= GROWS * abs(passing.bound):
+            break
+        before = passing.bound
 
 
 def narrowed(
@@ -129,6 +143,7 @@ class _Passing:
         limit: float = inf,
         *,
         seeks: bool = False,
+        pools: Iterable[Pool] = (),
     ) -> None:
         self.factors, self.limit, self.seeks, self.bound = factors, limit, seeks, 0.0
         self.best: tuple[int, ...] = ()
@@ -147,6 +162,9 @@ class _Passing:
         for u, v in sorted(self.pairs):
             self.after[u].append(v)
             self.before[v].append(u)
+        self.pools: list[list[Pool]] = [[] for _ in sizes]
+        for pool in pools:
+            self.pools[pool.source].append(pool)
 
     def _add(self, factor: Factor) -> None:
         costs = np.where(np.isinf(factor.costs), self.never, factor.costs)
@@ -175,12 +193,12 @@ class _Passing:
     def run(self, many: int) -> list[Indices]:
         """The values that are left, when tables have `many` cells at most or nothing more helps."""
         for sweep in range(1, SWEEPS + 1):
-            self._sweep()
+            self.sweep()
             if sweep % LOOK == 0 and most_cells([len(k) for k in self.kept], self.factors) <= many:
                 break
         return self.kept
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Move costs there and back."""
         order = range(len(self.single))
         self._move(order, self.before, self.after)
@@ -209,6 +227,8 @@ class _Passing:
         self, order: Iterable[int], behind: Sequence[list[int]], ahead: Sequence[list[int]]
     ) -> None:
         for v in order:
+            for pool in self.pools[v]:
+                pool.balance(partial(self._table, v))
             for u in (*behind[v], *ahead[v]):
                 self._pull(u, v)
             self._settle(v)

@@ -7,7 +7,7 @@ where a minimum uses them: as long as it uses an optimistic price, that price is
 minimum sought again, so that the last one is a minimum under the true prices.
 
 A value that several operators of one call read is brought to each wanted state once. The minimum
-counts the n-th part of a movement for each of n readers, which is never more than the truth.
+counts a share of a movement for each reader, which is never more than the truth (`shares`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,17 @@ from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Distinct, Menu, assignments, menu_of, subsets
+from parloom.search.choices import Distinct, Menu, assignments, menu_of
 from parloom.search.domains import (
+    GROWS,
+    balance,
     cost_of,
     narrow_minimum,
     near_within,
     restricted,
 )
-from parloom.search.eliminate import Factor, Indices, Minimum, Regret, regrets
+from parloom.search.eliminate import Factor, Indices, Minimum, Regret, Table, regrets
+from parloom.search.homes import agreements, homes
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -40,6 +43,7 @@ from parloom.search.program import (
     State,
     Weight,
 )
+from parloom.search.shares import Payer, Pool
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, stored_of
 from parloom.search.ways import Ways
 from parloom.search.work import Work
@@ -54,17 +58,6 @@ class Multipliers:
 
     functions: Mapping[str, NDArray[np.float64]]
     weights: NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where a weight that several operators read is at home: the layout that reader `star` wants,
-    and the axes over which its gradient is partial.
-    """
-
-    layout: Layout
-    reduce: Axes
-    star: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,9 @@ class Solution:
 
 @dataclass
 class _Way:
-    """How one reader gets its value: tables between the states of two variables."""
+    """How one reader gets its value: tables between the states of two variables. `share` is what it
+    pays of that, [value of the source, state of the reader].
+    """
 
     flow: Flow
     reader: Reader | None
@@ -93,6 +88,14 @@ class _Way:
     ways: Ways
     kept: NDArray[np.int64]
     function: str
+    share: Table
+
+    @property
+    def pair(self) -> tuple[int, int] | None:
+        """The variables at its ends, if there are two."""
+        if self.source is None or self.target is None or self.source == self.target:
+            return None
+        return self.source, self.target
 
 
 class LayoutProblem:
@@ -119,7 +122,7 @@ class LayoutProblem:
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.menus = list(menus) or [self._menu(o) for o in program.operators]
         self.homes = {
-            index: tuple(self._homes(weight))
+            index: tuple(homes(weight, self.menus, self.mesh))
             for index, weight in enumerate(program.weights)
             if len(weight.readers) > 1
         }
@@ -128,6 +131,9 @@ class LayoutProblem:
         }
         self.sizes = [*map(len, self.menus), *(len(h) for h in self.homes.values())]
         self.operators = [self._operator_parts(i) for i in range(len(self.menus))]
+        self.agreements = tuple(
+            agreements(program, self.mesh, self.menus, self.homes, self.variable)
+        )
         self.solved: tuple[int, ...] | None = None  # the minimum sought last
         self.decided: dict[tuple[str, int], NodeDecision] = {}
         self.tables: dict[object, Ways] = {}
@@ -136,27 +142,41 @@ class LayoutProblem:
 
     def solve(self, multipliers: Multipliers, tolerance: float = 0.0) -> Solution:
         """The least cost under `multipliers`, or what is above it by a share of `tolerance`."""
-        found = self._minimum(multipliers, inf, tolerance)
+        found = self._minimum(multipliers, tolerance)
         return self.evaluate(found.values, multipliers, found.cost)
 
     def undercut(self, multipliers: Multipliers, enough: float) -> float:
-        """What no solution undercuts, as soon as that is `enough`."""
-        return self._minimum(multipliers, enough).cost
+        """What no solution undercuts, as soon as that is `enough` or cannot be."""
+        return self._minimum(multipliers, 0.0, enough).cost
 
-    def _minimum(self, multipliers: Multipliers, enough: float, share: float = 0.0) -> Minimum:
-        fixed, best = self._fixed(multipliers), Minimum(inf, ())
+    def _minimum(
+        self, multipliers: Multipliers, share: float, enough: float | None = None
+    ) -> Minimum:
+        """A bound, and a solution that is at most a `share` above it if that can be proved; with
+        `enough`, until it is known on which side of that the least cost is.
+        """
+        fixed, best, bound, before = self._fixed(multipliers), Minimum(inf, ()), -inf, -inf
         factors = [*fixed, *self._moving(multipliers)]
         while True:
             self.work.spend()
             found = narrow_minimum(self.sizes, factors, self.solved)
-            self.solved = found.values
-            if not isfinite(found.cost) or found.cost >= enough or not self.sharpen(found.values):
-                return found
-            factors = [*fixed, *self._moving(multipliers)]
-            exact = Minimum(cost_of(factors, found.values), found.values)
-            best = min(best, exact, key=lambda some: some.cost)
-            if best.cost - found.cost <= share * abs(found.cost):
-                return Minimum(found.cost, best.values)
+            self.solved, bound = found.values, max(bound, found.cost)
+            if not isfinite(found.cost) or (enough is not None and bound >= enough):
+                return Minimum(bound, found.values)
+            sharpened = self.sharpen(found.values)
+            if sharpened:
+                factors = [*fixed, *self._moving(multipliers)]
+            cost = cost_of(factors, found.values) + self.unpaid(found.values, multipliers)
+            best = min(best, Minimum(cost, found.values), key=lambda some: some.cost)
+            near = best.cost - bound <= share * abs(bound)
+            if near or (enough is not None and best.cost < enough):
+                return Minimum(bound, best.values)
+            if not sharpened:
+                if min(best.cost - bound, bound - before) <= GROWS * abs(bound):
+                    return Minimum(bound, best.values)
+                before = bound
+                self.balance(multipliers)
+                factors = [*fixed, *self._moving(multipliers)]
 
     def near(
         self, multipliers: Multipliers, limit: float, at_most: int
@@ -179,7 +199,7 @@ class LayoutProblem:
         return [
             *self._operator_factors(multipliers),
             *self._weight_factors(multipliers),
-            *self._derived_factors(),
+            *self.agreements,
         ]
 
     def _moving(self, multipliers: Multipliers) -> list[Factor]:
@@ -199,21 +219,6 @@ class LayoutProblem:
         every = assignments(operator.rule, self.mesh)
         return menu_of(operator, self.prices.single, allowed and filter(allowed, every))
 
-    def _homes(self, weight: Weight) -> Iterator[Home]:
-        """Every layout that a reader wants, with what readers leave partial together."""
-        wanted = [self.menus[r.operator].operands[r.operand].values for r in weight.readers]
-        together: set[frozenset[str]] = {frozenset()}
-        for states in wanted:
-            needed = {frozenset((*s.varying, *s.layout.axes)) for s in states}
-            together = {some | more for some in together for more in needed}
-        for star, states in enumerate(wanted):
-            for layout in dict.fromkeys(state.layout for state in states):
-                free = [a for a in self.mesh.names if a not in layout.axes]
-                left = {some.intersection(free) for some in together}
-                for reduce in subsets(free) if weight.trainable else ((),):
-                    if frozenset(reduce) in left or not weight.trainable:
-                        yield Home(layout, tuple(sorted(reduce)), star)
-
     def _operator_parts(self, index: int) -> Totals:
         """Prices of all choices of an operator, all its calls together: [choice, part]."""
         operator = self.program.operators[index]
@@ -229,6 +234,7 @@ class LayoutProblem:
         source, index, states = self._source(flow)
         kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
         has = self._is_there(flow)
+        count = len(flow.readers) - (flow.like is not None) + flow.whole
         for reader in flow.readers:
             if reader == flow.like and not flow.outside:
                 continue
@@ -237,18 +243,18 @@ class LayoutProblem:
             distinct = self.menus[reader.operator].operands[reader.operand]
             table = self._table(flow, flows, states, distinct.values)
             sizes = [self.prices.held_bytes(flow.spec, s) for s in distinct.values]
-            share = (
-                np.array(sizes, dtype=np.int64) * self.program.keeps(flow, reader) // max(kept, 1)
-            )
+            held = np.array(sizes, dtype=np.int64) * self.program.keeps(flow, reader)
             twice = np.array([[has and s.layout == t.layout for t in distinct.values]
                               for s in states])  # fmt: skip
             yield _Way(flow, reader, source, index, reader.operator, distinct.index, table,
-                       np.where(twice, 0, share), operator.function)  # fmt: skip
+                       np.where(twice, 0, held // max(kept, 1)), operator.function,
+                       np.full((len(index), len(distinct.values)), 1 / count))  # fmt: skip
         if flow.whole:
             table = self._table(flow, flow.differentiable, states, (WHOLE,))
             none, nothing = np.zeros(1, dtype=np.intp), np.zeros((len(states), 1), dtype=np.int64)
             main = self.program.graph.main.name
-            yield _Way(flow, None, source, index, None, none, table, nothing, main)
+            yield _Way(flow, None, source, index, None, none, table, nothing, main,
+                       np.full((len(index), 1), 1 / count))  # fmt: skip
 
     def _source(self, flow: Flow) -> tuple[int | None, NDArray[np.intp], tuple[State, ...]]:
         """The variable that a flow comes from, and the states that its values mean."""
@@ -291,22 +297,49 @@ class LayoutProblem:
 
     def _way_factor(self, way: _Way, multipliers: Multipliers) -> Factor:
         """A way as a table over the choices at both ends."""
-        weights = multipliers.functions[way.function] * way.flow.count
-        costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
-        if weights[LINKS].any():
-            costs += np.tensordot(weights[LINKS], way.ways.parts[LINKS], axes=1)
-        costs /= len(way.flow.readers) + way.flow.whole
-        costs += weights[KEPT] * way.kept
-        costs = np.where(way.ways.legal, costs, np.inf)
+        kept = multipliers.functions[way.function][KEPT] * way.flow.count * way.kept
+        costs = self._unshared(way, multipliers) * way.share + kept[way.source_index]
+        costs = np.where(way.ways.legal[way.source_index], costs, np.inf)
         if way.source is None:
             return Factor(
                 (way.target,) if way.target is not None else (), costs[0, way.target_index]
             )
         if way.target is None:
-            return Factor((way.source,), costs[way.source_index, 0])
+            return Factor((way.source,), costs[:, 0])
         if way.source == way.target:
-            return Factor((way.source,), costs[way.source_index, way.target_index])
-        return Factor((way.source, way.target), costs[np.ix_(way.source_index, way.target_index)])
+            return Factor((way.source,), costs[range(len(costs)), way.target_index])
+        return Factor((way.source, way.target), costs[:, way.target_index])
+
+    def _unshared(self, way: _Way, multipliers: Multipliers) -> Table:
+        """What a way costs whoever pays for it: [value of the source, state of the reader]."""
+        weights = multipliers.functions[way.function] * way.flow.count
+        costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
+        if weights[LINKS].any():
+            costs += np.tensordot(weights[LINKS], way.ways.parts[LINKS], axes=1)
+        found: Table = costs[way.source_index]
+        return found
+
+    def balance(self, multipliers: Multipliers) -> None:
+        """Share movements among readers such that the least cost under `multipliers` grows."""
+        pools: dict[Pool, list[_Way]] = {}
+        for ways in self.ways_of:
+            for flows in (False, True):
+                some = [way for way in ways if way.pair and way.ways.flows == flows]
+                if len(some) > 1:
+                    payers = [self._payer(way, multipliers) for way in some]
+                    pools[Pool(payers, len(some) / len(ways))] = some
+        self.work.spend()
+        balance(self.sizes, self.factors(multipliers), pools)
+        for pool, some in pools.items():
+            for way, share in zip(some, pool.shares(), strict=True):
+                way.share = share
+
+    def _payer(self, way: _Way, multipliers: Multipliers) -> Payer:
+        assert way.pair, "the reader of a way between two variables"
+        prices = np.where(way.ways.legal[way.source_index], self._unshared(way, multipliers), 0.0)
+        # Where no gradient comes back, whatever reaches the layout will do.
+        states = [s if way.ways.flows else s.layout for s in way.ways.targets]
+        return Payer(*way.pair, way.target_index, states, prices, way.share)
 
     def _weight_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
         for index, weight in enumerate(self.program.weights):
@@ -316,7 +349,6 @@ class LayoutProblem:
                     for h in self.homes[index]
                 ]
                 yield Factor((self.variable[index],), np.array(costs))
-                yield from self._home_factors(index, weight)
             elif weight.readers:
                 (reader,) = weight.readers
                 distinct = self.menus[reader.operator].operands[reader.operand]
@@ -327,56 +359,6 @@ class LayoutProblem:
                 yield Factor((reader.operator,), np.array(costs)[distinct.index])
             else:
                 yield Factor((), np.array(self._level(weight, Layout(), (), multipliers)[0]))
-
-    def _home_factors(self, index: int, weight: Weight) -> Iterator[Factor]:
-        """Infinite where a reader contradicts a home (`ir.lower`: the home is the layout that is
-        split most, its gradient is partial over all that any reader leaves partial).
-        """
-        for position, reader in enumerate(weight.readers):
-            operator, menu = self.program.operators[reader.operator], self.menus[reader.operator]
-            distinct = Distinct.of(
-                (c.operands[reader.operand], c.used, c.passed) for c in menu.choices
-            )
-            table = np.zeros((len(self.homes[index]), len(distinct.values)))
-            for i, home in enumerate(self.homes[index]):
-                for j, (state, used, passed) in enumerate(distinct.values):
-                    agrees = self._is_home(home, position, state)
-                    agrees = agrees and _passes(operator, home.reduce, used, passed)
-                    table[i, j] = 0.0 if agrees else np.inf
-            yield Factor((self.variable[index], reader.operator), table[:, distinct.index])
-
-    def _is_home(self, home: Home, position: int, state: State) -> bool:
-        mine, theirs = self.mesh.size(home.layout.axes), self.mesh.size(state.layout.axes)
-        if position == home.star and state.layout != home.layout:
-            return False
-        if theirs > mine or (position < home.star and theirs == mine):
-            return False
-        needed = {*state.varying, *state.layout.axes} - set(home.layout.axes)
-        return needed.issubset(home.reduce)
-
-    def _derived_factors(self) -> Iterator[Factor]:
-        """Infinite where what weights make does not pass on what its readers leave partial."""
-        for flow in self.program.flows:
-            if flow.operator < 0 or not self.program.operators[flow.operator].derived:
-                continue
-            source = Distinct.of((c.passed, c.used) for c in self.menus[flow.operator].choices)
-            for reader in flow.readers:
-                operator, menu = (
-                    self.program.operators[reader.operator],
-                    self.menus[reader.operator],
-                )
-                target = Distinct.of(
-                    (c.operands[reader.operand], c.used, c.passed) for c in menu.choices
-                )
-                table = np.zeros((len(source.values), len(target.values)))
-                for i, (varying, split) in enumerate(source.values):
-                    for j, (state, used, passed) in enumerate(target.values):
-                        needed = {*state.varying, *state.layout.axes} - set(split)
-                        agrees = needed.issubset(varying)
-                        agrees = agrees and _passes(operator, varying, used, passed)
-                        table[i, j] = 0.0 if agrees else np.inf
-                scope = flow.operator, reader.operator
-                yield Factor(scope, table[np.ix_(source.index, target.index)])
 
     def _level(
         self, weight: Weight, layout: Layout, reduce: Axes, multipliers: Multipliers
@@ -439,12 +421,21 @@ class LayoutProblem:
         as far as prices are known; never below zero.
         """
         flow, ways = self.program.flows[index], self.ways_of[index]
-        parts = np.zeros(PARTS)
-        for way in ways:
-            parts[:KEPT] += way.ways.parts[(slice(KEPT), *self._states(way, values))]
-        whole = self._moved(index, values, exact=False)
+        whole = self._moved(index, values, exact=False).astype(float)
         whole[KEPT] = 0
-        return flow.count * (whole - parts / (len(flow.readers) + flow.whole))
+        for way in ways:
+            source, target = self._states(way, values)
+            share = way.share[0 if way.source is None else values[way.source], target]
+            whole[:KEPT] -= share * way.ways.parts[:KEPT, source, target]
+        return flow.count * whole
+
+    def unpaid(self, values: Sequence[int], multipliers: Multipliers) -> float:
+        """What all flows cost beyond what their readers pay."""
+        return sum(
+            float(self.beyond(i, values)[:KEPT] @ multipliers.functions[ways[0].function][:KEPT])
+            for i, ways in enumerate(self.ways_of)
+            if len(ways) > 1
+        )
 
     def _moved(self, index: int, values: Sequence[int], exact: bool = True) -> Totals:
         """What it costs to bring a value to all its readers in a call, equal wishes once."""
@@ -506,11 +497,3 @@ class LayoutProblem:
                 self.decided[key] = NodeDecision(name, choice.assignment)
             nodes.append(self.decided[key])
         return replace(base, mesh=self.mesh, nodes=tuple(nodes))
-
-
-def _passes(operator: Operator, varying: Axes, used: Axes, passed: Axes) -> bool:
-    """Whether a reader passes on what varies as its choice says (see `docs/space.md`)."""
-    left = set(varying) - set(used)
-    if operator.derived:
-        return left == set(passed)
-    return not (operator.exposed and left)
