@@ -181,7 +181,7 @@ def test_without_followers_the_program_agrees_with_elimination(seed: int) -> Non
         problem = alpa.problem_of(program, walker, BASE, question(graph, FOUR), None)
         found = alpa.solve(problem, alpa.nobody(problem), 10_000)
         assert found is not None
-        eliminated = problem.solve(communicated(program))
+        eliminated = problem.solve(communicated())
         assert found.cost == pytest.approx(eliminated.bound, rel=1e-6, abs=1)
 
 

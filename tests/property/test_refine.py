@@ -22,7 +22,6 @@ from parloom.search.closing import close
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, logical_meshes
-from parloom.search.prices import PARTS
 from parloom.search.program import program_of
 from parloom.search.refine import Tally, kept, refinements, undercut
 from parloom.search.single import Single
@@ -112,7 +111,7 @@ def test_search_finds_what_enumeration_finds_on_three_axes(seed: int, share: flo
     problem = problem_of(random_graph(Random(seed), num_operators=1), mesh)
     every = []
     for values in product(*map(range, problem.sizes)):
-        passes = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
+        passes = problem.passes(values)
         weights = range(len(problem.program.weights))
         options = [list(problem.storage.options(problem.stored(i, values))[1]) for i in weights]
         for chosen in product(*options):

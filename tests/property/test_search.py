@@ -25,10 +25,10 @@ from parloom.search.closing import close
 from parloom.search.eliminate import Factor, marginals, minimum, near, regrets
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import Found, MeshSearch
+from parloom.search.master import Found, MeshSearch, multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, least_bytes, polish
-from parloom.search.prices import KEPT, PARTS
+from parloom.search.prices import KEPT
 from parloom.search.program import program_of
 from parloom.search.storage import STORED, WEIGHT_PARTS
 from parloom.search.sums import Worth, summed
@@ -156,12 +156,12 @@ def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: flo
     for way in problem.ways:
         for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
             way.ways.sharpen(*ends)
-    factors = problem.factors(MeshSearch(problem, PLENTY).multipliers(Worth(), ()))
+    factors = problem.factors(multipliers(Worth()))
     every = []
     for values in product(*map(range, problem.sizes)):
         if np.isinf(cost_of(factors, values)):
             continue
-        passes = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
+        passes = problem.passes(values)
         weights = range(len(problem.program.weights))
         options = [list(problem.storage.options(problem.stored(i, values))[1]) for i in weights]
         for chosen in product(*options):

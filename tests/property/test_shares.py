@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from parloom.search.domains import balance
 from parloom.search.eliminate import Factor, Table
 from parloom.search.layouts import LayoutProblem, Multipliers
-from parloom.search.master import MeshSearch
+from parloom.search.master import multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.shares import Payer, Pool
 from parloom.search.sums import Worth
 from tests.property.searched import random_graph
-from tests.property.test_search import EIGHT, PLENTY, cost_of, problem_of
+from tests.property.test_search import EIGHT, cost_of, problem_of
 
 Case = tuple[list[int], list[Factor], Pool, Table]
 
@@ -79,8 +79,7 @@ def test_the_reader_that_wants_it_anyway_pays_alone() -> None:
 
 def truth_of(problem: LayoutProblem, values: tuple[int, ...], multipliers: Multipliers) -> float:
     found = problem.evaluate(values, multipliers)
-    passes = sum(float(multipliers.functions[f] @ parts) for f, parts in found.functions.items())
-    return passes + float(multipliers.weights @ found.weights)
+    return float(multipliers.passes @ found.passes) + float(multipliers.weights @ found.weights)
 
 
 @settings(max_examples=15)
@@ -90,15 +89,14 @@ def test_tables_of_a_mesh_are_never_above_the_truth(seed: int, one: float, other
     rng = Random(seed)
     graph, mesh = random_graph(rng, num_operators=5), rng.choice(list(logical_meshes(EIGHT)))
     problem = problem_of(graph, mesh, EIGHT)
-    searching = MeshSearch(problem, PLENTY)
     worths = Worth(one, other), Worth(other, one, 0.01)
-    multipliers = [searching.multipliers(worth, ()) for worth in worths]
-    bounds = [problem.solve(some).bound for some in multipliers]
-    problem.balance(multipliers[0])
+    some_multipliers = [multipliers(worth) for worth in worths]
+    bounds = [problem.solve(some).bound for some in some_multipliers]
+    problem.balance(some_multipliers[0])
     for _ in range(20):
         values = tuple(rng.randrange(size) for size in problem.sizes)
         problem.sharpen(values)
-        for some, bound in zip(multipliers, bounds, strict=True):
+        for some, bound in zip(some_multipliers, bounds, strict=True):
             counted = cost_of(problem.factors(some), values)
             if np.isfinite(counted):
                 cost = truth_of(problem, values, some)

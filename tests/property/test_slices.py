@@ -37,11 +37,7 @@ def problem_of(
 
 def some_layouts(problem: LayoutProblem, rng: Random) -> tuple[int, ...]:
     """Layouts that may be, the best under random multipliers."""
-    graph = problem.program.graph
-    some = {
-        f.name: np.array([rng.random() for _ in range(PARTS)])
-        for f in (graph.main, *graph.functions)
-    }
+    some = np.array([rng.random() for _ in range(PARTS)])
     weights = np.array([rng.random() for _ in range(WEIGHT_PARTS)])
     return problem.solve(Multipliers(some, weights)).values
 
@@ -102,7 +98,7 @@ def test_parts_cost_what_the_whole_costs_without_what_crosses(seed: int) -> None
     total = np.zeros(PARTS, dtype=np.int64)
     for part in parts:
         chosen = same(folded, values, part)
-        total += sum(part.passes(chosen).values(), np.zeros(PARTS, dtype=np.int64))
+        total += part.passes(chosen)
         for index, flow in enumerate(part.program.flows):
             if flow.operator < 0:
                 there = moved(part, chosen, index)
@@ -115,7 +111,7 @@ def test_parts_cost_what_the_whole_costs_without_what_crosses(seed: int) -> None
     whole = problem_of(graph, mesh, FOUR, apart=True)
     chosen = same(folded, values, whole)
     where = {whole.program.index[key]: part for part in parts for key in part.program.index}
-    expected = sum(whole.passes(chosen).values(), np.zeros(PARTS, dtype=np.int64))
+    expected = whole.passes(chosen)
     for index, flow in enumerate(whole.program.flows):
         expected -= moved(whole, chosen, index)
         if flow.operator >= 0:
@@ -133,12 +129,8 @@ def test_what_crosses_counts() -> None:
     parts = [problem_of(graph, mesh, FOUR, part) for part in (items[:2], items[2:])]
     for seed in range(20):
         values = some_layouts(folded, Random(seed))
-        total = sum(int(p[FORWARD_SENT]) for p in folded.passes(values).values())
-        apart = sum(
-            int(p[FORWARD_SENT])
-            for part in parts
-            for p in part.passes(same(folded, values, part)).values()
-        )
+        total = int(folded.passes(values)[FORWARD_SENT])
+        apart = sum(int(part.passes(same(folded, values, part))[FORWARD_SENT]) for part in parts)
         if apart < total:
             return
     pytest.fail("no layouts move anything between the parts")
@@ -190,12 +182,12 @@ def test_gradients_flow_in_a_part_as_in_the_whole() -> None:
     )
     (mesh,) = logical_meshes(TWO)
     before, after = (problem_of(graph, mesh, TWO, part) for part in (range(1), range(2, 4)))
-    assert not any(p[BACKWARD] for p in before.passes([0] * len(before.sizes)).values())
-    assert sum(int(p[BACKWARD]) for p in after.passes([0] * len(after.sizes)).values()) > 0
+    assert not before.passes([0] * len(before.sizes))[BACKWARD]
+    assert after.passes([0] * len(after.sizes))[BACKWARD] > 0
     (arriving,) = (flow for flow in after.program.flows if flow.outside)
     assert arriving.differentiable
     # What arrives is kept where its reader needs it (tanh needs its result).
-    kept = [p.passes([0] * len(p.sizes))["main"][KEPT] for p in (after, before)]
+    kept = [p.passes([0] * len(p.sizes))[KEPT] for p in (after, before)]
     assert kept == [2 * 512 * 512 * 4, 0]
     product = problem_of(graph, mesh, TWO, range(1, 2))
-    assert product.passes([0] * len(product.sizes))["main"][KEPT] == 512 * 512 * 4
+    assert product.passes([0] * len(product.sizes))[KEPT] == 512 * 512 * 4

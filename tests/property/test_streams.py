@@ -15,7 +15,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import MeshSearch
+from parloom.search.master import MeshSearch, multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, polish, uniform
 from parloom.search.streams import least_compute_ps, least_step_ps
@@ -37,7 +37,7 @@ def plans(problem: LayoutProblem, rng: Random) -> Iterator[Candidate]:
         for variable in rng.sample(range(len(values)), rng.randrange(3)):
             values[variable] = rng.randrange(problem.sizes[variable])
         candidate = polish(problem, values, PLENTY)
-        factors = problem.factors(searching.multipliers(Worth(), (False,) * len(searching.kinds)))
+        factors = problem.factors(multipliers(Worth()))
         if candidate is not None and np.isfinite(cost_of(factors, tuple(values))):
             yield candidate
             yield uniform(problem, candidate, rng.choice(LEVELS))

@@ -46,6 +46,8 @@ CLOSED = 3
 # The share by which computing alone is below the best estimate where finer meshes are searched, and
 # by which a finer mesh must be better.
 WORTHWHILE, BETTER = 0.02, 0.005
+# Bounds are sums of floating-point numbers, estimates of integers.
+ROUNDING = 1e-9
 # After so many in a row that are not, others are not looked at.
 IN_VAIN = 2
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
@@ -83,7 +85,8 @@ class Searched:
         if self.estimate_bound_ps <= 0:
             return None
         best = min(p.estimate_ps for p in self.proposals)
-        return max(0.0, best - self.estimate_bound_ps) / self.estimate_bound_ps
+        gap = best / self.estimate_bound_ps - 1
+        return 0.0 if abs(gap) < ROUNDING else gap
 
 
 def search(

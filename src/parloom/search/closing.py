@@ -14,12 +14,11 @@ from math import inf
 
 import numpy as np
 
-from parloom.search.domains import narrow_within
 from parloom.search.eliminate import Indices, Table
 from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
-from parloom.search.master import Found, MeshSearch
+from parloom.search.layouts import Multipliers
+from parloom.search.master import Found, MeshSearch, multipliers
 from parloom.search.polish import relaxed
-from parloom.search.prices import KEPT
 from parloom.search.sums import Worth
 
 # Bound and answer are brought together to within this share.
@@ -57,25 +56,26 @@ class _Closing:
         at = search.worth
         corners = (replace(at, gathered=g, reduced=r) for g, r in product((0.0, 1.0), repeat=2))
         self.worths = list(dict.fromkeys([*self.worths, *corners]))
-        self.sums: dict[Worth, list[Sum]] = {}
+        self.sums: dict[Worth, Sum] = {}
         self.joined: dict[int, None] = {}
         self.patience = Patience(COMPARED)
+        self.recompute = any(worth.held > 0 for worth in self.worths)
         self.kept = self._kept() if self.is_open else None
 
     def _kept(self) -> list[Indices] | None:
         """The choices that layouts take which may undercut the best answer."""
-        worth, every = self.worths[0], [np.zeros(0, dtype=np.intp)] * len(self.problem.sizes)
-        for policies in self.search.policies(worth):
-            limit = self.best + worth.held * self.search.limit_bytes
-            factors = self.problem.factors(self.search.multipliers(worth, policies))
-            kept = narrow_within(self.problem.sizes, factors, limit)
-            if kept is None:
-                return None
-            every = [np.union1d(some, more) for some, more in zip(every, kept, strict=True)]
-        if not all(map(len, every)):  # nothing is as cheap as the best answer
+        worth = self.worths[0]
+        counted = self._multipliers(worth)
+        limit = self.best + worth.held * self.search.limit_bytes
+        kept = self.problem.narrowed(counted, limit)
+        if kept is not None and not all(map(len, kept)):  # nothing is as cheap as the best answer
             self._prove(self.best)
             return None
-        return every
+        return kept
+
+    def _multipliers(self, worth: Worth) -> Multipliers:
+        """Those of `worth`; sums under all worths are over the same variables."""
+        return multipliers(worth, recompute=self.recompute)
 
     @property
     def enough(self) -> float:
@@ -114,11 +114,11 @@ class _Closing:
 
     def _follow(self, limit: float, at_most: int, whole: bool = False) -> Fronts | None:
         """Layouts that cost at most `limit`; with `whole` all of them."""
-        groups = [self._sums(worth) for worth in self.worths]
+        sums = [self._sum(worth) for worth in self.worths]
         joints = [self._joint(index) for index in self.joined]
         grid = 0.0 if whole else self.tolerance / 2 * self.best / len(self.problem.sizes)
         self.problem.work.spend()
-        found = fronts(groups, joints, limit, grid, at_most, self.patience)
+        found = fronts(sums, joints, limit, grid, at_most, self.patience)
         return found and replace(found, values=self._whole(found.values))
 
     def _whole(self, rows: Indices) -> Indices:
@@ -126,37 +126,25 @@ class _Closing:
         assert self.kept is not None
         return np.stack([k[rows[:, v]] for v, k in enumerate(self.kept)], axis=1)
 
-    def _sums(self, worth: Worth) -> list[Sum]:
-        """The cost under a worth, for each way to recompute."""
-        kept = self.kept
-        if worth not in self.sums and kept is not None:
-            held = worth.held * self.search.limit_bytes
-            found = (
-                self.problem.regrets(self.search.multipliers(worth, policies), kept)
-                for policies in self.search.policies(worth)
-            )
-            self.sums[worth] = [Sum(least - held, regrets) for least, regrets in found]
+    def _sum(self, worth: Worth) -> Sum:
+        """The cost under a worth."""
+        assert self.kept is not None
+        if worth not in self.sums:
+            least, regrets = self.problem.regrets(self._multipliers(worth), self.kept)
+            self.sums[worth] = Sum(least - worth.held * self.search.limit_bytes, regrets)
         return self.sums[worth]
 
     def _joint(self, index: int) -> Joint:
         """What a flow costs beyond what each of its readers counts."""
-        ways = self.problem.ways_of[index]
-        scope = frozenset(v for w in ways for v in (w.source, w.target) if v is not None)
-        function = self.problem.ways_of[index][0].function
-        multipliers = np.array(
-            [
-                self.search.multipliers(worth, policies).functions[function][:KEPT]
-                for worth in self.worths
-                for policies in self.search.policies(worth)
-            ]
-        )
+        scope = self.problem.ends(index)
+        counted = [self._multipliers(worth) for worth in self.worths]
 
         def costs(places: Indices) -> Table:
             rows = self._whole(places)
             some = rows[:, sorted(scope)]
             _, first, where = np.unique(some, axis=0, return_index=True, return_inverse=True)
-            beyond = np.array([self.problem.beyond(index, rows[row])[:KEPT] for row in first])
-            found: Table = (beyond @ multipliers.T)[where.reshape(-1)]
+            beyond = np.array([self.problem.beyond(index, rows[row], counted) for row in first])
+            found: Table = beyond[where.reshape(-1)]
             return found
 
         return Joint(scope, costs)
@@ -176,7 +164,8 @@ class _Closing:
         for values, bound, *known in zip(
             layouts, bounds[: len(layouts)], sharpened, joined, strict=True
         ):
-            cost, worth = relaxed(self.problem, values, self.search.limit_bytes, penalty)
+            layouts_only = self.problem.layouts(values)
+            cost, worth = relaxed(self.problem, layouts_only, self.search.limit_bytes, penalty)
             if cost < self.best:
                 self._polish([values])
             far = cost - bound > self.tolerance / 2 * self.best
@@ -189,12 +178,11 @@ class _Closing:
     def _join(self, values: tuple[int, ...]) -> bool:
         """Take flows into account for which `values` cost more than was counted."""
         new = False
-        policies = next(self.search.policies(self.search.worth))
-        functions = self.search.multipliers(self.search.worth, policies).functions
+        counted = [self._multipliers(self.search.worth)]
         for index, ways in enumerate(self.problem.ways_of):
             if index in self.joined or not ways:
                 continue
-            beyond = self.problem.beyond(index, values)[:KEPT] @ functions[ways[0].function][:KEPT]
+            (beyond,) = self.problem.beyond(index, values, counted)
             if beyond > self.tolerance / len(self.problem.sizes) * self.best:
                 self.joined[index] = None
                 new = True

@@ -8,9 +8,10 @@ that costs more above its least than is left between bound and limit is in no so
 limit.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from math import inf
+from itertools import combinations, product
+from math import inf, prod
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from parloom.search.shares import Pool
 MANY = 100_000
 # Tables of more cells than this are not kept: some hundreds of them are gigabytes.
 TOO_MANY = 1_000_000
+# Values of some variables are taken one by one where there are so many combinations at most.
+APART = 16
 # After so many sweeps at most; that it is enough is looked at after every `LOOK`.
 SWEEPS, LOOK = 60, 5
 # Shares are balanced in so many sweeps, or until the bound grows by less than this share in one.
@@ -41,31 +44,62 @@ def narrow_minimum(
     like: Sequence[int] | None = None,
     many: int = MANY,
     too_many: int = TOO_MANY,
+    apart: Sequence[int] = (),
 ) -> Minimum:
-    """As `minimum`, of factors over at most two variables; `like`: values that may be near it.
+    """As `minimum`, the better the fewer variables a factor has; `like`: values that may be near.
 
     Where tables of more than `too_many` cells are left, the cost is a bound, and the values are the
-    best that were found.
+    best that were found. `apart`: variables of which each value may be taken by itself.
     """
     given = list(factors)
     if most_cells(sizes, given) <= many:
         return minimum(sizes, given)
+    if 1 < prod(sizes[v] for v in apart) <= APART:
+        found = [
+            _among(narrow_minimum(list(map(len, kept)), some, None, many, too_many), kept)
+            for kept, some in _each(sizes, given, apart)
+        ]
+        return min(found, key=lambda some: some.cost)
     passing = _Passing(sizes, given, seeks=True)
     if like is not None:
         passing.see(like)
     kept = passing.run(many)
     if most_cells([len(k) for k in kept], given) > too_many:
-        passing.see(_among(given, passing.likely(too_many)).values)
+        passing.see(_minimum_among(given, passing.likely(too_many)).values)
         kept = passing.run(many)
         if most_cells([len(k) for k in kept], given) > too_many and passing.limit < inf:
             return Minimum(passing.bound - passing.rounding, passing.best)
-    return _among(given, kept)
+    return _minimum_among(given, kept)
 
 
-def _among(factors: Sequence[Factor], kept: Sequence[Indices]) -> Minimum:
+def _minimum_among(factors: Sequence[Factor], kept: Sequence[Indices]) -> Minimum:
     """The minimum over the values kept."""
-    found = minimum([len(k) for k in kept], restricted(factors, kept))
+    return _among(minimum([len(k) for k in kept], restricted(factors, kept)), kept)
+
+
+def _among(found: Minimum, kept: Sequence[Indices]) -> Minimum:
+    """A minimum over places among the values kept as one over values."""
     return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
+
+
+def _each(
+    sizes: Sequence[int], factors: Sequence[Factor], apart: Sequence[int]
+) -> Iterator[tuple[list[Indices], list[Factor]]]:
+    """All values of each variable with one of those in `apart`, for every combination of these; and
+    the factors of these values.
+    """
+    for values in product(*(range(sizes[v]) for v in apart)):
+        one = dict(zip(apart, values, strict=True))
+        kept = [np.array([one[v]]) if v in one else np.arange(n) for v, n in enumerate(sizes)]
+        some = restricted(factors, kept)
+        yield kept, [_without(factor, one) for factor in some]
+
+
+def _without(factor: Factor, fixed: Collection[int]) -> Factor:
+    """A factor without those of its variables that have one value."""
+    places = tuple(i for i, v in enumerate(factor.scope) if v in fixed)
+    scope = tuple(v for v in factor.scope if v not in fixed)
+    return Factor(scope, factor.costs.squeeze(places)) if places else factor
 
 
 def balance(sizes: Sequence[int], factors: Sequence[Factor], pools: Iterable[Pool]) -> None:
@@ -88,22 +122,36 @@ def narrowed(
 
 
 def narrow_within(
-    sizes: Sequence[int], factors: Sequence[Factor], limit: float
+    sizes: Sequence[int], factors: Sequence[Factor], limit: float, apart: Sequence[int] = ()
 ) -> list[Indices] | None:
     """As `narrowed`, or all values where tables are small as it is; None where all tables of an
-    elimination stay too large to be kept.
+    elimination stay too large to be kept. `apart` as in `narrow_minimum`.
     """
     if most_cells(sizes, factors) <= MANY:
         return [np.arange(size) for size in sizes]
-    kept = narrowed(sizes, factors, limit)
-    return kept if most_cells([len(k) for k in kept], factors) <= TOO_MANY else None
+    if not 1 < prod(sizes[v] for v in apart) <= APART:
+        kept = narrowed(sizes, factors, limit)
+        return kept if most_cells([len(k) for k in kept], factors) <= TOO_MANY else None
+    every = [np.zeros(0, dtype=np.intp)] * len(sizes)
+    for each, some in _each(sizes, factors, apart):
+        found = narrow_within(list(map(len, each)), some, limit)
+        if found is None:
+            return None
+        if all(map(len, found)):
+            more = [k[x] for k, x in zip(each, found, strict=True)]
+            every = [np.union1d(a, b) for a, b in zip(every, more, strict=True)]
+    return every
 
 
 def near_within(
-    sizes: Sequence[int], factors: Sequence[Factor], limit: float, at_most: int
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    limit: float,
+    at_most: int,
+    apart: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], ...] | None:
-    """As `near`; None, too, where tables stay too large."""
-    kept = narrow_within(sizes, factors, limit)
+    """As `near`; None, too, where tables stay too large. `apart` as in `narrow_minimum`."""
+    kept = narrow_within(sizes, factors, limit, apart)
     if kept is None:
         return None
     if not all(len(k) for k in kept):
@@ -132,8 +180,9 @@ def _finite(costs: Table) -> Table:
 
 
 class _Passing:
-    """Tables over one and two variables, which change while all sums stay the same. Where it
-    `seeks` the minimum, solutions that it comes by lower the limit.
+    """Tables over one and two variables, which change while all sums stay the same; what depends
+    on more is bounded by these. Where it `seeks` the minimum, solutions that it comes by lower the
+    limit.
     """
 
     def __init__(
@@ -174,9 +223,17 @@ class _Passing:
             (v,) = factor.scope
             self.single[v] = self.single[v] + costs
         else:
-            u, v = factor.scope
-            table = costs if u < v else costs.T
-            key = min(u, v), max(u, v)
+            self._pair(factor.scope, costs)
+
+    def _pair(self, scope: tuple[int, ...], costs: Table) -> None:
+        """A table as one over each pair of its variables, which together are nowhere above it."""
+        places = range(len(scope))
+        for i, j in combinations(places, 2):
+            others = tuple(k for k in places if k not in (i, j))
+            least = costs.min(axis=others)
+            costs = costs - np.expand_dims(least, others)
+            u, v = scope[i], scope[j]
+            table, key = (least, (u, v)) if u < v else (least.T, (v, u))
             self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
 
     @property

@@ -52,7 +52,7 @@ class Patience:
 
 
 def fronts(
-    groups: Sequence[Sequence[Sum]],
+    sums: Sequence[Sum],
     joints: Iterable[Joint],
     limit: float,
     grid: float,
@@ -62,28 +62,25 @@ def fronts(
     """The values that cost at most `limit`; None where more than `at_most` are followed at once, or
     where `patience` ends.
 
-    They cost the largest over `groups` of the least sum in each; all sums are eliminated in one
-    order. `grid`: costs are rounded down to multiples of it after every variable; where it is 0
-    they are not, and no values are left out for others.
+    They cost the largest of `sums`, which are all eliminated in one order. `grid`: costs are
+    rounded down to multiples of it after every variable; where it is 0 they are not, and no values
+    are left out for others.
     """
-    return _Following(groups, joints, limit, grid, at_most, patience).run()
+    return _Following(sums, joints, limit, grid, at_most, patience).run()
 
 
 class _Following:
     def __init__(
         self,
-        groups: Sequence[Sequence[Sum]],
+        sums: Sequence[Sum],
         joints: Iterable[Joint],
         limit: float,
         grid: float,
         at_most: int,
         patience: Patience,
     ) -> None:
-        self.groups, self.limit, self.grid, self.at_most = groups, limit, grid, at_most
-        self.sums = [s for group in groups for s in group]
+        self.sums, self.limit, self.grid, self.at_most = sums, limit, grid, at_most
         self.least = np.array([s.least for s in self.sums])
-        sizes = np.array([len(group) for group in groups])
-        self.starts = np.cumsum(sizes) - sizes
         self.waiting = list(joints)
         self.order = [regret.variable for regret in self.sums[0].regrets]
         self.found: Indices = np.zeros((1, len(self.order)), dtype=np.intp)
@@ -109,30 +106,25 @@ class _Following:
         return Fronts(self.found[order], bounds[order])
 
     def _bounds(self, above: Table) -> Table:
-        """What rows cost, the largest over groups of the least sum in each."""
-        costs: Table = np.minimum.reduceat(above + self.least, self.starts, axis=1).max(axis=1)
+        """What rows cost: the largest of the sums."""
+        costs: Table = (above + self.least).max(axis=1)
         return costs
 
     def _choose(self, step: int) -> None:
-        """Each row with each value of the next variable; group by group only those that are left
-        over by the groups before.
+        """Each row with each value of the next variable; sum by sum only those that are left over
+        by the sums before.
         """
         regret = self.sums[0].regrets[step]
         size = len(regret.costs)
         value = np.repeat(np.arange(size), len(self.found))
         which = np.tile(np.arange(len(self.found)), size)
         costs: list[NDArray[np.float64]] = []
-        index = 0
-        for group in self.groups:
+        for index, found in enumerate(self.sums):
             at: tuple[Any, ...] = value, *(self.found[which, v] for v in regret.rest)
-            mine = []
-            for found in group:
-                mine.append(self.above[which, index] + found.regrets[step].costs[at])
-                index += 1
-            cheapest = np.min([c + s.least for c, s in zip(mine, group, strict=True)], axis=0)
-            (left,) = np.nonzero(cheapest <= self.limit)
+            mine = self.above[which, index] + found.regrets[step].costs[at]
+            (left,) = np.nonzero(mine + found.least <= self.limit)
             value, which = value[left], which[left]
-            costs = [c[left] for c in (*costs, *mine)]
+            costs = [c[left] for c in (*costs, mine)]
         self.found = self.found[which]
         self.found[:, regret.variable] = value
         self.above = np.stack(costs, axis=1)
@@ -147,7 +139,8 @@ class _Following:
 
     def _thin(self, live: Sequence[int]) -> None:
         """Of rows that are alike in what matters later, those that no other undercuts."""
-        self.above = np.floor(self.above / self.grid) * self.grid
+        # Multiples are rounded, too, and never above what they stand for.
+        self.above = np.minimum(self.above, np.floor(self.above / self.grid) * self.grid)
         if len(self.found) < 2:
             return
         self.patience.left -= self.found.shape[0] * (len(live) + self.above.shape[1])

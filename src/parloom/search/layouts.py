@@ -10,7 +10,7 @@ A value that several operators of one call read is brought to each wanted state 
 counts a share of a movement for each reader, which is never more than the truth (`shares`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
@@ -19,83 +19,61 @@ from numpy.typing import NDArray
 
 from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
-from parloom.ir.ops import Site, op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Distinct, Menu, assignments, menu_of
+from parloom.search.choices import Menu, assignments, menu_of
 from parloom.search.domains import (
     GROWS,
     balance,
     cost_of,
     narrow_minimum,
+    narrow_within,
     near_within,
     restricted,
 )
 from parloom.search.eliminate import Factor, Indices, Minimum, Regret, Table, regrets
 from parloom.search.homes import agreements, homes
+from parloom.search.policies import again, policies_of, receiving, recomputed, running
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
     Block,
-    Flow,
+    Flags,
     Operator,
     Program,
-    Reader,
     State,
     Weight,
 )
+from parloom.search.reading import Reading, Way
 from parloom.search.shares import Payer, Pool
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, stored_of
-from parloom.search.ways import Ways
 from parloom.search.work import Work
 
 Totals = NDArray[np.int64]
-WHOLE = State(Layout())
 
 
 @dataclass(frozen=True)
 class Multipliers:
-    """What a part of a price counts: per function for operators and ways, and for weights."""
+    """What a part of a price counts, of operators and ways, and of weights; and whether calls may
+    recompute that need not.
+    """
 
-    functions: Mapping[str, NDArray[np.float64]]
+    passes: NDArray[np.float64]
     weights: NDArray[np.float64]
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A value per variable (operators, then shared weights), a level per weight, and what it costs
-    per function and for all weights. `bound` is what no solution under the multipliers undercuts.
+    """A value per variable (operators, shared weights, policies of recomputation), a level per
+    weight, and what passes and weights cost. `bound` is what no solution under the multipliers
+    undercuts.
     """
 
     values: tuple[int, ...]
     levels: tuple[Level, ...]
-    functions: Mapping[str, Totals]
+    passes: Totals
     weights: Totals
     bound: float = 0.0
-
-
-@dataclass
-class _Way:
-    """How one reader gets its value: tables between the states of two variables. `share` is what it
-    pays of that, [value of the source, state of the reader].
-    """
-
-    flow: Flow
-    reader: Reader | None
-    source: int | None
-    source_index: NDArray[np.intp]
-    target: int | None
-    target_index: NDArray[np.intp]
-    ways: Ways
-    kept: NDArray[np.int64]
-    function: str
-    share: Table
-
-    @property
-    def pair(self) -> tuple[int, int] | None:
-        """The variables at its ends, if there are two."""
-        if self.source is None or self.target is None or self.source == self.target:
-            return None
-        return self.source, self.target
 
 
 class LayoutProblem:
@@ -130,14 +108,17 @@ class LayoutProblem:
             index: len(self.menus) + position for position, index in enumerate(self.homes)
         }
         self.sizes = [*map(len, self.menus), *(len(h) for h in self.homes.values())]
+        self.policies = policies_of(program)
+        self.running, self.receiving = running(self.policies), receiving(self.policies)
+        self.calls: dict[tuple[int, Flags], Totals] = {}
         self.operators = [self._operator_parts(i) for i in range(len(self.menus))]
         self.agreements = tuple(
             agreements(program, self.mesh, self.menus, self.homes, self.variable)
         )
-        self.solved: tuple[int, ...] | None = None  # the minimum sought last
+        self.solved: dict[bool, tuple[int, ...]] = {}  # the minima sought last
         self.decided: dict[tuple[str, int], NodeDecision] = {}
-        self.tables: dict[object, Ways] = {}
-        self.ways_of = [tuple(self._ways(flow)) for flow in program.flows]
+        reading = Reading(program, self.prices, self.menus, self.homes, self.variable)
+        self.ways_of = [tuple(reading.ways(i, flow)) for i, flow in enumerate(program.flows)]
         self.ways = [way for ways in self.ways_of for way in ways]
 
     def solve(self, multipliers: Multipliers, tolerance: float = 0.0) -> Solution:
@@ -157,10 +138,13 @@ class LayoutProblem:
         """
         fixed, best, bound, before = self._fixed(multipliers), Minimum(inf, ()), -inf, -inf
         factors = [*fixed, *self._moving(multipliers)]
+        sizes, apart = self.domains(multipliers), self.apart(multipliers)
         while True:
             self.work.spend()
-            found = narrow_minimum(self.sizes, factors, self.solved)
-            self.solved, bound = found.values, max(bound, found.cost)
+            like = self.solved.get(multipliers.recompute)
+            found = narrow_minimum(sizes, factors, like, apart=apart)
+            self.solved[multipliers.recompute] = found.values
+            bound = max(bound, found.cost)
             if not isfinite(found.cost) or (enough is not None and bound >= enough):
                 return Minimum(bound, found.values)
             sharpened = self.sharpen(found.values)
@@ -184,9 +168,10 @@ class LayoutProblem:
         """All values that cost at most `limit` under `multipliers`; None where there are more than
         `at_most`.
         """
+        sizes, apart = self.domains(multipliers), self.apart(multipliers)
         while True:
             factors = self.factors(multipliers)
-            found = near_within(self.sizes, factors, limit, at_most)
+            found = near_within(sizes, factors, limit, at_most, apart)
             # What only optimistic prices of movements let in is gone the next time.
             if found is None or not any([self.sharpen(values) for values in found]):
                 return found
@@ -194,6 +179,25 @@ class LayoutProblem:
     def factors(self, multipliers: Multipliers) -> list[Factor]:
         """The whole cost as tables; ways as exact as they are."""
         return [*self._fixed(multipliers), *self._moving(multipliers)]
+
+    def domains(self, multipliers: Multipliers) -> list[int]:
+        """How many values each variable has: where calls may recompute, policies are variables."""
+        policies = [policy.size for policy in self.policies] if multipliers.recompute else []
+        return [*self.sizes, *policies]
+
+    def apart(self, multipliers: Multipliers) -> list[int]:
+        """The variables that are policies: nearly all tables of their block kinds have them."""
+        sizes = self.domains(multipliers)
+        return [v for v in range(len(self.sizes), len(sizes)) if sizes[v] > 1]
+
+    def narrowed(self, multipliers: Multipliers, limit: float) -> list[Indices] | None:
+        """See `domains.narrow_within`."""
+        sizes, factors = self.domains(multipliers), self.factors(multipliers)
+        return narrow_within(sizes, factors, limit, self.apart(multipliers))
+
+    def layouts(self, values: Sequence[int]) -> tuple[int, ...]:
+        """`values` without those of policies."""
+        return tuple(values[: len(self.sizes)])
 
     def _fixed(self, multipliers: Multipliers) -> list[Factor]:
         return [
@@ -204,12 +208,6 @@ class LayoutProblem:
 
     def _moving(self, multipliers: Multipliers) -> list[Factor]:
         return [self._way_factor(way, multipliers) for way in self.ways]
-
-    def _states(self, way: _Way, values: Sequence[int]) -> tuple[int, int]:
-        """Indices of the states that `values` mean at both ends of a way."""
-        source = way.source_index[0 if way.source is None else values[way.source]]
-        target = way.target_index[0 if way.target is None else values[way.target]]
-        return int(source), int(target)
 
     # Choices and homes
 
@@ -223,105 +221,58 @@ class LayoutProblem:
         """Prices of all choices of an operator, all its calls together: [choice, part]."""
         operator = self.program.operators[index]
         found = np.zeros((len(self.menus[index]), PARTS), dtype=np.int64)
-        for row, choice in enumerate(self.menus[index].choices):
-            for flags, count in operator.flows:
-                found[row] += count * self.prices.operator(index, choice, flags)
+        for flags, count in operator.flows:
+            found += count * self._call(index, flags)
         return found
 
-    # Ways
-
-    def _ways(self, flow: Flow) -> Iterator[_Way]:
-        source, index, states = self._source(flow)
-        kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
-        has = self._is_there(flow)
-        count = len(flow.readers) - (flow.like is not None) + flow.whole
-        for reader in flow.readers:
-            if reader == flow.like and not flow.outside:
-                continue
-            operator = self.program.operators[reader.operator]
-            flows = flow.differentiable and op_of(operator.node).differentiable
-            distinct = self.menus[reader.operator].operands[reader.operand]
-            table = self._table(flow, flows, states, distinct.values)
-            sizes = [self.prices.held_bytes(flow.spec, s) for s in distinct.values]
-            held = np.array(sizes, dtype=np.int64) * self.program.keeps(flow, reader)
-            twice = np.array([[has and s.layout == t.layout for t in distinct.values]
-                              for s in states])  # fmt: skip
-            yield _Way(flow, reader, source, index, reader.operator, distinct.index, table,
-                       np.where(twice, 0, held // max(kept, 1)), operator.function,
-                       np.full((len(index), len(distinct.values)), 1 / count))  # fmt: skip
-        if flow.whole:
-            table = self._table(flow, flow.differentiable, states, (WHOLE,))
-            none, nothing = np.zeros(1, dtype=np.intp), np.zeros((len(states), 1), dtype=np.int64)
-            main = self.program.graph.main.name
-            yield _Way(flow, None, source, index, None, none, table, nothing, main,
-                       np.full((len(index), 1), 1 / count))  # fmt: skip
-
-    def _source(self, flow: Flow) -> tuple[int | None, NDArray[np.intp], tuple[State, ...]]:
-        """The variable that a flow comes from, and the states that its values mean."""
-        found: Distinct[State]
-        if flow.operator >= 0:
-            found = self.menus[flow.operator].results[flow.result]
-            return flow.operator, found.index, found.values
-        if flow.weight >= 0:
-            homes = self.homes[flow.weight]
-            found = Distinct.of(State(home.layout, home.reduce) for home in homes)
-            return self.variable[flow.weight], found.index, found.values
-        if flow.like is not None:
-            found = self.menus[flow.like.operator].operands[flow.like.operand]
-            return flow.like.operator, found.index, found.values
-        return None, np.zeros(1, dtype=np.intp), (WHOLE,)
-
-    def _table(
-        self, flow: Flow, flows: bool, sources: tuple[State, ...], targets: tuple[State, ...]
-    ) -> Ways:
-        key = flow.spec, flows, sources, targets
-        if key not in self.tables:
-            self.tables[key] = Ways(self.prices, flow.spec, flows, sources, targets)
-        return self.tables[key]
-
-    def _is_there(self, flow: Flow) -> bool:
-        """Whether the value as it is made stays in memory of this part, whoever reads it."""
-        if flow.operator < 0:
-            return flow.like is not None and not flow.outside
-        operator = self.program.operators[flow.operator]
-        site = Site(operator.node, operator.operands)
-        flows = any(any(flags) for flags, _ in operator.flows)
-        return flows and ("result", flow.result) in op_of(operator.node).saves(site)
+    def _call(self, index: int, flags: Flags) -> Totals:
+        """Prices of all choices of an operator in one call: [choice, part]."""
+        key = index, flags
+        if key not in self.calls:
+            prices = [self.prices.operator(index, c, flags) for c in self.menus[index].choices]
+            self.calls[key] = np.array(prices, dtype=np.int64).reshape(-1, PARTS)
+        return self.calls[key]
 
     # Numbers
 
     def _operator_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
+        more = again(multipliers.passes)
         for index, parts in enumerate(self.operators):
-            weights = multipliers.functions[self.program.operators[index].function]
-            yield Factor((index,), parts @ weights)
+            plain = Factor((index,), parts @ multipliers.passes)
+            adding = [(p, self._call(index, flags) @ more) for p, flags in self.running[index]]
+            yield self._with_policies(plain, adding, multipliers)
 
-    def _way_factor(self, way: _Way, multipliers: Multipliers) -> Factor:
-        """A way as a table over the choices at both ends."""
-        kept = multipliers.functions[way.function][KEPT] * way.flow.count * way.kept
-        costs = self._unshared(way, multipliers) * way.share + kept[way.source_index]
-        costs = np.where(way.ways.legal[way.source_index], costs, np.inf)
-        if way.source is None:
-            return Factor(
-                (way.target,) if way.target is not None else (), costs[0, way.target_index]
-            )
-        if way.target is None:
-            return Factor((way.source,), costs[:, 0])
-        if way.source == way.target:
-            return Factor((way.source,), costs[range(len(costs)), way.target_index])
-        return Factor((way.source, way.target), costs[:, way.target_index])
+    def _way_factor(self, way: Way, multipliers: Multipliers) -> Factor:
+        """A way as a table over the choices at both ends, and the policies of its calls."""
+        costs = way.flow.count * way.paid(multipliers.passes)
+        plain = way.factor(np.where(way.ways.legal[way.source_index], costs, np.inf))
+        policies = self.receiving[way.number]
+        once = way.factor(way.paid(again(multipliers.passes))).costs if policies else None
+        adding = [(p, once) for p in policies if once is not None]
+        return self._with_policies(plain, adding, multipliers)
 
-    def _unshared(self, way: _Way, multipliers: Multipliers) -> Table:
-        """What a way costs whoever pays for it: [value of the source, state of the reader]."""
-        weights = multipliers.functions[way.function] * way.flow.count
-        costs = np.tensordot(weights[:KEPT], way.ways.parts[:KEPT], axes=1)
-        if weights[LINKS].any():
-            costs += np.tensordot(weights[LINKS], way.ways.parts[LINKS], axes=1)
-        found: Table = costs[way.source_index]
-        return found
+    def _with_policies(
+        self, plain: Factor, adding: Sequence[tuple[int, Table]], multipliers: Multipliers
+    ) -> Factor:
+        """A table, and what is added by each call that recomputes, for some policies."""
+        scope, costs = plain.scope, plain.costs
+        for position, once in adding:
+            policy = self.policies[position]
+            once = once.reshape(*once.shape, *[1] * (costs.ndim - once.ndim))
+            costs = costs + policy.least * once
+            if multipliers.recompute and policy.size > 1:
+                scope = *scope, len(self.sizes) + position
+                costs = np.stack([costs, costs + policy.free * once], axis=-1)
+            elif multipliers.recompute:
+                costs = costs + np.minimum(0.0, policy.free * once)
+        return Factor(scope, costs)
 
     def balance(self, multipliers: Multipliers) -> None:
-        """Share movements among readers such that the least cost under `multipliers` grows."""
-        pools: dict[Pool, list[_Way]] = {}
+        """Share movements among readers such that the least cost under `multipliers` grows, where
+        no call recomputes that need not.
+        """
+        plain = replace(multipliers, recompute=False)
+        pools: dict[Pool, list[Way]] = {}
         for ways in self.ways_of:
             for flows in (False, True):
                 some = [way for way in ways if way.pair and way.ways.flows == flows]
@@ -329,14 +280,17 @@ class LayoutProblem:
                     payers = [self._payer(way, multipliers) for way in some]
                     pools[Pool(payers, len(some) / len(ways))] = some
         self.work.spend()
-        balance(self.sizes, self.factors(multipliers), pools)
+        balance(self.sizes, self.factors(plain), pools)
         for pool, some in pools.items():
             for way, share in zip(some, pool.shares(), strict=True):
                 way.share = share
 
-    def _payer(self, way: _Way, multipliers: Multipliers) -> Payer:
+    def _payer(self, way: Way, multipliers: Multipliers) -> Payer:
         assert way.pair, "the reader of a way between two variables"
-        prices = np.where(way.ways.legal[way.source_index], self._unshared(way, multipliers), 0.0)
+        policies = (self.policies[position] for position in self.receiving[way.number])
+        forced = sum(policy.least for policy in policies)
+        counted = way.flow.count * multipliers.passes + forced * again(multipliers.passes)
+        prices = np.where(way.ways.legal[way.source_index], way.unshared(counted), 0.0)
         # Where no gradient comes back, whatever reaches the layout will do.
         states = [s if way.ways.flows else s.layout for s in way.ways.targets]
         return Payer(*way.pair, way.target_index, states, prices, way.share)
@@ -379,25 +333,29 @@ class LayoutProblem:
     ) -> Solution:
         """What `values` cost in truth, with the levels that are best under `multipliers`."""
         levels, weights = self._levels(values, multipliers)
-        return Solution(tuple(values), levels, self.passes(values), weights, bound)
+        passes, picked = self.passes(values), values[len(self.sizes) :]
+        for policy, value in zip(self.policies, picked or [0] * len(self.policies), strict=True):
+            once = self.passes_of(policy.block, values)
+            more = recomputed(once) - once
+            if multipliers.recompute and not policy.chosen:
+                value = int(more @ multipliers.passes < 0)
+            passes += policy.recomputing(value) * more
+        return Solution(tuple(values), levels, passes, weights, bound)
 
-    def passes(self, values: Sequence[int]) -> dict[str, Totals]:
-        """Prices of all calls per function."""
-        graph = self.program.graph
-        found = {f.name: np.zeros(PARTS, dtype=np.int64) for f in (graph.main, *graph.functions)}
+    def passes(self, values: Sequence[int]) -> Totals:
+        """Prices of all calls, where none recomputes."""
+        found = np.zeros(PARTS, dtype=np.int64)
         for index, parts in enumerate(self.operators):
-            found[self.program.operators[index].function] += parts[values[index]]
+            found += parts[values[index]]
         for index, flow in enumerate(self.program.flows):
-            if self.ways_of[index]:
-                function = self.ways_of[index][0].function
-                found[function] += flow.count * self._moved(index, values)
+            found += flow.count * self._moved(index, values)
         return found
 
     def passes_of(self, block: Block, values: Sequence[int]) -> Totals:
         """The price of one call."""
         found = np.zeros(PARTS, dtype=np.int64)
         for index, flags in block.operators:
-            found += self.prices.operator(index, self.menus[index].choices[values[index]], flags)
+            found += self._call(index, flags)[values[index]]
         for index in block.flows:
             found += self._moved(index, values)
         return found
@@ -413,29 +371,40 @@ class LayoutProblem:
         """Price the ways that `values` use; whether any was optimistic."""
         changed = False
         for way in self.ways:
-            changed |= way.ways.sharpen(*self._states(way, values))
+            changed |= way.ways.sharpen(*way.states(values))
         return changed
 
-    def beyond(self, index: int, values: Sequence[int]) -> NDArray[np.float64]:
-        """What a flow costs in all calls beyond what is counted for each of its readers, by parts,
+    def ends(self, index: int) -> frozenset[int]:
+        """The variables on which it depends what a flow costs."""
+        ends = (end for way in self.ways_of[index] for end in (way.source, way.target))
+        policies = (p for p in self.receiving[index] if self.policies[p].size > 1)
+        found = {end for end in ends if end is not None}
+        return frozenset(found.union(len(self.sizes) + p for p in policies))
+
+    def beyond(
+        self, index: int, values: Sequence[int], multipliers: Sequence[Multipliers]
+    ) -> list[float]:
+        """What a flow costs in all calls beyond what its readers pay, under each of `multipliers`,
         as far as prices are known; never below zero.
         """
-        flow, ways = self.program.flows[index], self.ways_of[index]
         whole = self._moved(index, values, exact=False).astype(float)
-        whole[KEPT] = 0
-        for way in ways:
-            source, target = self._states(way, values)
-            share = way.share[0 if way.source is None else values[way.source], target]
+        for way in self.ways_of[index]:
+            source, target = way.states(values)
+            share = way.share[way.source_value(values), target]
             whole[:KEPT] -= share * way.ways.parts[:KEPT, source, target]
-        return flow.count * whole
+        calls = 0
+        for position in self.receiving[index]:
+            variable = len(self.sizes) + position
+            value = values[variable] if variable < len(values) else 0
+            calls += self.policies[position].recomputing(value)
+        count = self.program.flows[index].count
+        counted = (count * m.passes + calls * again(m.passes) for m in multipliers)
+        return [float(whole[:KEPT] @ some[:KEPT]) for some in counted]
 
     def unpaid(self, values: Sequence[int], multipliers: Multipliers) -> float:
         """What all flows cost beyond what their readers pay."""
-        return sum(
-            float(self.beyond(i, values)[:KEPT] @ multipliers.functions[ways[0].function][:KEPT])
-            for i, ways in enumerate(self.ways_of)
-            if len(ways) > 1
-        )
+        shared = (index for index, ways in enumerate(self.ways_of) if len(ways) > 1)
+        return sum(self.beyond(index, values, [multipliers])[0] for index in shared)
 
     def _moved(self, index: int, values: Sequence[int], exact: bool = True) -> Totals:
         """What it costs to bring a value to all its readers in a call, equal wishes once."""
@@ -443,7 +412,7 @@ class LayoutProblem:
         wanted: set[State] = set()
         layouts: set[Layout] = set()
         for way in self.ways_of[index]:
-            source, target = self._states(way, values)
+            source, target = way.states(values)
             if exact:
                 way.ways.sharpen(source, target)
             state = way.ways.targets[target]

@@ -12,7 +12,7 @@ from parloom.ir.plan import Decisions
 from parloom.search.conflicts import meshes_of, smallest_conflict
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.pinned import Pinned, clashes
-from parloom.search.pins import KEEP, Pin
+from parloom.search.pins import Pin
 from parloom.search.polish import decisions, polish
 from parloom.search.prices import KEPT, LINKS, PARTS
 from parloom.search.program import program_of
@@ -66,7 +66,7 @@ def possible(question: Question, base: Decisions) -> bool:
     if clashes(question.pinned):
         return False
     return any(
-        np.isfinite(problem.solve(_multipliers(problem, SPEED)).bound)
+        np.isfinite(problem.solve(_multipliers(SPEED)).bound)
         for problem in problems(question, base)
     )
 
@@ -79,36 +79,26 @@ def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
     """
     batch = sum(entry.value.spec.num_bytes for entry in question.graph.of_kind("batch"))
     for problem in problems(question, base):
-        bound = problem.solve(_stored(problem)).bound + batch
+        bound = problem.solve(_stored()).bound + batch
         if not np.isfinite(bound):
             continue
-        found = problem.solve(_multipliers(problem, SPEED))
-        candidate = polish(problem, found.values, found.bound * (1 + 1e-6))
+        found = problem.solve(_multipliers(SPEED))
+        candidate = polish(problem, problem.layouts(found.values), found.bound * (1 + 1e-6))
         if candidate is not None:
             yield Least(int(bound), decisions(problem, candidate, base))
 
 
-def _stored(problem: LayoutProblem) -> Multipliers:
+def _stored() -> Multipliers:
     """A byte that is stored counts one, and nothing else."""
     weights = np.zeros(WEIGHT_PARTS)
     weights[STORED] = 1.0
-    graph = problem.program.graph
-    return Multipliers({f.name: np.zeros(PARTS) for f in (graph.main, *graph.functions)}, weights)
+    return Multipliers(np.zeros(PARTS), weights)
 
 
-def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
-    """A byte counts one; nothing is kept of blocks that may all be recomputed."""
-    program = problem.program
-    kept = {program.graph.main.name: 1.0}
-    for block in program.blocks:
-        whole = all(program.pinned.policies.get(p) == KEEP for p in block.prefixes)
-        kept[block.function] = min(kept.get(block.function, 1.0), float(whole))
-    functions = {}
-    for function in (program.graph.main, *program.graph.functions):
-        functions[function.name] = np.full(PARTS, speed)
-        functions[function.name][LINKS] = 0.0
-        functions[function.name][KEPT] = kept.get(function.name, 1.0)
-    weights = np.full(WEIGHT_PARTS, speed)
+def _multipliers(speed: float) -> Multipliers:
+    """A byte counts one, whether it is kept or stored."""
+    passes, weights = np.full(PARTS, speed), np.full(WEIGHT_PARTS, speed)
+    passes[LINKS], passes[KEPT] = 0.0, 1.0
     weights[[STORED, MOVING]] = 1.0
     weights[MEASURES] = 0.0
-    return Multipliers(functions, weights)
+    return Multipliers(passes, weights, recompute=True)

@@ -7,17 +7,16 @@ finds bounds all layouts from below. For each of them, an integer program choose
 recomputation (`polish`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 from math import inf, isfinite
 
 import numpy as np
 
-from parloom.search.layouts import LayoutProblem, Multipliers, Solution
+from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.linear import LinearProgram
 from parloom.search.polish import GB, MS, Candidate, polish
-from parloom.search.prices import PARTS
+from parloom.search.prices import BACKWARD, FORWARD, KEPT, LINKS, PARTS
 from parloom.search.storage import (
     AFTER,
     AGAIN,
@@ -30,7 +29,7 @@ from parloom.search.storage import (
     WEIGHT_PARTS,
     Level,
 )
-from parloom.search.sums import Sums, Worth, recomputed, summed
+from parloom.search.sums import Sums, Worth, summed
 
 ROUNDS = 30
 AT_MOST = 32
@@ -39,9 +38,7 @@ TRIES = 6
 SOLVED = 0.2
 # Milliseconds that a gigabyte above the limit costs: more than any plan.
 PENALTY = 1e7
-Policies = tuple[bool, ...]
-"""Per block kind, whether all of its calls recompute."""
-Column = tuple[Policies, tuple[int, ...], tuple[Level, ...]]
+Column = tuple[tuple[int, ...], tuple[Level, ...]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,6 @@ class MeshSearch:
         worth: Worth | None = None,
     ) -> None:
         self.problem, self.limit_bytes, self.at_most = problem, limit_bytes, at_most
-        self.kinds = tuple(dict.fromkeys(block.function for block in problem.program.blocks))
         self.columns: dict[Column, Sums] = {}
         self.polished: dict[tuple[int, ...], Candidate | None] = {}
         self.bounds: dict[Worth, float] = {}
@@ -86,7 +82,7 @@ class MeshSearch:
             if not new or cost - bound <= tolerance * cost:
                 break
         self.bound = bound
-        self.polish(values for _, values, _ in self.columns)
+        self.polish(values for values, _ in self.columns)
         return Found(self.candidates(), bound)
 
     def nearby(self, found: Found, share: float) -> tuple[Candidate, ...]:
@@ -108,7 +104,7 @@ class MeshSearch:
 
     def polish(self, layouts: Iterable[tuple[int, ...]]) -> None:
         """Choose storage and recomputation for each of these."""
-        for values in layouts:
+        for values in map(self.problem.layouts, layouts):
             if values not in self.polished:
                 self.polished[values] = polish(self.problem, values, self.limit_bytes)
 
@@ -120,34 +116,20 @@ class MeshSearch:
 
     def _near(self, cost: float) -> set[tuple[int, ...]] | None:
         """The layouts that cost at most `cost` under the worth that proves the bound, if few."""
-        worth = self.worth
-        found: set[tuple[int, ...]] = set()
-        for policies in self.policies(worth):
-            limit = cost + worth.held * self.limit_bytes
-            layouts = self.problem.near(self.multipliers(worth, policies), limit, self.at_most)
-            if layouts is None:
-                return None
-            found.update(layouts)
-        return found if len(found) <= self.at_most else None
+        limit = cost + self.worth.held * self.limit_bytes
+        found = self.problem.near(multipliers(self.worth), limit, self.at_most)
+        return None if found is None else set(map(self.problem.layouts, found))
 
     def _add(self, worth: Worth, tolerance: float) -> tuple[bool, float]:
         """Add the best layouts under `worth`: whether they are new, and the bound they prove."""
-        best, new = float("inf"), False
-        for policies in self.policies(worth):
-            solution = self.problem.solve(self.multipliers(worth, policies), tolerance)
-            if not isfinite(solution.bound):  # pins leave nothing
-                return False, solution.bound
-            best = min(best, solution.bound - worth.held * self.limit_bytes)
-            key = policies, solution.values, solution.levels
-            new |= key not in self.columns
-            self.columns[key] = self.sums(solution, policies)
-        self.bounds[worth] = best
-        return new, best
-
-    def policies(self, worth: Worth) -> Iterator[Policies]:
-        """What block kinds may do. Recomputing is worth nothing where memory is."""
-        choices = (False, True) if worth.held > 0 else (False,)
-        return iter(product(choices, repeat=len(self.kinds)))
+        solution = self.problem.solve(multipliers(worth), tolerance)
+        if not isfinite(solution.bound):  # pins leave nothing
+            return False, solution.bound
+        key = solution.values, solution.levels
+        new = key not in self.columns
+        self.columns[key] = summed(solution.passes, solution.weights)
+        self.bounds[worth] = solution.bound - worth.held * self.limit_bytes
+        return new, self.bounds[worth]
 
     def _combine(self) -> tuple[float, Worth]:
         """The best mixture of all columns: its cost, and the worth that it gives the sums."""
@@ -182,28 +164,16 @@ class MeshSearch:
             max(0.0, -prices[memory]) * MS / GB,
         )
 
-    def multipliers(self, worth: Worth, policies: Policies) -> Multipliers:
-        """What each part of a price counts under `worth`."""
-        forward, backward = 1.0 - worth.gathered, 1.0 - worth.reduced
-        kept = np.array([forward, 1.0, backward, 1.0, worth.held, 0.0, 0.0])
-        again = np.array([forward + backward, 2.0, backward, 1.0, 0.0, 0.0, 0.0])
-        recomputes = dict(zip(self.kinds, policies, strict=True))
-        graph = self.problem.program.graph
-        functions = {
-            f.name: again if recomputes.get(f.name) else kept
-            for f in (graph.main, *graph.functions)
-        }
-        weights = np.zeros(WEIGHT_PARTS)
-        weights[[ALONE, AFTER]] = 1.0
-        weights[GATHERED] = worth.gathered
-        weights[[STORED, MOVING]] = worth.held
-        weights[[AGAIN, CHUNKED, REDUCED]] = worth.reduced
-        return Multipliers(functions, weights)
 
-    def sums(self, solution: Solution, policies: Policies) -> Sums:
-        """What a solution adds up to, where all calls of a kind do the same."""
-        recomputes = dict(zip(self.kinds, policies, strict=True))
-        passes = np.zeros(PARTS, dtype=np.int64)
-        for name, parts in solution.functions.items():
-            passes += recomputed(parts) if recomputes.get(name) else parts
-        return summed(passes, solution.weights)
+def multipliers(worth: Worth, *, recompute: bool | None = None) -> Multipliers:
+    """What each part of a price counts under `worth`. Recomputing is worth nothing where memory is,
+    so that then it is no choice, unless `recompute` says so.
+    """
+    passes, weights = np.ones(PARTS), np.zeros(WEIGHT_PARTS)
+    passes[FORWARD], passes[BACKWARD] = 1.0 - worth.gathered, 1.0 - worth.reduced
+    passes[KEPT], passes[LINKS] = worth.held, 0.0
+    weights[[ALONE, AFTER]] = 1.0
+    weights[GATHERED] = worth.gathered
+    weights[[STORED, MOVING]] = worth.held
+    weights[[AGAIN, CHUNKED, REDUCED]] = worth.reduced
+    return Multipliers(passes, weights, worth.held > 0 if recompute is None else recompute)

@@ -1,6 +1,6 @@
 """Storage and recomputation for given layouts, by integer program."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,9 +8,8 @@ import numpy as np
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.layouts import LayoutProblem, Totals
 from parloom.search.linear import LinearProgram, picked
-from parloom.search.pins import KEEP, RECOMPUTE
-from parloom.search.prices import BACKWARD, FORWARD, KEPT, PARTS
-from parloom.search.program import Block
+from parloom.search.policies import limits, recomputed, recomputing
+from parloom.search.prices import BACKWARD, FORWARD, KEPT
 from parloom.search.storage import (
     AFTER,
     AGAIN,
@@ -23,7 +22,7 @@ from parloom.search.storage import (
     WEIGHT_PARTS,
     Level,
 )
-from parloom.search.sums import Sums, Worth, recomputed, summed
+from parloom.search.sums import Sums, Worth, summed
 
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
 # How far an answer may be from the best.
@@ -135,11 +134,11 @@ def _choices(
     for block in problem.program.blocks:
         once = problem.passes_of(block, values)
         more = recomputed(once) - once
-        forced, most = _limits(problem, block)
+        forced, most = limits(problem.program, block)
         cost = float(more[:KEPT].sum()) / MS
         column = program.column(cost, forced, most, integer=True)
         blocks.append(_Choice((column,), (more,)))
-    base = sum(problem.passes(values).values(), np.zeros(PARTS, dtype=np.int64))
+    base = problem.passes(values)
     over: dict[int, float] = {} if above is None else {program.column(above * GB / MS): -1.0}
     _limit(program, spare, base, [c for _, c in weights], blocks, limit_bytes, over)
     return _Choices(program, weights, blocks, base)
@@ -162,7 +161,7 @@ def uniform(
         best = max(alike, key=lambda i: problem.mesh.size(options[i].axes), default=0)
         levels.append(((options[best], weight.count),))
         total += weight.count * parts[best]
-    passes = sum(problem.passes(candidate.values).values(), np.zeros(PARTS, dtype=np.int64))
+    passes = problem.passes(candidate.values)
     for block, count in zip(problem.program.blocks, candidate.recomputed, strict=True):
         once = problem.passes_of(block, candidate.values)
         passes += count * (recomputed(once) - once)
@@ -171,7 +170,7 @@ def uniform(
 
 def least_bytes(problem: LayoutProblem, values: Sequence[int]) -> int:
     """What storage and recomputation can save at most: bytes that are held in any case."""
-    held = sum(int(parts[KEPT]) for parts in problem.passes(values).values())
+    held = int(problem.passes(values)[KEPT])
     for index, weight in enumerate(problem.program.weights):
         _, parts = problem.storage.options(problem.stored(index, values))
         held += weight.count * int((parts[:, STORED] + parts[:, MOVING]).min())
@@ -244,29 +243,7 @@ def decisions(problem: LayoutProblem, candidate: Candidate, base: Decisions) -> 
     activations = tuple(
         ActivationDecision(prefix, "recompute")
         for block, count in zip(program.blocks, candidate.recomputed, strict=True)
-        for prefix in _chosen(problem, block, count)
+        for prefix in recomputing(program, block, count)
     )
     plain = problem.decisions(candidate.values, base)
     return replace(plain, parameters=tuple(parameters), activations=activations)
-
-
-def _policies(problem: LayoutProblem, block: Block) -> Iterator[str | None]:
-    """What each call of a block must do, by a pin or because the user's model checkpoints it."""
-    asked = set(problem.program.graph.recomputed_calls)
-    for prefix in block.prefixes:
-        own = RECOMPUTE if prefix in asked else None
-        yield problem.program.pinned.policies.get(prefix, own)
-
-
-def _limits(problem: LayoutProblem, block: Block) -> tuple[int, int]:
-    """How many calls recompute at least, and at most."""
-    policies = tuple(_policies(problem, block))
-    return policies.count(RECOMPUTE), len(policies) - policies.count(KEEP)
-
-
-def _chosen(problem: LayoutProblem, block: Block, count: int) -> tuple[str, ...]:
-    """The `count` calls that recompute: those that must, then the last of those that may."""
-    policies = tuple(zip(block.prefixes, _policies(problem, block), strict=True))
-    forced = [prefix for prefix, policy in policies if policy == RECOMPUTE]
-    others = [prefix for prefix, policy in policies if policy is None]
-    return (*forced, *others[len(others) - (count - len(forced)) :])

@@ -8,7 +8,6 @@ tables of a bearable size hold. Where that is all of them, the search leaves out
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from math import inf, prod
 
 import numpy as np
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
 from parloom.search.choices import Menu, menu_of
-from parloom.search.domains import narrow_within
 from parloom.search.eliminate import marginals
-from parloom.search.master import MeshSearch
+from parloom.search.master import MeshSearch, multipliers
 from parloom.search.meshes import NAMES, across
 from parloom.search.program import Axes, Program
 from parloom.search.single import Single
@@ -31,6 +29,8 @@ CUTS = 4
 KEPT_CHOICES, CELLS = (64, 48, 32, 24), 2e6
 # By how much plans are above the best of a mesh that are told apart.
 BEYOND = 0.25
+# In place of a variable that says whether calls recompute.
+POLICY = -1
 Costs = NDArray[np.float64]
 Where = tuple[int, PrimeAxis, str | None]
 """An operator, a prime axis of the cluster, and the factor that it is on (None: on none)."""
@@ -63,22 +63,20 @@ class Tally:
         """Take down what each choice of each operator costs on a mesh that was searched."""
         problem, worth = search.problem, search.worth
         held, limit = worth.held * search.limit_bytes, search.best_ps * (1 + BEYOND)
-        found: list[list[Costs]] = []
-        for policies in search.policies(worth):
-            multipliers = search.multipliers(worth, policies)
-            there = narrow_within(problem.sizes, problem.factors(multipliers), limit + held)
-            if there is None:
-                return
-            found.append([np.full(size, limit) for size in problem.sizes])
-            if not all(map(len, there)):
-                continue  # nothing is that cheap
-            least, tables = problem.regrets(multipliers, there)
-            self.scopes = tuple((table.variable, *table.rest) for table in tables)
-            known = marginals(least - held, tables)
-            for index, costs in known.items():
-                found[-1][index][there[index]] = costs
+        counted = multipliers(worth)
+        there = problem.narrowed(counted, limit + held)
+        if there is None or not all(map(len, there)):
+            return
+        least, tables = problem.regrets(counted, there)
+        last = len(problem.sizes)
+        self.scopes = tuple(
+            tuple(v if v < last else POLICY for v in (table.variable, *table.rest))
+            for table in tables
+        )
+        known = marginals(least - held, tables)
         for index, menu in enumerate(problem.menus):
-            costs = reduce(np.minimum, (some[index] for some in found))
+            costs = np.full(len(menu), limit)
+            costs[there[index]] = known[index]
             self._note(index, menu, problem.mesh, costs)
 
     def _note(self, index: int, menu: Menu, mesh: Mesh, costs: Costs) -> None:
@@ -99,9 +97,8 @@ class Tally:
         """How many choices of each operator tables can hold, where there are so many."""
         for most in KEPT_CHOICES:
             sizes = [min(most, count) for count in counts]
-            cells = sum(
-                prod(sizes[v] if v < len(sizes) else most for v in scope) for scope in self.scopes
-            )
+            known = dict(enumerate(sizes)) | {POLICY: 2}
+            cells = sum(prod(known.get(v, most) for v in scope) for scope in self.scopes)
             if cells <= CELLS:
                 return most
         return KEPT_CHOICES[-1]
@@ -168,8 +165,4 @@ def undercut(search: MeshSearch, worth: Worth, enough: float) -> float:
     another; as soon as that is `enough`.
     """
     held = worth.held * search.limit_bytes
-    bounds = (
-        search.problem.undercut(search.multipliers(worth, policies), enough + held)
-        for policies in search.policies(worth)
-    )
-    return min(bounds) - held
+    return search.problem.undercut(multipliers(worth), enough + held) - held

@@ -36,7 +36,7 @@ def least_step_ps(problem: LayoutProblem, enough: float = inf) -> int:
     for _ in range(ROUNDS):
         if bound >= enough:
             break
-        multipliers = _multipliers(problem, shares)
+        multipliers = _multipliers(shares)
         problem.work.spend()
         found = narrow_minimum(problem.sizes, problem.factors(multipliers))
         if found.cost == inf:
@@ -44,7 +44,7 @@ def least_step_ps(problem: LayoutProblem, enough: float = inf) -> int:
         bound = max(bound, found.cost)
         changed = problem.sharpen(found.values)
         solution = problem.evaluate(found.values, multipliers)
-        passes = sum(solution.functions.values(), np.zeros(PARTS, dtype=np.int64))
+        passes = solution.passes
         known.append(solution.weights[MEASURES].copy())
         known[-1][0] += passes[FORWARD] + passes[BACKWARD]
         known[-1][1:] += passes[LINKS]
@@ -54,13 +54,12 @@ def least_step_ps(problem: LayoutProblem, enough: float = inf) -> int:
     return int(bound)
 
 
-def _multipliers(problem: LayoutProblem, shares: Shares) -> Multipliers:
+def _multipliers(shares: Shares) -> Multipliers:
     passes, weights = np.zeros(PARTS), np.zeros(WEIGHT_PARTS)
     passes[[FORWARD, BACKWARD]] = shares[0]
     passes[LINKS] = shares[1:]
     weights[MEASURES] = shares
-    graph = problem.program.graph
-    return Multipliers({f.name: passes for f in (graph.main, *graph.functions)}, weights)
+    return Multipliers(passes, weights)
 
 
 def _shares(known: list[NDArray[np.int64]]) -> tuple[float, Shares]:

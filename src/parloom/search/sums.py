@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from parloom.search.layouts import Totals
-from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
+from parloom.search.prices import BACKWARD, FORWARD, KEPT
 from parloom.search.storage import AFTER, AGAIN, ALONE, CHUNKED, GATHERED, MOVING, REDUCED, STORED
 
 
@@ -32,15 +32,6 @@ class Worth:
     gathered: float = 0.5
     reduced: float = 0.5
     held: float = 0.0
-
-
-def recomputed(parts: Totals) -> Totals:
-    """The parts of a block whose forward pass is run again in its backward pass."""
-    found = parts.copy()
-    found[BACKWARD] += parts[FORWARD]
-    found[BACKWARD_SENT] += parts[FORWARD_SENT]
-    found[KEPT] = 0
-    return found
 
 
 def summed(passes: Totals, weights: Totals) -> Sums:

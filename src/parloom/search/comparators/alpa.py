@@ -281,7 +281,7 @@ class Answer:
 def solve(problem: LayoutProblem, followed: Followed, max_nodes: int) -> Answer | None:
     """The least communication in `max_nodes` branches; None where none was found."""
     _sharpen(problem, followed)
-    factors = [_led(f, followed) for f in problem.factors(communicated(problem.program))]
+    factors = [_led(f, followed) for f in problem.factors(communicated())]
     leaders = sorted(set(followed.leader))
     place = {leader: i for i, leader in enumerate(leaders)}
     placed = [Factor(tuple(place[v] for v in f.scope), f.costs) for f in factors]

@@ -28,13 +28,12 @@ ALONE = Mesh((MeshAxis(NAMES[0], (PrimeAxis(1, 1, 0),)),))
 """The mesh of one device."""
 
 
-def communicated(program: Program) -> Multipliers:
+def communicated() -> Multipliers:
     """What is sent counts, and nothing else."""
     passes, weights = np.zeros(PARTS), np.ones(WEIGHT_PARTS)
     passes[[FORWARD_SENT, BACKWARD_SENT]] = 1.0
     weights[[AFTER, STORED]] = weights[MEASURES] = 0.0
-    graph = program.graph
-    return Multipliers({f.name: passes for f in (graph.main, *graph.functions)}, weights)
+    return Multipliers(passes, weights)
 
 
 class Menus:

@@ -91,7 +91,7 @@ def cut(
         problem = LayoutProblem(
             program, walker, base, optimizer, menus=menus, storage=storage, shared=shared
         )
-        solution = problem.solve(communicated(program))
+        solution = problem.solve(communicated())
         if np.isfinite(solution.bound):
             break
     return problem, solution
