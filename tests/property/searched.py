@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from itertools import permutations, product
+from math import isinf
 from random import Random
+
+import numpy as np
 
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
@@ -13,9 +16,13 @@ from parloom.ir.ops import Rule
 from parloom.ir.pcg import PParameter
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.ir.text import parse_graph
+from parloom.search.domains import cost_of
 from parloom.search.estimate import Estimate, estimate
+from parloom.search.layouts import LayoutProblem
+from parloom.search.master import multipliers
 from parloom.search.program import last_reduced
-from parloom.search.storage import Level, StoragePrices, Stored, WeightPrice
+from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, WeightPrice
+from parloom.search.sums import Sums, Worth, summed
 
 ADAM = Optimizer("adamw", 2)
 
@@ -62,6 +69,28 @@ def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[
 def anything(*_: object) -> bool:
     """No restriction."""
     return True
+
+
+def every_plan(problem: LayoutProblem) -> list[Sums]:
+    """What every layout with every storage of its weights adds up to, without recomputation."""
+    for way in problem.ways:
+        for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
+            way.ways.sharpen(*ends)
+    factors = problem.factors(multipliers(Worth()))
+    every = []
+    for values in product(*map(range, problem.sizes)):
+        if isinf(cost_of(factors, values)):
+            continue
+        passes = problem.passes(values)
+        options = [
+            list(problem.storage.options(problem.stored(index, values))[1])
+            for index, weight in enumerate(problem.program.weights)
+            for _ in weight.targets
+        ]
+        for chosen in product(*options):
+            total = sum(chosen, np.zeros(WEIGHT_PARTS, dtype=np.int64))
+            every.append(summed(passes, total))
+    return every
 
 
 def least_step_ps(

@@ -25,15 +25,14 @@ from parloom.search.closing import close
 from parloom.search.eliminate import Factor, marginals, minimum, near, regrets
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import Found, MeshSearch, multipliers
+from parloom.search.master import Found, MeshSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import KEPT
 from parloom.search.program import program_of
-from parloom.search.storage import STORED, WEIGHT_PARTS
-from parloom.search.sums import Worth, summed
+from parloom.search.storage import STORED
 from parloom.search.ways import Ways
-from tests.property.searched import ADAM, least_step_ps, random_graph
+from tests.property.searched import ADAM, every_plan, least_step_ps, random_graph
 from tests.unit.test_simulate import chunked, model
 
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
@@ -153,20 +152,7 @@ def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: flo
     """Every layout with every storage of its weights, as far as they are within the limit."""
     (mesh,) = logical_meshes(TWO)
     problem = problem_of(random_graph(Random(seed), num_operators=3), mesh, TWO)
-    for way in problem.ways:
-        for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
-            way.ways.sharpen(*ends)
-    factors = problem.factors(multipliers(Worth()))
-    every = []
-    for values in product(*map(range, problem.sizes)):
-        if np.isinf(cost_of(factors, values)):
-            continue
-        passes = problem.passes(values)
-        weights = range(len(problem.program.weights))
-        options = [list(problem.storage.options(problem.stored(i, values))[1]) for i in weights]
-        for chosen in product(*options):
-            total = sum(chosen, np.zeros(WEIGHT_PARTS, dtype=np.int64))
-            every.append(summed(passes, total))
+    every = every_plan(problem)
     low, high = min(s.held_bytes for s in every), max(s.held_bytes for s in every)
     limit = low + share * (high - low)
     least = min(s.step_ps for s in every if s.held_bytes <= limit)

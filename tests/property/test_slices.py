@@ -13,26 +13,40 @@ from parloom.cost.walk import Walker
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, Mesh, part_of
 from parloom.ir.plan import Decisions
 from parloom.ir.text import parse_graph
+from parloom.search.closing import TOLERANCE
+from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem, Multipliers, Totals
+from parloom.search.master import MeshSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.prices import BACKWARD, FORWARD_SENT, KEPT, PARTS
 from parloom.search.program import Flow, Reader, State, program_of
+from parloom.search.question import Question
+from parloom.search.slices import front, frontier
 from parloom.search.storage import WEIGHT_PARTS
-from tests.property.searched import ADAM, random_graph
+from tests.property.searched import ADAM, every_plan, random_graph
 from tests.unit.test_simulate import model
 
 TWO, FOUR = load_cluster("2xH100"), load_cluster("2x2xH100")
+PLENTY = 1e15
 TIMES = [part for part in range(PARTS) if part != KEPT]
 
 
 def problem_of(
-    graph: Graph, mesh: Mesh, cluster: Cluster, part: range | None = None, *, apart: bool = False
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    part: range | None = None,
+    *,
+    apart: bool = False,
+    in_flight: int = 1,
 ) -> LayoutProblem:
     program = program_of(graph, factorize(graph), apart=apart, part=part)
-    return LayoutProblem(program, Walker({}, mesh, cluster), Decisions(mesh), ADAM)
+    walker = Walker({}, mesh, cluster)
+    return LayoutProblem(program, walker, Decisions(mesh), ADAM, in_flight=in_flight)
 
 
 def some_layouts(problem: LayoutProblem, rng: Random) -> tuple[int, ...]:
@@ -191,3 +205,99 @@ def test_gradients_flow_in_a_part_as_in_the_whole() -> None:
     assert kept == [2 * 512 * 512 * 4, 0]
     product = problem_of(graph, mesh, TWO, range(1, 2))
     assert product.passes([0] * len(product.sizes))[KEPT] == 512 * 512 * 4
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 10**6))
+def test_microbatches_in_flight_keep_their_activations(seed: int) -> None:
+    """As many times as one, in all calls and in one; nothing else changes."""
+    rng = Random(seed)
+    graph, mesh = model(depth=3), rng.choice(list(logical_meshes(FOUR)))
+    one, three = (problem_of(graph, mesh, FOUR, in_flight=count) for count in (1, 3))
+    values, times = some_layouts(one, rng), np.where(np.arange(PARTS) == KEPT, 3, 1)
+    assert one.passes(values)[KEPT] > 0
+    assert list(three.passes(values)) == list(times * one.passes(values))
+    for block in one.program.blocks:
+        once = one.passes_of(block, values)
+        assert list(three.passes_of(block, values)) == list(times * once)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6))
+def test_points_are_what_enumeration_finds(seed: int) -> None:
+    """Within the memory of each point, and of the least and the most that any plan takes."""
+    rng = Random(seed)
+    (mesh,) = logical_meshes(TWO)
+    graph = random_graph(rng, num_operators=rng.choice((2, 3)))
+    part = rng.choice(cut(len(graph.main.body), rng))
+    problem = problem_of(graph, mesh, TWO, part, in_flight=rng.choice((1, 3)))
+    every = every_plan(problem)
+    points = front([problem], PLENTY)
+    assert points[0].held_bytes == min(plan.held_bytes for plan in every)
+    assert points[-1].step_ps() <= (1 + TOLERANCE) * min(plan.step_ps for plan in every)
+    for point in points:
+        least = min(p.step_ps for p in every if p.held_bytes <= point.held_bytes)
+        assert point.bound_ps <= least + 0.5
+        assert least <= point.step_ps() <= least * (1 + TOLERANCE)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 10**6))
+def test_a_front_is_strict_and_within_its_limit(seed: int) -> None:
+    """Of blocks that may be recomputed, on several meshes: points that add up."""
+    rng = Random(seed)
+    graph, in_flight = model(depth=4), rng.choice((1, 2, 4))
+    part = rng.choice(cut(len(graph.main.body), rng))
+    problems = [
+        problem_of(graph, mesh, FOUR, part, in_flight=in_flight) for mesh in logical_meshes(FOUR)
+    ]
+    every = front(problems, PLENTY)
+    low, high = every[0].held_bytes, every[-1].held_bytes
+    limit = low + rng.random() * (high - low)
+    some = front(problems, limit)
+    for points in (every, some):
+        for less, more in pairwise(points):
+            assert less.held_bytes < more.held_bytes
+            assert less.step_ps() > more.step_ps()
+    assert some[-1].held_bytes <= limit
+    assert some[-1].step_ps() >= every[-1].step_ps()
+    for point in (*every, *some):
+        assert point.bound_ps <= point.step_ps() + 0.5
+        assert point.held_bytes == point.stored_bytes + in_flight * point.kept_bytes
+        assert point.step_ps() == point.candidate.sums.step_ps
+        for count in (1, 2, 7):
+            passes = count * (point.forward_ps + point.backward_ps)
+            assert passes + point.once_ps == point.step_ps(count)
+
+
+def test_nothing_is_on_a_front_that_does_not_fit() -> None:
+    (mesh,) = logical_meshes(TWO)
+    problem = problem_of(model(depth=3), mesh, TWO)
+    least = front([problem], PLENTY)[0].held_bytes
+    assert [point.held_bytes for point in front([problem], least)] == [least]
+    assert front([problem], least - 1) == ()
+
+
+def test_a_bound_is_of_its_memory_only() -> None:
+    """Negative control: with more memory there are plans below the bound of the smallest."""
+    (mesh,) = logical_meshes(TWO)
+    points = front([problem_of(model(depth=3), mesh, TWO)], PLENTY)
+    assert len(points) > 2
+    assert points[-1].step_ps() < points[0].bound_ps
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_all_items_on_some_devices_are_what_the_search_finds_there(devices: int) -> None:
+    graph = model(depth=3)
+    cluster = part_of(load_cluster("2x4xH100"), devices)
+    limit = cluster.device.memory_bytes
+    points = frontier(Question(graph, cluster, ADAM, limit))
+    estimates = (
+        MeshSearch(problem_of(graph, mesh, cluster), limit).run().candidates[0].sums.step_ps
+        for mesh in logical_meshes(cluster)
+    )
+    best = points[-1]
+    assert best.mesh.num_ranks == devices
+    assert best.step_ps() == min(estimates)
+    pcg = lower(graph, best.decisions(Decisions(best.mesh)))
+    assert estimate(pcg, Walker({}, best.mesh, cluster), ADAM).step_ps == best.step_ps()

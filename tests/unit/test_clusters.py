@@ -9,6 +9,7 @@ from parloom.cost.clusters import load_cluster, read_cluster, resolve_cluster
 from parloom.cost.collectives import collective
 from parloom.cost.devices import find_device, known_devices
 from parloom.errors import InputError, NotYetError
+from parloom.ir.mesh import part_of
 
 LAB = """\
 name: lab
@@ -101,6 +102,26 @@ def test_a_part_of_a_full_mesh_has_the_links_inside_it(number: int, links: int) 
     assert whole.part(number).link == level.link
     switch = load_cluster("8xH100").levels[0]
     assert switch.part(number).link == switch.link
+
+
+def test_a_part_of_a_cluster_is_some_of_its_prime_axes() -> None:
+    whole = load_cluster("6x8xH100")
+    for count, sizes in ((1, (1, 1)), (4, (4, 1)), (8, (8, 1)), (24, (8, 3)), (48, (8, 6))):
+        part = part_of(whole, count)
+        assert tuple(level.size for level in part.levels) == sizes
+        assert part.num_devices == count
+        inside = {(axis.size, axis.level) for axis in part.prime_axes()}
+        assert inside <= {(axis.size, axis.level) for axis in whole.prime_axes()}
+    assert part_of(whole, 48).levels == whole.levels
+    with pytest.raises(InputError, match="5 devices are no regular part"):
+        part_of(whole, 5)
+
+
+def test_a_part_of_a_ring_is_a_line() -> None:
+    (ring, *_) = load_cluster("64xTPU-v4").levels
+    assert ring.fabric == "ring"
+    assert ring.part(ring.size).fabric == "ring"
+    assert ring.part(2).fabric == "line"
 
 
 def test_presets_say_what_the_table_of_hardware_says() -> None:

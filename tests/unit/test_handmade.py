@@ -12,10 +12,10 @@ from parloom.cost.tasks import OPTIMIZER
 from parloom.cost.works import Called, Work
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
-from parloom.ir.mesh import Cluster
+from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Optimizer
 from parloom.ir.repeat import repeated
-from parloom.search.handmade import Configuration, Program, part_of, plan, program
+from parloom.search.handmade import Configuration, Program, plan, program
 from tests.unit.graphs import stack
 
 BATCH, SEQ, WIDTH, VOCAB, DEPTH = 16, 8, 32, 64, 4

@@ -102,8 +102,10 @@ class Level:
     reduces: bool = False
 
     def part(self, size: int) -> "Level":
-        """`size` of its children alone: in a full mesh they have no use for links to the others."""
-        link = self.link
+        """`size` of its children alone: in a full mesh they have no use for links to the others,
+        and what is cut out of a ring is a line.
+        """
+        link, fabric = self.link, self.fabric
         if self.fabric == "full_mesh" and 1 < size < self.size:
             share = (size - 1) / (self.size - 1)
             link = replace(
@@ -111,7 +113,9 @@ class Level:
                 bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share,
                 down_bytes_per_s=link.down_bytes_per_s * share,
             )
-        return replace(self, size=size, link=link)
+        if fabric == "ring" and size < self.size:
+            fabric = "line"
+        return replace(self, size=size, link=link, fabric=fabric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,23 @@ class Cluster:
                 axes.append(PrimeAxis(prime, stride, index))
                 stride *= prime
         return tuple(axes)
+
+
+def part_of(cluster: Cluster, count: int) -> Cluster:
+    """`count` devices of `cluster`, which has several such parts: of each level, the innermost
+    first, as many as divide both. They are neighbours where inner levels are whole.
+
+    Raises `InputError` where there is no such part.
+    """
+    levels: list[Level] = []
+    left = count
+    for level in cluster.levels:
+        size = math.gcd(left, level.size)
+        levels.append(level.part(size))
+        left //= size
+    if left > 1:
+        raise InputError(f"{count} devices are no regular part of {cluster.name}")
+    return replace(cluster, name=f"{count} of {cluster.name}", levels=tuple(levels))
 
 
 @dataclass(frozen=True)

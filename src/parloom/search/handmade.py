@@ -11,7 +11,7 @@ Ranks are numbered as the field does: tensor fastest, then context, experts, dat
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import prod
 from types import MappingProxyType
 
 from parloom.cost.actions import Stage
@@ -25,7 +25,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import DTYPE_BYTES, Call, Graph
 from parloom.ir.layout import Layout, Shard, local_shape
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Cluster, Level, Mesh, MeshAxis, PrimeAxis
+from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis, part_of
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import (
@@ -190,19 +190,6 @@ def program(graph: Graph, chosen: Configuration, cluster: Cluster) -> Program:
             padded = rewritten(part.graph, part.decisions.rewrites)
             known[id(part)] = lower(padded, part.decisions)
     return Program(chosen, parts, tuple(known[id(part)] for part in parts))
-
-
-def part_of(cluster: Cluster, count: int) -> Cluster:
-    """`count` neighbouring devices of `cluster`, which has several such parts."""
-    levels: list[Level] = []
-    left = count
-    for level in cluster.levels:
-        size = gcd(left, level.size)
-        levels.append(level.part(size))
-        left //= size
-    if left > 1:
-        raise InputError(f"{count} devices are no regular part of {cluster.name}")
-    return replace(cluster, name=f"{count} of {cluster.name}", levels=tuple(levels))
 
 
 def mesh_of(chosen: Configuration, cluster: Cluster) -> Mesh:

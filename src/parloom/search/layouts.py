@@ -81,6 +81,7 @@ class LayoutProblem:
 
     `menus` and `storage` take the place of all choices that there are.
     `shared`: what is known of prices that hold on every mesh. `work` counts what is solved.
+    Activations of `in_flight` microbatches are kept at once.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class LayoutProblem:
         storage: StoragePrices | None = None,
         shared: Known | None = None,
         work: Work | None = None,
+        in_flight: int = 1,
     ) -> None:
         self.program, self.mesh, self.work = program, walker.mesh, work or Work()
-        self.prices = Prices(program, walker, shared)
+        self.prices = Prices(program, walker, shared, in_flight)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.menus = list(menus) or [self._menu(o) for o in program.operators]
         self.homes = {

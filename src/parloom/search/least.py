@@ -13,8 +13,8 @@ from parloom.search.conflicts import meshes_of, smallest_conflict
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.pinned import Pinned, clashes
 from parloom.search.pins import Pin
-from parloom.search.polish import decisions, polish
-from parloom.search.prices import KEPT, LINKS, PARTS
+from parloom.search.polish import Candidate, decisions, least_bytes, polish
+from parloom.search.prices import KEPT, LINKS, PARTS, Known
 from parloom.search.program import program_of
 from parloom.search.question import Question
 from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS
@@ -31,14 +31,20 @@ class Least:
     decisions: Decisions
 
 
-def problems(question: Question, base: Decisions) -> Iterator[LayoutProblem]:
-    """The layout problem on every mesh that pins allow."""
+def problems(
+    question: Question, base: Decisions, part: range | None = None, in_flight: int = 1
+) -> Iterator[LayoutProblem]:
+    """The layout problem of a part of the graph (see `program_of`) on every mesh that pins allow,
+    with `in_flight` microbatches at once.
+    """
     graph, pinned = question.graph, question.pinned
-    factored = factorize(graph)
-    program = program_of(graph, factored, pinned)
+    factored, shared = factorize(graph), Known()
+    program = program_of(graph, factored, pinned, part=part)
     for mesh in meshes_of(question.cluster, pinned, factored):
         walker = Walker({}, mesh, question.cluster, question.kernels)
-        yield LayoutProblem(program, walker, base, question.optimizer)
+        yield LayoutProblem(
+            program, walker, base, question.optimizer, shared=shared, in_flight=in_flight
+        )
 
 
 def conflict(question: Question, base: Decisions) -> InputError:
@@ -80,12 +86,19 @@ def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
     batch = sum(entry.value.spec.num_bytes for entry in question.graph.of_kind("batch"))
     for problem in problems(question, base):
         bound = problem.solve(_stored()).bound + batch
-        if not np.isfinite(bound):
-            continue
-        found = problem.solve(_multipliers(SPEED))
-        candidate = polish(problem, problem.layouts(found.values), found.bound * (1 + 1e-6))
+        candidate = smallest(problem)
         if candidate is not None:
             yield Least(int(bound), decisions(problem, candidate, base))
+
+
+def smallest(problem: LayoutProblem) -> Candidate | None:
+    """A plan on a mesh that holds little, as the search counts it; None where there is none."""
+    found = problem.solve(_multipliers(SPEED))
+    if not np.isfinite(found.bound):
+        return None
+    values = problem.layouts(found.values)
+    # What is no more than a bound may be below what these layouts can do.
+    return polish(problem, values, max(found.bound, least_bytes(problem, values)) * (1 + 1e-6))
 
 
 def _stored() -> Multipliers:
