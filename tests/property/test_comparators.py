@@ -19,6 +19,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis
 from parloom.ir.plan import Decisions
+from parloom.ir.text import parse_graph
 from parloom.search.candidates import COMPARATORS
 from parloom.search.comparators import alpa
 from parloom.search.comparators.delta import Assignment, Delta
@@ -253,6 +254,45 @@ def test_the_running_estimate_is_that_of_the_lowered_plan(seed: int) -> None:
         if change is not None:
             search.delta.accept(change)
             assert search.delta.step_ps() == lowered_ps(search, graph, cluster)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6))
+def test_what_is_kept_is_what_the_search_counts(seed: int) -> None:
+    """Once, where a producer keeps what its reader keeps, too."""
+    rng = Random(seed)
+    graph = model(2) if rng.random() < 0.4 else random_graph(rng, 4)
+    search = searching(graph, TWO, seed)
+    delta = search.delta
+    assert delta.start([()] * len(search.menus))
+    for index, menu in enumerate(search.menus):
+        change = delta.change(index, rng.choice(menu))
+        if change is not None:
+            delta.accept(change)
+    problem = LayoutProblem(delta.program, Walker({}, delta.mesh, TWO), BASE, ADAM)
+    values = [0] * len(problem.sizes)
+    for index, found in enumerate(problem.menus):
+        values[index] = found.choices.index(delta.choices[index])
+    assert delta.passes[KEPT] == problem.passes(values)[KEPT]
+
+
+def test_a_value_that_its_maker_keeps_is_counted_once() -> None:
+    """A hyperbolic tangent keeps its result, which the product behind it reads as it is made."""
+    shape = "float32[512, 512]"
+    graph = parse_graph(
+        f'graph "G" training=True\n\ninput w: {shape} = parameter("w", trainable=True)\n'
+        f'input x: {shape} = batch("x")\n\nmain main:\n    a: {shape} = linear(x, w)  # a\n'
+        f"    b: {shape} = tanh(a)  # b\n    c: {shape} = linear(b, w)  # c\n"
+        "    loss: float32[] = sum(c)\n    return loss\n\nloss loss\n"
+    )
+    search = searching(graph, TWO)
+    assert search.delta.start([()] * len(search.menus))
+    assert search.delta.passes[KEPT] == 512 * 512 * 4
+    # Split over rows, its maker keeps a part, and the product what was gathered.
+    rows = next(way for way in search.menus[1] if "d0" in dict(way))
+    change = search.delta.change(1, rows)
+    assert change is not None
+    assert change.passes[KEPT] == 512 * 512 * 4 + 512 * 512 * 4 // 2
 
 
 def test_a_change_that_is_not_accepted_leaves_no_trace() -> None:

@@ -154,6 +154,15 @@ class Program:
         site = Site(operator.node, operator.operands)
         return ("operand", reader.operand) in op_of(operator.node).saves(site)
 
+    def is_there(self, flow: Flow) -> bool:
+        """Whether a value as it is made stays in memory, whoever reads it."""
+        if flow.operator < 0:
+            return flow.like is not None and not flow.outside
+        operator = self.operators[flow.operator]
+        site = Site(operator.node, operator.operands)
+        flows = any(any(flags) for flags, _ in operator.flows)
+        return flows and ("result", flow.result) in op_of(operator.node).saves(site)
+
     @cached_property
     def trained_elements(self) -> int:
         """Elements of all weights whose gradients are reduced."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.ir.layout import Layout
-from parloom.ir.ops import Site, op_of
+from parloom.ir.ops import op_of
 from parloom.search.choices import Distinct, Menu
 from parloom.search.eliminate import Factor, Table
 from parloom.search.homes import Home
@@ -98,7 +98,7 @@ class Reading:
     def ways(self, number: int, flow: Flow) -> Iterator[Way]:
         source, index, states = self._source(flow)
         kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
-        has = self._is_there(flow)
+        has = self.program.is_there(flow)
         readers = [r for r in flow.readers if r != flow.like or flow.outside]
         count = len(readers) + flow.whole
         for reader in readers:
@@ -141,12 +141,3 @@ class Reading:
         if key not in self.tables:
             self.tables[key] = Ways(self.prices, flow.spec, flows, sources, targets)
         return self.tables[key]
-
-    def _is_there(self, flow: Flow) -> bool:
-        """Whether the value as it is made stays in memory of this part, whoever reads it."""
-        if flow.operator < 0:
-            return flow.like is not None and not flow.outside
-        operator = self.program.operators[flow.operator]
-        site = Site(operator.node, operator.operands)
-        flows = any(any(flags) for flags, _ in operator.flows)
-        return flows and ("result", flow.result) in op_of(operator.node).saves(site)

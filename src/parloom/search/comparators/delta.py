@@ -164,6 +164,7 @@ class Delta:
         source = self._source(flow, choices)
         derived = flow.operator >= 0 and self.program.operators[flow.operator].derived
         keeping = [reader for reader in flow.readers if self.program.keeps(flow, reader)]
+        has = self.program.is_there(flow)
         found: Price = np.zeros(PARTS, dtype=np.int64)
         wanted: set[State] = set()
         layouts: set[Layout] = set()
@@ -175,7 +176,7 @@ class Delta:
             state = choices[reader.operator].operands[reader.operand]
             operator = self.program.operators[reader.operator]
             flows = flow.differentiable and op_of(operator.node).differentiable
-            if reader in keeping:
+            if reader in keeping and not (has and state.layout == source.layout):
                 found[KEPT] += self.prices.held_bytes(flow.spec, state) // len(keeping)
             if (state not in wanted) if flows else (state.layout not in layouts):
                 price = self.prices.movement(flow.spec, flows, source, state)

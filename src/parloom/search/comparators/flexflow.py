@@ -21,7 +21,7 @@ from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.plan import Decisions
 from parloom.search.baselines import DATA, batch_seeds, mesh_of
 from parloom.search.comparators.delta import Assignment, Change, Delta
-from parloom.search.comparators.plans import ALONE, joined
+from parloom.search.comparators.plans import ALONE, joined, refuse_microbatches
 from parloom.search.program import Operator, Program, program_of
 from parloom.search.question import Question, Say
 from parloom.search.spread import spread, unfold
@@ -43,8 +43,7 @@ def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decision
 
     Raises `InputError` for more than one microbatch, which FlexFlow does not have.
     """
-    if question.num_microbatches > 1:
-        raise InputError("flexflow has no microbatches; leave out --microbatches")
+    refuse_microbatches(question, "flexflow")
     if question.cluster.num_devices == 1:
         yield replace(base, mesh=ALONE)
         return

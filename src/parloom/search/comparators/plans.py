@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from parloom.errors import InputError
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.search.choices import Menu, menu_of
@@ -13,6 +14,7 @@ from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.meshes import NAMES
 from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS, places
 from parloom.search.program import Axes, Program
+from parloom.search.question import Question
 from parloom.search.single import Single
 from parloom.search.storage import (
     AFTER,
@@ -34,6 +36,12 @@ def communicated() -> Multipliers:
     passes[[FORWARD_SENT, BACKWARD_SENT]] = 1.0
     weights[[AFTER, STORED]] = weights[MEASURES] = 0.0
     return Multipliers(passes, weights)
+
+
+def refuse_microbatches(question: Question, method: str) -> None:
+    """Raise `InputError` where more than one is asked of a method that does not have them."""
+    if question.num_microbatches > 1:
+        raise InputError(f"{method} has no microbatches; leave out --microbatches")
 
 
 class Menus:

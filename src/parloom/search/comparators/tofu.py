@@ -14,11 +14,17 @@ from dataclasses import replace
 import numpy as np
 
 from parloom.cost.walk import Walker
-from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, Link, Mesh, MeshAxis
 from parloom.ir.plan import Decisions, Optimizer
-from parloom.search.comparators.plans import ALONE, Menus, communicated, joined, planned
+from parloom.search.comparators.plans import (
+    ALONE,
+    Menus,
+    communicated,
+    joined,
+    planned,
+    refuse_microbatches,
+)
 from parloom.search.layouts import LayoutProblem, Solution
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Operator, Program, program_of
@@ -35,8 +41,7 @@ def tofu(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
 
     Raises `InputError` for more than one microbatch, which Tofu does not have.
     """
-    if question.num_microbatches > 1:
-        raise InputError("tofu has no microbatches; leave out --microbatches")
+    refuse_microbatches(question, "tofu")
     if question.cluster.num_devices == 1:
         yield replace(base, mesh=ALONE)
         return
