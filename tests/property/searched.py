@@ -18,11 +18,11 @@ from parloom.ir.plan import Decisions, NodeDecision, Optimizer
 from parloom.ir.text import parse_graph
 from parloom.search.domains import cost_of
 from parloom.search.estimate import Estimate, estimate
-from parloom.search.layouts import LayoutProblem
+from parloom.search.layouts import LayoutProblem, Totals
 from parloom.search.master import multipliers
 from parloom.search.program import last_reduced
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, WeightPrice
-from parloom.search.sums import Sums, Worth, summed
+from parloom.search.sums import Worth
 
 ADAM = Optimizer("adamw", 2)
 
@@ -71,8 +71,10 @@ def anything(*_: object) -> bool:
     return True
 
 
-def every_plan(problem: LayoutProblem) -> list[Sums]:
-    """What every layout with every storage of its weights adds up to, without recomputation."""
+def every_plan(problem: LayoutProblem) -> list[tuple[Totals, Totals]]:
+    """What passes and weights cost under every layout with every storage of its weights, without
+    recomputation.
+    """
     for way in problem.ways:
         for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
             way.ways.sharpen(*ends)
@@ -89,7 +91,7 @@ def every_plan(problem: LayoutProblem) -> list[Sums]:
         ]
         for chosen in product(*options):
             total = sum(chosen, np.zeros(WEIGHT_PARTS, dtype=np.int64))
-            every.append(summed(passes, total))
+            every.append((passes, total))
     return every
 
 

@@ -31,6 +31,7 @@ from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import KEPT
 from parloom.search.program import program_of
 from parloom.search.storage import STORED
+from parloom.search.sums import summed
 from parloom.search.ways import Ways
 from tests.property.searched import ADAM, every_plan, least_step_ps, random_graph
 from tests.unit.test_simulate import chunked, model
@@ -152,7 +153,7 @@ def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: flo
     """Every layout with every storage of its weights, as far as they are within the limit."""
     (mesh,) = logical_meshes(TWO)
     problem = problem_of(random_graph(Random(seed), num_operators=3), mesh, TWO)
-    every = every_plan(problem)
+    every = [summed(*costs) for costs in every_plan(problem)]
     low, high = min(s.held_bytes for s in every), max(s.held_bytes for s in every)
     limit = low + share * (high - low)
     least = min(s.step_ps for s in every if s.held_bytes <= limit)

@@ -17,7 +17,7 @@ from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import KEPT, LINKS, PARTS, Known
 from parloom.search.program import program_of
 from parloom.search.question import Question
-from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS
+from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS, StoragePrices
 
 # What a picosecond counts against a byte, so that of equally small plans a fast one is found.
 SPEED = 1e-9
@@ -32,7 +32,12 @@ class Least:
 
 
 def problems(
-    question: Question, base: Decisions, part: range | None = None, in_flight: int = 1
+    question: Question,
+    base: Decisions,
+    *,
+    part: range | None = None,
+    in_flight: int = 1,
+    storage: type[StoragePrices] = StoragePrices,
 ) -> Iterator[LayoutProblem]:
     """The layout problem of a part of the graph (see `program_of`) on every mesh that pins allow,
     with `in_flight` microbatches at once.
@@ -43,7 +48,13 @@ def problems(
     for mesh in meshes_of(question.cluster, pinned, factored):
         walker = Walker({}, mesh, question.cluster, question.kernels)
         yield LayoutProblem(
-            program, walker, base, question.optimizer, shared=shared, in_flight=in_flight
+            program,
+            walker,
+            base,
+            question.optimizer,
+            storage=storage(walker, base, question.optimizer),
+            shared=shared,
+            in_flight=in_flight,
         )
 
 

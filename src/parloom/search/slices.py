@@ -6,25 +6,38 @@ finds out last; so the answer is a front, from the least memory to the fastest s
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
 import numpy as np
 
+from parloom.cost.walk import Walker
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.candidates import base_of
 from parloom.search.closing import TOLERANCE, close
 from parloom.search.estimate import Estimate
-from parloom.search.layouts import LayoutProblem, Totals
+from parloom.search.layouts import LayoutProblem
 from parloom.search.least import problems, smallest
 from parloom.search.master import MeshSearch
 from parloom.search.policies import recomputed
 from parloom.search.polish import Candidate, decisions
 from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
 from parloom.search.question import Question
-from parloom.search.storage import AFTER, ALONE, MOVING, STORED, WEIGHT_PARTS
+from parloom.search.storage import (
+    AFTER,
+    ALONE,
+    MOVING,
+    REDUCED,
+    STORED,
+    UPDATED,
+    WEIGHT_PARTS,
+    Level,
+    StoragePrices,
+    Stored,
+    WeightPrice,
+)
 from parloom.search.sums import Worth
 
 # Between points that differ by less, in memory or in time, no others are sought.
@@ -33,17 +46,38 @@ CLOSE = 0.02
 LIMITS = 10
 
 
+class PerMicrobatch(StoragePrices):
+    """Of what weights cost once a step, each microbatch has a share.
+
+    Reductions may then hide behind the backward passes of all, not of the last alone: what the
+    search adds up is at most what a microbatch's share of a step takes.
+    """
+
+    def __init__(self, walker: Walker, decisions: Decisions, optimizer: Optimizer) -> None:
+        super().__init__(walker, decisions, optimizer)
+        self.shares: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
+
+    def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
+        """All levels that may be and their prices: [level, part]."""
+        if weight not in self.shares:
+            levels, prices = super().options(weight)
+            prices = prices.copy()
+            prices[:, [REDUCED, AFTER, UPDATED]] //= self.decisions.num_microbatches
+            self.shares[weight] = levels, prices
+        return self.shares[weight]
+
+
 @dataclass(frozen=True)
 class Point:
     """A way to run a part on a mesh, with what it counts in ps (as `estimate` does) and bytes.
 
-    No plan that holds at most `held_bytes` has a step of one microbatch below `bound_ps`, on any
-    of the meshes that were searched.
+    No plan that holds at most `held_bytes` has a step below `bound_ps`, on any of the meshes that
+    were searched.
     """
 
     problem: LayoutProblem
     candidate: Candidate
-    bound_ps: float
+    bound_ps: float = 0.0
 
     @property
     def mesh(self) -> Mesh:
@@ -51,39 +85,38 @@ class Point:
         return self.problem.mesh
 
     @cached_property
-    def totals(self) -> tuple[Totals, Totals]:
-        """What its passes cost by the parts of `prices`, and its weights by those of `storage`."""
-        program, candidate = self.problem.program, self.candidate
-        passes = self.problem.passes(candidate.values)
-        for block, count in zip(program.blocks, candidate.recomputed, strict=True):
-            once = self.problem.passes_of(block, candidate.values)
+    def estimate(self) -> Estimate:
+        """What its passes and its weights cost, part by part."""
+        problem, candidate = self.problem, self.candidate
+        passes = problem.passes(candidate.values)
+        for block, count in zip(problem.program.blocks, candidate.recomputed, strict=True):
+            once = problem.passes_of(block, candidate.values)
             passes += count * (recomputed(once) - once)
         weights = np.zeros(WEIGHT_PARTS, dtype=np.int64)
         for index, chosen in enumerate(candidate.levels):
-            stored = self.problem.stored(index, candidate.values)
-            levels, prices = self.problem.storage.options(stored)
+            stored = problem.stored(index, candidate.values)
             for level, count in chosen:
-                weights += count * prices[levels.index(level)]
-        return passes, weights
+                weights += count * problem.storage.price(stored, level)
+        return Estimate(passes, weights, problem.storage.decisions.num_microbatches)
 
-    def step_ps(self, num_microbatches: int = 1) -> int:
-        """A step of so many microbatches, one after the other."""
-        return Estimate(*self.totals, num_microbatches).step_ps
+    @cached_property
+    def step_ps(self) -> int:
+        """A step of all microbatches, one after the other."""
+        return self.estimate.step_ps
 
     @property
     def forward_ps(self) -> int:
         """The forward pass of one microbatch, and all that hides behind nothing of what weights
         send in every microbatch.
         """
-        passes, weights = self.totals
-        gathered, _, _ = Estimate(passes, weights).exposed_ps
-        return int(passes[FORWARD] + passes[FORWARD_SENT] + weights[ALONE]) + gathered
+        passes, (gathered, _, _) = self.estimate.passes, self.estimate.exposed_ps
+        alone = self.estimate.weights[ALONE]
+        return int(passes[FORWARD] + passes[FORWARD_SENT] + alone) + gathered
 
     @property
     def backward_ps(self) -> int:
         """The backward pass of one microbatch that is not the last."""
-        passes, weights = self.totals
-        _, between, _ = Estimate(passes, weights).exposed_ps
+        passes, (_, between, _) = self.estimate.passes, self.estimate.exposed_ps
         return int(passes[BACKWARD] + passes[BACKWARD_SENT]) + between
 
     @property
@@ -91,18 +124,18 @@ class Point:
         """What comes once a step: what of reductions does not hide behind the last backward pass,
         the update, what is gathered after it.
         """
-        _, between, last = Estimate(*self.totals).exposed_ps
-        return last - between + int(self.totals[1][AFTER])
+        _, between, last = self.estimate.exposed_ps
+        return last - between + int(self.estimate.weights[AFTER])
 
     @property
     def stored_bytes(self) -> int:
         """Weights, gradients and optimizer states, and what is there of them as they move."""
-        return int(self.totals[1][[STORED, MOVING]].sum())
+        return int(self.estimate.weights[[STORED, MOVING]].sum())
 
     @property
     def kept_bytes(self) -> int:
         """What every microbatch in flight keeps for its backward pass."""
-        return int(self.totals[0][KEPT]) // self.problem.prices.in_flight
+        return int(self.estimate.passes[KEPT]) // self.problem.prices.in_flight
 
     @property
     def held_bytes(self) -> int:
@@ -115,17 +148,21 @@ class Point:
 
 
 def frontier(
-    question: Question, part: range | None = None, *, in_flight: int = 1
+    question: Question,
+    part: range | None = None,
+    *,
+    num_microbatches: int = 1,
+    in_flight: int = 1,
 ) -> tuple[Point, ...]:
     """Plans of some items of main's body (see `program_of`) on the question's cluster within its
     limit on memory: each takes less memory than the next, and more time.
 
-    The limit is on what the search counts, and so are `in_flight` microbatches. One step of one
-    microbatch is what is made short.
+    A step has `num_microbatches`, each as large as the graph's batch, and holds `in_flight` of them
+    at once. The limit is on what the search counts.
     """
-    return front(
-        tuple(problems(question, base_of(question), part, in_flight)), question.limit_bytes
-    )
+    base = replace(base_of(question), num_microbatches=num_microbatches)
+    meshes = problems(question, base, part=part, in_flight=in_flight, storage=PerMicrobatch)
+    return front(tuple(meshes), question.limit_bytes)
 
 
 def front(meshes: Sequence[LayoutProblem], limit_bytes: float) -> tuple[Point, ...]:
@@ -136,16 +173,16 @@ def front(meshes: Sequence[LayoutProblem], limit_bytes: float) -> tuple[Point, .
         return ()
     least = search.under(search.least_bytes)
     assert least is not None, "what holds least is known"
-    open_ = [(least, fastest)]
+    pairs = [(least, fastest)]
     for _ in range(LIMITS - 2):
-        open_ = [pair for pair in open_ if not _close(*pair)]
-        if not open_:
+        pairs = [pair for pair in pairs if not _are_close(*pair)]
+        if not pairs:
             break
-        low, high = max(open_, key=_area)
-        open_.remove((low, high))
-        found = search.under((low.limit + high.held) / 2)
+        low, high = max(pairs, key=_area)
+        pairs.remove((low, high))
+        found = search.under((low.limit + high.point.held_bytes) / 2)
         assert found is not None, "what holds least is known"
-        open_ += [(low, found), (found, high)]
+        pairs += [(low, found), (found, high)]
     return tuple(search.points())
 
 
@@ -154,26 +191,20 @@ class _Found:
     """The best that was found under a limit."""
 
     limit: float
-    problem: LayoutProblem
-    candidate: Candidate
-
-    @property
-    def held(self) -> int:
-        return self.candidate.sums.held_bytes
-
-    @property
-    def step(self) -> int:
-        return self.candidate.sums.step_ps
+    point: Point
 
 
-def _close(low: _Found, high: _Found) -> bool:
-    return low.step <= high.step * (1 + CLOSE) or high.held <= low.limit * (1 + CLOSE)
+def _are_close(low: _Found, high: _Found) -> bool:
+    if low.point.step_ps <= high.point.step_ps * (1 + CLOSE):
+        return True
+    return high.point.held_bytes <= low.limit * (1 + CLOSE)
 
 
 def _area(pair: tuple[_Found, _Found]) -> float:
-    """What may still be gained between two points, in memory and in time."""
+    """What may still be gained between two points, as shares of memory and of time."""
     low, high = pair
-    return (high.held - low.limit) / high.held * (low.step - high.step) / low.step
+    memory = (high.point.held_bytes - low.limit) / high.point.held_bytes
+    return memory * (low.point.step_ps - high.point.step_ps) / low.point.step_ps
 
 
 class _Search:
@@ -185,48 +216,49 @@ class _Search:
         self.bounds: list[list[tuple[float, float]]] = [[] for _ in self.meshes]
         self.worths: list[Worth | None] = [None] * len(self.meshes)
         self.limits: list[float] = []
-        smallest_of = ((problem, smallest(problem)) for problem in self.meshes)
-        self.known = [(p, candidate) for p, candidate in smallest_of if candidate is not None]
+        few = ((problem, smallest(problem)) for problem in self.meshes)
+        self.known = [Point(problem, candidate) for problem, candidate in few if candidate]
 
     @property
     def least_bytes(self) -> int:
         """What the smallest plan holds."""
-        return min(candidate.sums.held_bytes for _, candidate in self.known)
+        return min(point.held_bytes for point in self.known)
 
     def under(self, limit: float) -> _Found | None:
         """The fastest plan that holds at most `limit`."""
         self.limits.append(limit)
         for index, problem in enumerate(self.meshes):
             best = self._best(limit)
-            best_ps = inf if best is None else best.step
-            if self._bound(index, limit) >= best_ps * (1 - TOLERANCE):
-                continue
-            search = MeshSearch(problem, limit, worth=self.worths[index])
-            found = search.run()
-            best_ps = min(best_ps, search.best_ps)
-            if found.bound_ps < best_ps * (1 - TOLERANCE) and best_ps < inf:
-                found = close(search, best_ps)
-            self.worths[index] = search.worth
-            self.bounds[index].append((limit, found.bound_ps))
-            self.known += [(problem, candidate) for candidate in found.candidates]
-        return self._best(limit)
+            if best is None or self._bound(index, limit) < best.step_ps * (1 - TOLERANCE):
+                self._search(index, problem, limit, best)
+        best = self._best(limit)
+        return None if best is None else _Found(limit, best)
 
     def points(self) -> Iterator[Point]:
         """The best under each limit, where more memory makes it faster."""
         step: float = inf
         for limit in sorted(self.limits):
             found = self._best(limit)
-            if found is not None and found.step < step:
-                step = found.step
-                bound = min(self._bound(i, found.held) for i in range(len(self.meshes)))
-                yield Point(found.problem, found.candidate, bound)
+            if found is not None and found.step_ps < step:
+                step = found.step_ps
+                bounds = (self._bound(i, found.held_bytes) for i in range(len(self.meshes)))
+                yield replace(found, bound_ps=min(bounds))
 
-    def _best(self, limit: float) -> _Found | None:
-        fits = [(p, c) for p, c in self.known if c.sums.held_bytes <= limit]
-        if not fits:
-            return None
-        problem, candidate = min(fits, key=lambda f: (f[1].sums.step_ps, f[1].sums.held_bytes))
-        return _Found(limit, problem, candidate)
+    def _search(self, index: int, problem: LayoutProblem, limit: float, best: Point | None) -> None:
+        """The best on one mesh, near its bound where it may be better than `best`."""
+        search = MeshSearch(problem, limit, worth=self.worths[index])
+        found = search.run()
+        best_ps = min(search.best_ps, inf if best is None else best.candidate.sums.step_ps)
+        if found.bound_ps < best_ps * (1 - TOLERANCE) and best_ps < inf:
+            found = close(search, best_ps)
+        self.worths[index] = search.worth
+        count = problem.storage.decisions.num_microbatches
+        self.bounds[index].append((limit, found.bound_ps * count))
+        self.known += [Point(problem, candidate) for candidate in found.candidates]
+
+    def _best(self, limit: float) -> Point | None:
+        fits = (point for point in self.known if point.held_bytes <= limit)
+        return min(fits, key=lambda point: (point.step_ps, point.held_bytes), default=None)
 
     def _bound(self, index: int, limit: float) -> float:
         """What no plan on a mesh undercuts that holds at most `limit`, or more."""
