@@ -27,7 +27,7 @@ from parloom.search.eliminate import (
 from parloom.search.shares import Pool
 
 # Tables of more cells than this are first made smaller.
-MANY = 100_000
+MANY = 400_000
 # Tables of more cells than this are not kept: some hundreds of them are gigabytes.
 TOO_MANY = 1_000_000
 # Values of some variables are taken one by one where there are so many combinations at most.
