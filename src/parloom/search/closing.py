@@ -18,6 +18,7 @@ from parloom.search.eliminate import Indices, Table
 from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
 from parloom.search.layouts import Multipliers
 from parloom.search.master import Found, MeshSearch, multipliers
+from parloom.search.policies import Counts
 from parloom.search.polish import relaxed
 from parloom.search.sums import Worth
 
@@ -59,8 +60,18 @@ class _Closing:
         self.sums: dict[Worth, Sum] = {}
         self.joined: dict[int, None] = {}
         self.patience = Patience(COMPARED)
-        self.recompute = any(worth.held > 0 for worth in self.worths)
+        self.counts = self._counts()
         self.kept = self._kept() if self.is_open else None
+
+    def _counts(self) -> tuple[Counts, ...]:
+        """How many calls may recompute: all counts, as the best under several worths at once may
+        be between the fewest and the most; those near the best answer apart.
+        """
+        if not any(worth.held > 0 for worth in self.worths):
+            return ()
+        best, policies = next(iter(self.search.candidates()), None), self.problem.policies
+        near = best.recomputed if best else tuple(policy.most for policy in policies)
+        return tuple(p.around(count) for p, count in zip(policies, near, strict=True))
 
     def _kept(self) -> list[Indices] | None:
         """The choices that layouts take which may undercut the best answer."""
@@ -75,7 +86,7 @@ class _Closing:
 
     def _multipliers(self, worth: Worth) -> Multipliers:
         """Those of `worth`; sums under all worths are over the same variables."""
-        return multipliers(worth, recompute=self.recompute)
+        return multipliers(worth, self.counts)
 
     @property
     def enough(self) -> float:
@@ -164,8 +175,7 @@ class _Closing:
         for values, bound, *known in zip(
             layouts, bounds[: len(layouts)], sharpened, joined, strict=True
         ):
-            layouts_only = self.problem.layouts(values)
-            cost, worth = relaxed(self.problem, layouts_only, self.search.limit_bytes, penalty)
+            cost, worth = self._relaxed(values, penalty)
             if cost < self.best:
                 self._polish([values])
             far = cost - bound > self.tolerance / 2 * self.best
@@ -174,6 +184,17 @@ class _Closing:
                 self.worths.append(worth)
                 new += 1
         return any(sharpened) or any(joined) or new > 0
+
+    def _relaxed(self, values: tuple[int, ...], penalty: float) -> tuple[float, Worth]:
+        """See `relaxed`, for layouts with policies."""
+        counts = [
+            self.problem.counts(position, values, self._multipliers(self.search.worth))
+            for position in range(len(self.problem.policies))
+        ]
+        layouts, limit = self.problem.layouts(values), self.search.limit_bytes
+        cost, worth = relaxed(self.problem, layouts, limit, penalty, counts)
+        # Without policies, what calls would recompute is not counted, so that memory is not, too.
+        return cost, worth if self.counts else replace(worth, held=0.0)
 
     def _join(self, values: tuple[int, ...]) -> bool:
         """Take flows into account for which `values` cost more than was counted."""

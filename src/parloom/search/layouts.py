@@ -32,7 +32,7 @@ from parloom.search.domains import (
 )
 from parloom.search.eliminate import Factor, Indices, Minimum, Regret, Table, regrets
 from parloom.search.homes import agreements, homes
-from parloom.search.policies import again, policies_of, receiving, recomputed, running
+from parloom.search.policies import Counts, again, policies_of, receiving, recomputed, running
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
 from parloom.search.program import (
     Axes,
@@ -53,13 +53,13 @@ Totals = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Multipliers:
-    """What a part of a price counts, of operators and ways, and of weights; and whether calls may
-    recompute that need not.
+    """What a part of a price counts, of operators and ways, and of weights; and how many calls may
+    recompute, for each of `LayoutProblem.policies` (where there is nothing: those that must).
     """
 
     passes: NDArray[np.float64]
     weights: NDArray[np.float64]
-    recompute: bool = False
+    counts: tuple[Counts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class LayoutProblem:
         self.agreements = tuple(
             agreements(program, self.mesh, self.menus, self.homes, self.variable)
         )
-        self.solved: dict[bool, tuple[int, ...]] = {}  # the minima sought last
+        self.solved: dict[object, tuple[int, ...]] = {}  # the minima sought last
         self.decided: dict[tuple[str, int], NodeDecision] = {}
         reading = Reading(program, self.prices, self.menus, self.homes, self.variable)
         self.ways_of = [tuple(reading.ways(i, flow)) for i, flow in enumerate(program.flows)]
@@ -143,9 +143,9 @@ class LayoutProblem:
         sizes, apart = self.domains(multipliers), self.apart(multipliers)
         while True:
             self.work.spend()
-            like = self.solved.get(multipliers.recompute)
+            like = self.solved.get(multipliers.counts)
             found = narrow_minimum(sizes, factors, like, apart=apart)
-            self.solved[multipliers.recompute] = found.values
+            self.solved[multipliers.counts] = found.values
             bound = max(bound, found.cost)
             if not isfinite(found.cost) or (enough is not None and bound >= enough):
                 return Minimum(bound, found.values)
@@ -184,8 +184,7 @@ class LayoutProblem:
 
     def domains(self, multipliers: Multipliers) -> list[int]:
         """How many values each variable has: where calls may recompute, policies are variables."""
-        policies = [policy.size for policy in self.policies] if multipliers.recompute else []
-        return [*self.sizes, *policies]
+        return [*self.sizes, *map(len, multipliers.counts)]
 
     def apart(self, multipliers: Multipliers) -> list[int]:
         """The variables that are policies: nearly all tables of their block kinds have them."""
@@ -259,21 +258,19 @@ class LayoutProblem:
         """A table, and what is added by each call that recomputes, for some policies."""
         scope, costs = plain.scope, plain.costs
         for position, once in adding:
-            policy = self.policies[position]
+            least = self.policies[position].least
+            counts = multipliers.counts[position] if multipliers.counts else ((least, least),)
             once = once.reshape(*once.shape, *[1] * (costs.ndim - once.ndim))
-            costs = costs + policy.least * once
-            if multipliers.recompute and policy.size > 1:
-                scope = *scope, len(self.sizes) + position
-                costs = np.stack([costs, costs + policy.free * once], axis=-1)
-            elif multipliers.recompute:
-                costs = costs + np.minimum(0.0, policy.free * once)
+            every = [costs + np.minimum(low * once, high * once) for low, high in counts]
+            costs = every[0] if len(every) == 1 else np.stack(every, axis=-1)
+            scope = scope if len(every) == 1 else (*scope, len(self.sizes) + position)
         return Factor(scope, costs)
 
     def balance(self, multipliers: Multipliers) -> None:
         """Share movements among readers such that the least cost under `multipliers` grows, where
         no call recomputes that need not.
         """
-        plain = replace(multipliers, recompute=False)
+        plain = replace(multipliers, counts=())
         pools: dict[Pool, list[Way]] = {}
         for ways in self.ways_of:
             for flows in (False, True):
@@ -335,13 +332,12 @@ class LayoutProblem:
     ) -> Solution:
         """What `values` cost in truth, with the levels that are best under `multipliers`."""
         levels, weights = self._levels(values, multipliers)
-        passes, picked = self.passes(values), values[len(self.sizes) :]
-        for policy, value in zip(self.policies, picked or [0] * len(self.policies), strict=True):
+        passes = self.passes(values)
+        for position, policy in enumerate(self.policies):
             once = self.passes_of(policy.block, values)
             more = recomputed(once) - once
-            if multipliers.recompute and not policy.chosen:
-                value = int(more @ multipliers.passes < 0)
-            passes += policy.recomputing(value) * more
+            low, high = self.counts(position, values, multipliers)
+            passes += (low if more @ multipliers.passes >= 0 else high) * more
         return Solution(tuple(values), levels, passes, weights, bound)
 
     def passes(self, values: Sequence[int]) -> Totals:
@@ -379,9 +375,8 @@ class LayoutProblem:
     def ends(self, index: int) -> frozenset[int]:
         """The variables on which it depends what a flow costs."""
         ends = (end for way in self.ways_of[index] for end in (way.source, way.target))
-        policies = (p for p in self.receiving[index] if self.policies[p].size > 1)
         found = {end for end in ends if end is not None}
-        return frozenset(found.union(len(self.sizes) + p for p in policies))
+        return frozenset(found.union(len(self.sizes) + p for p in self.receiving[index]))
 
     def beyond(
         self, index: int, values: Sequence[int], multipliers: Sequence[Multipliers]
@@ -394,14 +389,20 @@ class LayoutProblem:
             source, target = way.states(values)
             share = way.share[way.source_value(values), target]
             whole[:KEPT] -= share * way.ways.parts[:KEPT, source, target]
-        calls = 0
-        for position in self.receiving[index]:
-            variable = len(self.sizes) + position
-            value = values[variable] if variable < len(values) else 0
-            calls += self.policies[position].recomputing(value)
-        count = self.program.flows[index].count
-        counted = (count * m.passes + calls * again(m.passes) for m in multipliers)
-        return [float(whole[:KEPT] @ some[:KEPT]) for some in counted]
+        found = []
+        for some in multipliers:
+            calls = sum(self.counts(p, values, some)[0] for p in self.receiving[index])
+            counted = self.program.flows[index].count * some.passes + calls * again(some.passes)
+            found.append(float(whole[:KEPT] @ counted[:KEPT]))
+        return found
+
+    def counts(
+        self, position: int, values: Sequence[int], multipliers: Multipliers
+    ) -> tuple[int, int]:
+        """The fewest and the most calls that recompute where a policy is as `values` say."""
+        if not multipliers.counts:
+            return self.policies[position].least, self.policies[position].least
+        return multipliers.counts[position][values[len(self.sizes) + position]]
 
     def unpaid(self, values: Sequence[int], multipliers: Multipliers) -> float:
         """What all flows cost beyond what their readers pay."""

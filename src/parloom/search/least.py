@@ -83,7 +83,7 @@ def possible(question: Question, base: Decisions) -> bool:
     if clashes(question.pinned):
         return False
     return any(
-        np.isfinite(problem.solve(_multipliers(SPEED)).bound)
+        np.isfinite(problem.solve(_multipliers(problem, SPEED)).bound)
         for problem in problems(question, base)
     )
 
@@ -104,7 +104,7 @@ def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
 
 def smallest(problem: LayoutProblem) -> Candidate | None:
     """A plan on a mesh that holds little, as the search counts it; None where there is none."""
-    found = problem.solve(_multipliers(SPEED))
+    found = problem.solve(_multipliers(problem, SPEED))
     if not np.isfinite(found.bound):
         return None
     values = problem.layouts(found.values)
@@ -119,10 +119,10 @@ def _stored() -> Multipliers:
     return Multipliers(np.zeros(PARTS), weights)
 
 
-def _multipliers(speed: float) -> Multipliers:
+def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
     """A byte counts one, whether it is kept or stored."""
     passes, weights = np.full(PARTS, speed), np.full(WEIGHT_PARTS, speed)
     passes[LINKS], passes[KEPT] = 0.0, 1.0
     weights[[STORED, MOVING]] = 1.0
     weights[MEASURES] = 0.0
-    return Multipliers(passes, weights, recompute=True)
+    return Multipliers(passes, weights, tuple(p.extremes for p in problem.policies))

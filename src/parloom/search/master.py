@@ -15,6 +15,7 @@ import numpy as np
 
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.linear import LinearProgram
+from parloom.search.policies import Counts
 from parloom.search.polish import GB, MS, Candidate, polish
 from parloom.search.prices import BACKWARD, FORWARD, KEPT, LINKS, PARTS
 from parloom.search.storage import (
@@ -85,6 +86,11 @@ class MeshSearch:
         self.polish(values for values, _ in self.columns)
         return Found(self.candidates(), bound)
 
+    def multipliers(self, worth: Worth) -> Multipliers:
+        """What counts under `worth`; where memory is worth nothing, recomputing is, too."""
+        policies = self.problem.policies if worth.held > 0 else ()
+        return multipliers(worth, tuple(policy.extremes for policy in policies))
+
     def nearby(self, found: Found, share: float) -> tuple[Candidate, ...]:
         """Candidates whose layouts cost by a `share` more than the bound at most, as many as are
         few.
@@ -117,12 +123,12 @@ class MeshSearch:
     def _near(self, cost: float) -> set[tuple[int, ...]] | None:
         """The layouts that cost at most `cost` under the worth that proves the bound, if few."""
         limit = cost + self.worth.held * self.limit_bytes
-        found = self.problem.near(multipliers(self.worth), limit, self.at_most)
+        found = self.problem.near(self.multipliers(self.worth), limit, self.at_most)
         return None if found is None else set(map(self.problem.layouts, found))
 
     def _add(self, worth: Worth, tolerance: float) -> tuple[bool, float]:
         """Add the best layouts under `worth`: whether they are new, and the bound they prove."""
-        solution = self.problem.solve(multipliers(worth), tolerance)
+        solution = self.problem.solve(self.multipliers(worth), tolerance)
         if not isfinite(solution.bound):  # pins leave nothing
             return False, solution.bound
         key = solution.values, solution.levels
@@ -165,10 +171,8 @@ class MeshSearch:
         )
 
 
-def multipliers(worth: Worth, *, recompute: bool | None = None) -> Multipliers:
-    """What each part of a price counts under `worth`. Recomputing is worth nothing where memory is,
-    so that then it is no choice, unless `recompute` says so.
-    """
+def multipliers(worth: Worth, counts: tuple[Counts, ...] = ()) -> Multipliers:
+    """What each part of a price counts under `worth`, and how many calls may recompute."""
     passes, weights = np.ones(PARTS), np.zeros(WEIGHT_PARTS)
     passes[FORWARD], passes[BACKWARD] = 1.0 - worth.gathered, 1.0 - worth.reduced
     passes[KEPT], passes[LINKS] = worth.held, 0.0
@@ -176,4 +180,4 @@ def multipliers(worth: Worth, *, recompute: bool | None = None) -> Multipliers:
     weights[GATHERED] = worth.gathered
     weights[[STORED, MOVING]] = worth.held
     weights[[AGAIN, CHUNKED, REDUCED]] = worth.reduced
-    return Multipliers(passes, weights, worth.held > 0 if recompute is None else recompute)
+    return Multipliers(passes, weights, counts)

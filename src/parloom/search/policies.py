@@ -1,7 +1,7 @@
-"""Recomputation as the search chooses it: of equal calls, those that must, or all that may.
+"""Recomputation as the search chooses it: how many of equal calls.
 
 What recomputing costs is linear in how many of equal calls do it, so that under given multipliers
-one of these two is best; what is between them, an integer program chooses (`polish`).
+the fewest or the most are best. Under several at once (`closing`) what is between them may be.
 """
 
 from collections import Counter, defaultdict
@@ -20,25 +20,40 @@ from parloom.search.program import Block, Flags, Program
 MOST = 3
 
 
+# So many counts of calls each have a value of their own in `Policy.around`.
+APART = 5
+Counts = tuple[tuple[int, int], ...]
+"""For each value of a variable the fewest and the most calls that recompute. Where these differ,
+tables count for each operator and way what is best.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Calls of `block`: `least` recompute in any case, and `free` others if that pays. `chosen`:
-    all of them alike, by a variable.
-    """
+    """Calls of `block`, of which `least` to `most` recompute. `chosen`: by a variable."""
 
     block: Block
     least: int
-    free: int
+    most: int
     chosen: bool
 
     @property
-    def size(self) -> int:
-        """How many values the variable has."""
-        return 2 if self.chosen and self.free else 1
+    def extremes(self) -> Counts:
+        """As few as must, and as many as may."""
+        if self.chosen and self.least < self.most:
+            return (self.least, self.least), (self.most, self.most)
+        return ((self.least, self.most),)
 
-    def recomputing(self, value: int) -> int:
-        """How many calls recompute where the variable has this value."""
-        return self.least + value * self.free
+    def around(self, count: int) -> Counts:
+        """All counts, those near `count` apart."""
+        if not self.chosen:
+            return self.extremes
+        low = max(self.least, min(count - APART // 2, self.most - APART + 1))
+        high = min(self.most, low + APART - 1)
+        apart = tuple((some, some) for some in range(low, high + 1))
+        below = ((self.least, low - 1),) if self.least < low else ()
+        above = ((high + 1, self.most),) if high < self.most else ()
+        return (*below, *apart, *above)
 
 
 def policies_of(program: Program) -> tuple[Policy, ...]:
@@ -74,8 +89,7 @@ def receiving(policies: Iterable[Policy]) -> Mapping[int, Sequence[int]]:
 
 
 def _policy(program: Program, block: Block, chosen: bool) -> Policy:
-    least, most = limits(program, block)
-    return Policy(block, least, most - least, chosen)
+    return Policy(block, *limits(program, block), chosen)
 
 
 def limits(program: Program, block: Block) -> tuple[int, int]:

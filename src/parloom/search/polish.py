@@ -94,12 +94,17 @@ def polish(
 
 
 def relaxed(
-    problem: LayoutProblem, values: Sequence[int], limit_bytes: float, penalty: float
+    problem: LayoutProblem,
+    values: Sequence[int],
+    limit_bytes: float,
+    penalty: float,
+    counts: Sequence[tuple[int, int]],
 ) -> tuple[float, Worth]:
     """The least cost of fractions of storage and recomputation, where a byte above the limit costs
-    `penalty` ps, and what that says the sums are worth.
+    `penalty` ps, and what that says the sums are worth. `counts`: the fewest and the most calls of
+    each block that recompute.
     """
-    choices = _choices(problem, values, limit_bytes, above=penalty)
+    choices = _choices(problem, values, limit_bytes, above=penalty, counts=counts)
     answer = choices.program.solve(relaxed=True)
     problem.work.spend()
     assert answer is not None, "whatever is chosen, more memory makes it possible"
@@ -116,6 +121,7 @@ def _choices(
     limit_bytes: float,
     frugal: bool = False,
     above: float | None = None,
+    counts: Sequence[tuple[int, int]] = (),
 ) -> _Choices:
     """`above`: what a byte above the limit costs; None where there must be none."""
     program = LinearProgram()
@@ -131,10 +137,10 @@ def _choices(
         if frugal:
             _charge(program, problem, levels, columns, weight.count)
     blocks: list[_Choice] = []
-    for block in problem.program.blocks:
+    allowed = counts or [limits(problem.program, block) for block in problem.program.blocks]
+    for block, (forced, most) in zip(problem.program.blocks, allowed, strict=True):
         once = problem.passes_of(block, values)
         more = recomputed(once) - once
-        forced, most = limits(problem.program, block)
         cost = float(more[:KEPT].sum()) / MS
         column = program.column(cost, forced, most, integer=True)
         blocks.append(_Choice((column,), (more,)))

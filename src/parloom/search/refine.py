@@ -17,7 +17,7 @@ from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
 from parloom.search.choices import Menu, menu_of
 from parloom.search.eliminate import marginals
-from parloom.search.master import MeshSearch, multipliers
+from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, across
 from parloom.search.program import Axes, Program
 from parloom.search.single import Single
@@ -63,7 +63,7 @@ class Tally:
         """Take down what each choice of each operator costs on a mesh that was searched."""
         problem, worth = search.problem, search.worth
         held, limit = worth.held * search.limit_bytes, search.best_ps * (1 + BEYOND)
-        counted = multipliers(worth)
+        counted = search.multipliers(worth)
         there = problem.narrowed(counted, limit + held)
         if there is None or not all(map(len, there)):
             return
@@ -165,4 +165,4 @@ def undercut(search: MeshSearch, worth: Worth, enough: float) -> float:
     another; as soon as that is `enough`.
     """
     held = worth.held * search.limit_bytes
-    return search.problem.undercut(multipliers(worth), enough + held) - held
+    return search.problem.undercut(search.multipliers(worth), enough + held) - held
