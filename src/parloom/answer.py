@@ -28,6 +28,7 @@ from parloom.search.least import conflict
 from parloom.search.meshes import logical_meshes
 from parloom.search.pinned import clashes, resolve
 from parloom.search.pins import Pin
+from parloom.search.question import Wanted
 
 ALL = "all of these"
 
@@ -141,7 +142,7 @@ def _filled(ask: Ask, candidate: Candidate, prediction: Prediction, least: int |
 
 def _fits(ask: Ask, pins: Sequence[Pin]) -> bool:
     try:
-        choose(replace(ask, pinned=ask.pinned.only(pins)), _silent)
+        choose(replace(ask, pinned=ask.pinned.only(pins), wanted=Wanted.PRICE), _silent)
     except (InfeasibleError, InputError):
         return False
     return True
@@ -178,8 +179,9 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
 
 def _best_of(ask: Ask, pins: Sequence[Pin], limit: int, found: Plan) -> Plan:
     """The best plan with fewer pins or more memory; `found` where a budget ends before one."""
+    other = replace(ask, pinned=ask.pinned.only(pins), limit=limit, wanted=Wanted.PLAN)
     try:
-        return choose(replace(ask, pinned=ask.pinned.only(pins), limit=limit), _silent)
+        return choose(other, _silent)
     except InfeasibleError:
         return found
 

@@ -1,4 +1,8 @@
-"""What would have to change for a plan to fit: other questions, asked one by one and priced."""
+"""What would have to change for a plan to fit: other questions, asked one by one and priced.
+
+A price is that of a plan that was found without finer meshes and proofs: asked by itself, the
+question may have a faster one.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,8 +15,10 @@ from parloom.execute.optimizers import named_optimizer
 from parloom.ir.factors import factorize
 from parloom.ir.plan import DTYPES, Plan
 from parloom.report.shortage import Change
-from parloom.search.candidates import AUTO
+from parloom.search.candidates import AUTO, base_of
+from parloom.search.least import least_share
 from parloom.search.pinned import resolve
+from parloom.search.question import Wanted
 
 SPEC = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^0-9].*)")
 # How often batch, microbatches or nodes are halved or doubled.
@@ -24,7 +30,9 @@ Trial = tuple[str, str, Ask]
 def priced_changes(ask: Ask, say: Say) -> Iterator[Change]:
     """The least of every kind of change to which a plan fits."""
     for series in (_optimizer, _dtype, _method, _microbatches, _batch, _nodes):
-        for flags, words, other in series(ask):
+        for flags, words, other in series(replace(ask, wanted=Wanted.PRICE)):
+            if not _may_fit(other):
+                continue
             say(f"trying {flags}")
             try:
                 found = choose(other, lambda text: None)
@@ -32,6 +40,13 @@ def priced_changes(ask: Ask, say: Say) -> Iterator[Change]:
                 continue
             yield change(flags, words, other, found)
             break
+
+
+def _may_fit(ask: Ask) -> bool:
+    """Whether all devices together have room for weights and their states."""
+    question = ask.question
+    base, devices = base_of(question), question.cluster.num_devices
+    return least_share(question.graph, base, question.optimizer, devices) <= ask.limit
 
 
 def change(flags: str, words: str, ask: Ask, found: Plan) -> Change:
@@ -71,7 +86,7 @@ def _microbatches(ask: Ask) -> Iterator[Trial]:
 def _batch(ask: Ask) -> Iterator[Trial]:
     before = samples(ask.graph)
     for share in _doubled(2, before):
-        if before % share == 0:
+        if before % share == 0 and _may_fit(ask):  # weights are the same for every batch
             size, dtype = before // share, ask.plan.source.dtype
             yield from _captured(ask, f"--batch {size}", f"instead of {before}", size, dtype)
 

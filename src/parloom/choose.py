@@ -18,7 +18,7 @@ from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import Candidate, Candidates, candidates
 from parloom.search.conflicts import broken
 from parloom.search.pinned import NONE, Pinned
-from parloom.search.question import Question
+from parloom.search.question import Question, Wanted
 
 Say = Callable[[str], None]
 Build = Callable[[int | None, str | None], Graph]
@@ -36,7 +36,8 @@ class NothingFitsError(InfeasibleError):
 class Ask:
     """What a plan is asked for: `plan` without decisions, on `machine`, at most `limit` bytes.
 
-    `build` captures the model again with another batch size and dtype.
+    `build` captures the model again with another batch size and dtype; `wanted` is for questions
+    that are asked beside the user's own.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Ask:
     pinned: Pinned = NONE
     budget: int | None = None
     build: Build | None = None
+    wanted: Wanted = Wanted.PROOF
 
     @property
     def question(self) -> Question:
@@ -61,6 +63,7 @@ class Ask:
             self.machine.kernels,
             self.budget,
             self.pinned,
+            self.wanted,
         )
 
 

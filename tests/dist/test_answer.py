@@ -101,10 +101,18 @@ def test_a_change_that_is_priced_is_what_asking_for_it_gives(
     sgd = next(change for change in changes if change["flags"] == "--optimizer sgd")
     other = api.capture("zoo:mlp", batch=256, optimizer="sgd")
     found = api.search(other, cluster=CLUSTER, memory=TIGHT)
-    assert step_s(found) == sgd["step_s"]
+    assert step_s(found) <= sgd["step_s"] <= 1.1 * step_s(found)  # a price is not refined
     memory = next(change for change in changes if change["flags"].startswith("--memory"))
     roomy = api.search(captured, cluster=CLUSTER, memory=memory["flags"].split()[1])
     assert step_s(roomy) <= memory["step_s"]
+
+
+def test_a_change_that_leaves_too_much_weight_is_not_tried(captured: api.Captured) -> None:
+    for memory, tried in ((10 * MIB, True), (TIGHT, False)):
+        said: list[str] = []
+        with pytest.raises(InfeasibleError):
+            api.search(captured, cluster=CLUSTER, memory=memory, progress=said.append)
+        assert any(line.startswith("trying --batch") for line in said) == tried
 
 
 def test_pins_that_make_it_too_large_are_named(captured: api.Captured, free: Plan) -> None:
@@ -228,5 +236,5 @@ def test_a_budget_ends_the_search_at_the_same_place(captured: api.Captured, free
         assert step_s(found) >= step_s(free)
     plenty = api.search(captured, cluster=CLUSTER, budget=10**6)
     assert plan_to_json(plenty) == plan_to_json(free)
-    with pytest.raises(InfeasibleError, match="within --budget 1 fits in 1 MiB per device; give it"):
-        api.search(captured, cluster=CLUSTER, budget=1, memory="1MiB")
+    with pytest.raises(InfeasibleError, match="within --budget 1 fits in 10 MiB per device; give it"):
+        api.search(captured, cluster=CLUSTER, budget=1, memory="10MiB")

@@ -28,7 +28,7 @@ from parloom.search.closing import close
 from parloom.search.conflicts import broken, smallest_conflict
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.least import conflict, least_memory, possible
+from parloom.search.least import conflict, least_memory, least_share, possible
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.pinned import Pinned, resolve
@@ -161,14 +161,11 @@ def test_calls_that_may_not_recompute_do_not() -> None:
     """Where memory is short, others do."""
     graph = model()
     base = Decisions(Mesh(()))
-    roomy = search(graph, EIGHT, base, ADAM, int(PLENTY), lambda text: None).proposals[0]
+    roomy = search(question(graph, EIGHT), base, lambda text: None).proposals[0]
     peak = simulate(lower(graph, roomy.decisions), EIGHT, roomy.decisions, ADAM).peak_bytes
-    pinned = pinned_by(graph, "5=keep", "mesh=8")
     for share in (0.98, 0.95, 0.9):
-        found = search(
-            graph, EIGHT, base, ADAM, int(share * peak), lambda text: None, pinned=pinned
-        ).proposals
-        for proposal in found:
+        tight = question(graph, EIGHT, "5=keep", "mesh=8", limit=int(share * peak))
+        for proposal in search(tight, base, lambda text: None).proposals:
             assert "5" not in {a.prefix for a in proposal.decisions.activations}
 
 
@@ -254,4 +251,6 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
     stored = int(estimate(pcg, Walker({}, mesh, FOUR), ADAM).weights[STORED]) + batch
     found = least_memory(question(graph, FOUR), Decisions(Mesh(())))
     least = min(on_mesh.bound_bytes for on_mesh in found)
+    share = least_share(graph, Decisions(Mesh(())), ADAM, FOUR.num_devices)
+    assert 0 < share <= least - batch
     assert 0 < least <= stored <= simulate(pcg, FOUR, plan, ADAM).peak_bytes

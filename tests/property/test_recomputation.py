@@ -25,6 +25,7 @@ from parloom.search.master import MeshSearch, multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.policies import limits, recomputed
 from parloom.search.prices import BACKWARD, FORWARD, KEPT
+from parloom.search.question import Question
 from parloom.search.storage import (
     AFTER,
     AGAIN,
@@ -178,6 +179,7 @@ def test_no_proposal_is_below_the_bound_of_the_search(seed: int, share: float) -
     (mesh,) = logical_meshes(TWO)
     roomy = MeshSearch(problem_of(graph, mesh, TWO), 1e15).run().candidates[0]
     limit = int(share * roomy.sums.held_bytes)
-    found = search(graph, TWO, Decisions(Mesh(())), ADAM, limit, lambda text: None)
+    question = Question(graph, TWO, ADAM, limit)
+    found = search(question, Decisions(Mesh(())), lambda text: None)
     for proposal in found.proposals:
         assert found.estimate_bound_ps <= proposal.estimate_ps * (1 + 1e-9)

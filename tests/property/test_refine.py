@@ -23,6 +23,7 @@ from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, logical_meshes
 from parloom.search.program import program_of
+from parloom.search.question import Question
 from parloom.search.refine import Tally, kept, refinements, undercut
 from parloom.search.single import Single
 from parloom.search.storage import WEIGHT_PARTS
@@ -130,7 +131,8 @@ def test_search_finds_what_enumeration_finds_on_three_axes(seed: int, share: flo
 def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound() -> None:
     said: list[str] = []
     graph = random_graph(Random(4), num_operators=4)
-    found = search(graph, CLUSTER, Decisions(Mesh(())), ADAM, int(PLENTY), said.append)
+    question = Question(graph, CLUSTER, ADAM, int(PLENTY))
+    found = search(question, Decisions(Mesh(())), said.append)
     assert any("z=" in line for line in said)
     least = min(p.estimate_ps for p in found.proposals)
     assert found.estimate_bound_ps <= least + 0.5

@@ -30,6 +30,7 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import KEPT
 from parloom.search.program import program_of
+from parloom.search.question import Question
 from parloom.search.storage import STORED
 from parloom.search.sums import summed
 from parloom.search.ways import Ways
@@ -230,8 +231,8 @@ def test_storage_is_priced_as_the_cost_layer_counts_it(level: int) -> None:
 
 def test_the_bound_holds_for_every_plan_found() -> None:
     for cluster in (TWO, EIGHT):
-        base = Decisions(Mesh(()))
-        found = search(model(), cluster, base, ADAM, int(PLENTY), lambda text: None)
+        question = Question(model(), cluster, ADAM, int(PLENTY))
+        found = search(question, Decisions(Mesh(())), lambda text: None)
         assert found.proposals
         assert 0 < found.bound_ps <= min(p.estimate_ps for p in found.proposals)
         for proposal in found.proposals:
@@ -260,8 +261,8 @@ def kinds_of(candidate: Candidate) -> set[object]:
 
 
 def test_nothing_is_proposed_that_does_not_fit() -> None:
-    base = Decisions(Mesh(()))
-    assert not search(model(), EIGHT, base, ADAM, 10**6, lambda text: None).proposals
+    question = Question(model(), EIGHT, ADAM, 10**6)
+    assert not search(question, Decisions(Mesh(())), lambda text: None).proposals
 
 
 def test_flows_come_in_the_order_of_the_program_whatever_names_hash_to() -> None:

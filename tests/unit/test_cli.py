@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_said_as_text_and_as_json(
         "  weights        3 GiB (75%)",
         "the largest tensors of it:",
         "  weights of *.up.weight x 3                   1 GiB (25%)",
-        "what would fit, the cheapest first:",
+        "what would fit, the cheapest first (a search of its own may find faster plans):",
         "  --optimizer sgd (no optimizer states): 500 ms a step, 512 MiB; 125 ms of a device for"
         " each sample",
     ):

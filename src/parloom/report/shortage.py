@@ -59,7 +59,9 @@ def shortage_text(shortage: Shortage) -> str:
             f"  {_holding_words(h):44} {_share(h.num_bytes, total)}" for h in shortage.holdings
         ]
     if shortage.changes:
-        lines.append("what would fit, the cheapest first:")
+        lines.append(
+            "what would fit, the cheapest first (a search of its own may find faster plans):"
+        )
         lines += [f"  {_change_words(change)}" for change in shortage.changes]
     elif shortage.untried:
         lines.append("of what was tried, nothing fits")

@@ -86,7 +86,7 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     if method == AUTO and question.num_microbatches > 1:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
     elif method == AUTO:
-        searched = _searched(question, say)
+        searched = search_layouts(question, base_of(question), say)
         for proposal in searched.proposals[:PROPOSED]:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
     if searched is not None and searched.exhausted:
@@ -148,21 +148,6 @@ def smallest(question: Question) -> tuple[tuple[Candidate, ...], int | None]:
         for least in found[:SMALLEST]
     )
     return few, found[0].bound_bytes if found else None
-
-
-def _searched(question: Question, say: Say) -> Searched:
-    base = base_of(question)
-    return search_layouts(
-        question.graph,
-        question.cluster,
-        base,
-        question.optimizer,
-        question.limit_bytes,
-        say,
-        question.kernels,
-        pinned=question.pinned,
-        budget=question.budget,
-    )
 
 
 def base_of(question: Question) -> Decisions:

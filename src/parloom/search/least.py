@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 
 from parloom.cost.walk import Walker
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
-from parloom.ir.plan import Decisions
+from parloom.ir.graph import DTYPE_BYTES, Graph
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.conflicts import meshes_of, smallest_conflict
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.pinned import Pinned, clashes
@@ -21,6 +23,8 @@ from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS, Stora
 
 # What a picosecond counts against a byte, so that of equally small plans a fast one is found.
 SPEED = 1e-9
+# How near the smallest plan is looked for.
+NEAR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,22 @@ class Least:
 
     bound_bytes: int
     decisions: Decisions
+
+
+def least_share(graph: Graph, base: Decisions, optimizer: Optimizer, num_devices: int) -> int:
+    """What no plan holds less than, searched or not: its devices hold every weight, gradient and
+    optimizer state at least once.
+    """
+    total = 0
+    for entry in graph.of_kind("parameter"):
+        spec = entry.value.spec
+        each = width = DTYPE_BYTES[spec.dtype]
+        if entry.trainable:
+            master = DTYPE_BYTES[base.master_dtype or spec.dtype]
+            each += DTYPE_BYTES[base.reduce_dtype or spec.dtype]
+            each += master * (optimizer.num_states + (master != width))
+        total += spec.num_elements * each
+    return ceil(total / num_devices)
 
 
 def problems(
@@ -104,7 +124,7 @@ def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
 
 def smallest(problem: LayoutProblem) -> Candidate | None:
     """A plan on a mesh that holds little, as the search counts it; None where there is none."""
-    found = problem.solve(_multipliers(problem, SPEED))
+    found = problem.solve(_multipliers(problem, SPEED), NEAR)
     if not np.isfinite(found.bound):
         return None
     values = problem.layouts(found.values)

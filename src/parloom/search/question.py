@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from parloom.cost.kernels import Kernels
 from parloom.ir.graph import Graph
@@ -10,6 +11,16 @@ from parloom.ir.plan import Optimizer
 from parloom.search.pinned import NONE, Pinned
 
 Say = Callable[[str], None]
+
+
+class Wanted(Enum):
+    """What is wanted of a search: a plan of meshes that are searched whole, the best plan, or the
+    best with what was proved of it.
+    """
+
+    PRICE = "price"
+    PLAN = "plan"
+    PROOF = "proof"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +36,4 @@ class Question:
     kernels: Kernels | None = None
     budget: int | None = None
     pinned: Pinned = NONE
+    wanted: Wanted = Wanted.PROOF

@@ -1,0 +1,242 @@
+"""The search on one mesh: what the program proposes, lowered and played.
+
+What a proposal's step needs beyond what the search counts shows as it is simulated; storage and
+recomputation are then chosen again under a limit that is lower by as much.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from parloom.cost.simulate import simulate
+from parloom.ir.lower import lower
+from parloom.ir.plan import Decisions
+from parloom.search.closing import TOLERANCE, close
+from parloom.search.layouts import LayoutProblem
+from parloom.search.least import smallest
+from parloom.search.master import Found, MeshSearch
+from parloom.search.polish import Candidate, decisions, least_bytes, polish, uniform
+from parloom.search.question import Question, Wanted
+from parloom.search.sums import Worth
+from parloom.search.trust import Trust
+
+TRIES = 5
+# How near bound and cost of mixtures come together, where a price is wanted and otherwise.
+ROUGH, FINE = 1e-2, 1e-3
+# The share of the memory within which the largest limit is sought that fits.
+CLOSE = 0.02
+# How many of the estimates that are near the best are simulated.
+PLAYED_NEARBY = 8
+# Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
+ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan with its simulated step and its estimate."""
+
+    decisions: Decisions
+    step_ps: int
+    estimate_ps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A candidate as a plan, its simulated step, and by how much the peak is above the limit."""
+
+    candidate: Candidate
+    decisions: Decisions
+    step_ps: int
+    excess_bytes: int
+
+    @property
+    def proposal(self) -> Proposal:
+        return Proposal(self.decisions, self.step_ps, self.candidate.sums.step_ps)
+
+
+class OnMesh:
+    """The search on one mesh."""
+
+    def __init__(
+        self,
+        problem: LayoutProblem,
+        question: Question,
+        base: Decisions,
+        trust: Trust,
+        worth: Worth | None = None,
+    ) -> None:
+        self.problem, self.question, self.base, self.trust = problem, question, base, trust
+        self.limit_bytes = question.limit_bytes
+        self.played: dict[Candidate, Fit] = {}
+        # What may be counted, and what was found to leave enough room for the rest.
+        self.limit, self.enough = float(self.limit_bytes), inf
+        self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
+        self.worth, self.search = worth, MeshSearch(problem, self.limit, worth=worth)
+        self.found = Found((), inf)
+
+    def smallest(self) -> Fit | None:
+        """The plan that holds least, if there is any. Where it fits although more is counted, as
+        much may be.
+        """
+        candidate = smallest(self.problem)
+        if candidate is None:
+            return None
+        fit = self._play(candidate)
+        if fit.excess_bytes <= 0:
+            self.limit = max(self.limit, candidate.sums.held_bytes - fit.excess_bytes)
+        return fit
+
+    def begin(self, enough: float) -> None:
+        """Search, with what other meshes showed of how much may be counted."""
+        self.enough = enough
+        self._search(min(self.limit, enough))
+
+    def close(self, best_ps: float, enough: float) -> bool:
+        """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed;
+        whether that was needed.
+        """
+        fit = (f.candidate.sums.held_bytes for f in self.played.values() if f.excess_bytes <= 0)
+        limit = max(min(self.limit, self.enough, enough), max(fit, default=0.0))
+        near = best_ps * (1 - TOLERANCE)
+        if (self.found.bound_ps >= near and limit <= self.limit) or self.asked == (best_ps, limit):
+            return False
+        self.asked = best_ps, limit
+        if limit != self.limit:
+            self._search(limit)
+        if self.found.bound_ps < near:
+            self.found = close(self.search, best_ps)
+        return True
+
+    def _search(self, limit: float) -> None:
+        """Search under a limit on what the search counts."""
+        self.limit, self.search = limit, MeshSearch(self.problem, limit, worth=self.worth)
+        self.found = self.search.run(ROUGH if self.question.wanted is Wanted.PRICE else FINE)
+
+    @property
+    def step_ps(self) -> float:
+        """The fastest step of those played that fit."""
+        return min((fit.step_ps for fit in self._fitting()), default=inf)
+
+    @property
+    def promise_ps(self) -> float:
+        """The best estimate."""
+        return min((c.sums.step_ps for c in self.found.candidates), default=inf)
+
+    def proposals(self, count: int) -> Iterator[Proposal]:
+        """The plans that fit, for the `count` layouts with the best estimates.
+
+        What a step needs beyond what the search counts (buffers, what lives for a moment), or less
+        than that (what is shared), is found out by simulating: the search is told of another limit.
+        """
+        fitting: list[Fit] = []
+        for _ in range(TRIES):
+            promising = [
+                candidate
+                for candidate in self.found.candidates[:count]
+                if self.trust.promises(candidate.sums.step_ps)
+            ]
+            tried = list(
+                dict.fromkeys(f for c in promising for f in self._fits(c.values, count > 1))
+            )
+            fitting += [fit for fit in tried if fit.excess_bytes <= 0]
+            if not tried or not self._correct(tried):
+                break
+        for fit in dict.fromkeys(fitting):
+            yield fit.proposal
+
+    def _correct(self, tried: Sequence[Fit]) -> bool:
+        """Search again under a limit as the peaks of `tried` ask for; whether that was needed."""
+        excess = min(fit.excess_bytes for fit in tried)
+        if excess > 0:
+            counted = min(fit.candidate.sums.held_bytes for fit in tried)
+            lower = min(self.limit, counted) - excess
+            self._search(lower if lower > 0 else self.limit / 2)
+            return True
+        spare = -max(fit.excess_bytes for fit in tried)
+        if self.limit < self.limit_bytes or not self.search.worth.held:
+            return False  # memory does not matter, or was found to be just enough
+        if spare < CLOSE * self.limit_bytes:
+            return False
+        self._search(self.limit + spare)
+        return True
+
+    def nearby(self, share: float) -> Iterator[Proposal]:
+        """Plans whose estimates are nearly as good as the best: which is the fastest, only
+        simulation says.
+        """
+        near = list(self.search.nearby(self.found, share)[:PLAYED_NEARBY])
+        near += [uniform(self.problem, c, stored) for c in near[:1] for stored in ALIKE]
+        for candidate in near:
+            if not self.trust.promises(candidate.sums.step_ps):
+                continue
+            fit = self._play(candidate)
+            if fit.excess_bytes <= 0:
+                yield fit.proposal
+
+    def fuller(self) -> Iterator[Proposal]:
+        """The layouts of the fastest plan with as much kept as fits: the limit on what is counted
+        may have been learnt from plans that need more beyond it.
+        """
+        fit = min(self._fitting(), key=lambda fit: fit.step_ps)
+        spare = -fit.excess_bytes
+        for _ in range(TRIES):
+            if spare < CLOSE * self.limit_bytes:
+                return
+            held = fit.candidate.sums.held_bytes
+            candidate = polish(self.problem, fit.candidate.values, held + spare)
+            if candidate is None or not self.trust.promises(candidate.sums.step_ps):
+                return
+            tried = self._play(candidate)
+            if tried.excess_bytes > 0 or tried is fit:
+                spare //= 2
+                continue
+            yield tried.proposal
+            fit, spare = tried, -tried.excess_bytes
+
+    def _fits(self, values: Sequence[int], frugal: bool) -> list[Fit]:
+        """Layouts with storage and recomputation such that the peak of the step fits, or nearly.
+
+        What a step needs beyond what the search counts depends on what is stored how: the limit is
+        sought that leaves just enough for it. Where `frugal`, storage is chosen once more with
+        that, frugally.
+        """
+        fits: list[Fit] = []
+        limit = min(max(self.limit, self.limit_bytes), self.enough)
+        least, under, over, good = least_bytes(self.problem, values), 0.0, inf, limit
+        for _ in range(TRIES):
+            candidate = polish(self.problem, values, limit)
+            if candidate is None:
+                break
+            fits.append(self._play(candidate))
+            excess, held = fits[-1].excess_bytes, candidate.sums.held_bytes
+            if excess <= 0:
+                under, good = held, limit
+            else:
+                over = min(over, held)
+            if over == inf or over - under < CLOSE * self.limit_bytes or over <= least:
+                break
+            limit = (under + over) / 2 if under else max(over - excess, least + 1.0)
+        if under and over < inf:
+            self.enough = good
+        thrifty = polish(self.problem, values, good, frugal=True) if frugal else None
+        if thrifty and self.trust.promises(thrifty.sums.step_ps):
+            fits.append(self._play(thrifty))
+        return fits
+
+    def _fitting(self) -> Iterator[Fit]:
+        return (fit for fit in self.played.values() if fit.excess_bytes <= 0)
+
+    def _play(self, candidate: Candidate) -> Fit:
+        if candidate not in self.played:
+            self.problem.work.spend()
+            self.played[candidate] = self._simulated(candidate)
+            fit = self.played[candidate]
+            self.trust.saw(candidate.sums.step_ps, fit.step_ps, fits=fit.excess_bytes <= 0)
+        return self.played[candidate]
+
+    def _simulated(self, candidate: Candidate) -> Fit:
+        plan = decisions(self.problem, candidate, self.base)
+        pcg = lower(self.problem.program.graph, plan, factored=self.problem.program.factored)
+        asked, kernels = self.question, self.problem.prices.walker.kernels
+        played = simulate(pcg, asked.cluster, plan, asked.optimizer, kernels)
+        return Fit(candidate, plan, played.step_ps, played.peak_bytes - self.limit_bytes)
