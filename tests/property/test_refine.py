@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import comb
 from random import Random
 
 import numpy as np
@@ -67,6 +68,22 @@ def test_every_refinement_cuts_one_axis_and_the_levels_come_first() -> None:
         assert len(finest.axes) == count
         assert [p for a in finest.axes for p in a.primes] == list(mesh.axes[0].primes)
     assert refinements(finest) == ()
+
+
+def test_no_mesh_is_searched_twice_and_the_order_of_equal_links_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Permutations of prime axes are not enumerated; 2x4 is no copy of 4x2 over the same links."""
+    meshes = [tuple(a.primes for a in m.axes) for m in logical_meshes(load_cluster("8x8xH100"), 4)]
+    assert len(meshes) == len(set(meshes)) == sum(comb(5, cuts) for cuts in range(4))
+    one_level = load_cluster("1x8xH100")
+    monkeypatch.setattr("tests.property.test_refine.CLUSTER", one_level)
+    steps = {}
+    for mesh in logical_meshes(one_level):
+        search = MeshSearch(problem_of(random_graph(Random(0), 5), mesh), PLENTY)
+        search.run(1e-9)
+        steps[sizes(mesh)] = close(search, np.inf, 1e-9).candidates[0].sums.step_ps
+    assert steps[4, 2] < steps[2, 4]
 
 
 @settings(max_examples=4)

@@ -16,6 +16,16 @@ def test_an_estimate_may_be_too_high_by_a_margin_at_first() -> None:
     assert not trust.promises(1100)
 
 
+def test_estimates_that_were_much_too_high_are_believed_to_be() -> None:
+    """After few simulations, and after many."""
+    trust = Trust()
+    for _ in range(SEEN + 1):
+        trust.saw(1000, 800, fits=True)
+        assert trust.promises(1000)
+        assert trust.promises(1010)
+        assert not trust.promises(1020)
+
+
 def test_estimates_that_were_right_are_taken_at_their_word() -> None:
     trust = Trust()
     for _ in range(SEEN):

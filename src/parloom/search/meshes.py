@@ -14,7 +14,9 @@ MAX_AXES = 2
 def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]:
     """Every way to cut the prime axes of `cluster` into at most `max_axes` runs of neighbours.
 
-    A mesh whose axes are cut where the levels of the topology are comes before others.
+    A mesh whose axes are cut where the levels of the topology are comes before others. 2x4 and 4x2
+    over links of one level are two meshes: of two axes on one factor the first is outermost, and
+    gathering the inner one is cheaper than gathering the outer one.
     """
     primes = tuple(reversed(cluster.prime_axes()))
     if not primes:

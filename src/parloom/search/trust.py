@@ -2,7 +2,7 @@
 
 from math import inf
 
-# Estimates were seen to be too high by up to this share, where links are slow.
+# Estimates are taken to be too high by up to this share at first, or by more where that was seen.
 MARGIN = 0.08
 # After so many simulations of one question, an estimate is taken to be too high by no more than a
 # `SPREAD` beyond what those before it were.
@@ -25,5 +25,5 @@ class Trust:
     def promises(self, estimate_ps: float) -> bool:
         """Whether a plan with this estimate may be faster than the best."""
         learnt = 1 - self._least + SPREAD
-        margin = MARGIN if self._seen < SEEN else min(learnt, MARGIN)
+        margin = max(learnt, MARGIN) if self._seen < SEEN else learnt
         return estimate_ps * (1 - margin) <= self.best_ps
