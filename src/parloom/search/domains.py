@@ -23,6 +23,7 @@ from parloom.search.eliminate import (
     minimum,
     most_cells,
     near,
+    reduced,
 )
 from parloom.search.shares import Pool
 
@@ -34,6 +35,8 @@ TOO_MANY = 1_000_000
 APART = 16
 # After so many sweeps at most; that it is enough is looked at after every `LOOK`.
 SWEEPS, LOOK = 60, 5
+# Sweeps before the next variable is given a value where no possible solution was seen.
+DIVE = 2
 # Shares are balanced in so many sweeps, or until the bound grows by less than this share in one.
 BALANCED, GROWS = 10, 5e-4
 
@@ -45,41 +48,41 @@ def narrow_minimum(
     many: int = MANY,
     too_many: int = TOO_MANY,
     apart: Sequence[int] = (),
+    *,
+    share: float = 0.0,
+    enough: float = inf,
 ) -> Minimum:
     """As `minimum`, the better the fewer variables a factor has; `like`: values that may be near.
 
-    Where tables of more than `too_many` cells are left, the cost is a bound, and the values are the
-    best that were found. `apart`: variables of which each value may be taken by itself.
+    `apart`: variables of which each value may be taken by itself. The cost is a bound where that is
+    `enough`, where values are at most a `share` above it, and where tables of more than `too_many`
+    cells are left. The values are the best that were found; none where no possible ones are.
     """
     given = list(factors)
-    if most_cells(sizes, given) <= many:
-        return minimum(sizes, given)
-    if 1 < prod(sizes[v] for v in apart) <= APART:
-        found = [
-            _among(narrow_minimum(list(map(len, kept)), some, None, many, too_many), kept)
-            for kept, some in _each(sizes, given, apart)
-        ]
-        return min(found, key=lambda some: some.cost)
-    passing = _Passing(sizes, given, seeks=True)
-    if like is not None:
-        passing.see(like)
-    kept = passing.run(many)
-    if most_cells([len(k) for k in kept], given) > too_many:
-        passing.see(_minimum_among(given, passing.likely(too_many)).values)
-        kept = passing.run(many)
-        if most_cells([len(k) for k in kept], given) > too_many and passing.limit < inf:
-            return Minimum(passing.bound - passing.rounding, passing.best)
-    return _minimum_among(given, kept)
-
-
-def _minimum_among(factors: Sequence[Factor], kept: Sequence[Indices]) -> Minimum:
-    """The minimum over the values kept."""
-    return _among(minimum([len(k) for k in kept], restricted(factors, kept)), kept)
+    core = reduced(sizes, given, 2, too_many)
+    fixed = [v for v in apart if v in core.variables]
+    if most_cells(core.sizes, core.factors) <= many:
+        found = minimum(core.sizes, core.factors)
+    elif 1 < prod(sizes[v] for v in fixed) <= APART:
+        parts = [
+            _among(narrow_minimum([*map(len, kept)], some, None, many, too_many,
+                                  share=share, enough=enough), kept)
+            for kept, some in _each(sizes, given, fixed)
+        ]  # fmt: skip
+        parts.sort(key=lambda part: part.cost)
+        return Minimum(parts[0].cost, next((p.values for p in parts if p.values), ()))
+    else:
+        passing = _Passing(core.sizes, core.factors, seeks=True)
+        if like is not None:
+            passing.see([like[v] for v in core.variables])
+        found = passing.minimum(many, too_many, share, enough)
+    possible = found.cost < inf and len(found.values) == len(core.sizes)
+    return Minimum(found.cost, core.whole(found.values) if possible else ())
 
 
 def _among(found: Minimum, kept: Sequence[Indices]) -> Minimum:
     """A minimum over places among the values kept as one over values."""
-    return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=True)))
+    return Minimum(found.cost, tuple(int(k[x]) for k, x in zip(kept, found.values, strict=False)))
 
 
 def _each(
@@ -247,11 +250,53 @@ class _Passing:
             return 100 * abs(self.bound) + 1
         return 2 * max(0.0, self.limit - self.bound) + 1
 
-    def run(self, many: int) -> list[Indices]:
-        """The values that are left, when tables have `many` cells at most or nothing more helps."""
+    def minimum(self, many: int, too_many: int, share: float, enough: float) -> Minimum:
+        """See `narrow_minimum`."""
+        kept = self.run(many, share, enough)
+        if not self.is_near(share, enough) and self._cells(kept) > too_many:
+            if self.limit == inf:
+                self._dive()
+            self.see(self._among(self.likely(too_many)).values)
+            kept = self.run(many, share, enough)
+        if self.limit - self.bound <= self.rounding:
+            return Minimum(self.limit, self.best)
+        if self.is_near(share, enough) or self._cells(kept) > too_many:
+            return Minimum(self.bound - self.rounding, self.best)
+        return self._among(kept)
+
+    def _dive(self) -> None:
+        """Look for a possible solution: one variable after the other is given what seems best."""
+        kept = self.kept
+        for v in range(len(kept)):
+            part = _Passing([len(k) for k in kept], restricted(self.factors, kept), seeks=True)
+            for _ in range(DIVE):
+                part.sweep()
+            if part.best:
+                self.see([int(k[x]) for k, x in zip(kept, part.best, strict=True)])
+                break
+            kept[v] = kept[v][[part.single[v].argmin()]]
+
+    def _cells(self, kept: Sequence[Indices]) -> int:
+        return most_cells([len(k) for k in kept], self.factors)
+
+    def _among(self, kept: Sequence[Indices]) -> Minimum:
+        """The minimum over the values kept."""
+        return _among(minimum([len(k) for k in kept], restricted(self.factors, kept)), kept)
+
+    def is_near(self, share: float, enough: float) -> bool:
+        """Whether the bound is `enough`, or the best solution at most a `share` above it."""
+        within = self.limit - self.bound <= share * abs(self.bound) + self.rounding
+        return within or self.bound - self.rounding >= enough
+
+    def run(self, many: int, share: float = 0.0, enough: float = inf) -> list[Indices]:
+        """The values that are left when tables have `many` cells at most, when the bound is near
+        enough, or when nothing more helps.
+        """
         for sweep in range(1, SWEEPS + 1):
             self.sweep()
-            if sweep % LOOK == 0 and most_cells([len(k) for k in self.kept], self.factors) <= many:
+            if self.seeks and self.is_near(share, enough):
+                break
+            if sweep % LOOK == 0 and self._cells(self.kept) <= many:
                 break
         return self.kept
 
@@ -276,7 +321,7 @@ class _Passing:
                 np.sort(k[np.argsort(table[k], kind="stable")[:count]])
                 for k, table in zip(self.kept, self.single, strict=True)
             ]
-            if count == 1 or most_cells([len(k) for k in found], self.factors) <= most:
+            if count == 1 or self._cells(found) <= most:
                 return found
         raise AssertionError("no variables")
 

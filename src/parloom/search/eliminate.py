@@ -5,7 +5,8 @@ tables hang together, for which the graphs of neural networks are kind.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from heapq import heapify, heappop, heappush
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,54 @@ def minimum(sizes: Sequence[int], factors: Iterable[Factor]) -> Minimum:
     def keep(variable: int, rest: tuple[int, ...], total: Table) -> None:
         best.append((variable, rest, total.argmin(axis=0)))
 
-    cost = _eliminate(sizes, factors, keep)
-    values = [0] * len(sizes)
+    cost, _ = _eliminate(sizes, factors, keep)
+    return Minimum(cost, _decided([0] * len(sizes), best))
+
+
+def _decided(
+    values: list[int], best: Sequence[tuple[int, tuple[int, ...], Indices]]
+) -> tuple[int, ...]:
+    """Values with those of eliminated variables that are best beside the others."""
     for variable, rest, value in reversed(best):
         values[variable] = int(value[tuple(values[v] for v in rest)])
-    return Minimum(cost, tuple(values))
+    return tuple(values)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What is left of tables over `sizes` variables: those of the `variables` left, renumbered, and
+    for every other one its best value beside them.
+    """
+
+    variables: tuple[int, ...]
+    sizes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+    best: tuple[tuple[int, tuple[int, ...], Indices], ...]
+
+    def whole(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The values of all variables, of those left given."""
+        found = [0] * (len(self.variables) + len(self.best))
+        for variable, value in zip(self.variables, values, strict=True):
+            found[variable] = value
+        return _decided(found, self.best)
+
+
+def reduced(sizes: Sequence[int], factors: Iterable[Factor], touched: int, most: int) -> Reduced:
+    """Eliminate variables as long as one has tables with at most `touched` others, and together
+    `most` cells: the same minimum over fewer variables.
+    """
+    best: list[tuple[int, tuple[int, ...], Indices]] = []
+
+    def keep(variable: int, rest: tuple[int, ...], total: Table) -> None:
+        best.append((variable, rest, total.argmin(axis=0)))
+
+    cost, found = _eliminate(sizes, factors, keep, touched, most)
+    gone = {variable for variable, _, _ in best}
+    left = tuple(v for v in range(len(sizes)) if v not in gone)
+    number = {v: i for i, v in enumerate(left)}
+    renumbered = (Factor(tuple(number[v] for v in f.scope), f.costs) for f in found)
+    constant = Factor((), np.array(cost))
+    return Reduced(left, tuple(sizes[v] for v in left), (constant, *renumbered), tuple(best))
 
 
 def near(
@@ -94,7 +138,7 @@ def regrets(sizes: Sequence[int], factors: Iterable[Factor]) -> tuple[float, tup
         more = np.where(np.isinf(total), np.inf, total - np.where(np.isinf(least), 0.0, least))
         tables.append(Regret(variable, rest, more))
 
-    least = _eliminate(sizes, factors, keep)
+    least, _ = _eliminate(sizes, factors, keep)
     return least, tuple(reversed(tables))
 
 
@@ -125,9 +169,12 @@ def _eliminate(
     sizes: Sequence[int],
     factors: Iterable[Factor],
     keep: Callable[[int, tuple[int, ...], Table], None],
-) -> float:
-    """The least cost; `keep` is shown every variable as it is eliminated, with the variables that
-    its table still has and that table, over itself and these.
+    touched: int | None = None,
+    most: float = inf,
+) -> tuple[float, list[Factor]]:
+    """The least cost and the tables left, of all variables or as `reduced` says; `keep` is shown
+    every variable as it is eliminated, with the variables that its table still has and that table,
+    over itself and these.
     """
     scopes: dict[int, Factor] = dict(enumerate(factors))
     touching: list[set[int]] = [set() for _ in sizes]
@@ -135,7 +182,7 @@ def _eliminate(
         for variable in factor.scope:
             touching[variable].add(key)
     cost, fresh = sum(float(f.costs) for f in scopes.values() if not f.scope), len(scopes)
-    for variable in order([f.scope for f in scopes.values()], sizes):
+    for variable, _ in _ordered([f.scope for f in scopes.values()], sizes, touched, most):
         mine = [scopes.pop(key) for key in sorted(touching[variable])]
         rest = tuple(sorted({v for f in mine for v in f.scope} - {variable}))
         total = _joint((variable, *rest), mine, sizes)
@@ -151,12 +198,7 @@ def _eliminate(
             fresh += 1
         else:
             cost += float(costs)
-    return cost
-
-
-def order(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:
-    """An order of elimination: always the variable whose table is the smallest."""
-    return tuple(variable for variable, _ in _ordered(scopes, sizes))
+    return cost, [factor for factor in scopes.values() if factor.scope]
 
 
 def most_cells(sizes: Sequence[int], factors: Iterable[Factor]) -> int:
@@ -164,8 +206,15 @@ def most_cells(sizes: Sequence[int], factors: Iterable[Factor]) -> int:
     return max((cells for _, cells in _ordered([f.scope for f in factors], sizes)), default=0)
 
 
-def _ordered(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Variables in the order of their elimination, with the cells of their tables."""
+def _ordered(
+    scopes: Iterable[Sequence[int]],
+    sizes: Sequence[int],
+    touched: int | None = None,
+    most: float = inf,
+) -> Iterator[tuple[int, int]]:
+    """Variables in the order of their elimination, with the cells of their tables: always the one
+    whose table is the smallest.
+    """
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for variable in scope:
@@ -173,17 +222,24 @@ def _ordered(scopes: Iterable[Sequence[int]], sizes: Sequence[int]) -> Iterator[
     for variable, others in enumerate(near):
         others.discard(variable)
     left = set(range(len(sizes)))
-    cells = {v: sizes[v] * prod(sizes[u] for u in near[v]) for v in left}
-    while left:
-        variable = min(left, key=lambda v: (cells[v], v))
-        left.remove(variable)
-        yield variable, cells[variable]
+    cells = [sizes[v] * prod(sizes[u] for u in near[v]) for v in range(len(sizes))]
+    waiting = [(count, v) for v, count in enumerate(cells)]
+    heapify(waiting)
+    while waiting:
+        count, variable = heappop(waiting)
         others = near[variable]
+        if variable not in left or count != cells[variable]:
+            continue
+        if count > most or (touched is not None and len(others) > touched):
+            continue  # comes again where an elimination changes that
+        left.remove(variable)
+        yield variable, count
         for other in others:
             near[other] |= others
             near[other] -= {other, variable}
         for other in others:
             cells[other] = sizes[other] * prod(sizes[u] for u in near[other])
+            heappush(waiting, (cells[other], other))
 
 
 def _joint(scope: tuple[int, ...], factors: Sequence[Factor], sizes: Sequence[int]) -> Table:

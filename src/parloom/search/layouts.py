@@ -12,7 +12,7 @@ counts a share of a movement for each reader, which is never more than the truth
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,17 +124,21 @@ class LayoutProblem:
         self.ways = [way for ways in self.ways_of for way in ways]
 
     def solve(self, multipliers: Multipliers, tolerance: float = 0.0) -> Solution:
-        """The least cost under `multipliers`, or what is above it by a share of `tolerance`."""
+        """The least cost under `multipliers`, or what is above it by a share of `tolerance`.
+
+        Without values where nothing is possible, or nothing possible was seen.
+        """
         found = self._minimum(multipliers, tolerance)
+        if not found.values:
+            passes, weights = (np.zeros(n, dtype=np.int64) for n in (PARTS, WEIGHT_PARTS))
+            return Solution((), (), passes, weights, found.cost)
         return self.evaluate(found.values, multipliers, found.cost)
 
     def undercut(self, multipliers: Multipliers, enough: float) -> float:
         """What no solution undercuts, as soon as that is `enough` or cannot be."""
         return self._minimum(multipliers, 0.0, enough).cost
 
-    def _minimum(
-        self, multipliers: Multipliers, share: float, enough: float | None = None
-    ) -> Minimum:
+    def _minimum(self, multipliers: Multipliers, share: float, enough: float = inf) -> Minimum:
         """A bound, and a solution that is at most a `share` above it if that can be proved; with
         `enough`, until it is known on which side of that the least cost is.
         """
@@ -144,18 +148,20 @@ class LayoutProblem:
         while True:
             self.work.spend()
             like = self.solved.get(multipliers.counts)
-            found = narrow_minimum(sizes, factors, like, apart=apart)
-            self.solved[multipliers.counts] = found.values
+            found = narrow_minimum(
+                sizes, factors, like, apart=apart, share=share / 2, enough=enough
+            )
             bound = max(bound, found.cost)
-            if not isfinite(found.cost) or (enough is not None and bound >= enough):
-                return Minimum(bound, found.values)
+            if bound >= enough or not found.values:
+                return Minimum(bound, ())
+            self.solved[multipliers.counts] = found.values
             sharpened = self.sharpen(found.values)
             if sharpened:
                 factors = [*fixed, *self._moving(multipliers)]
             cost = cost_of(factors, found.values) + self.unpaid(found.values, multipliers)
             best = min(best, Minimum(cost, found.values), key=lambda some: some.cost)
             near = best.cost - bound <= share * abs(bound)
-            if near or (enough is not None and best.cost < enough):
+            if near or best.cost < enough < inf:
                 return Minimum(bound, best.values)
             if not sharpened:
                 if min(best.cost - bound, bound - before) <= GROWS * abs(bound):

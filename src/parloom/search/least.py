@@ -125,7 +125,7 @@ def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
 def smallest(problem: LayoutProblem) -> Candidate | None:
     """A plan on a mesh that holds little, as the search counts it; None where there is none."""
     found = problem.solve(_multipliers(problem, SPEED), NEAR)
-    if not np.isfinite(found.bound):
+    if not found.values:
         return None
     values = problem.layouts(found.values)
     # What is no more than a bound may be below what these layouts can do.

@@ -9,7 +9,7 @@ recomputation (`polish`).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 
@@ -129,7 +129,7 @@ class MeshSearch:
     def _add(self, worth: Worth, tolerance: float) -> tuple[bool, float]:
         """Add the best layouts under `worth`: whether they are new, and the bound they prove."""
         solution = self.problem.solve(self.multipliers(worth), tolerance)
-        if not isfinite(solution.bound):  # pins leave nothing
+        if not solution.values:  # pins leave nothing
             return False, solution.bound
         key = solution.values, solution.levels
         new = key not in self.columns

@@ -19,7 +19,7 @@ from parloom.search.prices import BACKWARD, FORWARD, LINKS, PARTS
 from parloom.search.storage import MEASURES, WEIGHT_PARTS
 
 MS = 1e9
-ROUNDS, TOLERANCE = 12, 0.01
+ROUNDS, TOLERANCE, SOLVED = 12, 0.01, 1e-3
 Shares = NDArray[np.float64]
 """Of the compute stream, the innermost and the outermost level."""
 
@@ -38,8 +38,10 @@ def least_step_ps(problem: LayoutProblem, enough: float = inf) -> int:
             break
         multipliers = _multipliers(shares)
         problem.work.spend()
-        found = narrow_minimum(problem.sizes, problem.factors(multipliers))
-        if found.cost == inf:
+        found = narrow_minimum(
+            problem.sizes, problem.factors(multipliers), share=SOLVED, enough=enough
+        )
+        if not found.values:
             break
         bound = max(bound, found.cost)
         changed = problem.sharpen(found.values)
