@@ -46,7 +46,8 @@ IN_VAIN = 2
 @dataclass(frozen=True)
 class Searched:
     """Proposals, the fastest first; what no plan of the space undercuts, and what
-    no estimate undercuts; and whether the search was interrupted, or used up its budget.
+    no estimate undercuts; whether the search was interrupted, or used up its budget; and what was
+    left out, so that bounds do not hold for it, in words.
     """
 
     proposals: tuple[Proposal, ...]
@@ -54,6 +55,7 @@ class Searched:
     estimate_bound_ps: float
     interrupted: bool = False
     exhausted: bool = False
+    left_out: str = ""
 
     @property
     def solver_gap(self) -> float | None:
@@ -94,7 +96,8 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
     proposals = sorted(hunt.proposals, key=lambda p: p.step_ps)
     # What was not looked at may be less.
     least = 0 if interrupted else min(hunt.least, default=0)
-    return Searched(tuple(proposals), least, hunt.estimate_bound, interrupted, exhausted)
+    left_out = hunt.left_out
+    return Searched(tuple(proposals), least, hunt.estimate_bound, interrupted, exhausted, left_out)
 
 
 class _Hunt:
@@ -189,11 +192,16 @@ class _Hunt:
             new = tuple(on_mesh for on_mesh in found if on_mesh is not None)
             promise = parent.promise_ps * (1 - BETTER)
             parent = min((o for o in new if o.promise_ps < promise), key=_rank, default=None)
-        if self.kept:
-            self.say(
-                f"on finer meshes, an operator had its {self.kept} most promising choices, of up to"
-                f" {self.largest}"
-            )
+
+    @property
+    def left_out(self) -> str:
+        """What was not looked at on finer meshes, as far as bounds depend on it."""
+        if not self.kept:
+            return ""
+        return (
+            f"on meshes of three axes and more, an operator had its {self.kept} most promising"
+            f" choices, of up to {self.largest}; bounds are of these"
+        )
 
     def _finer(self, mesh: Mesh, parent: OnMesh, tally: Tally) -> OnMesh | None:
         """The search on a finer mesh; None where it has nothing that is better."""

@@ -21,6 +21,7 @@ from parloom.search.comparators.flexflow import flexflow
 from parloom.search.comparators.tofu import tofu
 from parloom.search.conflicts import broken
 from parloom.search.least import conflict, least_memory
+from parloom.search.on_mesh import Proposal
 from parloom.search.question import Question, Say
 
 AUTO = "auto"
@@ -28,6 +29,9 @@ AUTO = "auto"
 BESIDE = ("data_parallel", "fsdp", "megatron")
 # How many of the search's proposals stand in a plan.
 PROPOSED = 4
+# On one mesh there are dozens of plans that differ in a weight or two: who chooses among proposals
+# wants another mesh, or a step or a peak that differ by more than these shares.
+STEP_APART, PEAK_APART = 0.01, 0.05
 # How many of the smallest plans are looked at where nothing fits.
 SMALLEST = 3
 LOW_PRECISION = ("bfloat16", "float16")
@@ -87,8 +91,10 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
     elif method == AUTO:
         searched = search_layouts(question, base_of(question), say)
-        for proposal in searched.proposals[:PROPOSED]:
+        for proposal in distinct(searched.proposals)[:PROPOSED]:
             found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
+    if searched is not None and searched.left_out:
+        lines.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.exhausted:
         lines.append(f"{AUTO}: --budget {question.budget} is used up; the best until then")
     # Where the search finds nothing that fits, there may be a plan that does not.
@@ -100,6 +106,21 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     stopped = stopped or (searched is not None and searched.interrupted)
     exhausted = searched is not None and searched.exhausted
     return Candidates(tuple(found), tuple(lines), bound, gap, stopped, exhausted)
+
+
+def distinct(proposals: Sequence[Proposal]) -> list[Proposal]:
+    """Of those that are nearly alike the first, which is the fastest."""
+    kept: list[Proposal] = []
+    for one in proposals:
+        if not any(_alike(one, other) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _alike(one: Proposal, other: Proposal) -> bool:
+    step = abs(one.step_ps - other.step_ps) <= STEP_APART * other.step_ps
+    peak = abs(one.peak_bytes - other.peak_bytes) <= PEAK_APART * other.peak_bytes
+    return one.decisions.mesh == other.decisions.mesh and step and peak
 
 
 def _nothing(

@@ -33,25 +33,28 @@ ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan with its simulated step and its estimate."""
+    """A plan with its simulated step, its estimate and its simulated peak."""
 
     decisions: Decisions
     step_ps: int
     estimate_ps: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A candidate as a plan, its simulated step, and by how much the peak is above the limit."""
+    """A candidate as a plan, its simulated step and peak, and how much of it is above the limit."""
 
     candidate: Candidate
     decisions: Decisions
     step_ps: int
+    peak_bytes: int
     excess_bytes: int
 
     @property
     def proposal(self) -> Proposal:
-        return Proposal(self.decisions, self.step_ps, self.candidate.sums.step_ps)
+        estimate_ps = self.candidate.sums.step_ps
+        return Proposal(self.decisions, self.step_ps, estimate_ps, self.peak_bytes)
 
 
 class OnMesh:
@@ -239,4 +242,5 @@ class OnMesh:
         pcg = lower(self.problem.program.graph, plan, factored=self.problem.program.factored)
         asked, kernels = self.question, self.problem.prices.walker.kernels
         played = simulate(pcg, asked.cluster, plan, asked.optimizer, kernels)
-        return Fit(candidate, plan, played.step_ps, played.peak_bytes - self.limit_bytes)
+        peak_bytes = played.peak_bytes
+        return Fit(candidate, plan, played.step_ps, peak_bytes, peak_bytes - self.limit_bytes)
