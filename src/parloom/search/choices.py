@@ -16,7 +16,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, op_of
 from parloom.ir.plan import NodeDecision
-from parloom.search.program import Axes, Operator, State
+from parloom.search.program import Axes, Operator, Program, State
 from parloom.search.single import Single, is_local_program
 
 T = TypeVar("T", bound=Hashable)
@@ -66,6 +66,25 @@ class Menu:
 
     def __len__(self) -> int:
         return len(self.choices)
+
+
+class Menus:
+    """Menus of the operators of `program`; those of operators made alike are made once."""
+
+    def __init__(self, program: Program, single: Single) -> None:
+        self.program, self.single = program, single
+        self.known: dict[object, Menu] = {}
+
+    def of(self, index: int, among: Iterable[Mapping[str, Axes]] | None = None) -> Menu:
+        """All choices of operator `index`, or those with an assignment of `among`."""
+        operator = self.program.operators[index]
+        flags = tuple(some for some, _ in operator.flows)
+        given = None if among is None else tuple(tuple(sorted(one.items())) for one in among)
+        key = self.program.places[index], flags, given
+        if key not in self.known:
+            every = None if given is None else map(dict, given)
+            self.known[key] = menu_of(operator, self.single, every)
+        return self.known[key]
 
 
 def menu_of(

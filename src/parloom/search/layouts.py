@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Menu, assignments, menu_of
+from parloom.search.choices import Menu, Menus, assignments
 from parloom.search.domains import (
     GROWS,
     balance,
@@ -38,7 +38,6 @@ from parloom.search.program import (
     Axes,
     Block,
     Flags,
-    Operator,
     Program,
     State,
     Weight,
@@ -100,7 +99,7 @@ class LayoutProblem:
         self.program, self.mesh, self.work = program, walker.mesh, work or Work()
         self.prices = Prices(program, walker, shared, in_flight)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
-        self.menus = list(menus) or [self._menu(o) for o in program.operators]
+        self.menus = list(menus) or list(self._menus())
         self.homes = {
             index: tuple(homes(weight, self.menus, self.mesh))
             for index, weight in enumerate(program.weights)
@@ -218,11 +217,14 @@ class LayoutProblem:
 
     # Choices and homes
 
-    def _menu(self, operator: Operator) -> Menu:
-        place = operator.function, operator.node.key
-        allowed = self.program.pinned.allowed(place, operator.rule, self.mesh)
-        every = assignments(operator.rule, self.mesh)
-        return menu_of(operator, self.prices.single, allowed and filter(allowed, every))
+    def _menus(self) -> Iterator[Menu]:
+        """All choices that pins allow."""
+        menus = Menus(self.program, self.prices.single)
+        for index, operator in enumerate(self.program.operators):
+            place = operator.function, operator.node.key
+            allowed = self.program.pinned.allowed(place, operator.rule, self.mesh)
+            every = allowed and filter(allowed, assignments(operator.rule, self.mesh))
+            yield menus.of(index, every)
 
     def _operator_parts(self, index: int) -> Totals:
         """Prices of all choices of an operator, all its calls together: [choice, part]."""

@@ -16,7 +16,7 @@ from parloom.cost.tasks import SHARES, Links, picoseconds
 from parloom.cost.walk import Walker
 from parloom.cost.works import Called, Exchange, Work
 from parloom.errors import LayoutError
-from parloom.ir.graph import DTYPE_BYTES, TensorSpec, with_operands
+from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import local_shape
 from parloom.ir.moves import plan_moves
 from parloom.ir.pcg import Item, Movement, PValue, operands_of, results_of
@@ -57,7 +57,6 @@ class Prices:
         self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
         self.shared = shared or Known()
-        self.places = places(program)
         self.links = Links(walker.cluster)
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
@@ -69,7 +68,7 @@ class Prices:
         signature: tuple[object, ...] = choice.assignment
         if not is_local_program(operator, dict(choice.assignment)):
             known, signature = self.shared.operators, self._signature(operator, choice)
-        key = self.places[index], flags, signature
+        key = self.program.places[index], flags, signature
         if key not in known:
             known[key] = self._operator(operator, choice, flags)
         if self.in_flight == 1:
@@ -160,20 +159,6 @@ class Prices:
         for n in local_shape(state.layout, spec.shape, self.mesh):
             size *= n
         return size
-
-
-def places(program: Program) -> tuple[tuple[str, str], ...]:
-    """For every operator where the first one is that is made alike."""
-    known: dict[object, tuple[str, str]] = {}
-    found = []
-    for operator in program.operators:
-        names = tuple(f"operand{i}" for i in range(len(operator.operands)))
-        node = with_operands(operator.node, names)
-        made = tuple(value.spec for value in node.results)
-        alike = node.op, node.args, node.kwargs, operator.operands, made, operator.rule
-        place = operator.function, operator.node.key
-        found.append(known.setdefault((alike, operator.derived), place))
-    return tuple(found)
 
 
 def passes_ps(lives: Lives) -> tuple[int, int, int, int]:

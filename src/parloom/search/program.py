@@ -14,7 +14,7 @@ from functools import cached_property
 
 from parloom.errors import InputError
 from parloom.ir.factors import Factored
-from parloom.ir.graph import Call, FlatNode, Graph, Input, Node, TensorSpec
+from parloom.ir.graph import Call, FlatNode, Graph, Input, Node, TensorSpec, with_operands
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, Site, op_of
 from parloom.ir.step_program import bucket_bytes
@@ -162,6 +162,20 @@ class Program:
         site = Site(operator.node, operator.operands)
         flows = any(any(flags) for flags, _ in operator.flows)
         return flows and ("result", flow.result) in op_of(operator.node).saves(site)
+
+    @cached_property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """For every operator where the first one is that is made alike."""
+        known: dict[object, tuple[str, str]] = {}
+        found = []
+        for operator in self.operators:
+            names = tuple(f"operand{i}" for i in range(len(operator.operands)))
+            node = with_operands(operator.node, names)
+            made = tuple(value.spec for value in node.results)
+            alike = node.op, node.args, node.kwargs, operator.operands, made, operator.rule
+            place = operator.function, operator.node.key
+            found.append(known.setdefault((alike, operator.derived), place))
+        return tuple(found)
 
     @cached_property
     def trained_elements(self) -> int:

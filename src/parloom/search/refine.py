@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
-from parloom.search.choices import Menu, menu_of
+from parloom.search.choices import Menu, Menus
 from parloom.search.eliminate import marginals
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, across
@@ -119,13 +119,13 @@ def kept(program: Program, single: Single, tally: Tally) -> Kept:
     ranked = [_ranked(index, o.rule, mesh, tally) for index, o in enumerate(program.operators)]
     largest = max((len(some) for some in ranked), default=0)
     most = tally.room([len(some) for some in ranked])
-    menus = []
-    for operator, some in zip(program.operators, ranked, strict=True):
+    known, menus = Menus(program, single), []
+    for index, (operator, some) in enumerate(zip(program.operators, ranked, strict=True)):
         place = operator.function, operator.node.key
         allowed = program.pinned.allowed(place, operator.rule, mesh)
         chosen = (_assignment(operator.rule, mesh, int(row)) for row in some)
         fitting = [c for c in chosen if allowed(c)] if allowed else list(chosen)
-        menus.append(menu_of(operator, single, fitting[:most]))
+        menus.append(known.of(index, fitting[:most]))
     return Kept(tuple(menus), most, largest)
 
 

@@ -30,6 +30,8 @@ class Single:
         self.steps = 1
         self.policies: dict[str, str] = {}
         self.hoist = Hoist()
+        # What was lowered to see its layouts, and has not been asked for since.
+        self.made: dict[object, Lowered] = {}
 
     def lower(
         self,
@@ -39,6 +41,16 @@ class Single:
         flags: Flags,
     ) -> Lowered:
         """One call in which gradients flow through the operands that `flags` say."""
+        key = _key(operator, assignment, operands, flags)
+        return self.made.pop(key, None) or self._lower(operator, assignment, operands, flags)
+
+    def _lower(
+        self,
+        operator: Operator,
+        assignment: dict[str, Axes],
+        operands: tuple[State, ...],
+        flags: Flags,
+    ) -> Lowered:
         names = tuple(f"operand{i}" for i in range(len(flags)))
         node = with_operands(operator.node, names)
         given = tuple(
@@ -58,7 +70,8 @@ class Single:
     ) -> tuple[Layout, ...]:
         """Layouts of the results where the rule does not say them: those of a local program."""
         flags = tuple(any(flows) for flows in zip(*(f for f, _ in operator.flows), strict=True))
-        found = self.lower(operator, assignment, operands, flags)
+        found = self._lower(operator, assignment, operands, flags)
+        self.made[_key(operator, assignment, operands, flags)] = found
         return tuple(value.layout for value in found.results)
 
     def assignment(self, prefix: str, node: Node) -> Assignment:
@@ -66,6 +79,12 @@ class Single:
 
     def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction:
         raise AssertionError("a single operator calls no block")
+
+
+def _key(
+    operator: Operator, assignment: dict[str, Axes], operands: tuple[State, ...], flags: Flags
+) -> object:
+    return operator, tuple(sorted(assignment.items())), operands, flags
 
 
 def is_local_program(operator: Operator, assignment: dict[str, Axes]) -> bool:

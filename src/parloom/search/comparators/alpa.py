@@ -24,15 +24,16 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops.rule import HALO
 from parloom.ir.plan import Decisions
 from parloom.search.baselines import DATA, LOOKUPS, batch_seeds, mesh_of
-from parloom.search.choices import assignments
+from parloom.search.choices import Menus, assignments
 from parloom.search.comparators.ilp import least
-from parloom.search.comparators.plans import ALONE, Menus, Whole, communicated, planned
+from parloom.search.comparators.plans import ALONE, Whole, communicated, planned
 from parloom.search.eliminate import Factor
 from parloom.search.layouts import LayoutProblem
 from parloom.search.meshes import logical_meshes
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Flow, Operator, Program, program_of
 from parloom.search.question import Question, Say
+from parloom.search.single import Single
 from parloom.search.spread import spread, unfold
 from parloom.search.storage import Level, StoragePrices, Stored
 
@@ -118,7 +119,7 @@ def problem_of(
     shared: Known | None = None,
 ) -> LayoutProblem:
     """What the integer program chooses among; with None for `samples`, among all there is."""
-    known = Menus(program, walker.mesh)
+    known = Menus(program, Single(program.graph, program.factored, walker.mesh))
     menus, products = [], heavy(program)
     for index, operator in enumerate(program.operators):
         kept = tuple(assignments(operator.rule, walker.mesh))

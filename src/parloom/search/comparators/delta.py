@@ -12,8 +12,8 @@ from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.ops import op_of
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer
-from parloom.search.choices import Choice
-from parloom.search.comparators.plans import Menus, Whole
+from parloom.search.choices import Choice, Menus
+from parloom.search.comparators.plans import Whole
 from parloom.search.estimate import Estimate
 from parloom.search.prices import KEPT, PARTS, Prices
 from parloom.search.program import Axes, Flow, Program, Reader, State
@@ -48,7 +48,7 @@ class Delta:
         self.program, self.mesh = program, walker.mesh
         self.prices = Prices(program, walker)
         self.storage = Whole(walker, base, optimizer)
-        self.menus = Menus(program, walker.mesh)
+        self.menus = Menus(program, self.prices.single)
         self.choices: dict[int, Choice] = {}
         self.terms: dict[Term, Price] = {}
         self.passes, self.weights = np.zeros(PARTS, np.int64), np.zeros(WEIGHT_PARTS, np.int64)

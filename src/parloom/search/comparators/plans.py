@@ -1,6 +1,6 @@
 """What comparators share: what counts is what is sent; and from chosen layouts to a plan."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,13 +9,11 @@ import numpy as np
 from parloom.errors import InputError
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
-from parloom.search.choices import Menu, menu_of
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.meshes import NAMES
-from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS, places
-from parloom.search.program import Axes, Program
+from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS
+from parloom.search.program import Axes
 from parloom.search.question import Question
-from parloom.search.single import Single
 from parloom.search.storage import (
     AFTER,
     MEASURES,
@@ -42,25 +40,6 @@ def refuse_microbatches(question: Question, method: str) -> None:
     """Raise `InputError` where more than one is asked of a method that does not have them."""
     if question.num_microbatches > 1:
         raise InputError(f"{method} has no microbatches; leave out --microbatches")
-
-
-class Menus:
-    """Choices of operators with given assignments; those of operators made alike are made once."""
-
-    def __init__(self, program: Program, mesh: Mesh) -> None:
-        self.program, self.places = program, places(program)
-        self.single = Single(program.graph, program.factored, mesh)
-        self.known: dict[object, Menu] = {}
-
-    def of(self, index: int, among: Iterable[Mapping[str, Axes]]) -> Menu:
-        """The choices of operator `index`."""
-        operator = self.program.operators[index]
-        flags = tuple(some for some, _ in operator.flows)
-        given = tuple(tuple(sorted(one.items())) for one in among)
-        key = self.places[index], flags, given
-        if key not in self.known:
-            self.known[key] = menu_of(operator, self.single, map(dict, given))
-        return self.known[key]
 
 
 class Whole(StoragePrices):

@@ -17,9 +17,9 @@ from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, Link, Mesh, MeshAxis
 from parloom.ir.plan import Decisions, Optimizer
+from parloom.search.choices import Menus
 from parloom.search.comparators.plans import (
     ALONE,
-    Menus,
     communicated,
     joined,
     planned,
@@ -29,6 +29,7 @@ from parloom.search.layouts import LayoutProblem, Solution
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Operator, Program, program_of
 from parloom.search.question import Question, Say
+from parloom.search.single import Single
 from parloom.search.storage import Level, StoragePrices, Stored
 
 Chosen = Mapping[str, Axes]
@@ -84,7 +85,7 @@ def cut(
     Where splitting every operator contradicts itself (weights that several operators read), some
     may stay as they are.
     """
-    known = Menus(program, walker.mesh)
+    known = Menus(program, Single(program.graph, program.factored, walker.mesh))
     for always in (True, False):
         menus = [
             known.of(
