@@ -247,7 +247,7 @@ class _Search:
     def _search(self, index: int, problem: LayoutProblem, limit: float, best: Point | None) -> None:
         """The best on one mesh, near its bound where it may be better than `best`."""
         search = MeshSearch(problem, limit, worth=self.worths[index])
-        found = search.run()
+        found = search.run(TOLERANCE / 2)
         best_ps = min(search.best_ps, inf if best is None else best.candidate.sums.step_ps)
         if found.bound_ps < best_ps * (1 - TOLERANCE) and best_ps < inf:
             found = close(search, best_ps)
