@@ -20,7 +20,7 @@ from parloom.search.closing import TOLERANCE, close
 from parloom.search.estimate import Estimate
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import problems, smallest
-from parloom.search.master import MeshSearch
+from parloom.search.master import Found, MeshSearch
 from parloom.search.policies import recomputed
 from parloom.search.polish import Candidate, decisions
 from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
@@ -227,10 +227,16 @@ class _Search:
     def under(self, limit: float) -> _Found | None:
         """The fastest plan that holds at most `limit`."""
         self.limits.append(limit)
-        for index, problem in enumerate(self.meshes):
+        searches = [
+            (index, self._run(index, limit))
+            for index in range(len(self.meshes))
+            if self._may_be_better(index, limit)
+        ]
+        for index, search in searches:
             best = self._best(limit)
-            if best is None or self._bound(index, limit) < best.step_ps * (1 - TOLERANCE):
-                self._search(index, problem, limit, best)
+            if best is not None and self._may_be_better(index, limit):
+                best_ps = min(search.best_ps, best.candidate.sums.step_ps)
+                self._add(index, limit, close(search, best_ps))
         best = self._best(limit)
         return None if best is None else _Found(limit, best)
 
@@ -244,14 +250,19 @@ class _Search:
                 bounds = (self._bound(i, found.held_bytes) for i in range(len(self.meshes)))
                 yield replace(found, bound_ps=min(bounds))
 
-    def _search(self, index: int, problem: LayoutProblem, limit: float, best: Point | None) -> None:
-        """The best on one mesh, near its bound where it may be better than `best`."""
-        search = MeshSearch(problem, limit, worth=self.worths[index])
-        found = search.run(TOLERANCE / 2)
-        best_ps = min(search.best_ps, inf if best is None else best.candidate.sums.step_ps)
-        if found.bound_ps < best_ps * (1 - TOLERANCE) and best_ps < inf:
-            found = close(search, best_ps)
+    def _may_be_better(self, index: int, limit: float) -> bool:
+        """Whether a mesh may have something that is faster than the best so far."""
+        best = self._best(limit)
+        return best is None or self._bound(index, limit) < best.step_ps * (1 - TOLERANCE)
+
+    def _run(self, index: int, limit: float) -> MeshSearch:
+        search = MeshSearch(self.meshes[index], limit, worth=self.worths[index])
+        self._add(index, limit, search.run(TOLERANCE / 2))
         self.worths[index] = search.worth
+        return search
+
+    def _add(self, index: int, limit: float, found: Found) -> None:
+        problem = self.meshes[index]
         count = problem.storage.decisions.num_microbatches
         self.bounds[index].append((limit, found.bound_ps * count))
         self.known += [Point(problem, candidate) for candidate in found.candidates]
