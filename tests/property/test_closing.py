@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parloom.search import domains
 from parloom.search.closing import close
 from parloom.search.eliminate import Factor, Indices, Table, regrets
-from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
+from parloom.search.fronts import Fronts, Joint, Patience, Sum, _Following, fronts
 from parloom.search.master import MeshSearch, multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import polish
@@ -90,6 +90,33 @@ def test_what_is_left_out_costs_no_less(drawn: Drawn, slack: float, grid: float)
     for values, bound in zip(found.values, found.bounds, strict=True):
         cost = every[tuple(map(int, values))]
         assert cost - grid * len(drawn[0]) <= bound <= cost
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0, 2, 32]))
+def test_of_each_kind_only_what_no_other_undercuts_is_kept(seed: int, few: int) -> None:
+    """Whether sets of rows are compared one by one, or many at once; the first of equal rows."""
+    rng = np.random.default_rng(seed)
+    kinds, above = rng.integers(0, 4, (12, 1)), rng.integers(0, 4, (12, 3)).astype(float)
+    following = _Following([Sum(0.0, ())] * 3, (), np.inf, 1.0, 99, Patience(10**9))
+    following.found, following.above = kinds, above
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parloom.search.fronts.FEW", few)
+        following._thin([0])
+    rows = [(int(kind), tuple(costs)) for (kind,), costs in zip(kinds, above.tolist(), strict=True)]
+    front = {
+        (kind, costs)
+        for kind, costs in rows
+        if not any(
+            kind == other
+            and less != costs
+            and all(a <= b for a, b in zip(less, costs, strict=True))
+            for other, less in rows
+        )
+    }
+    left = zip(following.found.tolist(), following.above.tolist(), strict=True)
+    found = [(kind, tuple(costs)) for (kind,), costs in left]
+    assert set(found) == front
+    assert len(found) == len(front)
 
 
 def test_of_what_is_alike_the_cheaper_is_kept() -> None:

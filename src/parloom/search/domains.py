@@ -35,6 +35,8 @@ TOO_MANY = 1_000_000
 APART = 16
 # After so many sweeps at most; that it is enough is looked at after every `LOOK`.
 SWEEPS, LOOK = 60, 5
+# Nothing more helps where no value was left out since the last look and the bound grew by less.
+STILL = 1e-5
 # Sweeps before the next variable is given a value where no possible solution was seen.
 DIVE = 2
 # Shares are balanced in so many sweeps, or until the bound grows by less than this share in one.
@@ -292,12 +294,17 @@ class _Passing:
         """The values that are left when tables have `many` cells at most, when the bound is near
         enough, or when nothing more helps.
         """
+        seen = -inf, 0
         for sweep in range(1, SWEEPS + 1):
             self.sweep()
             if self.seeks and self.is_near(share, enough):
                 break
-            if sweep % LOOK == 0 and self._cells(self.kept) <= many:
-                break
+            if sweep % LOOK == 0:
+                now, left = self.bound, sum(map(int, map(np.sum, self.alive)))
+                still = left == seen[1] and now - seen[0] <= STILL * abs(now)
+                if still or self._cells(self.kept) <= many:
+                    break
+                seen = now, left
         return self.kept
 
     def sweep(self) -> None:

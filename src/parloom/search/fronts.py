@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from parloom.search.eliminate import Indices, Regret, Table
 
+# Sets of at most so many rows are compared at once, those of one size together.
+FEW = 32
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -150,10 +153,29 @@ class _Following:
         if live:
             kinds = np.unique(self.found[:, live], axis=0, return_inverse=True)[1].reshape(-1)
         order = np.lexsort((*self.above.T[::-1], self.above.sum(axis=1), kinds))
-        ends = np.flatnonzero(np.diff(kinds[order])) + 1
-        kept = [rows[self._front(self.above[rows])] for rows in np.split(order, ends)]
+        ends = np.flatnonzero(np.diff(kinds[order], prepend=-1, append=-1))
+        starts, counts = ends[:-1], np.diff(ends)
+        kept = []
+        for count in np.unique(counts):
+            some = starts[counts == count]
+            if count <= FEW:
+                rows = order[some[:, None] + np.arange(count)]
+                kept.append(rows[self._fronts(self.above[rows])])
+            else:
+                every = (order[start : start + count] for start in some)
+                kept += [rows[self._front(self.above[rows])] for rows in every]
         left = np.sort(np.concatenate(kept))
         self.found, self.above = self.found[left], self.above[left]
+
+    def _fronts(self, costs: Table) -> NDArray[np.bool_]:
+        """As `_front`, of many sets of as many rows: [set, row, sum]."""
+        count = costs.shape[1]
+        kept = np.ones(costs.shape[:2], dtype=bool)
+        for row in range(1, count):
+            no_dearer = (costs[:, :row] <= costs[:, row : row + 1]).all(axis=2)
+            kept[:, row] = ~np.logical_or.reduce(no_dearer, axis=1)
+        self.patience.left -= costs.size * (1 + count // 2)
+        return kept
 
     def _front(self, costs: Table) -> Indices:
         """The rows that no other is at most as large as everywhere; of equal ones the first, and
