@@ -36,12 +36,16 @@ POINTS: list[Point] = [
     for seed in range(count)
     if (name, steps) != ("cnn", 2)  # batch statistics are not a sum over microbatches
 ]
+FINER = {"2x2x2": grid(dict.fromkeys("xyz", 2)), "2x2x2x2": grid(dict.fromkeys("xyzw", 2))}
+POINTS += [
+    (name, mesh, 1, seed) for name in ("mlp", "cnn", "gpt") for mesh in FINER for seed in (0, 1)
+]
 
 
 def plan(point: Point) -> tuple[Model, Decisions]:
     name, mesh, steps, seed = point
     model = lowered.model(name)
-    return model, random_plan(model.graph, model.factored, MESHES[mesh], seed, steps)
+    return model, random_plan(model.graph, model.factored, (MESHES | FINER)[mesh], seed, steps)
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: "-".join(map(str, p)))
