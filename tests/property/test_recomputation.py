@@ -21,7 +21,7 @@ from parloom.search import policies
 from parloom.search.auto import search
 from parloom.search.closing import close
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import MeshSearch, multipliers
+from parloom.search.master import Found, MeshSearch, multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.policies import limits, recomputed
 from parloom.search.prices import BACKWARD, FORWARD, KEPT
@@ -117,16 +117,20 @@ def least_step_ps(problem: LayoutProblem, share: float) -> tuple[int, float]:
     return int(rows[rows[:, 1] <= limit, 0].min()), limit
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 10**6), st.floats(0.0, 0.8))
-def test_no_plan_is_below_the_bound_whichever_calls_recompute(seed: int, share: float) -> None:
+def found_for(seed: int, share: float) -> tuple[int, Found, Found]:
+    """The least step of a random graph, and what the search finds before and after closing."""
     (mesh,) = logical_meshes(TWO)
     problem = problem_of(blocks(Random(seed)), mesh, TWO)
     least, limit = least_step_ps(problem, share)
     searching = MeshSearch(problem, limit)
     found = searching.run(tolerance=1e-9)
-    assert found.bound_ps <= least * (1 + 1e-9)
-    closed = close(searching, np.inf, tolerance=1e-9, listed=10**5)
+    return least, found, close(searching, np.inf, tolerance=1e-9, listed=10**5)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.floats(0.0, 0.8))
+def test_no_plan_is_below_the_bound_whichever_calls_recompute(seed: int, share: float) -> None:
+    least, found, closed = found_for(seed, share)
     assert found.bound_ps <= closed.bound_ps <= least * (1 + 1e-9)
     assert closed.candidates[0].sums.step_ps == least
     assert closed.bound_ps >= least * (1 - 1e-6)
@@ -137,14 +141,8 @@ def test_no_plan_is_below_the_bound_whichever_calls_recompute(seed: int, share: 
 def test_calls_that_are_no_variables_are_bounded_too(seed: int, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "MOST", seed % 3)
-        (mesh,) = logical_meshes(TWO)
-        problem = problem_of(blocks(Random(seed)), mesh, TWO)
-        least, limit = least_step_ps(problem, share)
-        searching = MeshSearch(problem, limit)
-        found = searching.run(tolerance=1e-9)
-        assert found.bound_ps <= least * (1 + 1e-9)
-        closed = close(searching, np.inf, tolerance=1e-9, listed=10**5)
-        assert closed.bound_ps <= least * (1 + 1e-9)
+        least, found, closed = found_for(seed, share)
+        assert found.bound_ps <= closed.bound_ps <= least * (1 + 1e-9)
 
 
 def test_where_calls_that_differ_do_the_same_plans_are_below_the_bound() -> None:

@@ -144,13 +144,12 @@ def test_what_crosses_counts() -> None:
     folded = problem_of(graph, mesh, FOUR)
     items = range(len(graph.main.body))
     parts = [problem_of(graph, mesh, FOUR, part) for part in (items[:2], items[2:])]
+    sent = []
     for seed in range(20):
         values = some_layouts(folded, Random(seed))
-        total = int(folded.passes(values)[FORWARD_SENT])
         apart = sum(int(part.passes(same(folded, values, part))[FORWARD_SENT]) for part in parts)
-        if apart < total:
-            return
-    pytest.fail("no layouts move anything between the parts")
+        sent.append((apart, int(folded.passes(values)[FORWARD_SENT])))
+    assert any(apart < whole for apart, whole in sent)
 
 
 @settings(max_examples=20)

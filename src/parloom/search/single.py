@@ -41,16 +41,9 @@ class Single:
         flags: Flags,
     ) -> Lowered:
         """One call in which gradients flow through the operands that `flags` say."""
-        key = _key(operator, assignment, operands, flags)
-        return self.made.pop(key, None) or self._lower(operator, assignment, operands, flags)
-
-    def _lower(
-        self,
-        operator: Operator,
-        assignment: dict[str, Axes],
-        operands: tuple[State, ...],
-        flags: Flags,
-    ) -> Lowered:
+        known = self.made.pop(_key(operator, assignment, operands, flags), None)
+        if known is not None:
+            return known
         names = tuple(f"operand{i}" for i in range(len(flags)))
         node = with_operands(operator.node, names)
         given = tuple(
@@ -70,7 +63,7 @@ class Single:
     ) -> tuple[Layout, ...]:
         """Layouts of the results where the rule does not say them: those of a local program."""
         flags = tuple(any(flows) for flows in zip(*(f for f, _ in operator.flows), strict=True))
-        found = self._lower(operator, assignment, operands, flags)
+        found = self.lower(operator, assignment, operands, flags)
         self.made[_key(operator, assignment, operands, flags)] = found
         return tuple(value.layout for value in found.results)
 
