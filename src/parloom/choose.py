@@ -64,6 +64,7 @@ class Ask:
             self.budget,
             self.pinned,
             self.wanted,
+            self.machine.predict,
         )
 
 
@@ -112,7 +113,7 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     notes, interrupted = asked.notes, proposed.interrupted
     for candidate in proposed.found:
         try:
-            prediction = predict(ask, candidate.decisions, factored)
+            prediction = candidate.prediction or predict(ask, candidate.decisions, factored)
         except LayoutError as error:  # as when microbatches do not divide over this mesh
             refused.append(error)
             notes = (f"{candidate.name}: not possible: {error}", *notes)

@@ -15,7 +15,7 @@ from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Prediction
 from parloom.search import domains, refine
 from parloom.search.auto import search
 from parloom.search.candidates import candidates, distinct
@@ -175,11 +175,14 @@ def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) ->
 def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
     one, two = (Decisions(mesh) for mesh in list(logical_meshes(CLUSTER))[:2])
     fastest, near, lean, slower, other = (
-        Proposal(one, 1000, 1000, 1000),
-        Proposal(one, 1005, 1000, 1020),
-        Proposal(one, 1006, 1000, 900),
-        Proposal(one, 1020, 1000, 1000),
-        Proposal(two, 1030, 1000, 1000),
+        Proposal(mesh, Prediction(step_s, peak_bytes), 1000)
+        for mesh, step_s, peak_bytes in (
+            (one, 1.000, 1000),
+            (one, 1.005, 1020),
+            (one, 1.006, 900),
+            (one, 1.020, 1000),
+            (two, 1.030, 1000),
+        )
     )
     assert distinct([fastest, near, lean, slower, other]) == [fastest, lean, slower, other]
 

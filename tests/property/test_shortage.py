@@ -74,4 +74,4 @@ def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh()
     lines.clear()
     price = search(replace(question, wanted=Wanted.PRICE), BASE, lines.append)
     assert not any("z=" in line for line in lines)
-    assert price.proposals[0].step_ps >= proved.proposals[0].step_ps
+    assert price.proposals[0].prediction.step_s >= proved.proposals[0].prediction.step_s

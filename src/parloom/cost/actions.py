@@ -73,6 +73,7 @@ class Stage:
         self.own_gradients = 0  # bytes of gradients that come and go with the step
         self._segments: dict[object, Segment] = {}
         self._bodies: dict[object, tuple[list[Entry], list[int]]] = {}
+        self._known_makers: dict[tuple[str, bool], tuple[tuple[int, Flat], ...]] = {}
 
     def tasks(self) -> StepTasks:
         """The whole step of a plan of one stage."""
@@ -251,7 +252,7 @@ class Stage:
         """The parameters whose gradients a work makes or adds to, once for each time."""
         if isinstance(work, Work):
             return [self.names[index] for index in work.parameters]
-        return [name for flat in self._flat(work, "B") for name in self._outer(work, flat)]
+        return [name for _, flat in self._makers(work) for name in self._outer(work, flat)]
 
     def _outer(self, call: Called, flat: Flat) -> list[str]:
         outer = (call.inputs[index] for index in flat.parameters)
@@ -270,7 +271,7 @@ class Stage:
                 self.host.come(call, head)
             head.run("enter", "memory", before=((ACTIVATIONS, call.takes),))
         if part != "I":
-            for index, flat in enumerate(self._flat(call, "B")):
+            for index, flat in self._makers(call):
                 out = Listing()
                 ready.made(self._outer(call, flat), out)
                 if out.entries:
@@ -362,6 +363,14 @@ class Stage:
     def _recomputed(self, call: Called) -> int:
         forward = self.found.walker.call(call.function).forward
         return len(list(self._within(forward, "", RECOMPUTATION))) if call.recompute else 0
+
+    def _makers(self, call: Called) -> tuple[tuple[int, Flat], ...]:
+        """The works of a call's backward pass that make gradients of weights, with their places."""
+        key = call.function, call.recompute
+        if key not in self._known_makers:
+            works = enumerate(self._flat(call, "B"))
+            self._known_makers[key] = tuple((i, flat) for i, flat in works if flat.parameters)
+        return self._known_makers[key]
 
     def _flat(self, call: Called, part: str) -> Iterator[Flat]:
         """All works of a call in a pass; parameters are positions of the callee's inputs."""

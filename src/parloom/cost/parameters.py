@@ -12,7 +12,7 @@ from parloom.cost.price import Price
 from parloom.cost.walk import Walker
 from parloom.cost.works import Exchange, Pass, Track, summed
 from parloom.ir.graph import DTYPE_BYTES
-from parloom.ir.pcg import PCG, PParameter
+from parloom.ir.pcg import PCG, WHOLE, PParameter
 from parloom.ir.plan import Decisions, Optimizer, Storage
 from parloom.ir.step_program import (
     EACH_MICROBATCH,
@@ -68,6 +68,7 @@ class Parameters:
         self.by_name = {p.input.value.name: p for p in pcg.parameters}
         self.trained = tuple(p for p in pcg.parameters if p.input.trainable)
         self.nodes = tuple(n for n in step_program(pcg) if pcg.mesh.size(n.axes) > 1)
+        self._known: dict[tuple[str, Storage], int] = {}
 
     @cached_property
     def gathers(self) -> tuple[Transfer, ...]:
@@ -216,16 +217,16 @@ class Parameters:
 
     def home_bytes(self, parameter: PParameter) -> int:
         """Bytes of a whole home shard, as computed with."""
-        return parameter.elements(self.pcg.mesh) * self.width(parameter)
+        return self._elements(parameter) * self.width(parameter)
 
     def gradient_bytes(self, parameter: PParameter) -> int:
         """Bytes of a home shard's gradient, as reduced."""
-        return parameter.elements(self.pcg.mesh) * self.gradient_width(parameter)
+        return self._elements(parameter) * self.gradient_width(parameter)
 
     def kept_gradient_bytes(self, name: str) -> int:
         """Bytes of the gradient that outlives a microbatch: the whole home shard, or a chunk."""
         parameter = self.by_name[name]
-        elements = parameter.elements(self.pcg.mesh, parameter.decision.gradient)
+        elements = self._elements(parameter, parameter.decision.gradient)
         return elements * self.gradient_width(parameter)
 
     def width(self, parameter: PParameter) -> int:
@@ -238,6 +239,14 @@ class Parameters:
     def master_width(self, parameter: PParameter) -> int:
         dtype = self.decisions.master_dtype
         return DTYPE_BYTES[dtype] if dtype else self.width(parameter)
+
+    def _elements(self, parameter: PParameter, storage: Storage = WHOLE) -> int:
+        """See `PParameter.elements`."""
+        key = parameter.input.value.name, storage
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = parameter.elements(self.pcg.mesh, storage)
+        return known
 
     def _path(self, parameter: PParameter) -> tuple[int, ...]:
         """The nodes that make a gradient whole, in order."""
@@ -254,7 +263,7 @@ class Parameters:
         return paths
 
     def _on(self, memory: str, parameter: PParameter, storage: Storage, width: int) -> int:
-        elements = parameter.elements(self.pcg.mesh, storage)
+        elements = self._elements(parameter, storage)
         return elements * width if storage.memory == memory else 0
 
     def _transfer(
@@ -269,7 +278,7 @@ class Parameters:
         size = sum(map(self.home_bytes if gathers else self.gradient_bytes, members))
         dtype = members[0].input.value.spec.dtype
         dtype = dtype if gathers else self.decisions.reduce_dtype or dtype
-        chunk = sum(p.elements(self.pcg.mesh, _owner(p)) for p in members)
+        chunk = sum(self._elements(p, _owner(p)) for p in members)
         parts = self.pcg.mesh.size(_owner(members[0]).axes)
         exchanges, left = [], size
         for node in nodes:

@@ -224,8 +224,10 @@ class Ready:
         self._bucket = {name: i for i, b in enumerate(buckets) for name in b.parameters}
         self._missing = [len(bucket.parameters) for bucket in buckets]
         self._next = 0
-        root = (t for t in parameters.unit_reductions if not t.unit)
-        self._root = {name for transfer in root for name in transfer.parameters}
+        self._units: dict[str, list[Transfer]] = {}
+        for transfer in parameters.unit_reductions:
+            self._units.setdefault(transfer.unit or ROOT, []).append(transfer)
+        self._root = {name for t in self._units.get(ROOT, ()) for name in t.parameters}
 
     def made(self, names: Iterable[str], out: Listing) -> None:
         """A work has made gradients, or its part of them."""
@@ -243,9 +245,8 @@ class Ready:
 
     def unit(self, unit: str, out: Listing) -> None:
         """The backward pass of a unit is over."""
-        for transfer in self._parameters.unit_reductions:
-            if (transfer.unit or ROOT) == unit:
-                self._reduced.launch(transfer, self._home_bytes(transfer), out)
+        for transfer in self._units.get(unit, ()):
+            self._reduced.launch(transfer, self._home_bytes(transfer), out)
 
     def _launch(self, out: Listing) -> None:
         """Launch the buckets that are complete, in order."""

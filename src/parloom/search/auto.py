@@ -93,7 +93,7 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
             hunt.bound(meshes[len(hunt.least) :])
     except KeyboardInterrupt:
         interrupted = True
-    proposals = sorted(hunt.proposals, key=lambda p: p.step_ps)
+    proposals = sorted(hunt.proposals, key=lambda p: p.prediction.step_s)
     # What was not looked at may be less.
     least = 0 if interrupted else min(hunt.least, default=0)
     left_out = hunt.left_out

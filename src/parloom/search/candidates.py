@@ -12,7 +12,7 @@ from types import MappingProxyType
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.ir.plan import ActivationDecision, Decisions, Prediction
 from parloom.search.auto import Searched
 from parloom.search.auto import search as search_layouts
 from parloom.search.baselines import METHODS
@@ -44,11 +44,12 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that a method proposes, and what to call it."""
+    """A plan that a method proposes, what to call it, and its prediction if the method made it."""
 
     method: str
     name: str
     decisions: Decisions
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     elif method == AUTO:
         searched = search_layouts(question, base_of(question), say)
         for proposal in distinct(searched.proposals)[:PROPOSED]:
-            found.append(Candidate(AUTO, _name(AUTO, proposal.decisions.mesh), proposal.decisions))
+            name = _name(AUTO, proposal.decisions.mesh)
+            found.append(Candidate(AUTO, name, proposal.decisions, proposal.prediction))
     if searched is not None and searched.left_out:
         lines.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.exhausted:
@@ -118,8 +120,9 @@ def distinct(proposals: Sequence[Proposal]) -> list[Proposal]:
 
 
 def _alike(one: Proposal, other: Proposal) -> bool:
-    step = abs(one.step_ps - other.step_ps) <= STEP_APART * other.step_ps
-    peak = abs(one.peak_bytes - other.peak_bytes) <= PEAK_APART * other.peak_bytes
+    mine, its = one.prediction, other.prediction
+    step = abs(mine.step_s - its.step_s) <= STEP_APART * its.step_s
+    peak = abs(mine.peak_bytes - its.peak_bytes) <= PEAK_APART * its.peak_bytes
     return one.decisions.mesh == other.decisions.mesh and step and peak
 
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from parloom.cost.simulate import simulate
 from parloom.ir.lower import lower
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Prediction
 from parloom.search.closing import TOLERANCE, close
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import smallest
@@ -33,28 +32,29 @@ ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan with its simulated step, its estimate and its simulated peak."""
+    """A plan with its simulated step and its estimate."""
 
     decisions: Decisions
-    step_ps: int
+    prediction: Prediction
     estimate_ps: int
-    peak_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A candidate as a plan, its simulated step and peak, and how much of it is above the limit."""
+    """A candidate as a plan, its simulated step, and how much of its peak is above the limit."""
 
     candidate: Candidate
     decisions: Decisions
-    step_ps: int
-    peak_bytes: int
+    prediction: Prediction
     excess_bytes: int
 
     @property
+    def step_ps(self) -> float:
+        return self.prediction.step_s * 1e12
+
+    @property
     def proposal(self) -> Proposal:
-        estimate_ps = self.candidate.sums.step_ps
-        return Proposal(self.decisions, self.step_ps, estimate_ps, self.peak_bytes)
+        return Proposal(self.decisions, self.prediction, self.candidate.sums.step_ps)
 
 
 class OnMesh:
@@ -240,7 +240,5 @@ class OnMesh:
     def _simulated(self, candidate: Candidate) -> Fit:
         plan = decisions(self.problem, candidate, self.base)
         pcg = lower(self.problem.program.graph, plan, factored=self.problem.program.factored)
-        asked, kernels = self.question, self.problem.prices.walker.kernels
-        played = simulate(pcg, asked.cluster, plan, asked.optimizer, kernels)
-        peak_bytes = played.peak_bytes
-        return Fit(candidate, plan, played.step_ps, peak_bytes, peak_bytes - self.limit_bytes)
+        expected = self.question.predict(pcg, plan)
+        return Fit(candidate, plan, expected, expected.peak_bytes - self.limit_bytes)

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from parloom.cost.kernels import Kernels
+from parloom.cost.simulate import simulate
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Optimizer
+from parloom.ir.pcg import PCG
+from parloom.ir.plan import Decisions, Optimizer, Prediction
 from parloom.search.pinned import NONE, Pinned
 
 Say = Callable[[str], None]
+Predict = Callable[[PCG, Decisions, Optimizer], Prediction]
 
 
 class Wanted(Enum):
@@ -25,7 +28,9 @@ class Wanted(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a plan is asked for; `budget` is how much deterministic work a method may do."""
+    """What a plan is asked for; `budget` is how much deterministic work a method may do,
+    `predicted` how a lowered plan's step is predicted (None: as the data sheets say).
+    """
 
     graph: Graph
     cluster: Cluster
@@ -37,3 +42,11 @@ class Question:
     budget: int | None = None
     pinned: Pinned = NONE
     wanted: Wanted = Wanted.PROOF
+    predicted: Predict | None = None
+
+    def predict(self, pcg: PCG, decisions: Decisions) -> Prediction:
+        """The step that is expected of a lowered plan."""
+        if self.predicted is not None:
+            return self.predicted(pcg, decisions, self.optimizer)
+        played = simulate(pcg, self.cluster, decisions, self.optimizer, self.kernels)
+        return played.prediction()

@@ -15,7 +15,7 @@ class Trust:
     def __init__(self) -> None:
         self.best_ps, self._least, self._seen = inf, 1.0, 0
 
-    def saw(self, estimate_ps: int, step_ps: int, *, fits: bool) -> None:
+    def saw(self, estimate_ps: int, step_ps: float, *, fits: bool) -> None:
         """Learn from a simulated step."""
         self._seen += 1
         self._least = min(self._least, step_ps / max(1, estimate_ps))
