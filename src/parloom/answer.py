@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 
-from parloom.changes import change, priced_changes
+from parloom.changes import change, chosen, priced_changes
 from parloom.choose import Ask, NothingFitsError, Say, choose, predict
 from parloom.cost.holdings import holdings
 from parloom.cost.ledger import ledger
@@ -86,20 +86,19 @@ def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
     say(f"nothing fits, {candidate.name} is the smallest: {size}; Ctrl-C ends pricing what would")
     changes = [more]
     untried: tuple[str, ...] = ()
-    interrupted = False
+    blamed: list[str] = []
     if ask.plan.source.is_factory:
         untried = ("a smaller batch, which the factory has to make",)
     try:
         for found in priced_changes(ask, say):
             changes.append(found)
+        blamed = _blamed(ask)
     except KeyboardInterrupt:
-        untried, interrupted = (*untried, "the rest: interrupted"), True
+        untried = (*untried, "the rest: interrupted")
     changes.sort(key=lambda found: (found.device_s, found.flags))
     shortage = replace(shortage, changes=tuple(changes), untried=untried)
     text, document = shortage_text(shortage), shortage_document(shortage)
-    pins = ask.pinned.pins
-    if pins and not interrupted and _fits(ask, ()):
-        blamed = [pin.text for pin in smallest_conflict(pins, lambda some: _fits(ask, some))]
+    if blamed:
         text += "\nwithout these pins a plan fits; give up one:" + "".join(
             f"\n  {pin}" for pin in blamed
         )
@@ -140,9 +139,17 @@ def _filled(ask: Ask, candidate: Candidate, prediction: Prediction, least: int |
     )
 
 
+def _blamed(ask: Ask) -> list[str]:
+    """Pins without which a plan fits, if one does: as few as there can be."""
+    pins = ask.pinned.pins
+    if not pins or not _fits(ask, ()):
+        return []
+    return [pin.text for pin in smallest_conflict(pins, lambda some: _fits(ask, some))]
+
+
 def _fits(ask: Ask, pins: Sequence[Pin]) -> bool:
     try:
-        choose(replace(ask, pinned=ask.pinned.only(pins), wanted=Wanted.PRICE), _silent)
+        chosen(replace(ask, pinned=ask.pinned.only(pins), wanted=Wanted.PRICE))
     except (InfeasibleError, InputError):
         return False
     return True
@@ -181,7 +188,7 @@ def _best_of(ask: Ask, pins: Sequence[Pin], limit: int, found: Plan) -> Plan:
     """The best plan with fewer pins or more memory; `found` where a budget ends before one."""
     other = replace(ask, pinned=ask.pinned.only(pins), limit=limit, wanted=Wanted.PLAN)
     try:
-        return choose(other, _silent)
+        return chosen(other)
     except InfeasibleError:
         return found
 
@@ -191,7 +198,3 @@ def _constraint(text: str, plans: Sequence[Plan]) -> Constraint:
     predictions = [plan.prediction for plan in plans if plan.prediction is not None]
     best = min(predictions, key=lambda p: p.step_s)
     return Constraint(text, best.step_s, best.peak_bytes)
-
-
-def _silent(text: str) -> None:
-    """Drop progress messages."""

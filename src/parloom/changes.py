@@ -35,11 +35,19 @@ def priced_changes(ask: Ask, say: Say) -> Iterator[Change]:
                 continue
             say(f"trying {flags}")
             try:
-                found = choose(other, lambda text: None)
+                found = chosen(other)
             except ParloomError:
                 continue
             yield change(flags, words, other, found)
             break
+
+
+def chosen(ask: Ask) -> Plan:
+    """The plan of a question that is asked beside the user's own; Ctrl-C ends them all."""
+    found = choose(ask, lambda text: None)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found
 
 
 def _may_fit(ask: Ask) -> bool:

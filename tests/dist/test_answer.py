@@ -1,5 +1,6 @@
 """Questions asked again: what pins and limits cost, why nothing fits, and what would."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 from parloom import answer, api, choose
 from parloom.arguments import METHODS
 from parloom.errors import GapError, InfeasibleError, InputError
+from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
+from parloom.search import auto
 
 CLUSTER = "2x2xcpu"
 MIB = 2**20
@@ -172,21 +175,60 @@ def test_ctrl_c_while_candidates_are_played_keeps_those_that_were(
     assert [other.name for other in found.alternatives] == ["data_parallel (data=4)"]
 
 
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Ctrl-C in search `number` of those that are to come, when it has plans of the first mesh."""
+    run, searches = auto._Hunt.run, iter(range(99))
+
+    def stopped(hunt: auto._Hunt, meshes: Iterable[Mesh]) -> None:
+        count, (first, *rest) = next(searches), meshes
+        if count < number:
+            run(hunt, (first, *rest))
+            return
+        hunt._begin(first)
+        assert count == number, "a search after Ctrl-C"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(auto._Hunt, "run", stopped)
+
+
+@pytest.mark.parametrize(("number", "priced"), [(1, []), (2, ["--pin layers.0=replicated"])])
 def test_ctrl_c_while_costs_are_found_keeps_the_plan(
-    captured: api.Captured, monkeypatch: pytest.MonkeyPatch
+    captured: api.Captured, monkeypatch: pytest.MonkeyPatch, number: int, priced: list[str]
 ) -> None:
-    asked = iter(range(9))
-
-    def once(ask: choose.Ask, say: choose.Say) -> Plan:
-        if next(asked) == 2:
-            raise KeyboardInterrupt
-        return choose.choose(ask, say)
-
-    monkeypatch.setattr(answer, "choose", once)
-    found = api.search(captured, cluster=CLUSTER, pin=["layers.0=replicated", "layers.1=n"])
+    pins = ["layers.0=replicated", "layers.1=n"]
+    whole = api.search(captured, cluster=CLUSTER, pin=pins)
+    interrupt(monkeypatch, number)
+    found = api.search(captured, cluster=CLUSTER, pin=pins)
     assert found.interrupted
-    assert [cost.text for cost in found.constraints] == ["--pin layers.0=replicated"]
-    assert found.notes[0].startswith("what --pin layers.1=n costs is left out: interrupted")
+    assert found.decisions == whole.decisions
+    assert list(found.constraints) == [c for c in whole.constraints if c.text in priced]
+    unknown = "--pin layers.1=n" if priced else "all of these"
+    assert found.notes[0].startswith(f"what {unknown} costs is left out: interrupted")
+
+
+def test_ctrl_c_while_changes_are_priced_keeps_those_that_were(
+    captured: api.Captured, shortage: InfeasibleError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, 1)
+    with pytest.raises(InfeasibleError) as caught:
+        api.search(captured, cluster=CLUSTER, memory=TIGHT)
+    found: dict[str, Any] = dict(caught.value.document)
+    every: Any = shortage.document["changes"]
+    assert 1 < len(found["changes"]) < len(every)
+    assert all(change in every for change in found["changes"])
+    assert found["untried"] == ["the rest: interrupted"]
+
+
+def test_ctrl_c_while_pins_are_blamed_keeps_what_is_known(
+    captured: api.Captured, free: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert free.prediction is not None
+    monkeypatch.setattr(answer, "priced_changes", lambda *_: iter(()))
+    interrupt(monkeypatch, 1)
+    pins = ["*=weights:replicated", "*=optimizer:replicated"]
+    with pytest.raises(InfeasibleError, match="not tried: the rest: interrupted") as caught:
+        api.search(captured, cluster=CLUSTER, memory=free.prediction.peak_bytes, pin=pins)
+    assert "pins" not in caught.value.document
 
 
 def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
