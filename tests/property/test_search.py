@@ -212,11 +212,14 @@ def test_optimistic_ways_are_never_dearer_than_exact_ones(seed: int) -> None:
         for _ in range(10):
             source = rng.randrange(len(ways.sources))
             target = rng.randrange(len(ways.targets))
-            before, legal = ways.parts[:, source, target].copy(), ways.legal[source, target]
-            ways.sharpen(source, target)
-            assert legal or not ways.legal[source, target]
-            if ways.legal[source, target]:
-                assert (before <= ways.parts[:, source, target]).all()
+            before, legal = ways.parts.copy(), ways.legal.copy()
+            dearer = ways.sharpen(source, target)
+            assert not (ways.legal & ~legal).any()
+            assert (before <= ways.parts)[:, ways.legal].all()
+            if dearer and ways.legal[source, target]:
+                guesses = np.where(ways.exact | ~ways.legal, np.inf, ways.parts[:KEPT].sum(axis=0))
+                cost = ways.parts[:KEPT, source, target].sum()
+                assert min(guesses[source].min(), guesses[:, target].min()) >= cost
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from parloom.search.branching import branch
 from parloom.search.eliminate import Indices, Table
 from parloom.search.fronts import Fronts, Joint, Patience, Sum, fronts
 from parloom.search.layouts import Multipliers
@@ -42,8 +43,9 @@ def close(
     search: MeshSearch, best_ps: float, tolerance: float = TOLERANCE, listed: int = LISTED
 ) -> Found:
     """What `search` found, with a bound that is at most `tolerance` below the better of its best
-    and `best_ps` where that can be proved.
+    and `best_ps` where that can be proved: part by part (`branching`), and then together.
     """
+    search.bound = branch(search, best_ps, tolerance)
     return _Closing(search, min(best_ps, search.best_ps), tolerance, listed).run()
 
 

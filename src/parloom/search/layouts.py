@@ -122,12 +122,19 @@ class LayoutProblem:
         self.ways_of = [tuple(reading.ways(i, flow)) for i, flow in enumerate(program.flows)]
         self.ways = [way for ways in self.ways_of for way in ways]
 
-    def solve(self, multipliers: Multipliers, tolerance: float = 0.0) -> Solution:
-        """The least cost under `multipliers`, or what is above it by a share of `tolerance`.
+    def solve(
+        self,
+        multipliers: Multipliers,
+        tolerance: float = 0.0,
+        enough: float = inf,
+        barred: Sequence[Factor] = (),
+    ) -> Solution:
+        """The least cost under `multipliers`, or what is above it by a share of `tolerance`, with
+        the tables of `barred`.
 
-        Without values where nothing is possible, or nothing possible was seen.
+        Without values where nothing is possible, nothing possible was seen, or all costs `enough`.
         """
-        found = self._minimum(multipliers, tolerance)
+        found = self._minimum(multipliers, tolerance, enough, barred)
         if not found.values:
             passes, weights = (np.zeros(n, dtype=np.int64) for n in (PARTS, WEIGHT_PARTS))
             return Solution((), (), passes, weights, found.cost)
@@ -135,13 +142,22 @@ class LayoutProblem:
 
     def undercut(self, multipliers: Multipliers, enough: float) -> float:
         """What no solution undercuts, as soon as that is `enough` or cannot be."""
-        return self._minimum(multipliers, 0.0, enough).cost
+        return self._minimum(multipliers, 0.0, enough, decides=True).cost
 
-    def _minimum(self, multipliers: Multipliers, share: float, enough: float = inf) -> Minimum:
-        """A bound, and a solution that is at most a `share` above it if that can be proved; with
-        `enough`, until it is known on which side of that the least cost is.
+    def _minimum(
+        self,
+        multipliers: Multipliers,
+        share: float,
+        enough: float,
+        barred: Sequence[Factor] = (),
+        *,
+        decides: bool = False,
+    ) -> Minimum:
+        """A bound, and a solution that is at most a `share` above it if that can be proved; only a
+        bound where that is `enough`. What `decides` ends where something costs less than that.
         """
-        fixed, best, bound, before = self._fixed(multipliers), Minimum(inf, ()), -inf, -inf
+        best, bound, before = Minimum(inf, ()), -inf, -inf
+        fixed = [*self._fixed(multipliers), *barred]
         factors = [*fixed, *self._moving(multipliers)]
         sizes, apart = self.domains(multipliers), self.apart(multipliers)
         while True:
@@ -160,7 +176,7 @@ class LayoutProblem:
             cost = cost_of(factors, found.values) + self.unpaid(found.values, multipliers)
             best = min(best, Minimum(cost, found.values), key=lambda some: some.cost)
             near = best.cost - bound <= share * abs(bound)
-            if near or best.cost < enough < inf:
+            if near or (decides and best.cost < enough):
                 return Minimum(bound, best.values)
             if not sharpened:
                 if min(best.cost - bound, bound - before) <= GROWS * abs(bound):

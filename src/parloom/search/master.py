@@ -13,6 +13,7 @@ from math import inf
 
 import numpy as np
 
+from parloom.search.eliminate import Factor
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.linear import LinearProgram
 from parloom.search.policies import Counts
@@ -68,17 +69,34 @@ class MeshSearch:
         self.polished: dict[tuple[int, ...], Candidate | None] = {}
         self.bounds: dict[Worth, float] = {}
         self.worth, self.bound = worth or Worth(), 0.0
+        # What is left out of the menus, and the shares of the best mixture.
+        self.barred: tuple[Factor, ...] = ()
+        self.shares: dict[Column, float] = {}
 
-    def run(self, tolerance: float = 1e-3) -> Found:
-        """Columns and prices in turn, until cost and bound differ by `tolerance` at most."""
-        bound, worth = 0.0, self.worth
+    def part(self, barred: Factor) -> "MeshSearch":
+        """The search among layouts that `barred` does not make infinite, with what is known here;
+        both know what either finds.
+        """
+        (variable,) = barred.scope
+        found = MeshSearch(self.problem, self.limit_bytes, self.at_most, self.worth)
+        found.barred, found.bound = (*self.barred, barred), self.bound
+        found.polished = self.polished
+        found.columns = {
+            key: sums for key, sums in self.columns.items() if barred.costs[key[0][variable]] < inf
+        }
+        return found
+
+    def run(self, tolerance: float = 1e-3, enough: float = inf) -> Found:
+        """Columns and prices in turn, until cost and bound differ by `tolerance` at most, or the
+        bound is `enough`.
+        """
+        bound, worth = self.bound, self._combine()[1] if self.columns else self.worth
         for _ in range(ROUNDS):
-            new, lower = self._add(worth, tolerance * SOLVED)
-            if not self.columns:
-                self.bound = lower
-                return Found((), lower)
+            new, lower = self._add(worth, tolerance * SOLVED, enough)
             if lower > bound:
                 bound, self.worth = lower, worth
+            if bound >= enough or not self.columns:
+                break
             cost, worth = self._combine()
             if not new or cost - bound <= tolerance * cost:
                 break
@@ -126,16 +144,20 @@ class MeshSearch:
         found = self.problem.near(self.multipliers(self.worth), limit, self.at_most)
         return None if found is None else set(map(self.problem.layouts, found))
 
-    def _add(self, worth: Worth, tolerance: float) -> tuple[bool, float]:
+    def _add(self, worth: Worth, tolerance: float, enough: float) -> tuple[bool, float]:
         """Add the best layouts under `worth`: whether they are new, and the bound they prove."""
-        solution = self.problem.solve(self.multipliers(worth), tolerance)
-        if not solution.values:  # pins leave nothing
-            return False, solution.bound
+        held = worth.held * self.limit_bytes
+        solution = self.problem.solve(
+            self.multipliers(worth), tolerance, enough + held, self.barred
+        )
+        bound = solution.bound - held
+        if not solution.values:  # pins leave nothing, or nothing that costs less than enough
+            return False, bound
         key = solution.values, solution.levels
         new = key not in self.columns
         self.columns[key] = summed(solution.passes, solution.weights)
-        self.bounds[worth] = solution.bound - worth.held * self.limit_bytes
-        return new, self.bounds[worth]
+        self.bounds[worth] = bound
+        return new, bound
 
     def _combine(self) -> tuple[float, Worth]:
         """The best mixture of all columns: its cost, and the worth that it gives the sums."""
@@ -163,6 +185,9 @@ class MeshSearch:
         self.problem.work.spend()
         answer = program.solve()
         assert answer is not None, "a mixture of columns is always possible"
+        self.shares = {
+            column: answer.values[share] for column, share in zip(self.columns, shares, strict=True)
+        }
         prices = answer.prices
         return answer.cost * MS, Worth(
             min(1.0, max(0.0, prices[first])),

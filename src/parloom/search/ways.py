@@ -67,9 +67,21 @@ class Ways:
         self.parts, self.legal = _optimistic(self)
 
     def sharpen(self, source: int, target: int) -> bool:
-        """Put the price in place of an optimistic one; whether that changed anything."""
-        if self.exact[source, target]:
+        """Put the price in place of an optimistic one; whether that changed anything.
+
+        What seems cheaper now from this source or to this target would be asked for next.
+        """
+        if self.exact[source, target] or not self._sharpen(source, target):
             return False
+        costs = np.where(self.exact | ~self.legal, np.inf, self.parts[:KEPT].sum(axis=0))
+        cost = self.parts[:KEPT, source, target].sum() if self.legal[source, target] else np.inf
+        for other in np.flatnonzero(costs[:, target] < cost):
+            self._sharpen(int(other), target)
+        for other in np.flatnonzero(costs[source] < cost):
+            self._sharpen(source, int(other))
+        return True
+
+    def _sharpen(self, source: int, target: int) -> bool:
         self.exact[source, target] = True
         price = self.prices.movement(
             self.spec, self.flows, self.sources[source], self.targets[target]
