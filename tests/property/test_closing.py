@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parloom.ir.text import parse_graph
 from parloom.search import domains
-from parloom.search.closing import close
+from parloom.search.closing import _Closing, close
 from parloom.search.eliminate import Factor, Indices, Table, regrets
 from parloom.search.fronts import Fronts, Joint, Patience, Sum, _Following, fronts
 from parloom.search.master import MeshSearch, multipliers
@@ -19,6 +20,28 @@ from parloom.search.sums import Worth
 from tests.property.searched import random_graph
 from tests.property.test_search import EIGHT, PLENTY, TWO, cost_of, problem_of
 
+CALLS = """graph "Calls" training=True
+
+input w0: float32[512, 512] = parameter("0.weight", trainable=True)
+input w1: float32[512, 512] = parameter("1.weight", trainable=True)
+input x: float32[1024, 512] = batch("x")
+
+def block(
+    hidden: float32[1024, 512],
+    weight: float32[512, 512],
+):
+    made: float32[1024, 512] = linear(hidden, weight)  # up
+    out: float32[1024, 512] = add(made, hidden)  # add
+    return out
+
+main main:
+    h: float32[1024, 512] = block["0"](x, w0)
+    y: float32[1024, 512] = block["1"](h, w1)
+    loss: float32[] = sum(y)
+    return loss
+
+loss loss
+"""
 Drawn = tuple[list[int], list[list[Factor]], list[Table], tuple[int, ...]]
 
 
@@ -161,6 +184,38 @@ def test_no_layout_is_below_a_closed_bound(seed: int, tight: bool) -> None:
         factors = problem.factors(multipliers(Worth()))
         if found is not None and np.isfinite(cost_of(factors, tuple(values))):
             assert found.sums.step_ps >= after.bound_ps - 0.5
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_layouts_that_are_listed_cost_what_they_do_in_truth(share: float) -> None:
+    """Under a limit policies are variables; two readers in a block bring a value there once."""
+    problem = problem_of(parse_graph(CALLS), next(iter(logical_meshes(TWO))), TWO)
+    limit = share * MeshSearch(problem, PLENTY).run().candidates[0].sums.held_bytes
+    searching = MeshSearch(problem, limit)
+    searching.run()
+    closing = _Closing(searching, searching.best_ps, 1e-9, 64)
+    assert bool(closing.counts) == (share < 1)
+    sizes = problem.domains(closing._multipliers(closing.worths[0]))
+    closing.kept = [np.arange(size) for size in sizes]
+    closing.joined = dict.fromkeys(i for i, ways in enumerate(problem.ways_of) if len(ways) > 1)
+    for _ in range(9):
+        found = closing._follow(1.5 * closing.best, 10**5, whole=True)
+        assert found is not None
+        if not any([problem.sharpen(values) for values in found.values]):
+            break
+        closing.sums.clear()
+    assert found is not None
+    together = 0
+    for values, bound in zip(found.values, found.bounds, strict=True):
+        costs = []
+        for worth in closing.worths:
+            counted = closing._multipliers(worth)
+            truth = problem.evaluate(values, counted)
+            cost = truth.passes @ counted.passes + truth.weights @ counted.weights
+            costs.append(cost - worth.held * limit)
+            together += problem.unpaid(values, counted) > 0
+        assert bound == pytest.approx(max(costs))
+    assert together
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])

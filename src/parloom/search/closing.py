@@ -149,8 +149,8 @@ class _Closing:
 
     def _joint(self, index: int) -> Joint:
         """What a flow costs beyond what each of its readers counts."""
-        scope = self.problem.ends(index)
         counted = [self._multipliers(worth) for worth in self.worths]
+        scope = self.problem.ends(index, counted[0])
 
         def costs(places: Indices) -> Table:
             rows = self._whole(places)

@@ -104,6 +104,7 @@ class _Following:
                 self._thin(sorted(later & chosen))
             if len(self.found) > self.at_most or self.patience.left < 0:
                 return None
+        assert not self.waiting or not len(self.found), "all variables of a joint are chosen"
         bounds = self._bounds(self.above)
         order = np.lexsort((*self.found.T[::-1], bounds))
         return Fronts(self.found[order], bounds[order])

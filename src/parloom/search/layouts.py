@@ -396,11 +396,12 @@ class LayoutProblem:
             changed |= way.ways.sharpen(*way.states(values))
         return changed
 
-    def ends(self, index: int) -> frozenset[int]:
+    def ends(self, index: int, multipliers: Multipliers) -> frozenset[int]:
         """The variables on which it depends what a flow costs."""
         ends = (end for way in self.ways_of[index] for end in (way.source, way.target))
+        policies = self.receiving[index] if multipliers.counts else ()
         found = {end for end in ends if end is not None}
-        return frozenset(found.union(len(self.sizes) + p for p in self.receiving[index]))
+        return frozenset(found.union(len(self.sizes) + p for p in policies))
 
     def beyond(
         self, index: int, values: Sequence[int], multipliers: Sequence[Multipliers]
