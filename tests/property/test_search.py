@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +21,21 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
 from parloom.ir.text import parse_graph
+from parloom.search import layouts
 from parloom.search.auto import search
 from parloom.search.closing import close
-from parloom.search.eliminate import Factor, marginals, minimum, near, regrets
+from parloom.search.domains import narrow_minimum
+from parloom.search.eliminate import Factor, Minimum, marginals, minimum, near, regrets
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.master import Found, MeshSearch
+from parloom.search.master import Found, MeshSearch, multipliers
 from parloom.search.meshes import logical_meshes
 from parloom.search.polish import Candidate, decisions, least_bytes, polish
 from parloom.search.prices import KEPT
 from parloom.search.program import program_of
 from parloom.search.question import Question
 from parloom.search.storage import STORED
-from parloom.search.sums import summed
+from parloom.search.sums import Worth, summed
 from parloom.search.ways import Ways
 from tests.property.searched import ADAM, every_plan, least_step_ps, random_graph
 from tests.unit.test_simulate import chunked, model
@@ -126,6 +129,27 @@ def test_elimination_sees_every_table() -> None:
     assert minimum([2, 2], factors).values[0] == 0
     factors.append(Factor((1, 0), np.array([[np.inf, 0.0], [np.inf, 0.0]])))
     assert minimum([2, 2], factors).values[0] == 1
+
+
+def test_a_solution_that_was_seen_is_not_lost_where_no_better_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tables that are too large leave a bound alone, here when prices are exact."""
+    rounds: list[Minimum] = []
+
+    def bound_only(*given: Any, **more: Any) -> Minimum:
+        rounds.append(narrow_minimum(*given, **more))
+        return Minimum(rounds[-1].cost, ()) if rounds[1:] else rounds[0]
+
+    monkeypatch.setattr(layouts, "narrow_minimum", bound_only)
+    mesh = next(iter(logical_meshes(TWO)))
+    found = problem_of(random_graph(Random(3)), mesh, TWO).solve(multipliers(Worth()))
+    assert len(rounds) > 1
+    assert found.values == rounds[0].values
+    assert found.bound == rounds[-1].cost
+    rounds.clear()
+    below = problem_of(random_graph(Random(3)), mesh, TWO)
+    assert not below.solve(multipliers(Worth()), enough=found.bound).values
 
 
 @settings(max_examples=12)

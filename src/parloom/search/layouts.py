@@ -168,7 +168,7 @@ class LayoutProblem:
             )
             bound = max(bound, found.cost)
             if bound >= enough or not found.values:
-                return Minimum(bound, ())
+                return Minimum(bound, () if bound >= enough else best.values)
             self.solved[multipliers.counts] = found.values
             sharpened = self.sharpen(found.values)
             if sharpened:
