@@ -185,7 +185,7 @@ def _plan(
     if as_json:
         _print_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
     else:
-        _print(terminal.plan_screen(found, loaded.cluster, paths))
+        _print(terminal.plan_screen(found, loaded.cluster, paths, searched["calibration"]))
     if found.interrupted:
         raise typer.Exit(130)
     api.check_gap(found, require_gap)

@@ -27,6 +27,7 @@ from parloom.report.name_screen import name_screen
 from parloom.report.names import Names
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
+from parloom.report.words import explained_words
 
 Say = Callable[[str], None]
 # More bytes than any device has.
@@ -60,6 +61,10 @@ def explain(
     there = None
     if versus is not None:
         there = case_of(_other(plan, versus, calibration, say), calibration)
+    for warning in dict.fromkeys(found.warning for found in (case, there) if found):
+        if warning:
+            say(warning)
+    path = explained_words(path, calibration)
     if name is not None:
         found = _named(case, name, calibration)
         screen = name_screen(found, path)

@@ -1,5 +1,6 @@
 """`parloom explain` on saved plans: what it compares with, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import parloom
 from parloom import api
 from parloom.errors import FingerprintError, InputError
+from parloom.ir.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,24 @@ def test_plans_are_compared_with_methods_and_files(captured: api.Captured, tmp_p
     assert api.explain(plan, name="head", versus="fsdp").document["plan"] == head
     with pytest.raises(InputError, match=r"no operator, .* 'haed' in the plan; did you mean"):
         api.explain(plan, name="haed")
+
+
+def test_times_of_a_calibrated_plan_are_not_those_of_data_sheets(captured: api.Captured) -> None:
+    def said_of(plan: Plan, versus: str | None = None) -> list[str]:
+        said: list[str] = []
+        answer = api.explain(plan, versus=versus, progress=said.append)
+        assert versus or answer.document["bound_s"] == (None if said else plan.bound_s)
+        return [line for line in said if line.startswith("warning: ")]
+
+    plan = replace(api.search(captured, cluster="4xcpu", method="fsdp"), bound_s=1e-3)
+    assert said_of(plan) == said_of(plan, "megatron") == []
+    assert plan.prediction is not None
+    measured = replace(plan.prediction, source="measured", step_s=0.5)
+    calibrated = replace(plan, prediction=measured)
+    (line,) = said_of(calibrated)
+    assert "500 ms (measured), and the times here are those of data sheets" in line
+    assert "give --calibration F" in line
+    assert said_of(calibrated, "megatron") == [line]
 
 
 def test_plans_of_another_model_are_not_compared(captured: api.Captured, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 import parloom
 from parloom import cli, errors
+from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
 from parloom.execute.files import check_folder, read_plan, write_atomic
 from parloom.ir.plan import INTERRUPTED, Constraint, Plan
@@ -26,6 +27,7 @@ from parloom.ir.text import print_graph
 from parloom.report.shortage import Change, Shortage, shortage_document, shortage_text
 from parloom.search.baselines import data_parallel
 from tests.unit.graphs import cluster, perceptron
+from tests.unit.test_calibration import MADE
 from tests.unit.test_plan_json import example
 
 
@@ -144,6 +146,19 @@ def test_plan_prints_a_summary_and_saves(
     assert api.asked["memory"] == "2GiB"
     assert api.asked["dtype"] is None  # the model is left as it is
     assert api.asked["method"] == "auto"
+
+
+def test_the_next_command_takes_the_calibration(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my cpu.json"
+    file.write_text(calibration_to_json(MADE), encoding="utf-8")
+    asked = ["plan", "zoo:gpt", "--cluster", "6xcpu", "--out", "here"]
+    assert cli.main(asked) == 0
+    assert "why:  parloom explain here/plan.json\n" in capsys.readouterr().out
+    assert cli.main([*asked, "--calibration", "my cpu.json"]) == 0
+    why = "why:  parloom explain here/plan.json --calibration 'my cpu.json'\n"
+    assert why in capsys.readouterr().out
 
 
 def test_plan_json_is_one_document_with_the_promised_keys(

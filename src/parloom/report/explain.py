@@ -27,7 +27,8 @@ def plan_explained(case: Case) -> Document:
         "cluster": plan.cluster,
         "method": plan.method,
         "step_s": case.timeline.step_s,
-        "bound_s": plan.bound_s,
+        # A bound of measured rates says nothing of times from data sheets.
+        "bound_s": None if case.warning else plan.bound_s,
         "source": {"name": case.source.name, "band_s": [low, high]},
         "num_microbatches": plan.decisions.num_microbatches,
         "mesh": [_axis(case, axis) for axis in case.mesh.axes],

@@ -12,14 +12,16 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
-from parloom.report.words import constraint_line, source_words, words
+from parloom.report.words import constraint_line, explained_words, source_words, words
 
 BAR_WIDTH = 32
 MEMORY = "memory per device when most is held (optimizer: its state, and what an update works on)"
 
 
-def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> RenderableType:
-    """The answer to `parloom plan`, ready to print."""
+def plan_screen(
+    plan: Plan, cluster: Cluster, paths: Mapping[str, Path], calibration: str | Path | None
+) -> RenderableType:
+    """The answer to `parloom plan`, ready to print; `calibration` is the file that it was given."""
     parts: list[RenderableType] = [Text(_title(plan, cluster), style="bold"), Text("")]
     parts.append(_facts(plan, cluster))
     if plan.prediction is not None:
@@ -35,7 +37,8 @@ def plan_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) -> Rend
     if "plan" in paths:
         parts += [Text(""), Text(f"next: parloom verify {paths['plan']}", style="bold")]
         parts.append(Text(f"then: parloom run {paths['plan']} -- train.py", style="bold"))
-        parts.append(Text(f"why:  parloom explain {paths['plan']}", style="bold"))
+        explained = explained_words(paths["plan"], calibration)
+        parts.append(Text(f"why:  parloom explain {explained}", style="bold"))
     return Group(*parts)
 
 

@@ -1,9 +1,11 @@
 """A plan's decisions in words that need no knowledge of rules and factors."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 
 from parloom.cost.kernels import PRODUCTS
@@ -264,6 +266,11 @@ def constraint_line(constraint: Constraint, found: Plan) -> str:
         f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
         f" {format_bytes(peak)} with it, {' and '.join(without)} without"
     )
+
+
+def explained_words(path: str | Path, calibration: str | Path | None) -> str:
+    """A plan as the next `parloom explain` is asked for it: with the same measured rates."""
+    return f"{path} --calibration {shlex.quote(str(calibration))}" if calibration else str(path)
 
 
 def source_words(source: str, error: float, step_s: float) -> str:
