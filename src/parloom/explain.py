@@ -27,7 +27,7 @@ from parloom.report.name_screen import name_screen
 from parloom.report.names import Names
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
-from parloom.report.words import explained_words
+from parloom.report.words import explained_words, memory_limit
 
 Say = Callable[[str], None]
 # More bytes than any device has.
@@ -93,7 +93,7 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
         machine, count = machine_for(plan.cluster, calibration), plan.decisions.num_microbatches
         asked = replace(plan, method=versus, notes=())
         graph = parse_graph(plan.graph)
-        for limit in (machine.cluster.device.memory_bytes, None):
+        for limit in (memory_limit(plan, machine.cluster.device.memory_bytes), None):
             try:
                 microbatches = count if count > 1 else None
                 ask = Ask(asked, graph, machine, limit or UNLIMITED, microbatches)

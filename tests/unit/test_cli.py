@@ -211,6 +211,12 @@ def test_what_is_asked_for_reaches_the_search_and_its_cost_the_screen(
     }  # fmt: skip
 
 
+def test_memory_is_shown_beside_the_limit(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.constraints = (Constraint("--memory 2GB", 0.25, 2**31),)
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--memory", "2GB"]) == 0
+    assert "954 MiB of 1.86 GiB allowed (50.0%; --memory: the device has" in capsys.readouterr().out
+
+
 def test_an_interrupted_search_keeps_its_plan_and_exits_130(
     api: FakeApi, capsys: pytest.CaptureFixture[str]
 ) -> None:

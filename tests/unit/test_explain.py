@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
+from parloom.cost.units import format_bytes
 from parloom.ir.plan import ActivationDecision, Constraint, Decisions, Prediction
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -120,6 +121,21 @@ def test_what_was_asked_for_is_said_with_its_price() -> None:
     assert line.startswith("--pin head=n:data costs 1 s (+100.0%)")
     text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
     assert f"asked for: {line}" in text
+
+
+def test_memory_and_what_fits_are_beside_the_limit() -> None:
+    (plan,) = data_parallel(GRAPH, CLUSTER)
+    case = case_of(GRAPH, CLUSTER, plan)
+    there, peak = CLUSTER.device.memory_bytes, case.ledger.peak.num_bytes
+    text = screen(plan_explained_screen(plan_explained(case), mesh_grid(case.mesh), "plan.json"))
+    assert f"of {format_bytes(there)} per device (" in text
+    asked = (Constraint(f"--memory {peak - 1}", 1.0, 2**20),)
+    found = Prediction(2.0, peak)
+    limited = replace(case, plan=replace(case.plan, constraints=asked, prediction=found))
+    document = plan_explained(limited)
+    assert (document["peak"]["limit_bytes"], document["peak"]["device_bytes"]) == (peak - 1, there)
+    sides = versus(case, limited, "other")
+    assert (sides["plan"]["fits"], sides["versus"]["fits"]) == (True, False)
 
 
 def adds_up(case: Case, other: Case) -> dict[str, Any]:

@@ -2,11 +2,29 @@
 
 from dataclasses import replace
 
+import pytest
+
 from parloom.ir.mesh import Device, grid
-from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
-from parloom.report.words import idle_axes, idle_words, rate_words, splits, words
+from parloom.ir.plan import (
+    ActivationDecision,
+    Constraint,
+    Decisions,
+    NodeDecision,
+    ParameterDecision,
+    Storage,
+)
+from parloom.report.words import (
+    idle_axes,
+    idle_words,
+    memory_limit,
+    memory_words,
+    rate_words,
+    splits,
+    words,
+)
 from parloom.search.baselines import data_parallel, fsdp, megatron
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
+from tests.unit.test_plan_json import example
 
 CLUSTER = cluster(2, 2)
 
@@ -117,3 +135,15 @@ def test_an_axis_that_splits_nothing_is_idle() -> None:
     (line,) = idle_words(nothing, "its batch is odd")
     what = "nothing is split: all 6 devices do all the work, no faster than one"
     assert line == f"warning: {what}; its batch is odd"
+
+
+@pytest.mark.parametrize("given", ["45MB", "45000000"])
+def test_memory_is_shown_beside_what_was_allowed(given: str) -> None:
+    plan = replace(example(), constraints=(Constraint("--pin up=n:x", 1.0, 1),))
+    assert memory_limit(plan, 2**32) == 2**32
+    assert memory_words(2**22, 2**32, 2**32) == "4 MiB of 4 GiB per device (0.1%)"
+    plan = replace(plan, constraints=(*plan.constraints, Constraint(f"--memory {given}", 1.0, 1)))
+    limit = memory_limit(plan, 2**32)
+    assert limit == 45_000_000
+    said = memory_words(39 * 2**20, limit, 2**32)
+    assert said == "39 MiB of 42.9 MiB allowed (90.9%; --memory: the device has 4 GiB)"

@@ -15,7 +15,7 @@ from parloom.cost.units import format_seconds
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG, PCall, PFunction
 from parloom.ir.plan import Decisions, Plan
-from parloom.report.words import WARNING, named_ways
+from parloom.report.words import WARNING, memory_limit, named_ways
 
 Place = tuple[str, str]
 """Block kind, or MAIN, and an operator's key in it."""
@@ -54,6 +54,11 @@ class Case:
     def mesh(self) -> Mesh:
         """The mesh of devices, without the axis in time."""
         return self.plan.decisions.mesh
+
+    @cached_property
+    def limit(self) -> int:
+        """Bytes that the plan may use on a device."""
+        return memory_limit(self.plan, self.cluster.device.memory_bytes)
 
     @cached_property
     def ledger(self) -> Ledger:

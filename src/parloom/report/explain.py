@@ -183,6 +183,7 @@ def _peak(case: Case) -> Document:
     peak = case.ledger.peak
     return {
         "bytes": peak.num_bytes,
+        "limit_bytes": case.limit,
         "device_bytes": case.cluster.device.memory_bytes,
         "action": peak.action,
         "module": peak.prefix,

@@ -60,8 +60,7 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Doc
     assignment = dict(assignment_of(case.decisions, flat.key))
     words = _splits(case.pcg, case.decisions, flat.key)
     computed = [s for s in own_shares(case, flat) if isinstance(s.item, Compute)]
-    limit = case.cluster.device.memory_bytes
-    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, limit, play)
+    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.limit, play)
     runs = runs_of(case, flat)
     terms = [*prices(case, flat)]
     for parameter in _read_parameters(case, flat):
@@ -191,7 +190,7 @@ def _way(case: Case, way: Way, key: str) -> Document:
         "why": why(rows, difference) if difference else None,
         "peak_bytes": read.peak.num_bytes,
         "difference_bytes": read.peak.num_bytes - held,
-        "fits": read.peak.num_bytes <= case.cluster.device.memory_bytes,
+        "fits": read.peak.num_bytes <= case.limit,
     }
     if isinstance(way.chosen, tuple):
         factors = {factor: list(axes) for factor, axes in way.chosen}
@@ -211,7 +210,7 @@ def _way(case: Case, way: Way, key: str) -> Document:
 def _parameter(case: Case, entry: Input, factored: Factored, play: Play) -> Document:
     parameter = next(p for p in case.pcg.parameters if p.input.target == entry.target)
     alike = _alike(case, parameter)
-    limit, walker = case.cluster.device.memory_bytes, case.priced.walker
+    limit, walker = case.limit, case.priced.walker
     optimizer = case.plan.optimizer
     ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, limit, play)
     spec, decision = entry.value.spec, parameter.decision

@@ -13,6 +13,7 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.report.case import joined
 from parloom.report.explain import ALIKE, Document
 from parloom.report.grid import Grid
+from parloom.report.words import memory_words
 
 BAR = 24
 # Rows of a table; `--json` has all.
@@ -181,9 +182,8 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _peak(peak: Mapping[str, Any]) -> list[RenderableType]:
-    share = peak["bytes"] / peak["device_bytes"]
-    title = f"memory at its most: {format_bytes(peak['bytes'])} of"
-    title += f" {format_bytes(peak['device_bytes'])} ({share:.1%})"
+    title = memory_words(peak["bytes"], peak["limit_bytes"], peak["device_bytes"])
+    title = f"memory at its most: {title}"
     if peak["action"]:
         title += f", {ACTIONS[peak['action']]} ({joined(peak['module'], peak['operator'])})"
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

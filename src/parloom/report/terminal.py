@@ -12,7 +12,14 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
-from parloom.report.words import constraint_line, explained_words, source_words, words
+from parloom.report.words import (
+    constraint_line,
+    explained_words,
+    memory_limit,
+    memory_words,
+    source_words,
+    words,
+)
 
 BAR_WIDTH = 32
 MEMORY = "memory per device when most is held (optimizer: its state, and what an update works on)"
@@ -105,24 +112,23 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
             table.add_row(
                 "bound", Text(f"{least}, however well it overlaps; this one is {above} above that")
             )
-        share = plan.prediction.peak_bytes / cluster.device.memory_bytes
-        peak, room = plan.prediction.peak_bytes, cluster.device.memory_bytes
-        text = f"{format_bytes(peak)} of {format_bytes(room)} per device ({share:.0%})"
-        table.add_row("peak", Text(text))
+        peak, there = plan.prediction.peak_bytes, cluster.device.memory_bytes
+        table.add_row("peak", Text(memory_words(peak, memory_limit(plan, there), there)))
     return table
 
 
 def _memory(plan: Plan, cluster: Cluster) -> Table:
-    """One bar per component, the largest at full width; the share is of the device's memory."""
+    """One bar per component, the largest at full width; the share is of what may be used."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(min_width=BAR_WIDTH)
     table.add_column(justify="right")
     memory = plan.prediction.memory if plan.prediction else ()
     full = max([size for _, size in memory] + [1])
+    limit = memory_limit(plan, cluster.device.memory_bytes)
     for name, size in memory:
         bar = "█" * round(BAR_WIDTH * size / full) or ("▏" if size else "")
-        share = f"{size / cluster.device.memory_bytes:.1%}"
+        share = f"{size / limit:.1%}"
         table.add_row(f"  {name}", Text(bar), Text(f"{format_bytes(size)}  {share}"))
     return table
 

@@ -121,7 +121,7 @@ def _side(case: Case, name: str) -> Document:
         "step_ps": case.ledger.step_ps,
         "step_s": case.timeline.step_s,
         "peak_bytes": case.ledger.peak.num_bytes,
-        "fits": case.ledger.peak.num_bytes <= case.cluster.device.memory_bytes,
+        "fits": case.ledger.peak.num_bytes <= case.limit,
         "words": list(words(parse_graph(case.plan.graph), case.decisions)),
     }
 

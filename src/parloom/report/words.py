@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from parloom.cost.kernels import PRODUCTS
-from parloom.cost.units import format_bytes, format_rate, format_seconds
+from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
 from parloom.ir.mesh import Device, MeshAxis
@@ -19,6 +19,7 @@ from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Stor
 from parloom.rewrite.pad import rewritten
 
 WARNING = "warning: "
+MEMORY = "--memory "
 MOST = 6
 MOST_WAYS = 3
 SAMPLES, OUTPUTS, INPUTS = "samples", "output features", "input features"
@@ -266,6 +267,20 @@ def constraint_line(constraint: Constraint, found: Plan) -> str:
         f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
         f" {format_bytes(peak)} with it, {' and '.join(without)} without"
     )
+
+
+def memory_limit(plan: Plan, device_bytes: int) -> int:
+    """Bytes of a device that `plan` may use: those of the device, or fewer if --memory said so."""
+    given = [c.text.partition(" ")[2] for c in plan.constraints if c.text.startswith(MEMORY)]
+    return min([device_bytes, *(int(g) if g.isdigit() else parse_bytes(g) for g in given)])
+
+
+def memory_words(num_bytes: int, limit: int, device_bytes: int) -> str:
+    """A peak beside what it may be."""
+    of, share = f"{format_bytes(num_bytes)} of {format_bytes(limit)}", f"{num_bytes / limit:.1%}"
+    if limit == device_bytes:
+        return f"{of} per device ({share})"
+    return f"{of} allowed ({share}; --memory: the device has {format_bytes(device_bytes)})"
 
 
 def explained_words(path: str | Path, calibration: str | Path | None) -> str:
