@@ -7,6 +7,8 @@ import highspy
 import numpy as np
 
 INFINITY = float("inf")
+# How far integers, rows and cuts may be off; the solver's own is 1e-6.
+TOLERANCE = 1e-9
 Row = tuple[Mapping[int, float], float, float]
 """Coefficients by column, lower and upper side."""
 
@@ -63,22 +65,29 @@ class LinearProgram:
         """The least cost, on one thread: the same every time. None where nothing is allowed.
 
         With `max_nodes`, the best of what so many branches find; None where they find nothing.
-        `relaxed`: integers may be fractions.
+        `relaxed`: integers may be fractions. Raises `RuntimeError` where the solver fails.
         """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("mip_rel_gap", gap)
+        # Costs may be far below one: what is cut off and what is near must be no larger part.
+        solver.setOptionValue("mip_abs_gap", 0.0)
+        solver.setOptionValue("mip_feasibility_tolerance", TOLERANCE)
         if max_nodes is not None:
             solver.setOptionValue("mip_max_nodes", max_nodes)
         solver.passModel(self._model(relaxed))
         solver.run()
         status, kinds = solver.getModelStatus(), highspy.HighsModelStatus
-        feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
-        found_some = int(solver.getInfo().primal_solution_status) == feasible
-        if status != kinds.kOptimal and not (status == kinds.kSolutionLimit and found_some):
-            return None
         found, info = solver.getSolution(), solver.getInfo()
+        feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
+        found_some = int(info.primal_solution_status) == feasible
+        if status == kinds.kInfeasible or (status == kinds.kSolutionLimit and not found_some):
+            return None
+        if status not in (kinds.kOptimal, kinds.kSolutionLimit):
+            size = f"{len(self.costs)} columns and {len(self.rows)} rows"
+            ended = solver.modelStatusToString(status)
+            raise RuntimeError(f"HiGHS: {ended} on a program of {size}")
         cost = float(info.objective_function_value)
         bound = float(info.mip_dual_bound) if any(self.integers) and not relaxed else cost
         nodes = max(1, int(info.mip_node_count))
