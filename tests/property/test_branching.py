@@ -19,6 +19,7 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.polish import polish
 from parloom.search.sums import Worth
 from tests.property.searched import random_graph
+from tests.property.test_recomputation import blocks
 from tests.property.test_search import PLENTY, TWO, cost_of, problem_of
 
 SLOW = load_cluster(str(Path(__file__).parents[2] / "benchmarks" / "2x4xRTX4090-25gbit.yaml"))
@@ -90,6 +91,19 @@ def slow(seed: int) -> MeshSearch:
     return MeshSearch(problem, limit)
 
 
+def recomputing(rng: Random, share: float) -> MeshSearch:
+    """A search where some calls of a block have to recompute."""
+    (mesh,) = logical_meshes(TWO)
+    problem = problem_of(blocks(rng, 4), mesh, TWO)
+    held = MeshSearch(problem, PLENTY).run().candidates[0].sums.held_bytes
+    return MeshSearch(problem, share * held)
+
+
+def possible(search: MeshSearch, values: tuple[int, ...]) -> bool:
+    """Whether there is such a layout."""
+    return not isinf(cost_of(search.problem.factors(multipliers(Worth())), values))
+
+
 def test_parts_close_a_gap_that_a_mixture_leaves() -> None:
     """And have a better layout than those of the mixture."""
     search = slow(4)
@@ -113,6 +127,43 @@ def test_one_part_alone_bounds_nothing() -> None:
         part.run()
         bounds.append(part.bound)
     assert max(bounds) > best.sums.step_ps
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), st.floats(0.4, 0.9))
+def test_no_part_that_recomputes_so_much_has_what_is_below_its_bound(
+    seed: int, share: float
+) -> None:
+    """Calls of each block kind divided anyhow; parts of parts."""
+    rng = Random(seed)
+    search = recomputing(rng, share)
+    search.run()
+    for position, policy in enumerate(search.policies):
+        if policy.least == policy.most:
+            continue
+        few = rng.randrange(policy.least, policy.most)
+        parts = [
+            search.recomputing(position, policy.least, few),
+            search.recomputing(position, few + 1, policy.most),
+        ]
+        for part in parts:
+            part.run()
+        for values in product(*map(range, search.problem.sizes)):
+            found = (
+                None if rng.random() < 0.8 else polish(search.problem, values, search.limit_bytes)
+            )
+            if found is not None and possible(search, values):
+                part = parts[found.recomputed[position] > few]
+                assert part.bound <= found.sums.step_ps + 0.5
+
+
+def test_a_fraction_of_a_call_is_none() -> None:
+    """All layouts of the mixture are alike."""
+    search = recomputing(Random(27), 0.6)
+    found = search.run(1e-9)
+    assert found.bound_ps < 0.96 * search.best_ps
+    bound = branch(search, inf, 1e-6)
+    assert search.best_ps * (1 - 1e-6) <= bound <= search.best_ps + 0.5
 
 
 def test_the_same_parts_every_time(monkeypatch: pytest.MonkeyPatch) -> None:

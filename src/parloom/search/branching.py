@@ -4,7 +4,8 @@ Geoffrion, Mathematical Programming Study 2, 1974; Fisher, Management Science 27
 What one layout of a mixture sends too much, another one hides: half of the calls split the batch
 over a slow link, half compute all of it twice. So the menu of an operator about which they differ
 is divided: an axis is on the factor that most of the mixture has it on, or it is not. Each part has
-multipliers of its own and a bound that is higher, and the least of these bounds the whole.
+multipliers of its own and a bound that is higher, and the least of these bounds the whole. Where
+layouts are alike, a mixture may recompute a fraction of a call: fewer calls do, or more.
 """
 
 from collections import defaultdict
@@ -30,20 +31,38 @@ def branch(search: MeshSearch, best_ps: float, tolerance: float) -> float:
     while number < MOST:
         bound, _, part = waiting[0]
         enough = min(best_ps, search.best_ps) * (1 - tolerance)
-        tables = divided(part) if 0 < bound < enough < inf else None
-        if tables is None:
+        parts = _divided(part) if 0 < bound < enough < inf else ()
+        if not parts:
             break
         heappop(waiting)
-        for barred in tables:
+        for smaller in parts:
             number += 1
-            smaller = part.part(barred)
             smaller.run(enough=enough)
             heappush(waiting, (smaller.bound, number, smaller))
     return waiting[0][0]
 
 
-def divided(search: MeshSearch) -> tuple[Factor, ...] | None:
-    """What to leave out in each of two parts; None where layouts of the mixture are alike.
+def _divided(search: MeshSearch) -> tuple[MeshSearch, ...]:
+    """Two parts; none where nothing tells the members of the mixture apart."""
+    tables = _tables(search)
+    if tables:
+        return tuple(search.part(table) for table in tables)
+    means = np.zeros(len(search.policies))
+    for (values, _), share in search.shares.items():
+        means += share * np.array(search.counts(values), dtype=float)
+    below = np.abs(means - np.round(means))
+    if not below.size or below.max() < SLIGHT:
+        return ()
+    position = int(below.argmax())
+    policy, few = search.policies[position], int(means[position])
+    return (
+        search.recomputing(position, policy.least, few),
+        search.recomputing(position, few + 1, policy.most),
+    )
+
+
+def _tables(search: MeshSearch) -> tuple[Factor, ...]:
+    """What to leave out in each of two parts; nothing where layouts of the mixture are alike.
 
     Operators of one function mostly do alike: of the function that has the most to compute where
     the mixture differs, the operator that has the most is taken.
@@ -64,7 +83,7 @@ def divided(search: MeshSearch) -> tuple[Factor, ...] | None:
                 apart[index, axis] = most_ps * (1 - max(on.values()))
                 functions[operator.function] += apart[index, axis]
     if not apart:
-        return None
+        return ()
     function = max(functions, key=functions.__getitem__)
     some = (key for key in apart if problem.program.operators[key[0]].function == function)
     index, axis = max(some, key=apart.__getitem__)

@@ -7,12 +7,13 @@ finds bounds all layouts from below. For each of them, an integer program choose
 recomputation (`polish`).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
+from parloom.search.domains import cost_of
 from parloom.search.eliminate import Factor
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.linear import LinearProgram
@@ -69,22 +70,40 @@ class MeshSearch:
         self.polished: dict[tuple[int, ...], Candidate | None] = {}
         self.bounds: dict[Worth, float] = {}
         self.worth, self.bound = worth or Worth(), 0.0
-        # What is left out of the menus, and the shares of the best mixture.
+        # What is left out of the menus, how many calls may recompute; shares of the best mixture.
         self.barred: tuple[Factor, ...] = ()
+        self.policies = problem.policies
         self.shares: dict[Column, float] = {}
 
     def part(self, barred: Factor) -> "MeshSearch":
         """The search among layouts that `barred` does not make infinite, with what is known here;
         both know what either finds.
         """
-        (variable,) = barred.scope
-        found = MeshSearch(self.problem, self.limit_bytes, self.at_most, self.worth)
-        found.barred, found.bound = (*self.barred, barred), self.bound
-        found.polished = self.polished
+        found = self._part()
+        found.barred = (*self.barred, barred)
         found.columns = {
-            key: sums for key, sums in self.columns.items() if barred.costs[key[0][variable]] < inf
+            key: sums for key, sums in self.columns.items() if cost_of([barred], key[0]) < inf
         }
         return found
+
+    def recomputing(self, position: int, least: int, most: int) -> "MeshSearch":
+        """As `part`, of what recomputes `least` to `most` calls of a policy."""
+        found = self._part()
+        policy = replace(self.policies[position], least=least, most=most)
+        found.policies = (*self.policies[:position], policy, *self.policies[position + 1 :])
+        return found
+
+    def _part(self) -> "MeshSearch":
+        found = MeshSearch(self.problem, self.limit_bytes, self.at_most, self.worth)
+        found.barred, found.policies = self.barred, self.policies
+        found.bound, found.polished = self.bound, self.polished
+        return found
+
+    def counts(self, values: Sequence[int]) -> tuple[int, ...]:
+        """How many calls recompute where a column has `values`, for each policy."""
+        chosen = values[len(self.problem.sizes) :] or (0,) * len(self.policies)
+        pairs = zip(self.policies, chosen, strict=True)
+        return tuple(policy.extremes[value][0] for policy, value in pairs)
 
     def run(self, tolerance: float = 1e-3, enough: float = inf) -> Found:
         """Columns and prices in turn, until cost and bound differ by `tolerance` at most, or the
@@ -106,7 +125,8 @@ class MeshSearch:
 
     def multipliers(self, worth: Worth) -> Multipliers:
         """What counts under `worth`; where memory is worth nothing, recomputing is, too."""
-        policies = self.problem.policies if worth.held > 0 else ()
+        counts = worth.held > 0 or self.policies != self.problem.policies
+        policies = self.policies if counts else ()
         return multipliers(worth, tuple(policy.extremes for policy in policies))
 
     def nearby(self, found: Found, share: float) -> tuple[Candidate, ...]:
