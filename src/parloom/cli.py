@@ -298,6 +298,7 @@ def simulate(
     """Play one step of the plan: what is busy, what is waited for, and memory over time."""
     from parloom import api
     from parloom.report import timeline
+    from parloom.report.words import title_words
 
     chosen = api.load(path)
     played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
@@ -309,7 +310,7 @@ def simulate(
     if as_json:
         _print_json(timeline.timeline_document(played, [name], written, source))
         return
-    title = f"{chosen.source.spec} on {chosen.cluster}: {chosen.method}"
+    title = title_words(chosen, resolve_cluster(chosen.cluster).cluster)
     _print(timeline.timeline_screen(played, title, [name], source))
     if written is not None:
         _print(f"trace {written}: open it in ui.perfetto.dev")

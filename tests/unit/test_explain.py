@@ -123,6 +123,17 @@ def test_what_was_asked_for_is_said_with_its_price() -> None:
     assert f"asked for: {line}" in text
 
 
+def test_a_cluster_that_is_a_document_is_named() -> None:
+    (plan,) = data_parallel(GRAPH, CLUSTER)
+    case = case_of(GRAPH, CLUSTER, plan)
+    written = replace(case, plan=replace(case.plan, cluster='{"name": "lab", "levels": []}'))
+    document = plan_explained(written)
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    assert text.splitlines()[0] == "model.py:build on 2x4xcpu (8 x cpu): method"
+    assert (document["cluster"], document["num_devices"]) == ("2x4xcpu", 8)
+    assert versus(written, case, "other")["plan"]["cluster"] == "2x4xcpu"
+
+
 def test_memory_and_what_fits_are_beside_the_limit() -> None:
     (plan,) = data_parallel(GRAPH, CLUSTER)
     case = case_of(GRAPH, CLUSTER, plan)

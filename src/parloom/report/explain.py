@@ -11,7 +11,7 @@ from parloom.ir.pcg import Compute, Movement, PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
-from parloom.report.words import constraint_line, words
+from parloom.report.words import constraint_line, title_words, words
 
 Document = dict[str, Any]
 PS = 1e12
@@ -23,8 +23,10 @@ def plan_explained(case: Case) -> Document:
     ledger, plan, expensive = case.ledger, case.plan, _expensive(case)
     low, high = case.source.band(case.timeline.step_s)
     return {
+        "title": title_words(plan, case.cluster),
         "model": plan.source.spec,
-        "cluster": plan.cluster,
+        "cluster": case.cluster.name,
+        "num_devices": case.cluster.num_devices,
         "method": plan.method,
         "step_s": case.timeline.step_s,
         # A bound of measured rates says nothing of times from data sheets.

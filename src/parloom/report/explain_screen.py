@@ -80,12 +80,11 @@ def time_words(cause: Mapping[str, Any]) -> str:
 
 def _head(document: Document) -> list[RenderableType]:
     low, high = document["source"]["band_s"]
-    title = f"{document['model']} on {document['cluster']}: {document['method']}"
     line = f"step time {format_seconds(document['step_s'])}, likely {format_seconds(low)} .."
     line += f" {format_seconds(high)} ({document['source']['name']})"
     if document["num_microbatches"] > 1:
         line += f", {document['num_microbatches']} microbatches"
-    lines: list[RenderableType] = [Text(title, style="bold"), Text(line)]
+    lines: list[RenderableType] = [Text(document["title"], style="bold"), Text(line)]
     if document["bound_s"]:
         least = format_seconds(document["bound_s"])
         lines.append(

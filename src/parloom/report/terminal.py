@@ -18,6 +18,7 @@ from parloom.report.words import (
     memory_limit,
     memory_words,
     source_words,
+    title_words,
     words,
 )
 
@@ -29,7 +30,7 @@ def plan_screen(
     plan: Plan, cluster: Cluster, paths: Mapping[str, Path], calibration: str | Path | None
 ) -> RenderableType:
     """The answer to `parloom plan`, ready to print; `calibration` is the file that it was given."""
-    parts: list[RenderableType] = [Text(_title(plan, cluster), style="bold"), Text("")]
+    parts: list[RenderableType] = [Text(title_words(plan, cluster), style="bold"), Text("")]
     parts.append(_facts(plan, cluster))
     if plan.prediction is not None:
         parts += [Text(""), Text(MEMORY), _memory(plan, cluster)]
@@ -87,11 +88,6 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "notes": list(plan.notes),
         "plan": path,
     }
-
-
-def _title(plan: Plan, cluster: Cluster) -> str:
-    devices = f"{cluster.num_devices} x {cluster.device.name}"
-    return f"{plan.source.spec} on {cluster.name} ({devices}): {plan.method}"
 
 
 def _facts(plan: Plan, cluster: Cluster) -> Table:

@@ -115,7 +115,7 @@ def signed_bytes(size: int) -> str:
 def _side(case: Case, name: str) -> Document:
     return {
         "name": name,
-        "cluster": case.plan.cluster,
+        "cluster": case.cluster.name,
         "mesh": [{"axis": axis.name, "size": axis.size} for axis in case.mesh.axes],
         "num_microbatches": case.decisions.num_microbatches,
         "step_ps": case.ledger.step_ps,

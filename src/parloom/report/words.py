@@ -12,7 +12,7 @@ from parloom.cost.kernels import PRODUCTS
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
-from parloom.ir.mesh import Device, MeshAxis
+from parloom.ir.mesh import Cluster, Device, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
@@ -267,6 +267,12 @@ def constraint_line(constraint: Constraint, found: Plan) -> str:
         f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
         f" {format_bytes(peak)} with it, {' and '.join(without)} without"
     )
+
+
+def title_words(plan: Plan, cluster: Cluster) -> str:
+    """What is planned, on which devices, and by which method."""
+    devices = f"{cluster.num_devices} x {cluster.device.name}"
+    return f"{plan.source.spec} on {cluster.name} ({devices}): {plan.method}"
 
 
 def memory_limit(plan: Plan, device_bytes: int) -> int:
