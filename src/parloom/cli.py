@@ -8,7 +8,7 @@ imported by the commands that need it, when they run.
 import hashlib
 import json
 import logging
-import math
+import os
 import re
 import sys
 import tempfile
@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from parloom import __version__, arguments
 from parloom.arguments import METHODS
 from parloom.cost.clusters import read_cluster, resolve_cluster
 from parloom.errors import InfeasibleError, NotYetError, ParloomError
+from parloom.report.output import show, show_json
 
 Asked = dict[str, Any]  # arguments of a function of the api
 
@@ -177,13 +178,13 @@ def _plan(
         found = api.search(program, **searched, progress=_say)
     except InfeasibleError as error:
         if as_json:
-            _print_json({"infeasible": dict(error.document)})
+            show_json({"infeasible": dict(error.document)})
         raise
     capture_s, search_s = between - started, time.monotonic() - between
     _say(f"captured in {capture_s:.1f} s, searched in {search_s:.1f} s")
     paths = _named(api.save(found, out or _folder(model, cluster, found)))
     if as_json:
-        _print_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
+        show_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
     else:
         _print(terminal.plan_screen(found, loaded.cluster, paths, searched["calibration"]))
     if found.interrupted:
@@ -206,7 +207,7 @@ def verify(
 
     report = api.verify(api.load(path), shrink=shrink, progress=_say)
     if as_json:
-        _print_json(asdict(report))
+        show_json(asdict(report))
     else:
         _print(str(report))
     if not report.passed:
@@ -242,11 +243,11 @@ def cluster_show(
     from parloom.report import clusters
 
     if known or cluster is None:
-        _print_json(clusters.devices_document()) if as_json else _print(clusters.devices_screen())
+        show_json(clusters.devices_document()) if as_json else _print(clusters.devices_screen())
         return
     loaded = read_cluster(cluster)
     if as_json:
-        _print_json(clusters.cluster_document(loaded.cluster, loaded.assumptions))
+        show_json(clusters.cluster_document(loaded.cluster, loaded.assumptions))
     else:
         _print(clusters.cluster_screen(loaded.cluster, loaded.assumptions))
 
@@ -262,9 +263,7 @@ def cluster_check(
     found = loaded.cluster
     if as_json:
         document = {"ok": True, "name": found.name, "num_devices": found.num_devices}
-        _print_json(
-            document | {"planned": not found.parts, "assumptions": list(loaded.assumptions)}
-        )
+        show_json(document | {"planned": not found.parts, "assumptions": list(loaded.assumptions)})
     elif found.parts:
         parts = ", ".join(f"{part.count} x {part.cluster.name}" for part in found.parts)
         _print(f"{cluster}: fine: {found.name}, {parts}; not planned for yet")
@@ -279,7 +278,7 @@ def doctor(as_json: AsJson = False, verbose: Verbose = False) -> None:
 
     found = diagnosis.diagnose()
     if as_json:
-        _print_json(found)
+        show_json(found)
     else:
         _print("\n".join(diagnosis.lines(found)))
     diagnosis.check(found)
@@ -308,7 +307,7 @@ def simulate(
         _say(f"making the folder {trace.parent}")
     written = None if trace is None else str(api.write_trace(played, trace, name))
     if as_json:
-        _print_json(timeline.timeline_document(played, [name], written, source))
+        show_json(timeline.timeline_document(played, [name], written, source))
         return
     title = title_words(chosen, resolve_cluster(chosen.cluster).cluster)
     _print(timeline.timeline_screen(played, title, [name], source))
@@ -342,7 +341,7 @@ def explain(
         calibration=calibration,
         progress=_say,
     )
-    _print_json(answer.document) if as_json else _print(answer.screen)
+    show_json(answer.document) if as_json else _print(answer.screen)
 
 
 @app.command()
@@ -376,7 +375,7 @@ def calibrate(
             return
         path = api.save_calibration(found, out)
     if as_json:
-        _print_json(json.loads(path.read_text(encoding="utf-8")))
+        show_json(json.loads(path.read_text(encoding="utf-8")))
         return
     measured = f"{len(found.products)} products, {len(found.operators)} operators"
     _print(
@@ -412,11 +411,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     verbose = "-v" in own or "--verbose" in own
-    if own == ["--version"]:
-        _print(f"parloom {__version__}")
-        return 0
     disabled = logging.root.manager.disable
     try:
+        if own == ["--version"]:
+            _print(f"parloom {__version__}")
+            return 0
         app(arguments, prog_name="parloom")
     except SystemExit as stop:
         if stop.code == 130:
@@ -489,24 +488,4 @@ def _say(text: str) -> None:
 
 
 def _print(what: str | RenderableType) -> None:
-    if isinstance(what, str):
-        print(what)
-        return
-    console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        # Pipes have no width; a narrow default would break paths.
-        console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False, width=120)
-    console.print(what, soft_wrap=False)
-
-
-def _print_json(document: Any) -> None:
-    print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _finite(document: Any) -> Any:
-    """The document with null for numbers that JSON has not (NaN and infinities)."""
-    if isinstance(document, Mapping):
-        return {name: _finite(value) for name, value in document.items()}
-    if isinstance(document, list | tuple):
-        return [_finite(value) for value in document]
-    return None if isinstance(document, float) and not math.isfinite(document) else document
+    show(what, os.environ.get("COLUMNS", ""))

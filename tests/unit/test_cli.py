@@ -4,6 +4,7 @@ The main path is a fake here: these tests are about the command line alone, and 
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -428,6 +429,38 @@ def test_a_bug_is_one_line_and_a_file(api: FakeApi, capsys: pytest.CaptureFixtur
     file.unlink()
     assert "Traceback" in text
     assert "zoo:gpt" in text
+
+
+@pytest.mark.parametrize("flags", [["--version"], ["cluster", "show", "4xcpu"], ["--json"]])
+def test_a_stdout_that_takes_nothing_is_no_bug(flags: list[str]) -> None:
+    arguments = ["cluster", "show", "4xcpu", "--json"] if flags == ["--json"] else flags
+    command = [sys.executable, "-m", "parloom", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE)
+    said = b"error: cannot write the result to stdout: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, check=False, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    said = b"error: cannot write the result to stdout: Broken pipe\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_pipes_are_as_wide_as_columns_says_and_not_padded(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.constraints = (Constraint("--memory 2GB", 0.25, 2**31),)
+    lines = {}
+    for columns in ("", "60", "wide"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--out", "here"]) == 0
+        lines[columns] = capsys.readouterr().out.splitlines()
+        assert all(line == line.rstrip() for line in lines[columns])
+    assert max(map(len, lines["60"])) <= 60 < max(map(len, lines[""])) <= 120
+    assert lines["wide"] == lines[""]
+    for name, size in (("weights", "7 B  0.0%"), ("gradients", "8 B  0.0%")):
+        assert any(x.startswith(f"  {name} ") and x.endswith(size) for x in lines["60"])
 
 
 def test_verify_passes_or_exits_7(

@@ -2,23 +2,24 @@
 
 import json
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import format_bytes
 from parloom.ir.plan import ActivationDecision, Constraint, Decisions, Prediction
+from parloom.report.bars import bars
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
 from parloom.report.explain_screen import plan_explained_screen
 from parloom.report.grid import mesh_grid
+from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
 from parloom.search.baselines import data_parallel, fsdp, megatron, random_plans
 from tests.unit.explained import case_of
@@ -28,10 +29,8 @@ CLUSTER = load_cluster("2x4xcpu")
 GRAPH = stack(3)
 
 
-def screen(found: RenderableType) -> str:
-    out = StringIO()
-    Console(file=out, width=200, highlight=False).print(found)
-    return out.getvalue()
+def screen(found: RenderableType, width: int = 200) -> str:
+    return rendered(found, width)
 
 
 def tensor_parallel(count: int = 1) -> Decisions:
@@ -121,6 +120,18 @@ def test_what_was_asked_for_is_said_with_its_price() -> None:
     assert line.startswith("--pin head=n:data costs 1 s (+100.0%)")
     text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
     assert f"asked for: {line}" in text
+
+
+@pytest.mark.parametrize("width", [48, 60, 120])
+def test_bars_leave_room_for_their_numbers(width: int) -> None:
+    rows = [("communication", 0.5, "12.5 MiB  50.1%"), ("weights", 1.0, "222 MiB  100.0%"),
+            ("nothing", 0.0, "0 B  0.0%")]  # fmt: skip
+    lines = rendered(bars(rows, 32), width).splitlines()
+    assert all(line.endswith(said) for line, (_, _, said) in zip(lines, rows, strict=True))
+    half, full, none = (line.count("█") for line in lines)
+    assert abs(2 * half - full) <= 1
+    assert none == 0
+    assert max(map(len, lines)) <= width
 
 
 def test_a_cluster_that_is_a_document_is_named() -> None:

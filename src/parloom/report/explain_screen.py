@@ -10,6 +10,7 @@ from rich.text import Text
 
 from parloom.cost.ledger import MAIN, WAITING
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.report.bars import bars
 from parloom.report.case import joined
 from parloom.report.explain import ALIKE, Document
 from parloom.report.grid import Grid
@@ -107,14 +108,9 @@ def _times(causes: Sequence[Mapping[str, Any]]) -> Table:
 
 def _bars(rows: Iterable[tuple[str, float, float]]) -> Table:
     """Name, share of the step as a bar, time."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold")
-    table.add_column(min_width=BAR)
-    table.add_column(justify="right")
-    for name, share, seconds in rows:
-        bar = "█" * round(BAR * min(1.0, share)) or ("▏" if share else "")
-        table.add_row(f"  {name}", Text(bar), f"{format_seconds(seconds)}  {share:.1%}")
-    return table
+    return bars(
+        ((name, share, f"{format_seconds(s)}  {share:.1%}") for name, share, s in rows), BAR
+    )
 
 
 def _place(place: Mapping[str, Any], axes: Sequence[str]) -> list[RenderableType]:
@@ -185,16 +181,10 @@ def _peak(peak: Mapping[str, Any]) -> list[RenderableType]:
     title = f"memory at its most: {title}"
     if peak["action"]:
         title += f", {ACTIONS[peak['action']]} ({joined(peak['module'], peak['operator'])})"
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(min_width=BAR)
-    table.add_column(justify="right")
     full = max(1, peak["bytes"])
-    for name, size in peak["memory"].items():
-        if size:
-            bar = "█" * round(BAR * size / full) or "▏"
-            table.add_row(f"  {name}", Text(bar), f"{format_bytes(size)}  {size / full:.1%}")
-    return [Text(title, "bold"), table]
+    held = ((name, size) for name, size in peak["memory"].items() if size)
+    rows = ((name, n / full, f"{format_bytes(n)}  {n / full:.1%}") for name, n in held)
+    return [Text(title, "bold"), bars(rows, BAR)]
 
 
 def _expensive(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -12,6 +12,7 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
+from parloom.report.bars import bars
 from parloom.report.words import (
     constraint_line,
     explained_words,
@@ -115,18 +116,13 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
 
 def _memory(plan: Plan, cluster: Cluster) -> Table:
     """One bar per component, the largest at full width; the share is of what may be used."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(min_width=BAR_WIDTH)
-    table.add_column(justify="right")
     memory = plan.prediction.memory if plan.prediction else ()
     full = max([size for _, size in memory] + [1])
     limit = memory_limit(plan, cluster.device.memory_bytes)
-    for name, size in memory:
-        bar = "█" * round(BAR_WIDTH * size / full) or ("▏" if size else "")
-        share = f"{size / limit:.1%}"
-        table.add_row(f"  {name}", Text(bar), Text(f"{format_bytes(size)}  {share}"))
-    return table
+    rows = (
+        (name, size / full, f"{format_bytes(size)}  {size / limit:.1%}") for name, size in memory
+    )
+    return bars(rows, BAR_WIDTH)
 
 
 def _alternatives(plan: Plan) -> Table:
