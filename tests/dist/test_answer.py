@@ -132,7 +132,7 @@ def test_pins_that_contradict_each_other(captured: api.Captured) -> None:
     with pytest.raises(InputError) as caught:
         api.search(captured, cluster=CLUSTER, pin=pins)
     assert str(caught.value) == (
-        "no plan holds these 2 together; give up one:\n  --pin layers.0=replicated\n"
+        "no plan on a mesh of one or two axes holds these 2 together; give up one:\n  --pin layers.0=replicated\n"
         "  --pin layers.0=n:x"
     )
 

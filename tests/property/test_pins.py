@@ -20,7 +20,8 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PParameter
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, NodeDecision
+from parloom.ir.text import parse_graph
 from parloom.search.auto import search
 from parloom.search.baselines import random_plan
 from parloom.search.candidates import candidates, smallest
@@ -221,7 +222,24 @@ def test_pins_that_no_mesh_can_hold_are_an_error_of_candidates() -> None:
     graph = model()
     asked = question(graph, EIGHT, "0.up=n:x", "1.up=k:x")
     assert not candidates(asked, "auto", lambda text: None).found
-    with pytest.raises(InputError, match="no plan holds these 2 together; calls of one block kind"):
+    with pytest.raises(InputError, match="holds these 2 together; calls of one block kind"):
+        smallest(asked)
+
+
+def test_pins_that_only_a_finer_mesh_holds_are_refused_in_so_many_words() -> None:
+    square = "float32[512, 512]"
+    graph = parse_graph(
+        f'graph "One" training=True\n\ninput w: {square} = parameter("w", trainable=True)\n'
+        f'input x: {square} = batch("x")\n\nmain main:\n    y: {square} = linear(x, w)  # fc\n'
+        "    loss: float32[] = sum(y)\n    return loss\n\nloss loss\n"
+    )
+    asked = question(graph, EIGHT, "fc=n:2", "fc=k:2", "fc=d0:2")
+    finer = next(mesh for mesh in logical_meshes(EIGHT, 3) if len(mesh.axes) == 3)
+    x, y, z = finer.names
+    split = ("d0", (x,)), ("k", (y,)), ("n", (z,))
+    plan = Decisions(finer, (NodeDecision("fc:linear#0", split),))
+    assert broken(asked.pinned, graph, plan) is None
+    with pytest.raises(InputError, match="no plan on a mesh of one or two axes holds these"):
         smallest(asked)
 
 

@@ -25,6 +25,8 @@ from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS, Stora
 SPEED = 1e-9
 # How near the smallest plan is looked for.
 NEAR = 1e-3
+# Finer meshes are not asked: some pins are held there only.
+NO_PLAN = "no plan on a mesh of one or two axes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,10 @@ def conflict(question: Question, base: Decisions) -> InputError:
 
     found = smallest_conflict(pinned.pins, feasible)
     if len(found) == 1:
-        return InputError(f"{found[0].text}: no plan that is searched can hold this")
+        return InputError(f"{found[0].text}: {NO_PLAN} can hold this")
     shared = "; calls of one block kind are laid out alike" if _shares(pinned) else ""
     lines = "".join(f"\n  {pin.text}" for pin in found)
-    return InputError(f"no plan holds these {len(found)} together{shared}; give up one:{lines}")
+    return InputError(f"{NO_PLAN} holds these {len(found)} together{shared}; give up one:{lines}")
 
 
 def _shares(pinned: Pinned) -> bool:
@@ -99,7 +101,7 @@ def _shares(pinned: Pinned) -> bool:
 
 
 def possible(question: Question, base: Decisions) -> bool:
-    """Whether some plan holds all pins, however much memory it takes."""
+    """Whether some plan on a mesh of one or two axes holds all pins, whatever memory it takes."""
     if clashes(question.pinned):
         return False
     return any(
