@@ -20,6 +20,9 @@ from parloom.search.conflicts import broken
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.question import Question, Wanted
 
+UNBOUND = (
+    "the model is padded, which the search does not look at: what it proved is not of this plan"
+)
 Say = Callable[[str], None]
 Build = Callable[[int | None, str | None], Graph]
 
@@ -140,6 +143,9 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     if not fitting:
         raise NothingFitsError(limit, played)
     candidate, prediction = played[min(fitting)[2]]
+    if asked.bound_s and candidate.decisions.rewrites:
+        asked = replace(asked, bound_s=None, solver_gap=None)
+        notes = (f"{candidate.name}: {UNBOUND}", *notes)
     stopped = (f"{candidate.method}: {INTERRUPTED}",) if interrupted else ()
     return replace(
         asked,

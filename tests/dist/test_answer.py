@@ -19,6 +19,24 @@ CLUSTER = "2x2xcpu"
 MIB = 2**20
 TIGHT = 8 * MIB
 
+PADDED = """
+import torch
+from torch import Tensor, nn
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10007, 256)
+        self.head = nn.Linear(256, 10007, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(ids)), labels)
+
+def make():
+    draw = lambda: torch.randint(0, 10007, (4099,))
+    return Words(), {"ids": draw(), "labels": draw()}
+"""
+
 
 @pytest.fixture(scope="module")
 def captured() -> api.Captured:
@@ -240,6 +258,20 @@ def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
         api.check_gap(free, gap / 2)
     with pytest.raises(GapError, match="no bound was proved"):
         api.check_gap(replace(free, bound_s=None), gap)
+
+
+def test_nothing_is_claimed_to_be_proved_of_a_padded_plan(tmp_path: Path) -> None:
+    """Of 10,007 words and of 4,099 samples nothing can be split; Megatron pads the words."""
+    path = tmp_path / "tied.py"
+    path.write_text(PADDED, encoding="utf-8")
+    found = api.search(api.capture(f"{path}:make"), cluster="8xH100")
+    assert found.method == "megatron"
+    assert found.decisions.rewrites
+    assert found.bound_s is None
+    assert found.solver_gap is None
+    assert any("is not of this plan" in note for note in found.notes)
+    with pytest.raises(GapError, match="no bound was proved"):
+        api.check_gap(found, 0.01)
 
 
 def test_constraints_are_in_the_file(captured: api.Captured) -> None:

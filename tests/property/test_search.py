@@ -19,7 +19,8 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
-from parloom.ir.plan import Decisions
+from parloom.ir.pcg import PCG
+from parloom.ir.plan import Decisions, Optimizer, Prediction
 from parloom.ir.text import parse_graph
 from parloom.search import layouts
 from parloom.search.auto import search
@@ -266,6 +267,24 @@ def test_the_bound_holds_for_every_plan_found() -> None:
             assert found.estimate_bound_ps <= proposal.estimate_ps + 0.5
             pcg = lower(model(), proposal.decisions)
             assert found.bound_ps <= simulate(pcg, cluster, proposal.decisions, ADAM).step_ps
+
+
+def test_proposals_are_ordered_by_the_prediction_that_is_asked_for() -> None:
+    """As where a calibration says what overlaps: here meshes of three axes are said to be slow."""
+
+    def predicted(pcg: PCG, plan: Decisions, optimizer: Optimizer) -> Prediction:
+        found = simulate(pcg, EIGHT, plan, optimizer).prediction()
+        return replace(found, step_s=found.step_s * (2 if len(plan.mesh.axes) == 3 else 1))
+
+    question = Question(model(), EIGHT, ADAM, int(PLENTY))
+    base = Decisions(Mesh(()))
+    plain = search(question, base, lambda text: None).proposals[0]
+    found = search(replace(question, predicted=predicted), base, lambda text: None).proposals
+    assert len(plain.decisions.mesh.axes) == 3, "otherwise nothing is shown"
+    assert len(found[0].decisions.mesh.axes) < 3
+    for proposal in found:
+        expected = predicted(lower(model(), proposal.decisions), proposal.decisions, ADAM)
+        assert proposal.prediction == expected
 
 
 def test_frugal_storage_takes_fewer_collectives_and_never_a_better_estimate() -> None:

@@ -1,8 +1,11 @@
 """Where memory is short: what is not searched as nothing fits, and what is found all the same."""
 
 from dataclasses import replace
+from itertools import pairwise
+from math import inf
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +17,8 @@ from parloom.ir.plan import Decisions
 from parloom.search.auto import search
 from parloom.search.candidates import smallest
 from parloom.search.least import least_share
+from parloom.search.on_mesh import Fit, OnMesh
+from parloom.search.polish import Candidate
 from parloom.search.question import Question, Wanted
 from tests.property.searched import ADAM, random_graph
 from tests.unit.test_simulate import model
@@ -75,3 +80,65 @@ def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh()
     price = search(replace(question, wanted=Wanted.PRICE), BASE, lines.append)
     assert not any("z=" in line for line in lines)
     assert price.proposals[0].prediction.step_s >= proved.proposals[0].prediction.step_s
+
+
+CASES = ((7, 7_493_298), (7, 8_059_964), (7, 9_196_911), (9, 2_892_730), (301, 20_002_445))
+
+
+@pytest.mark.parametrize(("seed", "limit"), CASES)
+def test_no_bound_is_above_the_plan_that_it_stands_beside(seed: int, limit: int) -> None:
+    """Steps need from next to nothing to the most of the limit beyond what the search counts."""
+    rng = Random(seed)
+    cluster = load_cluster(rng.choice(("2x4xH100", "4x2xRTX4090", "4xcpu")))
+    blocks = rng.random() < 0.5
+    graph = model(rng.choice((3, 6))) if blocks else random_graph(rng, rng.choice((4, 6)))
+    found = search(Question(graph, cluster, ADAM, limit), BASE, lambda text: None)
+    assert found.solver_gap is not None
+    assert found.solver_gap >= 0
+    if seed == 9:  # what holds least of the best layouts fits, and no other
+        assert found.proposals[0].prediction.step_s < 121e-6
+
+
+def test_more_memory_makes_no_plan_much_slower() -> None:
+    """Which of the plans that are simulated is the fastest, estimates say to a few percent."""
+    graph = model()
+    sizes = [p.prediction.peak_bytes for p in search(ROOMY, BASE, lambda text: None).proposals]
+    steps: list[float] = []
+    for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        asked = replace(ROOMY, graph=graph, limit_bytes=int(share * max(sizes)))
+        found = search(asked, BASE, lambda text: None).proposals
+        steps += [found[0].prediction.step_s] if found else []
+    assert len(set(steps)) > 2, "memory does not matter here"
+    assert all(later < 1.03 * before for before, later in pairwise(steps))
+    assert steps[-1] < steps[0]
+
+
+def test_whatever_ends_a_search_its_answer_is_the_best_that_was_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A budget; and Ctrl-C as something is simulated."""
+    fits: list[float] = []
+    simulated, left = OnMesh._simulated, inf
+
+    def watched(on_mesh: OnMesh, candidate: Candidate) -> Fit:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        fit = simulated(on_mesh, candidate)
+        if fit.excess_bytes <= 0:
+            fits.append(fit.prediction.step_s)
+        return fit
+
+    monkeypatch.setattr(OnMesh, "_simulated", watched)
+    peaks = [p.prediction.peak_bytes for p in search(ROOMY, BASE, lambda text: None).proposals]
+    tight = replace(ROOMY, limit_bytes=int(0.7 * max(peaks)))
+    stopped = 0
+    for budget in range(1, 60, 7):
+        for ends in (replace(tight, budget=budget), tight):
+            fits.clear()
+            left = inf if ends.budget else budget
+            found = search(ends, BASE, lambda text: None)
+            stopped += found.interrupted or found.exhausted
+            assert [p.prediction.step_s for p in found.proposals[:1]] == sorted(fits)[:1]
+    assert stopped > 5

@@ -5,10 +5,12 @@ of its step is above the limit, storage and recomputation are chosen again under
 lower by as much. Proposals are ordered by their simulated steps, not by what the search counts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
+from parloom.cost.units import format_seconds
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, PrimeAxis
@@ -18,7 +20,7 @@ from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import least_share
 from parloom.search.master import MeshSearch
-from parloom.search.on_mesh import OnMesh, Proposal
+from parloom.search.on_mesh import Fit, OnMesh, Proposal
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
 from parloom.search.question import Question, Say, Wanted
@@ -80,9 +82,12 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
     if least_share(graph, base, question.optimizer, cluster.num_devices) > question.limit_bytes:
         say("nothing fits: weights and their states alone take more than all devices may hold")
         return Searched((), 0, inf)
-    factored = factorize(graph)
-    program = program_of(graph, factored, pinned)
-    meshes = tuple(meshes_of(cluster, pinned, factored))
+    try:
+        factored = factorize(graph)
+        program = program_of(graph, factored, pinned)
+        meshes = tuple(meshes_of(cluster, pinned, factored))
+    except KeyboardInterrupt:
+        return Searched((), 0, inf, interrupted=True)
     hunt = _Hunt(question, base, program, say)
     interrupted = exhausted = False
     try:
@@ -93,7 +98,8 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
             hunt.bound(meshes[len(hunt.least) :])
     except KeyboardInterrupt:
         interrupted = True
-    proposals = sorted(hunt.proposals, key=lambda p: p.prediction.step_s)
+    fitting = {fit.decisions: fit.proposal for fit in hunt.fitting()}
+    proposals = sorted(fitting.values(), key=lambda p: p.prediction.step_s)
     # What was not looked at may be less.
     least = 0 if interrupted else min(hunt.least, default=0)
     left_out = hunt.left_out
@@ -113,7 +119,6 @@ class _Hunt:
         self.trust = Trust()
         self.shared = Known()
         self.searched: list[OnMesh] = []
-        self.proposals: list[Proposal] = []
         self.least: list[int] = []
         # What no estimate is below on meshes that were not searched.
         self.undercut: list[tuple[float, LayoutProblem]] = []
@@ -129,11 +134,11 @@ class _Hunt:
         self.searched.sort(key=lambda on_mesh: on_mesh.promise_ps)
         for on_mesh in self.searched:
             self._play(on_mesh, LAYOUTS)
-        if self.proposals:
+        if self.any_fits():
             self._improve()
-        bounds = (*(b for b, _ in self.undercut), *(o.found.bound_ps for o in self.searched))
+        bounds = (*(b for b, _ in self.undercut), *(o.bound_ps for o in self.searched))
         self.estimate_bound = min(bounds, default=0.0)
-        if self.proposals and self.question.wanted is Wanted.PROOF:
+        if self.any_fits() and self.question.wanted is Wanted.PROOF:
             problems = (*(o.problem for o in self.searched), *(p for _, p in self.undercut))
             least: list[int] = []
             for problem in problems:
@@ -146,22 +151,20 @@ class _Hunt:
         """
         problem = self._problem(mesh)
         self.least.append(least_compute_ps(problem))
-        last = self.searched[-1].search.worth if self.searched and not self.proposals else None
+        last = self.searched[-1].search.worth if self.searched and not self.any_fits() else None
         on_mesh = OnMesh(problem, self.question, self.base, self.trust, last)
         self.searched.append(on_mesh)
         if last is None or self._has_room(on_mesh):
             self._search(on_mesh)
-        if last is None and not self.proposals and self._has_room(on_mesh) and self.proposals:
+        if last is None and not self.any_fits() and self._has_room(on_mesh) and self.any_fits():
             self._search(on_mesh)
         self._tell(on_mesh)
 
     def _has_room(self, on_mesh: OnMesh) -> bool:
         """Whether the smallest plan fits, or others may that are counted as less than there is."""
         fit = on_mesh.smallest()
-        if fit is not None and fit.excess_bytes <= 0:
-            self._add([fit.proposal])
-            return True
-        return fit is not None and fit.candidate.sums.held_bytes <= self.question.limit_bytes
+        limit = self.question.limit_bytes
+        return fit is not None and (fit.excess_bytes <= 0 or fit.candidate.sums.held_bytes <= limit)
 
     def _search(self, on_mesh: OnMesh) -> None:
         """Search a mesh, and play the best on it."""
@@ -218,7 +221,7 @@ class _Hunt:
         bound = undercut(MeshSearch(problem, limit), parent.search.worth, enough)
         if bound >= enough:
             self.undercut.append((bound, problem))
-            self.say(f"mesh {_sizes(mesh)}: no estimate below {bound / 1e12:.4g} s")
+            self.say(f"mesh {_sizes(mesh)}: no estimate below {_seconds(bound)}")
             return None
         on_mesh = OnMesh(problem, self.question, self.base, self.trust, parent.search.worth)
         self.searched.append(on_mesh)
@@ -230,14 +233,14 @@ class _Hunt:
         """What is better than the fastest plan, or near it in its estimate, and that there is no
         more.
         """
-        self._add(self._fastest().fuller())
+        self._fastest().fuller()
         if self.question.wanted is Wanted.PRICE:
             return
         for on_mesh in self.searched:
             self._close(on_mesh)
         fastest = self._fastest()
-        self._add(fastest.nearby(NEARBY))
-        self._add(fastest.fuller())
+        fastest.nearby(NEARBY)
+        fastest.fuller()
         self._close(fastest)
 
     def _fastest(self) -> OnMesh:
@@ -246,8 +249,8 @@ class _Hunt:
     def _close(self, on_mesh: OnMesh) -> None:
         """Prove that a mesh has nothing that is estimated to be better, or find it."""
         for _ in range(CLOSED):
-            best = min((p.estimate_ps for p in self.proposals), default=inf)
-            if best == inf or not on_mesh.close(best, self.enough):
+            best = min(fit.candidate.sums.step_ps for fit in self.fitting())
+            if not on_mesh.close(best, self.enough):
                 break
             self._play(on_mesh, LAYOUTS)
             self.enough = min(self.enough, on_mesh.enough)
@@ -270,24 +273,27 @@ class _Hunt:
     def _play(self, on_mesh: OnMesh, count: int) -> None:
         """Simulate the `count` best layouts of a mesh, where they promise to be among the best."""
         if self.trust.promises(on_mesh.promise_ps):
-            self._add(on_mesh.proposals(count))
+            on_mesh.play(count)
 
-    def _add(self, found: Iterable[Proposal]) -> None:
-        known = {p.decisions for p in self.proposals}
-        self.proposals += [p for p in found if p.decisions not in known]
+    def fitting(self) -> Iterator[Fit]:
+        """What was simulated and fits, on all meshes."""
+        return chain.from_iterable(on_mesh.fitting() for on_mesh in self.searched)
+
+    def any_fits(self) -> bool:
+        """Whether something was found that fits."""
+        return self.trust.best_ps < inf
 
     def _tell(self, on_mesh: OnMesh) -> None:
         sizes = _sizes(on_mesh.problem.mesh)
         if not on_mesh.found.candidates:
             self.say(f"mesh {sizes}: nothing fits")
             return
-        estimate = f"estimated {on_mesh.promise_ps / 1e12:.4g} s"
-        least = f"no estimate below {on_mesh.found.bound_ps / 1e12:.4g} s"
-        best = 0 if self.trust.best_ps == inf else self.trust.best_ps
-        bound = min(self.least)
-        so_far = f"best so far {best / 1e12:.4g} s, bound {bound / 1e12:.4g} s"
-        gap = f"gap {best / bound - 1:.1%}" if best and bound else "no gap yet"
-        self.say(f"mesh {sizes}: {estimate}, {least}; {so_far}, {gap}")
+        estimate = f"estimated {_seconds(on_mesh.promise_ps)}"
+        least = f"no estimate below {_seconds(on_mesh.found.bound_ps)}"
+        best, bound = self.trust.best_ps, min(self.least)
+        so_far = f"best so far {_seconds(best)}" if best < inf else "nothing that fits so far"
+        gap = f", gap {best / bound - 1:.1%}" if best < inf and bound else ""
+        self.say(f"mesh {sizes}: {estimate}, {least}; {so_far}, bound {_seconds(bound)}{gap}")
 
 
 def _rank(on_mesh: OnMesh) -> tuple[float, float]:
@@ -296,6 +302,10 @@ def _rank(on_mesh: OnMesh) -> tuple[float, float]:
 
 def _sizes(mesh: Mesh) -> str:
     return " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
+
+
+def _seconds(ps: float) -> str:
+    return format_seconds(ps / 1e12)
 
 
 def _cuts(mesh: Mesh) -> tuple[tuple[PrimeAxis, ...], ...]:

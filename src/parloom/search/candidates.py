@@ -69,32 +69,19 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
 
     Raises `InputError` where it proposes nothing.
     """
-    found: list[Candidate] = []
-    refused: dict[str, InputError] = {}
-    stopped = False
-    for name in BESIDE if method == AUTO else (method,):
-        plans: list[Candidate] = []
-        try:
-            plans.extend(_proposed(question, name, say))
-        except KeyboardInterrupt:
-            if not plans or method == AUTO:
-                raise
-            stopped = True
-        except InputError as error:
-            refused[name] = error
-            continue
-        found += plans
+    names = BESIDE if method == AUTO else (method,)
+    found, refused, stopped = _of_rules(question, names, say)
     lines = [f"{name}: not possible: {error}" for name, error in refused.items()]
     found, against = _holding(question, found)
     lines += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
     if method == AUTO and question.num_microbatches > 1:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
-    elif method == AUTO:
+    elif method == AUTO and not stopped:
         searched = search_layouts(question, base_of(question), say)
-        for proposal in distinct(searched.proposals)[:PROPOSED]:
-            name = _name(AUTO, proposal.decisions.mesh)
-            found.append(Candidate(AUTO, name, proposal.decisions, proposal.prediction))
+    for proposal in distinct(searched.proposals)[:PROPOSED] if searched else ():
+        name = _name(AUTO, proposal.decisions.mesh)
+        found.append(Candidate(AUTO, name, proposal.decisions, proposal.prediction))
     if searched is not None and searched.left_out:
         lines.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.exhausted:
@@ -124,6 +111,30 @@ def _alike(one: Proposal, other: Proposal) -> bool:
     step = abs(mine.step_s - its.step_s) <= STEP_APART * its.step_s
     peak = abs(mine.peak_bytes - its.peak_bytes) <= PEAK_APART * its.peak_bytes
     return one.decisions.mesh == other.decisions.mesh and step and peak
+
+
+def _of_rules(
+    question: Question, names: Sequence[str], say: Say
+) -> tuple[list[Candidate], dict[str, InputError], bool]:
+    """The plans of rules of thumb, or of a comparator; why others have none; whether Ctrl-C ended
+    it, where there are some.
+    """
+    found: list[Candidate] = []
+    refused: dict[str, InputError] = {}
+    for name in names:
+        plans: list[Candidate] = []
+        try:
+            plans.extend(_proposed(question, name, say))
+        except KeyboardInterrupt:
+            found += plans
+            if not found:
+                raise
+            return found, refused, True
+        except InputError as error:
+            refused[name] = error
+            continue
+        found += plans
+    return found, refused, False
 
 
 def _nothing(

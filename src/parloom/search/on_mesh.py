@@ -20,6 +20,8 @@ from parloom.search.sums import Worth
 from parloom.search.trust import Trust
 
 TRIES = 5
+# Layouts that are simulated, the best first, until one fits.
+UNTIL = 8
 # How near bound and cost of mixtures come together, where a price is wanted and otherwise.
 ROUGH, FINE = 1e-2, 1e-3
 # The share of the memory within which the largest limit is sought that fits.
@@ -73,9 +75,13 @@ class OnMesh:
         self.played: dict[Candidate, Fit] = {}
         # What may be counted, and what was found to leave enough room for the rest.
         self.limit, self.enough = float(self.limit_bytes), inf
+        # The largest limit under which the best layout fits, and the smallest under which not.
+        self.fits, self.fails = 0.0, inf
         self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
         self.worth, self.search = worth, MeshSearch(problem, self.limit, worth=worth)
         self.found = Found((), inf)
+        # What no estimate is below, under which limit on what is counted.
+        self.proved: list[tuple[float, float]] = []
 
     def smallest(self) -> Fit | None:
         """The plan that holds least, if there is any. Where it fits although more is counted, as
@@ -98,89 +104,105 @@ class OnMesh:
         """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed;
         whether that was needed.
         """
-        fit = (f.candidate.sums.held_bytes for f in self.played.values() if f.excess_bytes <= 0)
-        limit = max(min(self.limit, self.enough, enough), max(fit, default=0.0))
+        limit = max(min(self.limit, self.enough, enough), self._held())
         near = best_ps * (1 - TOLERANCE)
-        if (self.found.bound_ps >= near and limit <= self.limit) or self.asked == (best_ps, limit):
+        if (self.bound_ps >= near and limit <= self.limit) or self.asked == (best_ps, limit):
             return False
         self.asked = best_ps, limit
         if limit != self.limit:
             self._search(limit)
         if self.found.bound_ps < near:
-            self.found = close(self.search, best_ps)
+            self._found(close(self.search, best_ps))
         return True
 
     def _search(self, limit: float) -> None:
         """Search under a limit on what the search counts."""
         self.limit, self.search = limit, MeshSearch(self.problem, limit, worth=self.worth)
-        self.found = self.search.run(ROUGH if self.question.wanted is Wanted.PRICE else FINE)
+        self._found(self.search.run(ROUGH if self.question.wanted is Wanted.PRICE else FINE))
+
+    def _found(self, found: Found) -> None:
+        self.found = found
+        self.proved.append((self.limit, found.bound_ps))
+
+    def _held(self) -> float:
+        """The most that is counted of a plan that fits."""
+        return max((fit.candidate.sums.held_bytes for fit in self.fitting()), default=0.0)
+
+    @property
+    def bound_ps(self) -> float:
+        """What no estimate is below, under a limit that all plans keep that were found to fit."""
+        least = self._held()
+        return max((bound for limit, bound in self.proved if limit >= least), default=0.0)
 
     @property
     def step_ps(self) -> float:
         """The fastest step of those played that fit."""
-        return min((fit.step_ps for fit in self._fitting()), default=inf)
+        return min((fit.step_ps for fit in self.fitting()), default=inf)
 
     @property
     def promise_ps(self) -> float:
         """The best estimate."""
         return min((c.sums.step_ps for c in self.found.candidates), default=inf)
 
-    def proposals(self, count: int) -> Iterator[Proposal]:
-        """The plans that fit, for the `count` layouts with the best estimates.
+    def play(self, count: int) -> None:
+        """Simulate the `count` best layouts, and go on until one fits.
 
         What a step needs beyond what the search counts (buffers, what lives for a moment), or less
-        than that (what is shared), is found out by simulating: the search is told of another limit.
+        than that (what is shared), shows only then: the search is told of another limit.
         """
-        fitting: list[Fit] = []
         for _ in range(TRIES):
-            promising = [
-                candidate
-                for candidate in self.found.candidates[:count]
-                if self.trust.promises(candidate.sums.step_ps)
-            ]
-            tried = list(
-                dict.fromkeys(f for c in promising for f in self._fits(c.values, count > 1))
-            )
-            fitting += [fit for fit in tried if fit.excess_bytes <= 0]
-            if not tried or not self._correct(tried):
+            tried = self._tried(count)
+            limit = self._corrected(tried) if tried else None
+            if limit is None:
                 break
-        for fit in dict.fromkeys(fitting):
-            yield fit.proposal
+            self._search(limit)
 
-    def _correct(self, tried: Sequence[Fit]) -> bool:
-        """Search again under a limit as the peaks of `tried` ask for; whether that was needed."""
-        excess = min(fit.excess_bytes for fit in tried)
-        if excess > 0:
-            counted = min(fit.candidate.sums.held_bytes for fit in tried)
-            lower = min(self.limit, counted) - excess
-            self._search(lower if lower > 0 else self.limit / 2)
-            return True
-        spare = -max(fit.excess_bytes for fit in tried)
-        if self.limit < self.limit_bytes or not self.search.worth.held:
-            return False  # memory does not matter, or was found to be just enough
-        if spare < CLOSE * self.limit_bytes:
-            return False
-        self._search(self.limit + spare)
-        return True
+    def _tried(self, count: int) -> list[Fit]:
+        """The `count` best layouts simulated, or more until one fits."""
+        tried: list[Fit] = []
+        for index, candidate in enumerate(self.found.candidates[: max(count, UNTIL)]):
+            done = index >= count and any(fit.excess_bytes <= 0 for fit in tried)
+            if done or not self.trust.promises(candidate.sums.step_ps):
+                break
+            tried += self._fits(candidate.values, count > 1)
+        return tried
 
-    def nearby(self, share: float) -> Iterator[Proposal]:
-        """Plans whose estimates are nearly as good as the best: which is the fastest, only
+    def _corrected(self, tried: Sequence[Fit]) -> float | None:
+        """The limit under which to search next, as the peaks of `tried` ask for; None where this
+        one is right: between what fits and what does not, nearer than it matters.
+        """
+        best = min(tried, key=lambda fit: (max(fit.excess_bytes, 0), fit.step_ps))
+        fits = tried[0].excess_bytes <= 0
+        if fits and not self.search.worth.held:
+            return None
+        if fits:
+            self.fits = max(self.fits, self.limit)
+        else:
+            self.fails = min(self.fails, self.limit)
+        # What may be counted if others need as much beyond it.
+        limit = min(self.limit, best.candidate.sums.held_bytes) - best.excess_bytes
+        if not self.fits < limit < self.fails:
+            limit = (self.fits + self.fails) / 2
+        near = CLOSE * self.limit_bytes
+        if limit == inf or abs(limit - self.limit) < near or self.fails - self.fits < near:
+            return None
+        return limit
+
+    def nearby(self, share: float) -> None:
+        """Simulate plans whose estimates are nearly as good as the best: which is the fastest, only
         simulation says.
         """
         near = list(self.search.nearby(self.found, share)[:PLAYED_NEARBY])
         near += [uniform(self.problem, c, stored) for c in near[:1] for stored in ALIKE]
         for candidate in near:
-            if not self.trust.promises(candidate.sums.step_ps):
-                continue
-            fit = self._play(candidate)
-            if fit.excess_bytes <= 0:
-                yield fit.proposal
+            if self.trust.promises(candidate.sums.step_ps):
+                self._play(candidate)
 
-    def fuller(self) -> Iterator[Proposal]:
-        """The layouts of the fastest plan with as much kept as fits: the limit on what is counted
-        may have been learnt from plans that need more beyond it.
+    def fuller(self) -> None:
+        """Simulate the layouts of the fastest plan with as much kept as fits: the limit on what is
+        counted may have been learnt from plans that need more beyond it.
         """
-        fit = min(self._fitting(), key=lambda fit: fit.step_ps)
+        fit = min(self.fitting(), key=lambda fit: fit.step_ps)
         spare = -fit.excess_bytes
         for _ in range(TRIES):
             if spare < CLOSE * self.limit_bytes:
@@ -193,7 +215,6 @@ class OnMesh:
             if tried.excess_bytes > 0 or tried is fit:
                 spare //= 2
                 continue
-            yield tried.proposal
             fit, spare = tried, -tried.excess_bytes
 
     def _fits(self, values: Sequence[int], frugal: bool) -> list[Fit]:
@@ -226,7 +247,8 @@ class OnMesh:
             fits.append(self._play(thrifty))
         return fits
 
-    def _fitting(self) -> Iterator[Fit]:
+    def fitting(self) -> Iterator[Fit]:
+        """What was simulated and fits."""
         return (fit for fit in self.played.values() if fit.excess_bytes <= 0)
 
     def _play(self, candidate: Candidate) -> Fit:
