@@ -34,14 +34,7 @@ from parloom.search.eliminate import Factor, Indices, Minimum, Regret, Table, re
 from parloom.search.homes import agreements, homes
 from parloom.search.policies import Counts, again, policies_of, receiving, recomputed, running
 from parloom.search.prices import KEPT, LINKS, PARTS, Known, Prices
-from parloom.search.program import (
-    Axes,
-    Block,
-    Flags,
-    Program,
-    State,
-    Weight,
-)
+from parloom.search.program import Axes, Block, Flags, Program, State, Weight
 from parloom.search.reading import Reading, Way
 from parloom.search.shares import Payer, Pool
 from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, stored_of
@@ -358,19 +351,20 @@ class LayoutProblem:
         levels, weights = self._levels(values, multipliers)
         passes = self.passes(values)
         for position, policy in enumerate(self.policies):
-            once = self.passes_of(policy.block, values)
-            more = recomputed(once) - once
+            more = self.again_of(policy.block, values)
             low, high = self.counts(position, values, multipliers)
             passes += (low if more @ multipliers.passes >= 0 else high) * more
         return Solution(tuple(values), levels, passes, weights, bound)
 
-    def passes(self, values: Sequence[int]) -> Totals:
-        """Prices of all calls, where none recomputes."""
+    def passes(self, values: Sequence[int], recomputing: Sequence[int] = ()) -> Totals:
+        """Prices of all calls, where none recomputes, or so many of each block do."""
         found = np.zeros(PARTS, dtype=np.int64)
         for index, parts in enumerate(self.operators):
             found += parts[values[index]]
         for index, flow in enumerate(self.program.flows):
             found += flow.count * self._moved(index, values)
+        for count, block in zip(recomputing, self.program.blocks, strict=bool(recomputing)):
+            found += count * self.again_of(block, values)
         return found
 
     def passes_of(self, block: Block, values: Sequence[int]) -> Totals:
@@ -381,6 +375,11 @@ class LayoutProblem:
         for index in block.flows:
             found += self._moved(index, values)
         return found
+
+    def again_of(self, block: Block, values: Sequence[int]) -> Totals:
+        """What one call costs more where it recomputes."""
+        once = self.passes_of(block, values)
+        return recomputed(once) - once
 
     def regrets(
         self, multipliers: Multipliers, kept: Sequence[Indices]

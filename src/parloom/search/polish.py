@@ -8,7 +8,7 @@ import numpy as np
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.layouts import LayoutProblem, Totals
 from parloom.search.linear import LinearProgram, picked
-from parloom.search.policies import limits, recomputed, recomputing
+from parloom.search.policies import limits, recomputing
 from parloom.search.prices import BACKWARD, FORWARD, KEPT
 from parloom.search.storage import (
     AFTER,
@@ -139,8 +139,7 @@ def _choices(
     blocks: list[_Choice] = []
     allowed = counts or [limits(problem.program, block) for block in problem.program.blocks]
     for block, (forced, most) in zip(problem.program.blocks, allowed, strict=True):
-        once = problem.passes_of(block, values)
-        more = recomputed(once) - once
+        more = problem.again_of(block, values)
         cost = float(more[:KEPT].sum()) / MS
         column = program.column(cost, forced, most, integer=True)
         blocks.append(_Choice((column,), (more,)))
@@ -167,21 +166,17 @@ def uniform(
         best = max(alike, key=lambda i: problem.mesh.size(options[i].axes), default=0)
         levels.append(((options[best], weight.count),))
         total += weight.count * parts[best]
-    passes = problem.passes(candidate.values)
-    for block, count in zip(problem.program.blocks, candidate.recomputed, strict=True):
-        once = problem.passes_of(block, candidate.values)
-        passes += count * (recomputed(once) - once)
+    passes = problem.passes(candidate.values, candidate.recomputed)
     return replace(candidate, levels=tuple(levels), sums=summed(passes, total))
 
 
 def least_bytes(problem: LayoutProblem, values: Sequence[int]) -> int:
     """What storage and recomputation can save at most: bytes that are held in any case."""
-    held = int(problem.passes(values)[KEPT])
+    calls = [len(block.prefixes) for block in problem.program.blocks]
+    held = int(problem.passes(values, calls)[KEPT])
     for index, weight in enumerate(problem.program.weights):
         _, parts = problem.storage.options(problem.stored(index, values))
         held += weight.count * int((parts[:, STORED] + parts[:, MOVING]).min())
-    for block in problem.program.blocks:
-        held -= len(block.prefixes) * int(problem.passes_of(block, values)[KEPT])
     return held
 
 

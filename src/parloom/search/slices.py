@@ -21,7 +21,6 @@ from parloom.search.estimate import Estimate
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import problems, smallest
 from parloom.search.master import Found, MeshSearch
-from parloom.search.policies import recomputed
 from parloom.search.polish import Candidate, decisions
 from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
 from parloom.search.question import Question
@@ -88,10 +87,7 @@ class Point:
     def estimate(self) -> Estimate:
         """What its passes and its weights cost, part by part."""
         problem, candidate = self.problem, self.candidate
-        passes = problem.passes(candidate.values)
-        for block, count in zip(problem.program.blocks, candidate.recomputed, strict=True):
-            once = problem.passes_of(block, candidate.values)
-            passes += count * (recomputed(once) - once)
+        passes = problem.passes(candidate.values, candidate.recomputed)
         weights = np.zeros(WEIGHT_PARTS, dtype=np.int64)
         for index, chosen in enumerate(candidate.levels):
             stored = problem.stored(index, candidate.values)
