@@ -242,9 +242,11 @@ def check_gap(plan: Plan, allowed: float | None) -> None:
     gap = plan.gap
     if gap is None or gap > allowed:
         what = "no bound was proved" if gap is None else f"the gap is {gap:.3g}"
+        spent = any("--budget" in line for line in plan.notes)
         raise GapError(
             f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
-            " bound supposes that all overlaps (docs/space.md): ask for less, or a larger --budget"
+            " bound supposes that all overlaps (docs/space.md): ask for less"
+            f"{', or a larger --budget' if spent else ''}"
         )
 
 

@@ -13,6 +13,8 @@ from parloom.search.candidates import AUTO, COMPARATORS
 from parloom.search.pins import parse_pin
 
 METHODS = (AUTO, *BASELINES, *COMPARATORS)
+# Methods that count work; the others do what they do.
+COUNTED = (AUTO, "alpa", "flexflow")
 # The least that each may be.
 COUNTS = MappingProxyType({"batch": 1, "seq": 1, "microbatches": 1, "seed": 0, "budget": 1})
 
@@ -53,6 +55,8 @@ def _check_search(asked: Mapping[str, object]) -> None:
             raise InputError(f"{flag}: must be a list of NAME=LAYOUT, got {given!r}")
         for text in given:
             parse_pin(str(text), forbidden=flag == "forbid")
+    if asked.get("budget") is not None and asked.get("method", AUTO) not in COUNTED:
+        raise InputError(f"budget: only {', '.join(COUNTED)} count work (--method)")
     gap = asked.get("require_gap")
     if gap is None:
         return

@@ -254,8 +254,11 @@ def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
     assert gap is not None
     api.check_gap(free, None)
     api.check_gap(free, gap)
-    with pytest.raises(GapError, match="the gap is"):
+    with pytest.raises(GapError, match="the gap is .*: ask for less$"):
         api.check_gap(free, gap / 2)
+    spent = replace(free, notes=("auto: --budget 10 is used up; the best until then",))
+    with pytest.raises(GapError, match="ask for less, or a larger --budget$"):
+        api.check_gap(spent, gap / 2)
     with pytest.raises(GapError, match="no bound was proved"):
         api.check_gap(replace(free, bound_s=None), gap)
 

@@ -22,7 +22,7 @@ from parloom import cli, errors
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
 from parloom.execute.files import check_folder, read_plan, write_atomic
-from parloom.ir.plan import INTERRUPTED, Constraint, Plan
+from parloom.ir.plan import INTERRUPTED, Alternative, Constraint, Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
 from parloom.report.shortage import Change, Shortage, shortage_document, shortage_text
@@ -56,6 +56,7 @@ class FakeApi(types.ModuleType):
         self.capture_s = 0.0
         self.notes: tuple[str, ...] = ()
         self.constraints: tuple[Constraint, ...] = ()
+        self.alternatives = example().alternatives
 
     def capture(self, model: str, **asked: Any) -> str:
         self.asked = {"model": model, **asked}
@@ -74,6 +75,7 @@ class FakeApi(types.ModuleType):
         (decisions,) = data_parallel(graph, cluster(6))
         text = print_graph(graph)
         found = replace(example(), cluster=asked["cluster"], graph=text, decisions=decisions)
+        found = replace(found, alternatives=self.alternatives)
         return replace(found, notes=self.notes, constraints=self.constraints)
 
     def check_gap(self, plan: Plan, allowed: float | None) -> None:
@@ -128,7 +130,7 @@ def test_plan_prints_a_summary_and_saves(
     result = capsys.readouterr()
     for text in (
         "zoo:gpt on 6xcpu (6 x cpu): fsdp",
-        "axis data over 6 devices splits samples in 5 operators",
+        "axis data over 6 devices (loopback) splits samples in 5 operators",
         "every device stores all weights, with their gradients and optimizer state",
         "300 ms (from data sheets, not calibrated: compare plans with it, not",
         "alternatives",
@@ -216,6 +218,26 @@ def test_memory_is_shown_beside_the_limit(api: FakeApi, capsys: pytest.CaptureFi
     api.constraints = (Constraint("--memory 2GB", 0.25, 2**31),)
     assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--memory", "2GB"]) == 0
     assert "954 MiB of 1.86 GiB allowed (50.0%; --memory: the device has" in capsys.readouterr().out
+
+
+def test_alternatives_that_no_word_tells_apart_are_one_row(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.alternatives = (
+        Alternative("auto (x=2)", 0.5, 2**20, True),
+        Alternative("auto (x=2)", 0.25, 2**21, True),
+        Alternative("auto (x=2)", 0.125, 2**40, False),
+        Alternative("fsdp", 0.75, 2**20, True),
+    )
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu"]) == 0
+    rows = capsys.readouterr().out.split("\nalternatives")[1].split("\n\n")[0].splitlines()[1:]
+    assert [" ".join(row.split()) for row in rows] == [
+        "auto (x=2), best of 2 250 ms -16.7% 2 MiB yes",
+        "auto (x=2) 125 ms -58.3% 1 TiB no",
+        "fsdp 750 ms +150.0% 1 MiB yes",
+    ]
+    assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["alternatives"]) == 4
 
 
 def test_an_interrupted_search_keeps_its_plan_and_exits_130(
@@ -340,6 +362,10 @@ def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
         (
             ["plan", "m", "--cluster", "4xcpu", "--method", "fsdp", "--require-gap", "1"],
             "require_gap: only --method auto proves a bound",
+        ),
+        (
+            ["plan", "m", "--cluster", "4xcpu", "--method", "fsdp", "--budget", "10"],
+            "budget: only auto, alpa, flexflow count work",
         ),
         (["plan", "m", "--cluster", "4xcpu", "--pin", "lm_head"], "write --pin NAME=LAYOUT"),
         (["plan", "m", "--cluster", "4xcpu", "--forbid", "a=b c"], "--forbid a=b c: 'b c' is no"),

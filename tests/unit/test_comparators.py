@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from parloom.arguments import METHODS
+from parloom.arguments import COUNTED, METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.cost.walk import Walker
 from parloom.errors import InputError
@@ -208,3 +209,10 @@ def test_those_without_microbatches_refuse_them(method: str) -> None:
     asked = question(chain(64, 32, 32), num_microbatches=2)
     with pytest.raises(InputError, match=f"{method} has no microbatches"):
         candidates(asked, method, lambda text: None)
+
+
+def test_the_methods_that_count_work_are_those_that_a_budget_is_taken_from() -> None:
+    assert set(COUNTED) <= set(METHODS)
+    for method in COMPARATORS:
+        module = Path(__file__).parents[2] / f"src/parloom/search/comparators/{method}.py"
+        assert ("question.budget" in module.read_text(encoding="utf-8")) == (method in COUNTED)

@@ -5,9 +5,10 @@ import pytest
 from parloom.errors import LayoutError
 from parloom.ir.graph import Node, TensorSpec
 from parloom.ir.layout import Layout, Shard
-from parloom.ir.mesh import grid
+from parloom.ir.mesh import Mesh, MeshAxis, grid
 from parloom.ir.ops import OPS, Rule, Site
 from parloom.ir.ops.rule import WHOLE, broadcast, build, einsum, opaque
+from parloom.ir.pcg import TIME
 from tests.unit.graphs import node
 
 MESH = grid({"x": 2, "y": 3})
@@ -55,7 +56,7 @@ def test_joint_axes_are_outermost_first() -> None:
     [
         ({"z": ("x",)}, "up:linear#0: factor 'z' cannot be sharded; there is: d0, d1, k, n"),
         ({"d0": ("y",)}, "up:linear#0: factor 'd0' of size 4 does not divide by y = 3"),
-        ({"d0": ("x", "y")}, "up:linear#0: factor 'd0' of size 4 does not divide by xxy = 6"),
+        ({"d0": ("x", "y")}, "up:linear#0: factor 'd0' of size 4 does not divide by x * y = 6"),
         ({"d0": ("x",), "n": ("x",)}, "up:linear#0: an axis is assigned twice: ['x', 'x']"),
         ({"n": ("z",)}, "no mesh axis 'z'; the mesh has ['x', 'y']"),
     ],
@@ -66,6 +67,13 @@ def test_errors_name_operator_factor_and_sizes(
     with pytest.raises(LayoutError) as caught:
         LINEAR.check(assignment, MESH, "up:linear#0")
     assert str(caught.value) == text
+
+
+def test_an_axis_in_time_is_called_microbatches() -> None:
+    axis = MeshAxis(TIME, steps=3)
+    mesh = Mesh((axis, *grid({"x": 2}).axes))
+    with pytest.raises(LayoutError, match=r"does not divide by microbatches \* x = 6"):
+        LINEAR.check({"d0": (TIME, "x")}, mesh, "up:linear#0")
 
 
 def test_whole_factors_cannot_be_sharded() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from parloom.answer import ALL
 from parloom.ir.mesh import Device, grid
 from parloom.ir.plan import (
     ActivationDecision,
@@ -14,6 +15,7 @@ from parloom.ir.plan import (
     Storage,
 )
 from parloom.report.words import (
+    constraint_line,
     idle_axes,
     idle_words,
     memory_limit,
@@ -147,3 +149,21 @@ def test_memory_is_shown_beside_what_was_allowed(given: str) -> None:
     assert limit == 45_000_000
     said = memory_words(39 * 2**20, limit, 2**32)
     assert said == "39 MiB of 42.9 MiB allowed (90.9%; --memory: the device has 4 GiB)"
+
+
+def test_the_links_of_an_axis_are_named() -> None:
+    two, flat = megatron(perceptron(), CLUSTER)
+    slow, fast = (level.name for level in reversed(CLUSTER.levels))
+    data, tensor, _ = words(perceptron(), two, CLUSTER.levels)
+    assert data.startswith(f"axis data over 2 devices ({slow}) splits samples")
+    assert tensor.startswith(f"axis tensor over 2 devices ({fast}) splits output features")
+    assert f"4 devices ({slow}, {fast}) splits" in words(perceptron(), flat, CLUSTER.levels)[0]
+
+
+def test_what_one_flag_costs_and_what_several_cost() -> None:
+    found = example()
+    assert found.prediction is not None
+    step_s = found.prediction.step_s
+    assert constraint_line(Constraint("--pin a=n", step_s, 1), found) == "--pin a=n costs nothing"
+    assert constraint_line(Constraint(ALL, step_s, 1), found) == "all of these cost nothing"
+    assert constraint_line(Constraint(ALL, 0.25, 1), found).startswith("all of these cost 50 ms")

@@ -11,7 +11,7 @@ from parloom.ir.pcg import Compute, Movement, PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
-from parloom.report.words import constraint_line, title_words, words
+from parloom.report.words import constraint_line, links_of, title_words, words
 
 Document = dict[str, Any]
 PS = 1e12
@@ -70,8 +70,11 @@ def bound_words(case: Case) -> str:
 
 
 def _axis(case: Case, axis: MeshAxis) -> Document:
-    levels = dict.fromkeys(case.cluster.levels[p.level].name for p in axis.primes if p.size > 1)
-    return {"axis": axis.name, "size": axis.size, "levels": list(levels)}
+    return {
+        "axis": axis.name,
+        "size": axis.size,
+        "levels": list(links_of(axis, case.cluster.levels)),
+    }
 
 
 def _cause(cause: Cause, ps: int, step_ps: int) -> Document:

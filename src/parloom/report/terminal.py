@@ -10,7 +10,7 @@ from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Alternative, Plan
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
 from parloom.report.words import (
@@ -96,7 +96,7 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
     table.add_column()
     table.add_column(overflow="fold")
     graph = parse_graph(plan.graph)
-    for index, line in enumerate(words(graph, plan.decisions)):
+    for index, line in enumerate(words(graph, plan.decisions, cluster.levels)):
         table.add_row("" if index else "plan", Text(line))
     table.add_row("microbatches", Text(str(plan.decisions.num_microbatches)))
     if plan.prediction is not None:
@@ -126,18 +126,22 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
+    """A row per name: of candidates that no word tells apart, the best one, and how many."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("alternatives")
     for column in ("step time", "against plan", "peak", "fits"):
         table.add_column(column, justify="right")
     chosen = plan.prediction.step_s if plan.prediction else 0.0
+    alike: dict[tuple[str, bool], list[Alternative]] = {}
     for other in plan.alternatives:
-        against = f"{other.step_s / chosen - 1:+.1%}" if chosen else ""
+        alike.setdefault((other.name, other.fits), []).append(other)
+    for (name, fits), others in alike.items():
+        best = min(others, key=lambda other: other.step_s)
         table.add_row(
-            f"  {other.name}",
-            format_seconds(other.step_s),
-            against,
-            format_bytes(other.peak_bytes),
-            "yes" if other.fits else "no",
+            f"  {name}{f', best of {len(others)}' if len(others) > 1 else ''}",
+            format_seconds(best.step_s),
+            f"{best.step_s / chosen - 1:+.1%}" if chosen else "",
+            format_bytes(best.peak_bytes),
+            "yes" if fits else "no",
         )
     return table

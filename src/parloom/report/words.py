@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from parloom.cost.kernels import PRODUCTS
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
-from parloom.ir.mesh import Cluster, Device, MeshAxis
+from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
@@ -31,10 +31,14 @@ LOOKUPS = frozenset({"embedding", "parloom.embedding_bag"})
 ATTENTION = "scaled_dot_product_attention"
 
 
-def words(graph: Graph, decisions: Decisions) -> tuple[str, ...]:
-    """Per mesh axis what it splits, and how parameters are stored; `graph` as captured."""
+def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> tuple[str, ...]:
+    """Per mesh axis what it splits, over which links where `levels` are given, and how parameters
+    are stored; `graph` as captured.
+    """
     ways = ways_of(graph, decisions)
-    lines = [_axis_words(axis, ways[axis.name]) for axis in decisions.mesh.axes]
+    lines = [
+        _axis_words(axis, ways[axis.name], links_of(axis, levels)) for axis in decisions.mesh.axes
+    ]
     stored = Counter(found for parameter in decisions.parameters for found in _stored(parameter))
     for (roles, axes, memory), count in stored.most_common(MOST):
         over = f"in parts over {', '.join(axes)}" if axes else "whole"
@@ -228,10 +232,17 @@ def _digits(rule: Rule, dims: Dims) -> Iterator[tuple[int, str, int]]:
             unit *= rule.size(factor)
 
 
-def _axis_words(axis: MeshAxis, ways: Counter[str]) -> str:
+def links_of(axis: MeshAxis, levels: Sequence[Level]) -> tuple[str, ...]:
+    """The levels that an axis is on, by name, the slowest first."""
+    names = (levels[p.level].name for p in axis.primes if levels and p.size > 1)
+    return tuple(dict.fromkeys(names))
+
+
+def _axis_words(axis: MeshAxis, ways: Counter[str], links: Sequence[str]) -> str:
     if axis.steps:
         return f"{axis.name} = {axis.size} microbatches one after the other"
-    over = f"axis {axis.name} over {_count(axis.size, 'device')} splits"
+    joined = f" ({', '.join(links)})" if links else ""
+    over = f"axis {axis.name} over {_count(axis.size, 'device')}{joined} splits"
     if not ways:
         same = ": they all do the same work" if axis.size > 1 else ""
         return f"{over} no operator{same}"
@@ -260,10 +271,11 @@ def constraint_line(constraint: Constraint, found: Plan) -> str:
     assert found.prediction is not None
     step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
     without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
+    costs = f"{constraint.text} cost{'s' if constraint.text.startswith('--') else ''}"
     if constraint.step_s == step_s:
-        return f"{constraint.text} costs nothing"
+        return f"{costs} nothing"
     return (
-        f"{constraint.text} costs {format_seconds(step_s - constraint.step_s)}"
+        f"{costs} {format_seconds(step_s - constraint.step_s)}"
         f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
         f" {format_bytes(peak)} with it, {' and '.join(without)} without"
     )

@@ -115,9 +115,10 @@ class Rule:
                 )
             used += axes
             if self.size(factor) % mesh.size(axes):
+                over = " * ".join("microbatches" if mesh[a].steps else a for a in axes)
                 raise LayoutError(
                     f"{where}: factor {factor!r} of size {self.size(factor)} does not divide by"
-                    f" {'x'.join(axes)} = {mesh.size(axes)}"
+                    f" {over} = {mesh.size(axes)}"
                 )
         if len(set(used)) != len(used):
             raise LayoutError(f"{where}: an axis is assigned twice: {used}")
