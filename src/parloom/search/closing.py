@@ -26,7 +26,8 @@ from parloom.search.sums import Worth
 # Bound and answer are brought together to within this share.
 TOLERANCE = 0.0075
 ROUNDS = 30
-# Layouts that are followed at once, that are priced in each round, and that are listed at the end.
+# Layouts that are followed at once, before each is joined with every choice of the next operator;
+# that are priced in each round; and that are listed at the end.
 FOLLOWED, PRICED, LISTED = 20000, 16, 64
 # Numbers that are compared for one mesh: some seconds.
 COMPARED = 30_000_000

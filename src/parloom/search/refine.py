@@ -23,11 +23,13 @@ from parloom.search.program import Axes, Program
 from parloom.search.single import Single
 from parloom.search.sums import Worth
 
-# How many meshes are made of one by cutting an axis in two.
+# How many meshes are made of one by cutting an axis in two: all that 8 x 8 has.
 CUTS = 4
-# Choices of each operator, and cells of all tables of an elimination: the most that fit are kept.
+# Choices of each operator, and cells of all tables of an elimination (16 MB): the most that fit are
+# kept; twice as many choices make a table of three operators eight times as large.
 KEPT_CHOICES, CELLS = (64, 48, 32, 24), 2e6
-# By how much plans are above the best of a mesh that are told apart.
+# By how much plans are above the best of a mesh that are told apart: the fewer, the smaller are the
+# tables that tell, and all that are dearer rank alike.
 BEYOND = 0.25
 # In place of a variable that says whether calls recompute.
 POLICY = -1
