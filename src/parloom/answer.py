@@ -31,6 +31,7 @@ from parloom.search.pins import Pin
 from parloom.search.question import Wanted
 
 ALL = "all of these"
+MIB = 2**20
 
 
 @contextmanager
@@ -81,15 +82,17 @@ def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
     shortage = _filled(ask, candidate, prediction, least)
     plan = replace(ask.plan, decisions=candidate.decisions, prediction=prediction)
     size = format_bytes(prediction.peak_bytes)
-    needed_mib = ceil(prediction.peak_bytes / 2**20)
-    more = change(f"--memory {needed_mib}MiB", f"devices with {size} of it", ask, plan)
+    needed_mib = ceil(prediction.peak_bytes / MIB)
+    flags, words = f"--memory {needed_mib}MiB", f"devices with {size} of it"
     say(f"nothing fits, {candidate.name} is the smallest: {size}; Ctrl-C ends pricing what would")
-    changes = [more]
+    changes = [change(flags, words, ask, plan)]
     untried: tuple[str, ...] = ()
     blamed: list[str] = []
     if ask.plan.source.is_factory:
         untried = ("a smaller batch, which the factory has to make",)
     try:
+        roomier = _roomier(replace(ask, limit=needed_mib * MIB), plan)
+        changes = [change(flags, words, ask, roomier)]
         for found in priced_changes(ask, say):
             changes.append(found)
         blamed = _blamed(ask)
@@ -104,6 +107,20 @@ def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
         )
         document |= {"pins": blamed}
     return InfeasibleError(text, document)
+
+
+def _roomier(ask: Ask, small: Plan) -> Plan:
+    """The best plan with as much memory as `small` takes: that itself, or one that was found."""
+    try:
+        found = chosen(replace(ask, wanted=Wanted.PRICE))
+    except InfeasibleError:
+        return small
+    return min(found, small, key=_step_s)
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
 
 
 def _smallest(ask: Ask, others: bool) -> tuple[tuple[Candidate, ...], int | None]:

@@ -224,10 +224,20 @@ def test_ctrl_c_while_costs_are_found_keeps_the_plan(
     assert found.notes[0].startswith(f"what {unknown} costs is left out: interrupted")
 
 
+def test_more_memory_is_priced_by_a_search(
+    captured: api.Captured, shortage: InfeasibleError
+) -> None:
+    """Not by the smallest plan, which is smaller than it has to be."""
+    changes: Any = shortage.document["changes"]
+    (more,) = (change for change in changes if change["flags"].startswith("--memory"))
+    found = api.search(captured, cluster=CLUSTER, memory=more["flags"].split()[1])
+    assert step_s(found) <= more["step_s"] < 1.1 * step_s(found)
+
+
 def test_ctrl_c_while_changes_are_priced_keeps_those_that_were(
     captured: api.Captured, shortage: InfeasibleError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(monkeypatch, 1)
+    interrupt(monkeypatch, 2)
     with pytest.raises(InfeasibleError) as caught:
         api.search(captured, cluster=CLUSTER, memory=TIGHT)
     found: dict[str, Any] = dict(caught.value.document)

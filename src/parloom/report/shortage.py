@@ -51,7 +51,8 @@ def shortage_text(shortage: Shortage) -> str:
     if shortage.least_bytes is not None:
         line += f"; each one that is searched holds {format_bytes(shortage.least_bytes)} or more"
     at = f", while {shortage.at} runs" if shortage.at else ""
-    lines = [line, f"the smallest, {shortage.name}, needs {format_bytes(total)} at its peak{at}:"]
+    size = format_bytes(total)
+    lines = [line, f"the smallest found, {shortage.name}, needs {size} at its peak{at}:"]
     lines += [f"  {name:14} {_share(size, total)}" for name, size in shortage.memory if size]
     if shortage.holdings:
         lines.append("the largest tensors of it:")

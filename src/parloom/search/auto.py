@@ -48,8 +48,9 @@ IN_VAIN = 2
 @dataclass(frozen=True)
 class Searched:
     """Proposals, the fastest first; what no plan of the space undercuts, and what
-    no estimate undercuts; whether the search was interrupted, or used up its budget; and what was
-    left out, so that bounds do not hold for it, in words.
+    no estimate undercuts; whether the search was interrupted, or used up its budget; what was
+    left out, so that bounds do not hold for it, in words; and the smallest of all that was
+    simulated, whether it fits or not.
     """
 
     proposals: tuple[Proposal, ...]
@@ -58,6 +59,7 @@ class Searched:
     interrupted: bool = False
     exhausted: bool = False
     left_out: str = ""
+    smallest: Proposal | None = None
 
     @property
     def solver_gap(self) -> float | None:
@@ -99,11 +101,18 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
     except KeyboardInterrupt:
         interrupted = True
     fitting = {fit.decisions: fit.proposal for fit in hunt.fitting()}
-    proposals = sorted(fitting.values(), key=lambda p: p.prediction.step_s)
-    # What was not looked at may be less.
-    least = 0 if interrupted else min(hunt.least, default=0)
-    left_out = hunt.left_out
-    return Searched(tuple(proposals), least, hunt.estimate_bound, interrupted, exhausted, left_out)
+    played = (fit for on_mesh in hunt.searched for fit in on_mesh.played.values())
+    small = min(played, key=lambda fit: (fit.excess_bytes, fit.step_ps), default=None)
+    return Searched(
+        tuple(sorted(fitting.values(), key=lambda p: p.prediction.step_s)),
+        # What was not looked at may be less.
+        0 if interrupted else min(hunt.least, default=0),
+        hunt.estimate_bound,
+        interrupted,
+        exhausted,
+        hunt.left_out,
+        small.proposal if small else None,
+    )
 
 
 class _Hunt:

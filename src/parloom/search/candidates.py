@@ -79,9 +79,7 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
         lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
     elif method == AUTO and not stopped:
         searched = search_layouts(question, base_of(question), say)
-    for proposal in distinct(searched.proposals)[:PROPOSED] if searched else ():
-        name = _name(AUTO, proposal.decisions.mesh)
-        found.append(Candidate(AUTO, name, proposal.decisions, proposal.prediction))
+    found += _of_search(searched) if searched else ()
     if searched is not None and searched.left_out:
         lines.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.exhausted:
@@ -95,6 +93,16 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     stopped = stopped or (searched is not None and searched.interrupted)
     exhausted = searched is not None and searched.exhausted
     return Candidates(tuple(found), tuple(lines), bound, gap, stopped, exhausted)
+
+
+def _of_search(searched: Searched) -> Iterator[Candidate]:
+    """What it proposes; where nothing fits, the smallest that was simulated."""
+    proposals = distinct(searched.proposals)[:PROPOSED]
+    if not proposals and searched.smallest:
+        proposals = [searched.smallest]
+    for proposal in proposals:
+        name = _name(AUTO, proposal.decisions.mesh)
+        yield Candidate(AUTO, name, proposal.decisions, proposal.prediction)
 
 
 def distinct(proposals: Sequence[Proposal]) -> list[Proposal]:
