@@ -286,7 +286,8 @@ def test_what_does_not_fit_is_said_as_text_and_as_json(
     assert result.out == ""
     for line in (
         "error: no plan fits in 1 GiB per device; each one that is searched holds 2 GiB or more",
-        "the smallest found, fsdp (data=4), needs 4 GiB at its peak, while blocks.3: act (B0)",
+        "the smallest found, fsdp (data=4), needs 4 GiB at its peak, while blocks.3: act (B0)"
+        " runs:",
         "  weights        3 GiB (75%)",
         "the largest tensors of it:",
         "  weights of *.up.weight x 3                   1 GiB (25%)",
