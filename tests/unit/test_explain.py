@@ -49,6 +49,9 @@ def check(case: Case) -> None:
     apart = sum(place["s"] for place in document["places"])
     assert apart <= document["step_s"] * (1 + 1e-9)
     assert sum(document["peak"]["memory"].values()) == case.timeline.peak_bytes
+    for place in document["places"]:
+        rows = sum(row["own_s"] + row["moving_s"] for row in place["operators"])
+        assert rows + place["others_s"] == pytest.approx(place["s"])
     stored = {k: sum(row[f"{k}_bytes"] for row in document["parameters"])
               for k in ("weight", "gradient", "optimizer")}  # fmt: skip
     held = case.priced.parameters.stored_bytes()
@@ -107,6 +110,22 @@ def test_what_is_said_of_a_plan() -> None:
     assert "recomputation" in text
     assert f"next: parloom explain plan.json {document['next']}" in text
     assert document["next"] in {flat.key for flat in case.pcg.graph.flat()}
+
+
+def test_only_what_is_no_operators_is_left_over() -> None:
+    """Movements of activations that nothing overlaps are all in the rows of operators."""
+    for plan in megatron(GRAPH, CLUSTER):
+        document = plan_explained(case_of(GRAPH, CLUSTER, plan))
+        assert [place["others_s"] for place in document["places"]] == [0, 0]
+    (plan,) = fsdp(GRAPH, CLUSTER)
+    case = case_of(GRAPH, CLUSTER, plan)
+    document = plan_explained(case)
+    kinds = ("weights all_gather", "gradients reduce_scatter")
+    for place in document["places"]:
+        waited = sum(t["s"] for t in place["time"] if t["transfer"] in kinds)
+        assert place["others_s"] == pytest.approx(waited) != 0
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    assert text.count("weights, gradients, waiting in line") == 2
 
 
 def test_what_was_asked_for_is_said_with_its_price() -> None:

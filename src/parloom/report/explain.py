@@ -94,6 +94,8 @@ def _place(case: Case, place: str) -> Document:
     causes = Counter({c: ps for (p, c), ps in ledger.time.items() if p == place})
     kinds = {function.name for function in case.variants[place]}
     calls = [call for call in case.calls.values() if call.function in kinds]
+    operators = _operators(case, place)
+    listed = sum(row["own_s"] + row["moving_s"] for row in operators)
     return {
         "place": place,
         "calls": 1 if place == MAIN else len(calls),
@@ -101,8 +103,15 @@ def _place(case: Case, place: str) -> Document:
         "s": sum(causes.values()) / PS,
         "share": _share(sum(causes.values()), ledger.step_ps),
         "time": [_cause(cause, ps, ledger.step_ps) for cause, ps in _largest(causes)],
-        "operators": _operators(case, place),
+        "operators": operators,
+        # Weights, gradients and queues; below zero where operators move beside computing.
+        "others_s": _rest(sum(causes.values()) / PS, listed),
     }
+
+
+def _rest(whole_s: float, listed_s: float) -> float:
+    """What is left of a sum, and zero for what rounding leaves."""
+    return 0.0 if abs(whole_s - listed_s) * PS < 1 else whole_s - listed_s
 
 
 def _operators(case: Case, place: str) -> list[Document]:

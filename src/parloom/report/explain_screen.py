@@ -30,6 +30,10 @@ ACTIONS = MappingProxyType(
         "GATHER": "after the update",
     }
 )
+# What makes the rows of a place the sum above them.
+OTHERS = "weights, gradients, waiting in line"
+BESIDE = "of it beside computing"
+BUSY = "  of the step, whatever is waited for meanwhile: computing, and the links of each level"
 RIGHT = ("bytes", "times", "takes", "waited for", "time", "of the step", "own", "moving",
          "weights", "gradients", "optimizer", "parameters")  # fmt: skip
 
@@ -43,6 +47,7 @@ def plan_explained_screen(document: Document, mesh: Grid, path: str) -> Renderab
     parts += [Text(""), Text("where the step goes", "bold"), _times(document["time"])]
     parts += [Text(f"  {document['bound_by']}"), Text(""), Text("busy", "bold")]
     parts.append(_bars([(s["stream"], s["share"], s["busy_s"]) for s in document["streams"]]))
+    parts.append(Text(BUSY))
     for place in document["places"]:
         parts += [Text(""), *_place(place, [axis["axis"] for axis in document["mesh"]])]
     parts += [Text(""), Text("parameters, bytes per device", "bold")]
@@ -129,6 +134,10 @@ def _place(place: Mapping[str, Any], axes: Sequence[str]) -> list[RenderableType
     if rest:
         sums = (seconds_words(sum(o[key] for o in rest)) for key in ("own_s", "moving_s"))
         table.add_row(f"  {len(rest)} more", *[""] * len(axes), *sums)
+    others_s = place["others_s"]
+    if others_s:
+        what = OTHERS if others_s > 0 else BESIDE
+        table.add_row(f"  {what}", *[""] * (len(axes) + 1), format_seconds(others_s))
     return [Text(f"{place['place']}{calls}: {took}", "bold"), table]
 
 
