@@ -105,8 +105,9 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     sizes = {"batch": batch, "seq": seq, "microbatches": microbatches, "seed": seed}
     limits = {"memory": memory, "budget": budget, "require_gap": require_gap}
     chosen = {"method": method, "pin": pin, "forbid": forbid}
-    arguments.check(model, sizes | limits | chosen | {"dtype": dtype})
-    machine_for(cluster, calibration)
+    asked = sizes | limits | chosen | {"dtype": dtype}
+    arguments.check(model, asked)
+    arguments.check_on(machine_for(cluster, calibration).cluster, asked)
     captured = capture(
         model,
         batch=batch,

@@ -7,10 +7,16 @@ from types import MappingProxyType
 
 from parloom.cost import units
 from parloom.errors import InputError, nearest
+from parloom.ir.factors import Factored
+from parloom.ir.graph import Function, Graph
+from parloom.ir.mesh import Cluster
 from parloom.ir.plan import DTYPES
 from parloom.search.baselines import METHODS as BASELINES
 from parloom.search.candidates import AUTO, COMPARATORS
-from parloom.search.pins import parse_pin
+from parloom.search.conflicts import check_pins
+from parloom.search.meshes import logical_meshes
+from parloom.search.pinned import Pinned, Subjects
+from parloom.search.pins import Pin, parse_pin
 
 METHODS = (AUTO, *BASELINES, *COMPARATORS)
 # Methods that count work; the others do what they do.
@@ -64,6 +70,22 @@ def _check_search(asked: Mapping[str, object]) -> None:
         raise InputError(f"require_gap: must be a number from 0 on, as 0.05, got {gap!r}")
     if asked.get("method", AUTO) != AUTO:
         raise InputError("require_gap: only --method auto proves a bound")
+
+
+def check_on(cluster: Cluster, asked: Mapping[str, object]) -> None:
+    """Raise `InputError` for a pin on meshes or axes that no plan on `cluster` has, whatever the
+    model: a capture may take minutes.
+    """
+    if asked.get("method", AUTO) != AUTO or asked.get("microbatches") not in (None, 1):
+        return  # other methods have meshes of their own
+    pins: list[Pin] = []
+    for flag in ("pin", "forbid"):
+        given = asked.get(flag)
+        texts = given if isinstance(given, list | tuple) else ()
+        pins += (parse_pin(str(text), forbidden=flag == "forbid") for text in texts)
+    nothing = Factored(Graph("", (), Function("main", (), (), ()), (), None), {})
+    pinned = Pinned(tuple(map(Subjects, pins)))
+    check_pins(pinned, nothing, tuple(logical_meshes(cluster)))
 
 
 def memory_bytes(given: object) -> int | None:

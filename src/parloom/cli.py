@@ -168,8 +168,7 @@ def _plan(
     from parloom.execute.machine import machine_for
     from parloom.report import terminal
 
-    machine_for(cluster, searched["calibration"])
-
+    arguments.check_on(machine_for(cluster, searched["calibration"]).cluster, searched)
     check_folder(out or Path("runs"))
     started = time.monotonic()
     program = api.capture(model, **captured, progress=_say)

@@ -193,20 +193,20 @@ def test_capture_and_search_are_timed_apart(
 def test_what_is_asked_for_reaches_the_search_and_its_cost_the_screen(
     api: FakeApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pins = ["--pin", "up=n:x", "--pin", "mesh=2x3", "--forbid", "down=replicated"]
+    pins = ["--pin", "up=n:x", "--pin", "mesh=3x2", "--forbid", "down=replicated"]
     api.constraints = (
         Constraint("--pin up=n:x", 0.25, 2**20),
-        Constraint("--pin mesh=2x3", 0.1 + 0.2, 10**9),
+        Constraint("--pin mesh=3x2", 0.1 + 0.2, 10**9),
     )
     arguments = ["plan", "zoo:gpt", "--cluster", "6xcpu", *pins, "--budget", "100"]
     assert cli.main(arguments) == 0
     result = capsys.readouterr()
-    assert api.asked["pin"] == ["up=n:x", "mesh=2x3"]
+    assert api.asked["pin"] == ["up=n:x", "mesh=3x2"]
     assert api.asked["forbid"] == ["down=replicated"]
     assert api.asked["budget"] == 100
     cost = "--pin up=n:x costs 50 ms (+20.0%): 300 ms and 954 MiB with it, 250 ms and 1 MiB without"
     assert cost in flat(result.out)
-    assert "--pin mesh=2x3 costs nothing" in result.out
+    assert "--pin mesh=3x2 costs nothing" in result.out
     assert cli.main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["constraints"][0] == {
@@ -324,6 +324,27 @@ def test_out_is_checked_before_the_model_is_built(
     assert cli.main(["plan", "zoo:gpt", "--cluster", "4xcpu", "--out", out]) == 2
     assert message in capsys.readouterr().err
     assert api.asked == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pin", "mesh=3x2"], "--pin mesh=3x2: no such mesh; there are: x:4; x:2,y:2"),
+        (["--pin", "up=n:z"], "--pin up=n:z: no axis 'z'"),
+        (["--forbid", "up=n:3"], "--forbid up=n:3: no axes make 3 devices; there are: 2, 4"),
+    ],
+)
+def test_pins_are_held_against_the_cluster_before_the_model_is_built(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    asked = ["plan", "zoo:gpt", "--cluster", "4xcpu"]
+    assert cli.main([*asked, *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert api.asked == {}
+    # What other methods call their axes, and what only a model can tell, is asked later.
+    for others in ([*flags, "--method", "fsdp"], ["--pin", "mesh=2x2", "--pin", "no.such=n:y"]):
+        assert cli.main([*asked, *others]) == 0
+        assert api.asked["model"] == "zoo:gpt"
 
 
 def test_checking_a_folder_leaves_none_behind(tmp_path: Path) -> None:
