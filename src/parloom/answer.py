@@ -25,7 +25,6 @@ from parloom.rewrite.pad import rewritten
 from parloom.search.candidates import AUTO, Candidate, base_of, smallest
 from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict
-from parloom.search.meshes import logical_meshes
 from parloom.search.pinned import clashes, resolve
 from parloom.search.pins import Pin
 from parloom.search.question import Wanted
@@ -56,7 +55,7 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
     factored = factorize(ask.graph)
     ask = replace(ask, pinned=resolve(pins, ask.graph, factored))
     if _is_searched(ask):
-        check_pins(ask.pinned, factored, tuple(logical_meshes(ask.machine.cluster)))
+        check_pins(ask.pinned, factored, ask.machine.cluster)
     if clashes(ask.pinned):
         raise conflict(ask.question, base_of(ask.question))
     try:

@@ -7,14 +7,11 @@ from types import MappingProxyType
 
 from parloom.cost import units
 from parloom.errors import InputError, nearest
-from parloom.ir.factors import Factored
-from parloom.ir.graph import Function, Graph
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import DTYPES
 from parloom.search.baselines import METHODS as BASELINES
 from parloom.search.candidates import AUTO, COMPARATORS
-from parloom.search.conflicts import check_pins
-from parloom.search.meshes import logical_meshes
+from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
 from parloom.search.pins import Pin, parse_pin
 
@@ -83,9 +80,7 @@ def check_on(cluster: Cluster, asked: Mapping[str, object]) -> None:
         given = asked.get(flag)
         texts = given if isinstance(given, list | tuple) else ()
         pins += (parse_pin(str(text), forbidden=flag == "forbid") for text in texts)
-    nothing = Factored(Graph("", (), Function("main", (), (), ()), (), None), {})
-    pinned = Pinned(tuple(map(Subjects, pins)))
-    check_pins(pinned, nothing, tuple(logical_meshes(cluster)))
+    check_axes(Pinned(tuple(map(Subjects, pins))), cluster)
 
 
 def memory_bytes(given: object) -> int | None:

@@ -272,3 +272,33 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
     share = least_share(graph, Decisions(Mesh(())), ADAM, FOUR.num_devices)
     assert 0 < share <= least - batch
     assert 0 < least <= stored <= simulate(pcg, FOUR, plan, ADAM).peak_bytes
+
+
+def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
+    """With pins that its axes have names for: what `auto` chose there is found again, no worse."""
+    graph, base = model(), Decisions(Mesh(()))
+    chosen = search(question(graph, EIGHT), base, lambda text: None).proposals[0]
+    assert len(chosen.decisions.mesh.axes) == 3, "otherwise nothing is shown"
+    texts = [
+        f"{node.key}={factor}:{axis}"
+        for node in chosen.decisions.nodes
+        for factor, axes in node.factors
+        for axis in axes
+    ]
+    assert any(text.endswith(":z") for text in texts)
+    for pins in ((), texts):
+        asked = question(graph, EIGHT, "mesh=2x2x2", *pins)
+        found = search(asked, base, lambda text: None)
+        best = min(proposal.estimate_ps for proposal in found.proposals)
+        assert best <= chosen.estimate_ps * 1.01
+        for proposal in found.proposals:
+            assert broken(asked.pinned, graph, proposal.decisions) is None
+        assert possible(asked, base)
+
+
+def test_on_a_pinned_mesh_of_three_axes_pins_may_clash() -> None:
+    graph = model()
+    asked = question(graph, EIGHT, "mesh=2x2x2", "0.up=n:z", "0.up=k:z")
+    assert not search(asked, Decisions(Mesh(())), lambda text: None).proposals
+    with pytest.raises(InputError, match="no plan on the mesh that is asked for"):
+        raise conflict(asked, Decisions(Mesh(())))

@@ -329,7 +329,10 @@ def test_out_is_checked_before_the_model_is_built(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--pin", "mesh=3x2"], "--pin mesh=3x2: no such mesh; there are: x:4; x:2,y:2"),
+        (
+            ["--pin", "mesh=3x2"],
+            "--pin mesh=3x2: no such mesh; of one and two axes there are: x:4; x:2,y:2",
+        ),
         (["--pin", "up=n:z"], "--pin up=n:z: no axis 'z'"),
         (["--forbid", "up=n:3"], "--forbid up=n:3: no axes make 3 devices; there are: 2, 4"),
     ],

@@ -20,6 +20,7 @@ from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import least_share
 from parloom.search.master import MeshSearch
+from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.on_mesh import Fit, OnMesh, Proposal
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
@@ -158,7 +159,7 @@ class _Hunt:
         """Search a mesh with all choices and play the best; where nothing fits so far, only if its
         smallest plan leaves room.
         """
-        problem = self._problem(mesh)
+        problem = self._problem(mesh, self._kept(mesh, self._coarser(mesh)))
         self.least.append(least_compute_ps(problem))
         last = self.searched[-1].search.worth if self.searched and not self.any_fits() else None
         on_mesh = OnMesh(problem, self.question, self.base, self.trust, last)
@@ -217,13 +218,10 @@ class _Hunt:
 
     def _finer(self, mesh: Mesh, parent: OnMesh, tally: Tally) -> OnMesh | None:
         """The search on a finer mesh; None where it has nothing that is better."""
-        keep = kept(self.program, Single(self.program.graph, self.program.factored, mesh), tally)
-        if not all(keep.menus):
+        menus = self._kept(mesh, tally)
+        if not all(menus):
             return None  # pins leave nothing
-        if keep.most < keep.largest:
-            self.kept = min(self.kept or keep.most, keep.most)
-            self.largest = max(self.largest, keep.largest)
-        problem = self._problem(mesh, keep.menus)
+        problem = self._problem(mesh, menus)
         self.least.append(least_compute_ps(problem))
         limit = min(float(self.question.limit_bytes), self.enough)
         enough = parent.promise_ps * (1 - BETTER)
@@ -237,6 +235,29 @@ class _Hunt:
         self._search(on_mesh)
         self._tell(on_mesh)
         return on_mesh
+
+    def _coarser(self, mesh: Mesh) -> Tally | None:
+        """What coarser meshes say of one of three axes and more, which pins ask for; their axes
+        have other names, so pins say nothing there.
+        """
+        if len(mesh.axes) <= MAX_AXES:
+            return None
+        tally, free = Tally(), program_of(self.program.graph, self.program.factored)
+        for coarse in joined(mesh):
+            search = MeshSearch(self._problem(coarse, program=free), self.question.limit_bytes)
+            if search.run().candidates:
+                tally.add(search)
+        return tally
+
+    def _kept(self, mesh: Mesh, tally: Tally | None) -> Sequence[Menu]:
+        """The choices on a mesh that `tally` says are cheap; without one, all (no menus)."""
+        if tally is None:
+            return ()
+        keep = kept(self.program, Single(self.program.graph, self.program.factored, mesh), tally)
+        if keep.most < keep.largest:
+            self.kept = min(self.kept or keep.most, keep.most)
+            self.largest = max(self.largest, keep.largest)
+        return keep.menus
 
     def _improve(self) -> None:
         """What is better than the fastest plan, or near it in its estimate, and that there is no
@@ -268,9 +289,11 @@ class _Hunt:
         """What no plan on meshes that were not searched undercuts."""
         self.least += (least_compute_ps(self._problem(mesh)) for mesh in meshes)
 
-    def _problem(self, mesh: Mesh, menus: Sequence[Menu] = ()) -> LayoutProblem:
+    def _problem(
+        self, mesh: Mesh, menus: Sequence[Menu] = (), program: Program | None = None
+    ) -> LayoutProblem:
         return LayoutProblem(
-            self.program,
+            program or self.program,
             Walker({}, mesh, self.question.cluster, self.question.kernels),
             self.base,
             self.question.optimizer,

@@ -13,25 +13,36 @@ from parloom.ir.ops import Rule
 from parloom.ir.plan import Decisions
 from parloom.rewrite.pad import rewritten
 from parloom.search.choices import assignments
-from parloom.search.meshes import logical_meshes
+from parloom.search.meshes import MAX_AXES, NAMES, logical_meshes
 from parloom.search.pinned import Pinned, Subjects, allows_stored
 from parloom.search.pins import KEEP, PARTS, WHOLE, Kind, Pin, Term
 
 Feasible = Callable[[Sequence[Pin]], bool]
 
 
-def check_pins(pinned: Pinned, factored: Factored, meshes: Sequence[Mesh]) -> None:
-    """Raise `InputError` for a pin that by itself no plan on any of `meshes` can hold."""
-    for found in pinned.subjects:
-        pin = found.pin
-        if pin.kind is Kind.MESH:
-            if not any(pin.allows_mesh(mesh) for mesh in meshes):
-                there = "; ".join(sizes_of(mesh) for mesh in meshes)
-                raise InputError(f"{pin.text}: no such mesh; there are: {there}")
-            continue
-        for term in pin.terms if pin.kind is not Kind.RECOMPUTATION else ():
+def check_pins(pinned: Pinned, factored: Factored, cluster: Cluster) -> None:
+    """Raise `InputError` for a pin that by itself no plan on the meshes that are searched can hold
+    (where pins name a mesh, on that).
+    """
+    meshes = check_axes(pinned, cluster)
+    for found in pinned.subjects if meshes else ():
+        if found.pin.kind is not Kind.MESH:
+            _check_divides(found, factored, meshes)
+
+
+def check_axes(pinned: Pinned, cluster: Cluster) -> tuple[Mesh, ...]:
+    """Raise `InputError` for a pin on meshes or axes that `cluster` does not have, whatever the
+    model; the meshes that pins leave.
+    """
+    for pin in pinned.pins:
+        if pin.kind is Kind.MESH and not any(map(pin.allows_mesh, nameable(cluster, pinned))):
+            there = "; ".join(map(sizes_of, logical_meshes(cluster)))
+            raise InputError(f"{pin.text}: no such mesh; of one and two axes there are: {there}")
+    meshes = tuple(filter(pinned.allows_mesh, nameable(cluster, pinned)))
+    for pin in pinned.pins if meshes else ():
+        for term in pin.terms if pin.kind in (Kind.LAYOUT, Kind.STORAGE) else ():
             _check_where(pin, term, meshes)
-        _check_divides(found, factored, meshes)
+    return meshes
 
 
 def sizes_of(mesh: Mesh) -> str:
@@ -39,9 +50,14 @@ def sizes_of(mesh: Mesh) -> str:
     return ",".join(f"{axis.name}:{axis.size}" for axis in mesh.axes)
 
 
+def nameable(cluster: Cluster, pinned: Pinned) -> Iterator[Mesh]:
+    """The logical meshes of `cluster` of one and two axes; with more where pins name a mesh."""
+    return logical_meshes(cluster, len(NAMES) if pinned.names_mesh else MAX_AXES)
+
+
 def meshes_of(cluster: Cluster, pinned: Pinned, factored: Factored) -> Iterator[Mesh]:
-    """The logical meshes of `cluster` on which pins leave every operator a choice."""
-    for mesh in logical_meshes(cluster):
+    """The meshes that are searched, of those on which pins leave every operator a choice."""
+    for mesh in nameable(cluster, pinned):
         if pinned.allows_mesh(mesh) and all(
             any(map(allowed, assignments(factored.rules[place], mesh)))
             for place in pinned.operators

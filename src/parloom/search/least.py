@@ -26,7 +26,6 @@ SPEED = 1e-9
 # How near the smallest plan is looked for.
 NEAR = 1e-3
 # Finer meshes are not asked: some pins are held there only.
-NO_PLAN = "no plan on a mesh of one or two axes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +87,14 @@ def conflict(question: Question, base: Decisions) -> InputError:
         return possible(replace(question, pinned=pinned.only(pins)), base)
 
     found = smallest_conflict(pinned.pins, feasible)
+    mesh = "the mesh that is asked for" if pinned.names_mesh else "a mesh of one or two axes"
     if len(found) == 1:
-        return InputError(f"{found[0].text}: {NO_PLAN} can hold this")
+        return InputError(f"{found[0].text}: no plan on {mesh} can hold this")
     shared = "; calls of one block kind are laid out alike" if _shares(pinned) else ""
     lines = "".join(f"\n  {pin.text}" for pin in found)
-    return InputError(f"{NO_PLAN} holds these {len(found)} together{shared}; give up one:{lines}")
+    return InputError(
+        f"no plan on {mesh} holds these {len(found)} together{shared}; give up one:{lines}"
+    )
 
 
 def _shares(pinned: Pinned) -> bool:
@@ -101,7 +103,9 @@ def _shares(pinned: Pinned) -> bool:
 
 
 def possible(question: Question, base: Decisions) -> bool:
-    """Whether some plan on a mesh of one or two axes holds all pins, whatever memory it takes."""
+    """Whether some plan on the meshes that are searched whole, or on the one that pins name, holds
+    all pins, whatever memory it takes.
+    """
     if clashes(question.pinned):
         return False
     return any(

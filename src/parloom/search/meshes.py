@@ -1,7 +1,7 @@
 """Logical meshes of a cluster: runs of its prime axes, from the slowest links to the fastest."""
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 
@@ -36,6 +36,14 @@ def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]
                 for name, (low, high) in zip(NAMES, ends, strict=False)
             )
         )
+
+
+def joined(mesh: Mesh) -> Iterator[Mesh]:
+    """The meshes of two axes that `mesh` becomes where neighbouring axes are joined."""
+    for cut in range(1, len(mesh.axes)):
+        halves = mesh.axes[:cut], mesh.axes[cut:]
+        primes = (tuple(chain.from_iterable(axis.primes for axis in half)) for half in halves)
+        yield Mesh(tuple(map(MeshAxis, NAMES, primes)))
 
 
 def across(primes: Sequence[PrimeAxis], cuts: Sequence[int]) -> int:

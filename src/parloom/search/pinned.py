@@ -48,6 +48,11 @@ class Pinned:
         """These of them alone."""
         return _index(tuple(s for s in self.subjects if s.pin in pins))
 
+    @property
+    def names_mesh(self) -> bool:
+        """Whether plans have to have a certain mesh."""
+        return any(p.kind is Kind.MESH and not p.forbidden for p in self.pins)
+
     def allows_mesh(self, mesh: Mesh) -> bool:
         """Whether plans may have this mesh."""
         return all(p.allows_mesh(mesh) for p in self.pins if p.kind is Kind.MESH)
