@@ -112,7 +112,7 @@ def _roomier(ask: Ask, small: Plan) -> Plan:
     """The best plan with as much memory as `small` takes: that itself, or one that was found."""
     try:
         found = chosen(replace(ask, wanted=Wanted.PRICE))
-    except InfeasibleError:
+    except (InfeasibleError, InputError):
         return small
     return min(found, small, key=_step_s)
 

@@ -228,7 +228,8 @@ def search(
 
     ask = Ask(asked, graph, machine, limit, microbatches, budget=budget, build=build)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
-    best = answer(ask, pins, "" if memory is None else str(memory), progress)
+    size = f"{memory}B" if isinstance(memory, int) else memory or ""
+    best = answer(ask, pins, size, progress)
     best = _with_evaluation(best, graph)
     for line in best.notes:
         if line.startswith(WARNING):

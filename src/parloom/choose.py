@@ -115,6 +115,8 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     refused: list[LayoutError] = []
     notes, interrupted = asked.notes, proposed.interrupted
     for candidate in proposed.found:
+        if interrupted and candidate.prediction is None:
+            continue
         try:
             prediction = candidate.prediction or predict(ask, candidate.decisions, factored)
         except LayoutError as error:  # as when microbatches do not divide over this mesh
@@ -124,7 +126,7 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
             continue
         except KeyboardInterrupt:
             interrupted = True
-            break
+            continue
         played.append((candidate, prediction))
         step_s, peak = prediction.step_s, prediction.peak_bytes
         say(f"{candidate.name}: {format_seconds(step_s)}, {format_bytes(peak)}")

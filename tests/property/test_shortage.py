@@ -82,7 +82,13 @@ def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh()
     assert price.proposals[0].prediction.step_s >= proved.proposals[0].prediction.step_s
 
 
-CASES = ((7, 7_493_298), (7, 8_059_964), (7, 9_196_911), (9, 2_892_730), (301, 20_002_445))
+CASES = (
+    (7, 7_493_298), (7, 8_059_964), (7, 8_178_895), (7, 11_324_624),
+    (9, 2_892_730), (301, 20_002_445),
+)  # fmt: skip
+# Plans that fit and were missed: only what holds least of the best layouts fits; or the limit was
+# kept from going up, and a finer mesh from being searched.
+FASTER = {(9, 2_892_730): 121e-6, (7, 11_324_624): 300e-6}
 
 
 @pytest.mark.parametrize(("seed", "limit"), CASES)
@@ -95,8 +101,8 @@ def test_no_bound_is_above_the_plan_that_it_stands_beside(seed: int, limit: int)
     found = search(Question(graph, cluster, ADAM, limit), BASE, lambda text: None)
     assert found.solver_gap is not None
     assert found.solver_gap >= 0
-    if seed == 9:  # what holds least of the best layouts fits, and no other
-        assert found.proposals[0].prediction.step_s < 121e-6
+    if (seed, limit) in FASTER:
+        assert found.proposals[0].prediction.step_s < FASTER[seed, limit]
 
 
 def test_more_memory_makes_no_plan_much_slower() -> None:

@@ -1,8 +1,8 @@
 """The search over all meshes: what is proposed, and what is proved.
 
 Every logical mesh has a program of its own (`master`); what it finds is lowered, and where the peak
-of its step is above the limit, storage and recomputation are chosen again under a limit that is
-lower by as much. Proposals are ordered by their simulated steps, not by what the search counts.
+of its step is above the limit, or well below, everything is chosen again under another limit on
+what is counted. Proposals are ordered by their simulated steps, not by what the search counts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -224,7 +224,9 @@ class _Hunt:
         problem = self._problem(mesh, menus)
         self.least.append(least_compute_ps(problem))
         limit = min(float(self.question.limit_bytes), self.enough)
-        enough = parent.promise_ps * (1 - BETTER)
+        limit = max(limit, *(on_mesh.held() for on_mesh in self.searched))
+        best = self._best_ps()
+        enough = (best if best < inf else parent.promise_ps) * (1 - BETTER)
         bound = undercut(MeshSearch(problem, limit), parent.search.worth, enough)
         if bound >= enough:
             self.undercut.append((bound, problem))
@@ -279,8 +281,7 @@ class _Hunt:
     def _close(self, on_mesh: OnMesh) -> None:
         """Prove that a mesh has nothing that is estimated to be better, or find it."""
         for _ in range(CLOSED):
-            best = min(fit.candidate.sums.step_ps for fit in self.fitting())
-            if not on_mesh.close(best, self.enough):
+            if not on_mesh.close(self._best_ps(), self.enough):
                 break
             self._play(on_mesh, LAYOUTS)
             self.enough = min(self.enough, on_mesh.enough)
@@ -310,6 +311,10 @@ class _Hunt:
     def fitting(self) -> Iterator[Fit]:
         """What was simulated and fits, on all meshes."""
         return chain.from_iterable(on_mesh.fitting() for on_mesh in self.searched)
+
+    def _best_ps(self) -> float:
+        """The best estimate of a plan that fits."""
+        return min((fit.candidate.sums.step_ps for fit in self.fitting()), default=inf)
 
     def any_fits(self) -> bool:
         """Whether something was found that fits."""

@@ -86,6 +86,8 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
         lines.append(f"{AUTO}: --budget {question.budget} is used up; the best until then")
     # Where the search finds nothing that fits, there may be a plan that does not.
     unknown = searched is not None and not (searched.interrupted or searched.exhausted)
+    if not found and stopped:
+        raise KeyboardInterrupt
     if not found and not unknown:
         raise _nothing(method, searched, against, refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None

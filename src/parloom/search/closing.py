@@ -47,7 +47,9 @@ def close(
     and `best_ps` where that can be proved: part by part (`branching`), and then together.
     """
     search.bound = branch(search, best_ps, tolerance)
-    return _Closing(search, min(best_ps, search.best_ps), tolerance, listed).run()
+    found = _Closing(search, min(best_ps, search.best_ps), tolerance, listed).run()
+    search.bound = found.bound_ps
+    return found
 
 
 class _Closing:
@@ -56,7 +58,8 @@ class _Closing:
         self.best, self.bound, self.listed = best_ps, search.bound, listed
         self.tolerance = tolerance
         ranked = sorted(search.bounds, key=lambda w: -search.bounds[w])
-        self.worths = [w for w in ranked[:FIRST] if search.bounds[w] >= NEAR * self.bound]
+        near = NEAR * search.bounds[ranked[0]] if ranked else 0.0
+        self.worths = [w for w in ranked[:FIRST] if search.bounds[w] >= near]
         at = search.worth
         corners = (replace(at, gathered=g, reduced=r) for g, r in product((0.0, 1.0), repeat=2))
         self.worths = list(dict.fromkeys([*self.worths, *corners]))

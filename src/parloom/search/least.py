@@ -25,7 +25,6 @@ from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS, Stora
 SPEED = 1e-9
 # How near the smallest plan is looked for.
 NEAR = 1e-3
-# Finer meshes are not asked: some pins are held there only.
 
 
 @dataclass(frozen=True, slots=True)

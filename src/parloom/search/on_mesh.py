@@ -1,7 +1,7 @@
 """The search on one mesh: what the program proposes, lowered and played.
 
-What a proposal's step needs beyond what the search counts shows as it is simulated; storage and
-recomputation are then chosen again under a limit that is lower by as much.
+What a proposal's step needs beyond what the search counts shows as it is simulated; everything is
+then chosen again under another limit on what is counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,22 +98,27 @@ class OnMesh:
     def begin(self, enough: float) -> None:
         """Search, with what other meshes showed of how much may be counted."""
         self.enough = enough
-        self._search(min(self.limit, enough))
+        self._anew(min(self.limit, enough))
 
     def close(self, best_ps: float, enough: float) -> bool:
         """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed;
         whether that was needed.
         """
-        limit = max(min(self.limit, self.enough, enough), self._held())
+        limit = max(min(self.limit, self.enough, enough), self.held())
         near = best_ps * (1 - TOLERANCE)
         if (self.bound_ps >= near and limit <= self.limit) or self.asked == (best_ps, limit):
             return False
         self.asked = best_ps, limit
         if limit != self.limit:
-            self._search(limit)
+            self._anew(limit)
         if self.found.bound_ps < near:
             self._found(close(self.search, best_ps))
         return True
+
+    def _anew(self, limit: float) -> None:
+        """Search under a limit that other plans showed to be right."""
+        self.fits, self.fails = 0.0, inf
+        self._search(limit)
 
     def _search(self, limit: float) -> None:
         """Search under a limit on what the search counts."""
@@ -124,14 +129,16 @@ class OnMesh:
         self.found = found
         self.proved.append((self.limit, found.bound_ps))
 
-    def _held(self) -> float:
+    def held(self) -> float:
         """The most that is counted of a plan that fits."""
         return max((fit.candidate.sums.held_bytes for fit in self.fitting()), default=0.0)
 
     @property
     def bound_ps(self) -> float:
-        """What no estimate is below, under a limit that all plans keep that were found to fit."""
-        least = self._held()
+        """What no estimate is below, under a limit that all plans keep that were found to fit;
+        where none was, under the largest.
+        """
+        least = self.held() or max((limit for limit, _ in self.proved), default=0.0)
         return max((bound for limit, bound in self.proved if limit >= least), default=0.0)
 
     @property
@@ -150,12 +157,17 @@ class OnMesh:
         What a step needs beyond what the search counts (buffers, what lives for a moment), or less
         than that (what is shared), shows only then: the search is told of another limit.
         """
-        for _ in range(TRIES):
+        best: tuple[float, MeshSearch, Found] | None = None
+        for tries in range(TRIES):
             tried = self._tried(count)
             limit = self._corrected(tried) if tried else None
-            if limit is None:
+            if tried and self.limit == self.fits:
+                best = self.limit, self.search, self.found
+            if limit is None or tries == TRIES - 1:
                 break
             self._search(limit)
+        if best is not None:
+            self.limit, self.search, self.found = best
 
     def _tried(self, count: int) -> list[Fit]:
         """The `count` best layouts simulated, or more until one fits."""
@@ -172,13 +184,12 @@ class OnMesh:
         one is right: between what fits and what does not, nearer than it matters.
         """
         best = min(tried, key=lambda fit: (max(fit.excess_bytes, 0), fit.step_ps))
-        fits = tried[0].excess_bytes <= 0
-        if fits and not self.search.worth.held:
-            return None
-        if fits:
-            self.fits = max(self.fits, self.limit)
-        else:
+        if tried[0].excess_bytes > 0:
             self.fails = min(self.fails, self.limit)
+        else:
+            self.fits = max(self.fits, self.limit)
+            if not self.search.worth.held:
+                return None
         # What may be counted if others need as much beyond it.
         limit = min(self.limit, best.candidate.sums.held_bytes) - best.excess_bytes
         if not self.fits < limit < self.fails:
@@ -225,8 +236,9 @@ class OnMesh:
         that, frugally.
         """
         fits: list[Fit] = []
-        limit = min(max(self.limit, self.limit_bytes), self.enough)
-        least, under, over, good = least_bytes(self.problem, values), 0.0, inf, limit
+        limit = good = self.limit
+        least, under, over = least_bytes(self.problem, values), 0.0, inf
+        near = CLOSE * self.limit_bytes
         for _ in range(TRIES):
             candidate = polish(self.problem, values, limit)
             if candidate is None:
@@ -237,15 +249,28 @@ class OnMesh:
                 under, good = held, limit
             else:
                 over = min(over, held)
-            if over == inf or over - under < CLOSE * self.limit_bytes or over <= least:
+            if fits[-1] in fits[:-1] or over - under < near or over <= least:
                 break
-            limit = (under + over) / 2 if under else max(over - excess, least + 1.0)
+            if over == inf and -excess < near:
+                break
+            limit = (under + over) / 2 if under and over < inf else max(held - excess, least + 1.0)
         if under and over < inf:
             self.enough = good
+        if fits and fits[0].excess_bytes > 0:  # weights that are stored alike need fewer buffers
+            fits += self._alike(fits[0].candidate)
         thrifty = polish(self.problem, values, good, frugal=True) if frugal else None
         if thrifty and self.trust.promises(thrifty.sums.step_ps):
             fits.append(self._play(thrifty))
         return fits
+
+    def _alike(self, candidate: Candidate) -> list[Fit]:
+        """A candidate with all weights stored alike, simulated where that may be among the best."""
+        alike = [uniform(self.problem, candidate, stored) for stored in ALIKE]
+        return [
+            self._play(c)
+            for c in alike
+            if self.trust.promises(c.sums.step_ps) and c.sums.held_bytes <= self.limit_bytes
+        ]
 
     def fitting(self) -> Iterator[Fit]:
         """What was simulated and fits."""
