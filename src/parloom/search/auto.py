@@ -225,8 +225,7 @@ class _Hunt:
         self.least.append(least_compute_ps(problem))
         limit = min(float(self.question.limit_bytes), self.enough)
         limit = max(limit, *(on_mesh.held() for on_mesh in self.searched))
-        best = self._best_ps()
-        enough = (best if best < inf else parent.promise_ps) * (1 - BETTER)
+        enough = parent.reached_ps * (1 - BETTER)
         bound = undercut(MeshSearch(problem, limit), parent.search.worth, enough)
         if bound >= enough:
             self.undercut.append((bound, problem))

@@ -151,6 +151,12 @@ class OnMesh:
         """The best estimate."""
         return min((c.sums.step_ps for c in self.found.candidates), default=inf)
 
+    @property
+    def reached_ps(self) -> float:
+        """The best estimate of what fits; where nothing does yet, the best estimate."""
+        found = (fit.candidate.sums.step_ps for fit in self.fitting())
+        return min(found, default=self.promise_ps)
+
     def play(self, count: int) -> None:
         """Simulate the `count` best layouts, and go on until one fits.
 
