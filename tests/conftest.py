@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have one; a pipe has none
 
 import pytest
 from hypothesis import HealthCheck, settings
