@@ -109,13 +109,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     arguments.check(model, asked)
     arguments.check_on(machine_for(cluster, calibration).cluster, asked)
     captured = capture(
-        model,
-        batch=batch,
-        seq=seq,
-        dtype=dtype,
-        optimizer=optimizer,
-        seed=seed,
-        progress=progress,
+        model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, seed=seed, progress=progress
     )
     found = search(
         captured,

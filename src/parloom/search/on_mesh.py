@@ -209,11 +209,12 @@ class OnMesh:
         """Simulate plans whose estimates are nearly as good as the best: which is the fastest, only
         simulation says.
         """
-        near = list(self.search.nearby(self.found, share)[:PLAYED_NEARBY])
-        near += [uniform(self.problem, c, stored) for c in near[:1] for stored in ALIKE]
+        near = self.search.nearby(self.found, share)[:PLAYED_NEARBY]
         for candidate in near:
             if self.trust.promises(candidate.sums.step_ps):
                 self._play(candidate)
+        if near:
+            self._alike(near[0])
 
     def fuller(self) -> None:
         """Simulate the layouts of the fastest plan with as much kept as fits: the limit on what is
