@@ -27,10 +27,15 @@ from parloom.search.sums import Worth
 ADAM = Optimizer("adamw", 2)
 
 
-def random_graph(rng: Random, num_operators: int = 3) -> Graph:
+def random_graph(
+    rng: Random,
+    num_operators: int = 3,
+    rows: tuple[int, ...] = (512, 1024),
+    columns: tuple[int, ...] = (512, 1024),
+) -> Graph:
     """Products, sums and elementwise operators on values made before; weights may be shared."""
-    rows, columns = rng.choice((512, 1024)), rng.choice((512, 1024))
-    shape = f"float32[{rows}, {columns}]"
+    num_rows, num_columns = rng.choice(rows), rng.choice(columns)
+    shape = f"float32[{num_rows}, {num_columns}]"
     values, weights, body = ["x"], list[str](), list[str]()
     for index in range(num_operators):
         kind = "linear" if index == 0 else rng.choice(("linear", "relu", "add", "tanh"))
@@ -45,7 +50,7 @@ def random_graph(rng: Random, num_operators: int = 3) -> Graph:
             call = f"{kind}({operand})"
         values.append(f"v{index}")
         body.append(f"    v{index}: {shape} = {call}  # m{index}\n")
-    square = f"float32[{columns}, {columns}]"
+    square = f"float32[{num_columns}, {num_columns}]"
     inputs = [f'input {w}: {square} = parameter("{w}", trainable=True)\n' for w in weights]
     return parse_graph(
         f'graph "Random" training=True\n\n{"".join(inputs)}input x: {shape} = batch("x")\n\n'

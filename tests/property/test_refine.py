@@ -27,7 +27,7 @@ from parloom.search.meshes import NAMES, logical_meshes
 from parloom.search.on_mesh import Proposal
 from parloom.search.program import program_of
 from parloom.search.question import Question
-from parloom.search.refine import Tally, kept, refinements, undercut
+from parloom.search.refine import Tally, kept, refinements
 from parloom.search.single import Single
 from parloom.search.storage import WEIGHT_PARTS
 from parloom.search.sums import Worth, summed
@@ -144,7 +144,7 @@ def test_search_finds_what_enumeration_finds_on_three_axes(seed: int, share: flo
     found = close(searching, np.inf, tolerance=1e-9, listed=10**5)
     assert found.bound_ps <= least + 0.5
     assert found.candidates[0].sums.step_ps == least
-    assert undercut(MeshSearch(problem, limit), Worth(), 1e18) <= least + 0.5
+    assert MeshSearch(problem, limit).prove(Worth(), 1e18) <= least + 0.5
 
 
 def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound() -> None:

@@ -1,5 +1,6 @@
 """The search against what it must agree with: enumeration, lowered plans, its own bounds."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -173,20 +174,58 @@ def test_search_finds_what_enumeration_finds_on_two_axes() -> None:
     assert found.candidates[0].sums.step_ps == least
 
 
-@settings(max_examples=8)
-@given(st.integers(0, 10**6), st.floats(0.2, 1.0))
-def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: float) -> None:
-    """Every layout with every storage of its weights, as far as they are within the limit."""
+def every_limit(seed: int) -> tuple[LayoutProblem, Callable[[float], tuple[float, int]]]:
+    """A small problem in which memory may cost time (weights are as small as messages are slow);
+    and a limit, a share of the way from the least to the most that is held, with the least
+    estimate under it of every layout with every storage of its weights.
+    """
     (mesh,) = logical_meshes(TWO)
-    problem = problem_of(random_graph(Random(seed), num_operators=3), mesh, TWO)
+    graph = random_graph(Random(seed), num_operators=3, rows=(64,), columns=(64,))
+    problem = problem_of(graph, mesh, TWO)
     every = [summed(*costs) for costs in every_plan(problem)]
     low, high = min(s.held_bytes for s in every), max(s.held_bytes for s in every)
-    limit = low + share * (high - low)
-    least = min(s.step_ps for s in every if s.held_bytes <= limit)
+
+    def least(share: float) -> tuple[float, int]:
+        limit = low + share * (high - low)
+        return limit, min(s.step_ps for s in every if s.held_bytes <= limit)
+
+    return problem, least
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6), st.floats(0.0, 1.0))
+def test_search_finds_what_enumeration_finds_under_a_limit(seed: int, share: float) -> None:
+    problem, least = every_limit(seed)
+    limit, least_ps = least(share)
     found = exact(problem, limit)
     assert found.candidates[0].sums.held_bytes <= limit + 1
-    assert found.candidates[0].sums.step_ps == least
-    assert found.bound_ps <= least + 0.5
+    assert found.candidates[0].sums.step_ps == least_ps
+    assert found.bound_ps <= least_ps + 0.5
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_what_one_limit_shows_holds_under_another(seed: int, share: float, other: float) -> None:
+    problem, least = every_limit(seed)
+    searching = MeshSearch(problem, least(share)[0])
+    searching.run(tolerance=1e-9)
+    limit, least_ps = least(other)
+    assert searching.bound_under(limit) <= least_ps + 0.5
+    again = searching.under(limit)
+    again.run(tolerance=1e-9)
+    found = close(again, np.inf, tolerance=1e-9, listed=10**5)
+    assert found.candidates[0].sums.step_ps == least_ps
+    assert found.bound_ps <= least_ps + 0.5
+
+
+def test_a_bound_under_one_limit_is_none_under_a_larger() -> None:
+    """Negative control: bounds that were kept as they are would be wrong."""
+    wrong = 0
+    for seed in range(10):
+        problem, least = every_limit(seed)
+        found = MeshSearch(problem, least(0.0)[0]).run(tolerance=1e-9)
+        wrong += found.bound_ps > least(1.0)[1] + 0.5
+    assert wrong > 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])

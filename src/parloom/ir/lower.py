@@ -73,6 +73,7 @@ class _Lowering:
             Mesh((*axes, MeshAxis(TIME, (), self.steps))) if self.steps > 1 else (decisions.mesh)
         )
         self.by_key = {n.key: n for n in decisions.nodes}
+        self.assigned: dict[tuple[str, str], Assignment] = {}
         self.policies = {a.prefix: a.policy for a in decisions.activations}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
@@ -160,10 +161,13 @@ class _Lowering:
 
     def assignment(self, prefix: str, node: Node) -> Assignment:
         """Factor -> axes of a node, without the empty ones."""
-        decision = self.decision(prefix, node)
-        if decision.submesh:
-            raise NotYetError(f"{decision.key}: operators on a submesh are not yet executable")
-        return {f: axes for f, axes in decision.factors if axes}
+        place = prefix, node.key
+        if place not in self.assigned:
+            decision = self.decision(prefix, node)
+            if decision.submesh:
+                raise NotYetError(f"{decision.key}: operators on a submesh are not yet executable")
+            self.assigned[place] = {f: axes for f, axes in decision.factors if axes}
+        return self.assigned[place]
 
     def variant_name(self, kind: str) -> str:
         """A name for the next variant of a block kind that no other function has."""

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -40,6 +41,7 @@ def _sorted(items: tuple[T, ...], key: Callable[[T], str], where: str) -> tuple[
     return tuple(sorted(items, key=lambda item: _natural(key(item))))
 
 
+@cache
 def _natural(name: str) -> tuple[str | int, ...]:
     """Text and numbers alternate, so that equal positions compare equal types."""
     parts = re.split(r"([0-9]+)", name)

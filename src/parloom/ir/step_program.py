@@ -70,13 +70,11 @@ def block_weights(pcg: PCG) -> dict[str, tuple[bool, ...]]:
     for index, item in enumerate(pcg.main.body):
         for value in operands_of(item):
             readers.setdefault(value.name, set()).add(index)
-    kept = {value.name for _, value in (*pcg.outputs, *pcg.updates)}
+    private = parameters - {value.name for _, value in (*pcg.outputs, *pcg.updates)}
     found: dict[str, tuple[bool, ...]] = {}
     for call in pcg.main.body:
         if isinstance(call, PCall):
-            own = tuple(
-                a.name in parameters - kept and len(readers[a.name]) == 1 for a in call.args
-            )
+            own = tuple(a.name in private and len(readers[a.name]) == 1 for a in call.args)
             before = found.get(call.function, own)
             found[call.function] = tuple(x and y for x, y in zip(own, before, strict=True))
     return found

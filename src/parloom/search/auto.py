@@ -25,7 +25,7 @@ from parloom.search.on_mesh import Fit, OnMesh, Proposal
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
 from parloom.search.question import Question, Say, Wanted
-from parloom.search.refine import Tally, kept, refinements, undercut
+from parloom.search.refine import Tally, kept, refinements
 from parloom.search.single import Single
 from parloom.search.streams import least_compute_ps, least_step_ps
 from parloom.search.trust import Trust
@@ -130,8 +130,8 @@ class _Hunt:
         self.shared = Known()
         self.searched: list[OnMesh] = []
         self.least: list[int] = []
-        # What no estimate is below on meshes that were not searched.
-        self.undercut: list[tuple[float, LayoutProblem]] = []
+        # Of meshes that were not searched: what proves that nothing on them is better.
+        self.undercut: list[MeshSearch] = []
         self.estimate_bound = 0.0
         # The choices of an operator that were kept on finer meshes at least, and all that one has.
         self.kept, self.largest = 0, 0
@@ -146,10 +146,13 @@ class _Hunt:
             self._play(on_mesh, LAYOUTS)
         if self.any_fits():
             self._improve()
-        bounds = (*(b for b, _ in self.undercut), *(o.bound_ps for o in self.searched))
+        held = self._held()
+        bounds = [on_mesh.bound_ps(held) for on_mesh in self.searched]
+        bounds += (search.bound_under(held) for search in self.undercut)
         self.estimate_bound = min(bounds, default=0.0)
         if self.any_fits() and self.question.wanted is Wanted.PROOF:
-            problems = (*(o.problem for o in self.searched), *(p for _, p in self.undercut))
+            problems = [on_mesh.problem for on_mesh in self.searched]
+            problems += (search.problem for search in self.undercut)
             least: list[int] = []
             for problem in problems:
                 least.append(least_step_ps(problem, min(least, default=inf)))
@@ -174,7 +177,7 @@ class _Hunt:
         """Whether the smallest plan fits, or others may that are counted as less than there is."""
         fit = on_mesh.smallest()
         limit = self.question.limit_bytes
-        return fit is not None and (fit.excess_bytes <= 0 or fit.candidate.sums.held_bytes <= limit)
+        return fit is not None and (fit.obeys or fit.held_bytes <= limit)
 
     def _search(self, on_mesh: OnMesh) -> None:
         """Search a mesh, and play the best on it."""
@@ -224,12 +227,11 @@ class _Hunt:
         problem = self._problem(mesh, menus)
         self.least.append(least_compute_ps(problem))
         limit = min(float(self.question.limit_bytes), self.enough)
-        limit = max(limit, *(on_mesh.held() for on_mesh in self.searched))
         enough = parent.reached_ps * (1 - BETTER)
-        bound = undercut(MeshSearch(problem, limit), parent.search.worth, enough)
-        if bound >= enough:
-            self.undercut.append((bound, problem))
-            self.say(f"mesh {_sizes(mesh)}: no estimate below {_seconds(bound)}")
+        search = MeshSearch(problem, max(limit, self._held()))
+        if search.prove(parent.search.worth, enough) >= enough:
+            self.undercut.append(search)
+            self.say(f"mesh {_sizes(mesh)}: no estimate below {_seconds(search.bound)}")
             return None
         on_mesh = OnMesh(problem, self.question, self.base, self.trust, parent.search.worth)
         self.searched.append(on_mesh)
@@ -280,7 +282,7 @@ class _Hunt:
     def _close(self, on_mesh: OnMesh) -> None:
         """Prove that a mesh has nothing that is estimated to be better, or find it."""
         for _ in range(CLOSED):
-            if not on_mesh.close(self._best_ps(), self.enough):
+            if not on_mesh.close(self._best_ps(), self.enough, self._held()):
                 break
             self._play(on_mesh, LAYOUTS)
             self.enough = min(self.enough, on_mesh.enough)
@@ -310,6 +312,10 @@ class _Hunt:
     def fitting(self) -> Iterator[Fit]:
         """What was simulated and fits, on all meshes."""
         return chain.from_iterable(on_mesh.fitting() for on_mesh in self.searched)
+
+    def _held(self) -> float:
+        """The most that is counted of a plan that fits."""
+        return max((on_mesh.held() for on_mesh in self.searched), default=0.0)
 
     def _best_ps(self) -> float:
         """The best estimate of a plan that fits."""

@@ -109,19 +109,46 @@ class MeshSearch:
         """Columns and prices in turn, until cost and bound differ by `tolerance` at most, or the
         bound is `enough`.
         """
-        bound, worth = self.bound, self._combine()[1] if self.columns else self.worth
+        worth, new = self.worth, True
         for _ in range(ROUNDS):
+            if self.columns:
+                cost, worth = self._combine()
+                if not new or cost - self.bound <= tolerance * cost:
+                    break
             new, lower = self._add(worth, tolerance * SOLVED, enough)
-            if lower > bound:
-                bound, self.worth = lower, worth
-            if bound >= enough or not self.columns:
+            if lower > self.bound:
+                self.bound, self.worth = lower, worth
+            if self.bound >= enough or not self.columns:
                 break
-            cost, worth = self._combine()
-            if not new or cost - bound <= tolerance * cost:
-                break
-        self.bound = bound
         self.polish(values for values, _ in self.columns)
-        return Found(self.candidates(), bound)
+        return Found(self.candidates(), self.bound)
+
+    def prove(self, worth: Worth, enough: float) -> float:
+        """What no plan undercuts, by what the sums are worth on another mesh; as soon as that is
+        `enough`.
+        """
+        held = worth.held * self.limit_bytes
+        self.bounds[worth] = self.problem.undercut(self.multipliers(worth), enough + held) - held
+        self.bound = max(self.bound, self.bounds[worth])
+        return self.bound
+
+    def under(self, limit_bytes: float) -> "MeshSearch":
+        """The search under another limit, with what is known here: layouts cost what they cost."""
+        found = MeshSearch(self.problem, limit_bytes, self.at_most, self.worth)
+        found.columns, found.bounds = dict(self.columns), self._bounds_under(limit_bytes)
+        found.worth = max(found.bounds, key=found.bounds.__getitem__, default=self.worth)
+        found.bound = self.bound_under(limit_bytes)
+        return found
+
+    def bound_under(self, limit_bytes: float) -> float:
+        """What no plan undercuts that counts at most `limit_bytes`."""
+        bound = max(self._bounds_under(limit_bytes).values(), default=0.0)
+        return bound if limit_bytes > self.limit_bytes else max(bound, self.bound)
+
+    def _bounds_under(self, limit_bytes: float) -> dict[Worth, float]:
+        """Bounds under another limit: what is more counts as much as memory is worth."""
+        more = limit_bytes - self.limit_bytes
+        return {worth: bound - worth.held * more for worth, bound in self.bounds.items()}
 
     def multipliers(self, worth: Worth) -> Multipliers:
         """What counts under `worth`; where memory is worth nothing, recomputing is, too."""
@@ -170,13 +197,12 @@ class MeshSearch:
         solution = self.problem.solve(
             self.multipliers(worth), tolerance, enough + held, self.barred
         )
-        bound = solution.bound - held
+        bound = self.bounds[worth] = solution.bound - held
         if not solution.values:  # pins leave nothing, or nothing that costs less than enough
             return False, bound
         key = solution.values, solution.levels
         new = key not in self.columns
         self.columns[key] = summed(solution.passes, solution.weights)
-        self.bounds[worth] = bound
         return new, bound
 
     def _combine(self) -> tuple[float, Worth]:

@@ -24,8 +24,9 @@ TRIES = 5
 UNTIL = 8
 # How near bound and cost of mixtures come together, where a price is wanted and otherwise.
 ROUGH, FINE = 1e-2, 1e-3
-# The share of the memory within which the largest limit is sought that fits.
-CLOSE = 0.02
+# The share of the memory within which the largest limit is sought that fits; how far from what fits
+# to what does not the next one is at most.
+CLOSE, WITHIN = 0.02, 0.9
 # How many of the estimates that are near the best are simulated.
 PLAYED_NEARBY = 8
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
@@ -55,6 +56,16 @@ class Fit:
         return self.prediction.step_s * 1e12
 
     @property
+    def obeys(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.excess_bytes <= 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What the search counts of it."""
+        return self.candidate.sums.held_bytes
+
+    @property
     def proposal(self) -> Proposal:
         return Proposal(self.decisions, self.prediction, self.candidate.sums.step_ps)
 
@@ -78,10 +89,9 @@ class OnMesh:
         # The largest limit under which the best layout fits, and the smallest under which not.
         self.fits, self.fails = 0.0, inf
         self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
-        self.worth, self.search = worth, MeshSearch(problem, self.limit, worth=worth)
+        self.search = MeshSearch(problem, self.limit, worth=worth)
         self.found = Found((), inf)
-        # What no estimate is below, under which limit on what is counted.
-        self.proved: list[tuple[float, float]] = []
+        self.searches: list[MeshSearch] = []
 
     def smallest(self) -> Fit | None:
         """The plan that holds least, if there is any. Where it fits although more is counted, as
@@ -91,7 +101,7 @@ class OnMesh:
         if candidate is None:
             return None
         fit = self._play(candidate)
-        if fit.excess_bytes <= 0:
+        if fit.obeys:
             self.limit = max(self.limit, candidate.sums.held_bytes - fit.excess_bytes)
         return fit
 
@@ -100,19 +110,19 @@ class OnMesh:
         self.enough = enough
         self._anew(min(self.limit, enough))
 
-    def close(self, best_ps: float, enough: float) -> bool:
-        """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed;
-        whether that was needed.
+    def close(self, best_ps: float, enough: float, held: float) -> bool:
+        """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed:
+        those of all meshes hold `held` at most. Whether that was needed.
         """
-        limit = max(min(self.limit, self.enough, enough), self.held())
+        limit = max(min(self.limit, self.enough, enough), self.held() or held)
         near = best_ps * (1 - TOLERANCE)
-        if (self.bound_ps >= near and limit <= self.limit) or self.asked == (best_ps, limit):
+        if self._bound_under(limit) >= near or self.asked == (best_ps, limit):
             return False
         self.asked = best_ps, limit
         if limit != self.limit:
             self._anew(limit)
         if self.found.bound_ps < near:
-            self._found(close(self.search, best_ps))
+            self.found = close(self.search, best_ps)
         return True
 
     def _anew(self, limit: float) -> None:
@@ -122,24 +132,22 @@ class OnMesh:
 
     def _search(self, limit: float) -> None:
         """Search under a limit on what the search counts."""
-        self.limit, self.search = limit, MeshSearch(self.problem, limit, worth=self.worth)
-        self._found(self.search.run(ROUGH if self.question.wanted is Wanted.PRICE else FINE))
-
-    def _found(self, found: Found) -> None:
-        self.found = found
-        self.proved.append((self.limit, found.bound_ps))
+        self.limit, self.search = limit, self.search.under(limit)
+        self.searches.append(self.search)
+        self.found = self.search.run(ROUGH if self.question.wanted is Wanted.PRICE else FINE)
 
     def held(self) -> float:
         """The most that is counted of a plan that fits."""
-        return max((fit.candidate.sums.held_bytes for fit in self.fitting()), default=0.0)
+        return max((fit.held_bytes for fit in self.fitting()), default=0.0)
 
-    @property
-    def bound_ps(self) -> float:
+    def bound_ps(self, held: float) -> float:
         """What no estimate is below, under a limit that all plans keep that were found to fit;
-        where none was, under the largest.
+        where none was, those of other meshes, which hold `held` at most.
         """
-        least = self.held() or max((limit for limit, _ in self.proved), default=0.0)
-        return max((bound for limit, bound in self.proved if limit >= least), default=0.0)
+        return self._bound_under(self.held() or held)
+
+    def _bound_under(self, limit: float) -> float:
+        return max((search.bound_under(limit) for search in self.searches), default=0.0)
 
     @property
     def step_ps(self) -> float:
@@ -179,7 +187,7 @@ class OnMesh:
         """The `count` best layouts simulated, or more until one fits."""
         tried: list[Fit] = []
         for index, candidate in enumerate(self.found.candidates[: max(count, UNTIL)]):
-            done = index >= count and any(fit.excess_bytes <= 0 for fit in tried)
+            done = index >= count and any(fit.obeys for fit in tried)
             if done or not self.trust.promises(candidate.sums.step_ps):
                 break
             tried += self._fits(candidate.values, count > 1)
@@ -190,16 +198,17 @@ class OnMesh:
         one is right: between what fits and what does not, nearer than it matters.
         """
         best = min(tried, key=lambda fit: (max(fit.excess_bytes, 0), fit.step_ps))
-        if tried[0].excess_bytes > 0:
+        if not tried[0].obeys:
             self.fails = min(self.fails, self.limit)
         else:
             self.fits = max(self.fits, self.limit)
             if not self.search.worth.held:
                 return None
         # What may be counted if others need as much beyond it.
-        limit = min(self.limit, best.candidate.sums.held_bytes) - best.excess_bytes
+        limit = min(self.limit, best.held_bytes) - best.excess_bytes
         if not self.fits < limit < self.fails:
-            limit = (self.fits + self.fails) / 2
+            fits = best.held_bytes if best.obeys else 0.0
+            limit = (max(self.fits, min(fits, self.fails)) + self.fails) / 2
         near = CLOSE * self.limit_bytes
         if limit == inf or abs(limit - self.limit) < near or self.fails - self.fits < near:
             return None
@@ -225,12 +234,12 @@ class OnMesh:
         for _ in range(TRIES):
             if spare < CLOSE * self.limit_bytes:
                 return
-            held = fit.candidate.sums.held_bytes
+            held = fit.held_bytes
             candidate = polish(self.problem, fit.candidate.values, held + spare)
             if candidate is None or not self.trust.promises(candidate.sums.step_ps):
                 return
             tried = self._play(candidate)
-            if tried.excess_bytes > 0 or tried is fit:
+            if not tried.obeys or tried is fit:
                 spare //= 2
                 continue
             fit, spare = tried, -tried.excess_bytes
@@ -244,26 +253,34 @@ class OnMesh:
         """
         fits: list[Fit] = []
         limit = good = self.limit
-        least, under, over = least_bytes(self.problem, values), 0.0, inf
-        near = CLOSE * self.limit_bytes
+        least, near = least_bytes(self.problem, values), CLOSE * self.limit_bytes
+        under: Fit | None = None
+        over: Fit | None = None
         for _ in range(TRIES):
             candidate = polish(self.problem, values, limit)
             if candidate is None:
                 break
-            fits.append(self._play(candidate))
-            excess, held = fits[-1].excess_bytes, candidate.sums.held_bytes
-            if excess <= 0:
-                under, good = held, limit
+            fit = self._play(candidate)
+            known = fit in fits
+            fits.append(fit)
+            last = under if fit.obeys else None
+            if fit.obeys:
+                under, good = fit, limit
+            elif over is None or fit.held_bytes < over.held_bytes:
+                over = fit
+            if known or -near < fit.excess_bytes <= 0 or (over and over.held_bytes <= least):
+                break
+            if not under or not over:
+                limit = max(fit.held_bytes - fit.excess_bytes, least + 1.0)
+            elif over.held_bytes - under.held_bytes < near:
+                break
             else:
-                over = min(over, held)
-            if fits[-1] in fits[:-1] or over - under < near or over <= least:
-                break
-            if over == inf and -excess < near:
-                break
-            limit = (under + over) / 2 if under and over < inf else max(held - excess, least + 1.0)
-        if under and over < inf:
+                limit = _crossing(under, over, last)
+        else:
+            over = None  # not settled
+        if under and over:
             self.enough = good
-        if fits and fits[0].excess_bytes > 0:  # weights that are stored alike need fewer buffers
+        if fits and not fits[0].obeys:  # weights that are stored alike need fewer buffers
             fits += self._alike(fits[0].candidate)
         thrifty = polish(self.problem, values, good, frugal=True) if frugal else None
         if thrifty and self.trust.promises(thrifty.sums.step_ps):
@@ -281,14 +298,14 @@ class OnMesh:
 
     def fitting(self) -> Iterator[Fit]:
         """What was simulated and fits."""
-        return (fit for fit in self.played.values() if fit.excess_bytes <= 0)
+        return (fit for fit in self.played.values() if fit.obeys)
 
     def _play(self, candidate: Candidate) -> Fit:
         if candidate not in self.played:
             self.problem.work.spend()
             self.played[candidate] = self._simulated(candidate)
             fit = self.played[candidate]
-            self.trust.saw(candidate.sums.step_ps, fit.step_ps, fits=fit.excess_bytes <= 0)
+            self.trust.saw(candidate.sums.step_ps, fit.step_ps, fits=fit.obeys)
         return self.played[candidate]
 
     def _simulated(self, candidate: Candidate) -> Fit:
@@ -296,3 +313,14 @@ class OnMesh:
         pcg = lower(self.problem.program.graph, plan, factored=self.problem.program.factored)
         expected = self.question.predict(pcg, plan)
         return Fit(candidate, plan, expected, expected.peak_bytes - self.limit_bytes)
+
+
+def _crossing(under: Fit, over: Fit, last: Fit | None) -> float:
+    """What may be counted so that a plan between two fills the memory nearly: its peak is taken to
+    grow with that as it did between `under` and the one that fitted before it, or `over`.
+    """
+    other = over if last is None or last.held_bytes == under.held_bytes else last
+    growth = (other.excess_bytes - under.excess_bytes) / (other.held_bytes - under.held_bytes)
+    between = over.held_bytes - under.held_bytes
+    more = -0.9 * under.excess_bytes / growth if growth > 0 else between
+    return under.held_bytes + min(WITHIN * between, max((1 - WITHIN) * between, more))

@@ -21,7 +21,6 @@ from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, across
 from parloom.search.program import Axes, Program
 from parloom.search.single import Single
-from parloom.search.sums import Worth
 
 # How many meshes are made of one by cutting an axis in two: all that 8 x 8 has.
 CUTS = 4
@@ -160,11 +159,3 @@ def _assignment(rule: Rule, mesh: Mesh, number: int) -> dict[str, Axes]:
         if factor is not None:
             chosen[factor] = (*chosen.get(factor, ()), axis.name)
     return chosen
-
-
-def undercut(search: MeshSearch, worth: Worth, enough: float) -> float:
-    """What no plan undercuts on a mesh that was not searched yet, by what sums are worth on
-    another; as soon as that is `enough`.
-    """
-    held = worth.held * search.limit_bytes
-    return search.problem.undercut(search.multipliers(worth), enough + held) - held
