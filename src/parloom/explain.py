@@ -16,7 +16,7 @@ from parloom.errors import FingerprintError, InfeasibleError, InputError, neares
 from parloom.execute.files import read_plan
 from parloom.execute.machine import machine_for
 from parloom.execute.program import lowered
-from parloom.ir.plan import Plan
+from parloom.ir.plan import INTERRUPTED, Plan
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -97,9 +97,13 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
             try:
                 microbatches = count if count > 1 else None
                 ask = Ask(asked, graph, machine, limit or UNLIMITED, microbatches)
-                return choose(ask, say)
+                found = choose(ask, say)
             except InfeasibleError as error:
                 say(f"{versus}: {error}")
+                continue
+            if found.interrupted:
+                say(f"{versus}: {INTERRUPTED}")
+            return found
         raise AssertionError("without a limit every plan fits")
     if not Path(versus).exists():
         hint = nearest(versus, arguments.METHODS)

@@ -13,7 +13,14 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import format_bytes
-from parloom.ir.plan import ActivationDecision, Constraint, Decisions, Prediction
+from parloom.explain import explain
+from parloom.ir.plan import (
+    INTERRUPTED,
+    ActivationDecision,
+    Constraint,
+    Decisions,
+    Prediction,
+)
 from parloom.report.bars import bars
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -218,3 +225,15 @@ def test_the_cause_of_a_difference() -> None:
     assert "slower than the plan, most of all for recomputation" in text
     same = versus(case, case, "itself")
     assert screen(versus_screen(same)).startswith("itself takes exactly as long as the plan")
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_that_the_other_search_was_stopped_is_said(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = case_of(GRAPH, CLUSTER, next(data_parallel(GRAPH, CLUSTER))).plan
+    other = replace(plan, notes=(f"auto: {INTERRUPTED}",) if stopped else ())
+    monkeypatch.setattr("parloom.explain.choose", lambda ask, say: other)
+    said: list[str] = []
+    explain(plan, "plan.json", versus="auto", say=said.append)
+    assert any(INTERRUPTED in line for line in said) == stopped
