@@ -218,6 +218,25 @@ def test_what_one_limit_shows_holds_under_another(seed: int, share: float, other
     assert found.bound_ps <= least_ps + 0.5
 
 
+@settings(max_examples=6)
+@given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_what_one_limit_shows_holds_under_another_where_calls_recompute(
+    seed: int, share: float, other: float
+) -> None:
+    (mesh,) = logical_meshes(TWO)
+    problem = problem_of(model(3 + seed % 4), mesh, TWO)
+    held = MeshSearch(problem, PLENTY).run().candidates[0].sums.held_bytes
+    searching = MeshSearch(problem, (0.5 + share / 2) * held)
+    searching.run()
+    limit = (0.5 + other / 2) * held
+    best = [c.sums.step_ps for c in MeshSearch(problem, limit).run().candidates]
+    assert all(searching.bound_under(limit) <= step_ps + 0.5 for step_ps in best)
+    again = searching.under(limit)
+    assert [c.sums.step_ps for c in again.run().candidates[:1]] == best[:1]
+    proved = MeshSearch(problem, limit).prove(searching.worth, 1e18)
+    assert all(proved <= step_ps + 0.5 for step_ps in best)
+
+
 def test_a_bound_under_one_limit_is_none_under_a_larger() -> None:
     """Negative control: bounds that were kept as they are would be wrong."""
     wrong = 0

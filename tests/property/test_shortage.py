@@ -13,13 +13,14 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Prediction
 from parloom.search.auto import search
 from parloom.search.candidates import smallest
 from parloom.search.least import least_share
-from parloom.search.on_mesh import Fit, OnMesh
+from parloom.search.on_mesh import Fit, OnMesh, _crossing
 from parloom.search.polish import Candidate
 from parloom.search.question import Question, Wanted
+from parloom.search.sums import Sums
 from tests.property.searched import ADAM, random_graph
 from tests.unit.test_simulate import model
 
@@ -148,3 +149,23 @@ def test_whatever_ends_a_search_its_answer_is_the_best_that_was_simulated(
             stopped += found.interrupted or found.exhausted
             assert [p.prediction.step_s for p in found.proposals[:1]] == sorted(fits)[:1]
     assert stopped > 5
+
+
+@given(
+    st.integers(1, 10**12), st.integers(1, 10**12), st.integers(0, 10**12), st.integers(1, 10**12)
+)
+def test_between_what_fits_and_what_does_not_the_next_limit_closes_in(
+    low: int, more: int, spare: int, excess: int
+) -> None:
+    under, over = fit(low, -spare), fit(low + more, excess)
+    limit = _crossing(under, over, None)
+    assert low + 0.09 * more <= limit <= low + 0.91 * more
+    # Where what is needed grows evenly, the plan at the crossing has next to nothing to spare.
+    grown = -spare + (spare + excess) * (limit - low) / more
+    assert grown <= 0 or limit <= low + 0.11 * more
+    last = fit(max(low - more, 0), -2 * spare)
+    assert low + 0.09 * more <= _crossing(under, over, last) <= low + 0.91 * more
+
+
+def fit(held: int, excess: int) -> Fit:
+    return Fit(Candidate((), (), (), Sums(0, 0, 0, held)), BASE, Prediction(0.0, 0), excess)

@@ -16,6 +16,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, PrimeAxis
 from parloom.ir.plan import Decisions
 from parloom.search.choices import Menu
+from parloom.search.closing import TOLERANCE
 from parloom.search.conflicts import meshes_of
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import least_share
@@ -41,7 +42,7 @@ CLOSED = 3
 # by which a finer mesh must be better.
 WORTHWHILE, BETTER = 0.02, 0.005
 # Bounds are sums of floating-point numbers, estimates of integers.
-ROUNDING = 1e-9
+ROUNDING = 1e-6
 # After so many in a row that are not, others are not looked at.
 IN_VAIN = 2
 
@@ -147,8 +148,8 @@ class _Hunt:
         if self.any_fits():
             self._improve()
         held = self._held()
-        bounds = [on_mesh.bound_ps(held) for on_mesh in self.searched]
-        bounds += (search.bound_under(held) for search in self.undercut)
+        bounds = [on_mesh.bound_ps(self.enough, held) for on_mesh in self.searched]
+        bounds += (self._bound(search, held) for search in self.undercut)
         self.estimate_bound = min(bounds, default=0.0)
         if self.any_fits() and self.question.wanted is Wanted.PROOF:
             problems = [on_mesh.problem for on_mesh in self.searched]
@@ -286,6 +287,15 @@ class _Hunt:
                 break
             self._play(on_mesh, LAYOUTS)
             self.enough = min(self.enough, on_mesh.enough)
+
+    def _bound(self, search: MeshSearch, held: float) -> float:
+        """What no estimate is below on a mesh that was not searched, under what plans hold that fit
+        on others.
+        """
+        bound, near = search.bound_under(held), self._best_ps() * (1 - TOLERANCE)
+        if not bound < near < inf:
+            return bound
+        return max(bound, search.under(held).prove(self._fastest().search.worth, near))
 
     def bound(self, meshes: Iterable[Mesh]) -> None:
         """What no plan on meshes that were not searched undercuts."""

@@ -124,29 +124,35 @@ class MeshSearch:
         return Found(self.candidates(), self.bound)
 
     def prove(self, worth: Worth, enough: float) -> float:
-        """What no plan undercuts, by what the sums are worth on another mesh; as soon as that is
-        `enough`.
+        """What no plan undercuts, as one `worth` proves it, which may be of another mesh; as soon
+        as that is `enough`.
         """
         held = worth.held * self.limit_bytes
-        self.bounds[worth] = self.problem.undercut(self.multipliers(worth), enough + held) - held
-        self.bound = max(self.bound, self.bounds[worth])
+        bound = self.problem.undercut(self.multipliers(worth), enough + held) - held
+        self.bound = max(self.bound, self._proved(worth, bound))
         return self.bound
 
+    def _proved(self, worth: Worth, bound: float) -> float:
+        self.bounds[worth] = max(bound, self.bounds.get(worth, bound))
+        return bound
+
     def under(self, limit_bytes: float) -> "MeshSearch":
-        """The search under another limit, with what is known here: layouts cost what they cost."""
+        """The search of all layouts under another limit, with what is known here: they cost what
+        they cost, and bounds of one worth move with the limit.
+        """
         found = MeshSearch(self.problem, limit_bytes, self.at_most, self.worth)
         found.columns, found.bounds = dict(self.columns), self._bounds_under(limit_bytes)
         found.worth = max(found.bounds, key=found.bounds.__getitem__, default=self.worth)
-        found.bound = self.bound_under(limit_bytes)
+        found.bound = max(0.0, found.bounds.get(found.worth, 0.0))
         return found
 
     def bound_under(self, limit_bytes: float) -> float:
         """What no plan undercuts that counts at most `limit_bytes`."""
         bound = max(self._bounds_under(limit_bytes).values(), default=0.0)
-        return bound if limit_bytes > self.limit_bytes else max(bound, self.bound)
+        return max(0.0, bound, self.bound if limit_bytes <= self.limit_bytes else 0.0)
 
     def _bounds_under(self, limit_bytes: float) -> dict[Worth, float]:
-        """Bounds under another limit: what is more counts as much as memory is worth."""
+        """Bounds under another limit: less by what memory was worth, for each byte more."""
         more = limit_bytes - self.limit_bytes
         return {worth: bound - worth.held * more for worth, bound in self.bounds.items()}
 
@@ -197,7 +203,7 @@ class MeshSearch:
         solution = self.problem.solve(
             self.multipliers(worth), tolerance, enough + held, self.barred
         )
-        bound = self.bounds[worth] = solution.bound - held
+        bound = self._proved(worth, solution.bound - held)
         if not solution.values:  # pins leave nothing, or nothing that costs less than enough
             return False, bound
         key = solution.values, solution.levels

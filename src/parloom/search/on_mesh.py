@@ -25,8 +25,8 @@ UNTIL = 8
 # How near bound and cost of mixtures come together, where a price is wanted and otherwise.
 ROUGH, FINE = 1e-2, 1e-3
 # The share of the memory within which the largest limit is sought that fits; how far from what fits
-# to what does not the next one is at most.
-CLOSE, WITHIN = 0.02, 0.9
+# to what does not the next one is at most; the share of what is left that it is to fill.
+CLOSE, WITHIN, FILLED = 0.02, 0.9, 0.9
 # How many of the estimates that are near the best are simulated.
 PLAYED_NEARBY = 8
 # Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
@@ -88,6 +88,7 @@ class OnMesh:
         self.limit, self.enough = float(self.limit_bytes), inf
         # The largest limit under which the best layout fits, and the smallest under which not.
         self.fits, self.fails = 0.0, inf
+        self.right = 0.0  # the largest under which the best layout was ever found to fit
         self.asked = 0.0, 0.0  # what the bound was brought near to, under which limit
         self.search = MeshSearch(problem, self.limit, worth=worth)
         self.found = Found((), inf)
@@ -114,12 +115,12 @@ class OnMesh:
         """Bring the bound near `best_ps`, under what may be counted as the plans that fit showed:
         those of all meshes hold `held` at most. Whether that was needed.
         """
-        limit = max(min(self.limit, self.enough, enough), self.held() or held)
+        limit = self._due(enough, held)
         near = best_ps * (1 - TOLERANCE)
         if self._bound_under(limit) >= near or self.asked == (best_ps, limit):
             return False
         self.asked = best_ps, limit
-        if limit != self.limit:
+        if limit != self.limit or not self.searches:
             self._anew(limit)
         if self.found.bound_ps < near:
             self.found = close(self.search, best_ps)
@@ -140,11 +141,16 @@ class OnMesh:
         """The most that is counted of a plan that fits."""
         return max((fit.held_bytes for fit in self.fitting()), default=0.0)
 
-    def bound_ps(self, held: float) -> float:
-        """What no estimate is below, under a limit that all plans keep that were found to fit;
-        where none was, those of other meshes, which hold `held` at most.
+    def bound_ps(self, enough: float, held: float) -> float:
+        """What no estimate is below, under the limit that `close` brings it near under."""
+        return self._bound_under(self._due(enough, held))
+
+    def _due(self, enough: float, held: float) -> float:
+        """The limit for bounds: what may be counted as was found on this mesh, or else on others;
+        all plans that were found to fit obey it, on any mesh where none was on this one.
         """
-        return self._bound_under(self.held() or held)
+        limit = self.right or min(self.limit, self.enough, enough)
+        return max(limit, self.held() or held)
 
     def _bound_under(self, limit: float) -> float:
         return max((search.bound_under(limit) for search in self.searches), default=0.0)
@@ -202,13 +208,14 @@ class OnMesh:
             self.fails = min(self.fails, self.limit)
         else:
             self.fits = max(self.fits, self.limit)
+            self.right = max(self.right, self.limit)
             if not self.search.worth.held:
                 return None
         # What may be counted if others need as much beyond it.
         limit = min(self.limit, best.held_bytes) - best.excess_bytes
         if not self.fits < limit < self.fails:
-            fits = best.held_bytes if best.obeys else 0.0
-            limit = (max(self.fits, min(fits, self.fails)) + self.fails) / 2
+            filled = min(best.held_bytes, self.fails) if best.obeys else 0.0
+            limit = (max(self.fits, filled) + self.fails) / 2
         near = CLOSE * self.limit_bytes
         if limit == inf or abs(limit - self.limit) < near or self.fails - self.fits < near:
             return None
@@ -322,5 +329,5 @@ def _crossing(under: Fit, over: Fit, last: Fit | None) -> float:
     other = over if last is None or last.held_bytes == under.held_bytes else last
     growth = (other.excess_bytes - under.excess_bytes) / (other.held_bytes - under.held_bytes)
     between = over.held_bytes - under.held_bytes
-    more = -0.9 * under.excess_bytes / growth if growth > 0 else between
+    more = -FILLED * under.excess_bytes / growth if growth > 0 else between
     return under.held_bytes + min(WITHIN * between, max((1 - WITHIN) * between, more))
