@@ -296,10 +296,12 @@ def simulate(
     """Play one step of the plan: what is busy, what is waited for, and memory over time."""
     from parloom import api
     from parloom.report import timeline
-    from parloom.report.words import title_words
+    from parloom.report.words import title_words, uncalibrated_words
 
     chosen = api.load(path)
     played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
+    if warning := uncalibrated_words(chosen, source):
+        _say(warning)
     ranks = chosen.decisions.mesh.num_ranks
     name = f"each of {ranks} devices" if ranks > 1 else "the device"
     if trace is not None and not trace.parent.exists():

@@ -1,10 +1,12 @@
 """Decisions in words."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from parloom.answer import ALL
+from parloom.cost.measured import Source
 from parloom.ir.mesh import Device, grid
 from parloom.ir.plan import (
     ActivationDecision,
@@ -12,6 +14,7 @@ from parloom.ir.plan import (
     Decisions,
     NodeDecision,
     ParameterDecision,
+    Prediction,
     Storage,
 )
 from parloom.report.words import (
@@ -22,6 +25,7 @@ from parloom.report.words import (
     memory_words,
     rate_words,
     splits,
+    uncalibrated_words,
     words,
 )
 from parloom.search.baselines import data_parallel, fsdp, megatron
@@ -167,3 +171,12 @@ def test_what_one_flag_costs_and_what_several_cost() -> None:
     assert constraint_line(Constraint("--pin a=n", step_s, 1), found) == "--pin a=n costs nothing"
     assert constraint_line(Constraint(ALL, step_s, 1), found) == "all of these cost nothing"
     assert constraint_line(Constraint(ALL, 0.25, 1), found).startswith("all of these cost 50 ms")
+
+
+@pytest.mark.parametrize(("planned", "here"), list(product(("spec", "measured"), repeat=2)))
+def test_a_calibrated_plan_without_its_calibration_is_warned_of(planned: str, here: str) -> None:
+    plan = replace(example(), prediction=Prediction(2.0, 1, source=planned))
+    said = uncalibrated_words(plan, Source(here, 0.1))
+    assert ("predicted to take 2 s (measured)" in said) == (planned != "spec" and here == "spec")
+    assert bool(said) == (planned != "spec" and here == "spec")
+    assert not uncalibrated_words(replace(plan, prediction=None), Source("spec", 0.1))

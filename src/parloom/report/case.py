@@ -5,17 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from parloom.cost.kernels import SPEC
 from parloom.cost.ledger import MAIN, Ledger, ledger
 from parloom.cost.measured import Source
 from parloom.cost.shares import Runs, Share, runs, shares
 from parloom.cost.step import Priced
 from parloom.cost.timeline import Timeline
-from parloom.cost.units import format_seconds
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG, PCall, PFunction
 from parloom.ir.plan import Decisions, Plan
-from parloom.report.words import WARNING, memory_limit, named_ways
+from parloom.report.words import memory_limit, named_ways, uncalibrated_words
 
 Place = tuple[str, str]
 """Block kind, or MAIN, and an operator's key in it."""
@@ -37,14 +35,7 @@ class Case:
     @property
     def warning(self) -> str:
         """A line where the plan was predicted with a calibration and is explained without one."""
-        found = self.plan.prediction
-        if found is None or found.source == SPEC or self.source.name != SPEC:
-            return ""
-        said = f"{format_seconds(found.step_s)} ({found.source})"
-        return (
-            f"{WARNING}the plan of {self.plan.method} was predicted to take {said}, and the times"
-            " here are those of data sheets: give --calibration F, as to `plan`"
-        )
+        return uncalibrated_words(self.plan, self.source)
 
     @property
     def decisions(self) -> Decisions:

@@ -8,7 +8,8 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
-from parloom.cost.kernels import PRODUCTS
+from parloom.cost.kernels import PRODUCTS, SPEC
+from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
@@ -285,6 +286,18 @@ def title_words(plan: Plan, cluster: Cluster) -> str:
     """What is planned, on which devices, and by which method."""
     devices = f"{cluster.num_devices} x {cluster.device.name}"
     return f"{plan.source.spec} on {cluster.name} ({devices}): {plan.method}"
+
+
+def uncalibrated_words(plan: Plan, source: Source) -> str:
+    """A warning where `plan` was predicted with a calibration and `source` is without one."""
+    found = plan.prediction
+    if found is None or found.source == SPEC or source.name != SPEC:
+        return ""
+    said = f"{format_seconds(found.step_s)} ({found.source})"
+    return (
+        f"{WARNING}the plan of {plan.method} was predicted to take {said}, and the times here are"
+        " those of data sheets: give --calibration F, as to `plan`"
+    )
 
 
 def memory_limit(plan: Plan, device_bytes: int) -> int:
