@@ -10,7 +10,7 @@ from parloom.errors import CaptureError, InputError
 from tests.capture.traps.corpus import Trap, traps
 
 
-@pytest.mark.parametrize("trap", traps(), ids=str)
+@pytest.mark.parametrize("trap", list(traps()), ids=str)
 def test_trap(trap: Trap) -> None:
     torch.set_num_threads(1)
     found = load_model(trap.spec)
