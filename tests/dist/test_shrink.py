@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from parloom import api
 from parloom.capture import Loaded, capture, fingerprint, load_abstract, load_model
 from parloom.errors import InputError
-from parloom.execute.shrink import Shrunk, require_memory, shrink, small_mesh
+from parloom.execute.shrink import Shrunk, require_memory, shrink, small_mesh, small_model
 from parloom.execute.shrink_sizes import (
     ATTEMPTS,
     atoms,
@@ -271,3 +271,54 @@ def test_not_enough_to_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, loaded = of_factory(Net(8, 3), 4, grid({"x": 2}))
     with pytest.raises(InputError, match=r"cannot be shrunk enough: .* parameters remain"):
         shrink(plan, loaded)
+
+
+BERT_LARGE = {
+    "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 1024,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+    "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2,
+}  # fmt: skip
+
+
+def test_a_small_model_needs_no_plan(tmp_path: Path) -> None:
+    for spec, layers in ((config(tmp_path, BERT_LARGE), "num_hidden_layers"), ("zoo:bert_large", "depth")):  # fmt: skip
+        loaded = load_abstract(spec, limit=0)
+        found = small_model(ModelSource(spec), loaded, seed=3)
+        assert found is not None
+        small, text = found
+        assert f"{layers} 24 -> 2" in text
+        assert "seq 512 -> 4" in text
+        assert sum(p.numel() for p in small.model.parameters()) < 1_000_000
+        capture(small.model, small.batch, loss=small.loss)
+        again = small_model(ModelSource(spec), loaded, seed=3)
+        assert again is not None
+        for one, other in zip(small.model.parameters(), again[0].model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_small_model_that_stays_big_is_none() -> None:
+    model = Net(8, 2)
+    assert small_model(ModelSource("net.py:make"), Loaded(model, {"x": torch.randn(2, 8)})) is None
+
+
+class Odd(Net):
+    """One block has another setting, far from the first."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 9)
+        for index, block in enumerate(self.blocks):
+            block.index, block.scale = index, 0.5 if index == 6 else 1.0  # type: ignore[assignment]
+
+
+def test_a_small_factory_model_has_a_block_of_each_makeup() -> None:
+    made = Odd()
+    odd = made.blocks[6]
+    found = small_model(ModelSource("net.py:make"), Loaded(made, {"x": torch.randn(64, 8)}))
+    assert found is not None
+    assert found[1] == "2 of 9 blocks, batch 64 -> 4"
+    assert list(found[0].model.blocks)[1] is odd  # type: ignore[arg-type]
+    whole = Indexed(8, 5)
+    kept = small_model(ModelSource("net.py:make"), Loaded(whole, {"x": torch.randn(64, 8)}))
+    assert kept is not None
+    assert kept[1] == "batch 64 -> 4"
+    assert len(whole.blocks) == 5

@@ -9,41 +9,31 @@ what still cannot be kept is said in the report.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import lcm, prod
-from typing import Any
 
 import psutil
 from torch import Tensor, nn
 
-from parloom.capture import Loaded, capture, load_model, parameters_of, sizes_of
+from parloom.capture import Loaded, capture, parameters_of, sizes_of
 from parloom.cost.units import format_bytes
 from parloom.errors import CaptureError, InputError, LayoutError
 from parloom.execute.shrink_sizes import (
     ATTEMPTS,
-    LAYERS,
-    ROLES,
-    STAGE_LISTS,
     Attempt,
-    atoms,
-    need_of,
-    small_batch,
-    small_seq,
-    small_sizes,
-    whole,
 )
+from parloom.execute.small_builds import MAX_BLOCKS, Needs, fewer_blocks, of_sizes
 from parloom.execute.stacks import Stacks, blocks_of
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
-from parloom.ir.plan import Decisions, NodeDecision, Plan
+from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.pad import Padding, parse_padding, rewritten
 
 MAX_RANKS = 16
-MAX_BLOCKS = 4  # per stack, where the blocks of a kind are decided differently
 MAX_MICROBATCHES = 2
 # Weights of all ranks together; each has a gradient and two states in float64: 6 GB.
 MAX_WEIGHTS = 200_000_000
@@ -61,17 +51,13 @@ class Shrunk:
 
 @dataclass(frozen=True)
 class Big:
-    """The plan to be shrunk, with its factors and the sizes that the small axes need."""
+    """The plan to be shrunk, with its factors and what the copy needs."""
 
     plan: Plan
     mesh: Mesh
     factored: Factored
     nodes: Mapping[str, FlatNode]
-    needs: Mapping[int, int]
-
-    @property
-    def num_microbatches(self) -> int:
-        return min(self.plan.decisions.num_microbatches, MAX_MICROBATCHES)
+    needs: Needs
 
 
 @dataclass(frozen=True)
@@ -127,6 +113,45 @@ def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
     return Shrunk(small, tensors, best.loaded.batch, text)
 
 
+def small_model(source: ModelSource, loaded: Loaded, *, seed: int = 0) -> tuple[Loaded, str] | None:
+    """`loaded` in small sizes, whatever the plan, and what was shrunk; None where it stays big.
+
+    A config or a zoo model is built anew with weights from `seed`: equal calls give equal models.
+    A factory's model loses blocks in place, which stay where it does not capture without them.
+    """
+    values = sizes_of(source.spec)
+    if values is None:
+        stacks = {
+            path: [_makeup(block) for block in module.children()]
+            for path, module in loaded.model.named_modules()
+            if path and isinstance(module, nn.ModuleList | nn.Sequential)
+        }
+        made, *changes = fewer_blocks(loaded, stacks, Needs())
+        text = ", ".join(chain(*reversed(changes)))
+        return (made, text) if text else None
+    for attempt in ATTEMPTS:
+        try:
+            made, *changes = of_sizes(source, seed, loaded, values, Needs(), attempt)
+        except InputError:
+            continue
+        text = ", ".join(chain(*reversed(changes)))
+        small = sum(p.numel() for p in made.model.parameters()) <= MAX_WEIGHTS
+        return (made, text) if text and small else None
+    return None
+
+
+def _makeup(block: nn.Module) -> tuple[object, ...]:
+    """Types and settings of a block's modules; whole numbers are left out, for many count."""
+    return tuple(
+        (name, type(module), tuple((k, v) for k, v in vars(module).items() if _is_setting(v)))
+        for name, module in block.named_modules()
+    )
+
+
+def _is_setting(value: object) -> bool:
+    return value is None or isinstance(value, bool | float | str)
+
+
 def require_memory(model: nn.Module, spec: str) -> None:
     """Raise `InputError` where a proof of the whole model cannot fit in this machine's memory.
 
@@ -148,7 +173,7 @@ def examine(plan: Plan) -> Big:
     factored = factorize(graph)
     mesh = small_mesh(decisions.mesh)
     nodes = {flat.key: flat for flat in graph.flat()}
-    needs: dict[int, int] = {}
+    divisors: dict[int, int] = {}
     for node in decisions.nodes:
         flat = nodes.get(node.key)
         if flat is None:
@@ -157,7 +182,9 @@ def examine(plan: Plan) -> Big:
         for factor, axes in node.factors:
             if factor in sizes and axes:
                 size = sizes[factor]
-                needs[size] = lcm(needs.get(size, 1), mesh.size(axes))
+                divisors[size] = lcm(divisors.get(size, 1), mesh.size(axes))
+    microbatches = min(decisions.num_microbatches, MAX_MICROBATCHES)
+    needs = Needs(divisors, _layers_needed(nodes, decisions), microbatches)
     return Big(plan, mesh, factored, nodes, needs)
 
 
@@ -180,11 +207,14 @@ def small_mesh(mesh: Mesh) -> Mesh:
 
 def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
     """The copy that one choice of sizes gives."""
-    values = sizes_of(big.plan.source.spec)
-    if values is None:
-        made, changes = _of_factory(big, loaded, attempt)
+    plan = big.plan
+    values = sizes_of(plan.source.spec)
+    if values is not None:
+        made, changes, _ = of_sizes(plan.source, plan.seed, loaded, values, big.needs, attempt)
+    elif attempt == ATTEMPTS[0]:
+        made, changes = _of_factory(big, loaded)
     else:
-        made, changes = _of_sizes(big, loaded, values, attempt)
+        raise LayoutError(f"{plan.source.spec} has only one copy")
     weights = sum(p.numel() for p in made.model.parameters())
     if weights * big.mesh.num_ranks > MAX_WEIGHTS:
         raise InputError(
@@ -196,73 +226,10 @@ def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
     return _decided(big, made, graph, changes)
 
 
-def _of_sizes(
-    big: Big, loaded: Loaded, values: Mapping[str, Any], attempt: Attempt
-) -> tuple[Loaded, tuple[str, ...]]:
-    """The model built with small settings: a config or a zoo model."""
-    source = big.plan.source
-    groups = {"": values} | {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, dict) and "model_type" in value
-    }
-    batch, seq = _batch_and_seq(loaded)
-    sizes = {batch, seq, seq - 1}.union(*(atoms(group) for group in groups.values())) - {0, 1}
-    need = need_of(big.needs, sizes, broad=attempt.broad)
-    small = small_seq(seq, need, attempt) if seq else 0
-    layers = max(_layers_needed(big), *(_kinds_listed(group) for group in groups.values()))
-    changed: dict[str, Any] = {}
-    for name, group in groups.items():
-        found = small_sizes(group, layers, (seq, small), need, attempt)
-        changed |= {name: found} if name and found else found
-    fewer = small_batch(batch, need, big.num_microbatches)
-    made = load_model(
-        source.spec,
-        batch=fewer if batch else None,
-        seq=small or None,
-        dtype=source.dtype,
-        seed=big.plan.seed,
-        sizes=changed,
-    )
-    changes = [
-        text
-        for name, group in groups.items()
-        for text in _changes(group, changed.get(name, {}) if name else changed)
-    ]
-    changes += [f"batch {batch} -> {fewer}"] if fewer < batch else []
-    changes += [f"seq {seq} -> {small}"] if small < seq else []
-    return made, tuple(changes)
-
-
-def _batch_and_seq(loaded: Loaded) -> tuple[int, int]:
-    """Batch size and sequence length (0: no such) of a batch that parloom built."""
-    shapes = {name: tuple(t.shape) for name, t in loaded.batch.items()}
-    batch = next((s[0] for s in shapes.values() if s), 0)
-    return batch, shapes["input_ids"][1] if "input_ids" in shapes else 0
-
-
-def _changes(values: Mapping[str, Any], changed: Mapping[str, Any]) -> Iterator[str]:
-    """`hidden_size 4096 -> 64`; block counts are told by the stacks."""
-    for key, small in changed.items():
-        told = ROLES.get(key, LAYERS) != LAYERS or key in (*STAGE_LISTS, "depths")
-        if told and not isinstance(small, Mapping):
-            yield f"{key} {values[key]} -> {small}"
-
-
-def _kinds_listed(values: Mapping[str, Any]) -> int:
-    """Blocks until every kind that a per-block list of a config names has come."""
-    counts = {v for k, v in values.items() if ROLES.get(k) == LAYERS and whole(v)}
-    needed = 2
-    for value in values.values():
-        if isinstance(value, list) and len(value) in counts and value:
-            needed = max(needed, *(value.index(kind) + 1 for kind in value))
-    return needed
-
-
-def _layers_needed(big: Big) -> int:
+def _layers_needed(nodes: Mapping[str, FlatNode], decisions: Decisions) -> int:
     """Blocks per stack that show every kind of block, and differing decisions up to a limit."""
     needed = 2
-    for blocks in blocks_of(big.nodes, big.plan.decisions).values():
+    for blocks in blocks_of(nodes, decisions).values():
         kinds = [block.kind for block in blocks.values()]
         variants = {(block.kind, block.variant) for block in blocks.values()}
         if any(len(list(run)) > 1 for _, run in groupby(kinds)):
@@ -271,66 +238,14 @@ def _layers_needed(big: Big) -> int:
     return needed
 
 
-def _of_factory(big: Big, loaded: Loaded, attempt: Attempt) -> tuple[Loaded, tuple[str, ...]]:
+def _of_factory(big: Big, loaded: Loaded) -> tuple[Loaded, tuple[str, ...]]:
     """The factory's own model with fewer blocks, or as it is where it does not run with fewer."""
-    if attempt != ATTEMPTS[0]:
-        raise LayoutError(f"{big.plan.source.spec} has only one copy")
-    batch, changes = _fewer_samples(big, loaded)
-    model = loaded.model
-    removed: list[tuple[nn.Module, str, nn.Module]] = []
-    for prefix, blocks in blocks_of(big.nodes, big.plan.decisions).items():
-        try:
-            stack = model.get_submodule(prefix)
-        except AttributeError:
-            continue
-        kept = _kept(stack, [(b.kind, b.variant) for b in blocks.values()])
-        if kept is not None and len(kept) < len(stack):  # type: ignore[arg-type]
-            parent, _, leaf = prefix.rpartition(".")
-            removed.append((model.get_submodule(parent), leaf, stack))
-            fewer = [stack[i] for i in kept]  # type: ignore[index]
-            made = (
-                nn.ModuleList(fewer) if isinstance(stack, nn.ModuleList) else nn.Sequential(*fewer)
-            )
-            setattr(model.get_submodule(parent), leaf, made)
-    try:
-        if removed:
-            capture(model, batch, loss=loaded.loss)
-    except CaptureError:
-        for owner, leaf, stack in reversed(removed):
-            setattr(owner, leaf, stack)
-    return replace(loaded, batch=batch), changes
-
-
-def _kept(stack: nn.Module, variants: list[object]) -> list[int] | None:
-    """Indices that stay of a list of blocks: of each run of equal modules at least two, and more
-    where their decisions differ; None where the list is of another type.
-    """
-    if type(stack) not in (nn.ModuleList, nn.Sequential) or len(variants) != len(stack):  # type: ignore[arg-type]
-        return None
-    shapes = [
-        (type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters()))
-        for m in stack.children()
-    ]
-    kept: list[int] = []
-    for _, run in groupby(range(len(shapes)), key=lambda i: shapes[i]):
-        indices = list(run)
-        first = {variants[i]: i for i in reversed(indices)}
-        chosen = sorted(first.values())[:MAX_BLOCKS]
-        spare = [i for i in indices if i not in chosen]
-        kept += sorted(chosen + spare[: max(0, 2 - len(chosen))])
-    return kept
-
-
-def _fewer_samples(big: Big, loaded: Loaded) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The first samples of a factory's batch, where all its tensors have the samples first."""
-    sizes = {t.shape[0] if t.dim() else 0 for t in loaded.batch.values()}
-    if len(sizes) != 1 or 0 in sizes:
-        return loaded.batch, ()
-    (size,) = sizes
-    fewer = small_batch(size, need_of(big.needs, {size}, broad=True), big.num_microbatches)
-    if fewer >= size or size % fewer:
-        return loaded.batch, ()
-    return {n: t[:fewer] for n, t in loaded.batch.items()}, (f"batch {size} -> {fewer}",)
+    stacks = {
+        prefix: [(b.kind, b.variant) for b in blocks.values()]
+        for prefix, blocks in blocks_of(big.nodes, big.plan.decisions).items()
+    }
+    made, changes, _ = fewer_blocks(loaded, stacks, big.needs)
+    return made, changes
 
 
 def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> Copy:
@@ -370,7 +285,7 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
         nodes=tuple(kept),
         parameters=tuple(parameters),
         activations=tuple(replace(a, prefix=p) for a, p in activations if p is not None),
-        num_microbatches=big.num_microbatches,
+        num_microbatches=big.needs.num_microbatches,
         rewrites=rewrites,
     )
     lower(padded, decisions, factored=factored)
@@ -430,7 +345,7 @@ def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
         name = stacks.small_path(padding.name)
         if name is not None and name in rows:
             size = rows[name]
-            unit = lcm(2, big.needs.get(padding.padded, 1))
+            unit = lcm(2, big.needs.divisors.get(padding.padded, 1))
             yield str(Padding(name, size, (size // unit + 1) * unit))
 
 
