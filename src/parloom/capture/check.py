@@ -143,13 +143,24 @@ def trained_values(graph: Graph) -> set[str]:
 
 
 def remarks(model: nn.Module, graph: Graph) -> tuple[str, ...]:
-    """What a user should know about a captured program: parameters that no loss trains."""
+    """What a user should know about a captured program: parameters that no loss trains, and
+    settings of a Hugging Face config that were left out.
+    """
+    lines: list[str] = []
+    left_out = getattr(getattr(model, "config", None), "parloom_left_out", ())
+    if left_out:
+        lines.append(
+            f"left out of the config: {', '.join(left_out)}; the model is planned with"
+            " transformers' own classes, its weights not quantized"
+        )
     planned = {i.target for i in graph.inputs if i.trainable}
     left = [n for n, p in model.named_parameters() if p.requires_grad and n not in planned]
-    if not left or not graph.training:
-        return ()
-    some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
-    return (f"{len(left)} parameters get no gradient from the loss and stay as they are: {some}",)
+    if left and graph.training:
+        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        lines.append(
+            f"{len(left)} parameters get no gradient from the loss and stay as they are: {some}"
+        )
+    return tuple(lines)
 
 
 def scalars_apart(evaluation: Graph) -> tuple[str, ...]:

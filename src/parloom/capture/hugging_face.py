@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parloom.capture.batches import make_batch
+from parloom.capture.outside_code import refuse_outside_code, without_outside_code
 from parloom.errors import InputError
 
 
@@ -51,7 +52,7 @@ def read_config(spec: str) -> Any:
     for cached_only in (True,) if local else (True, False):
         try:
             with quiet(transformers):
-                return transformers.AutoConfig.from_pretrained(spec, local_files_only=cached_only)
+                return _without_code(transformers, spec, cached_only)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
             last = err
     reason = str(last).strip().splitlines()[0] if str(last).strip() else type(last).__name__
@@ -61,6 +62,18 @@ def read_config(spec: str) -> Any:
         f"no model {spec!r}: it is no file or folder here, and as a Hub id its config could not be"
         f" read: {reason}"
     ) from last
+
+
+def _without_code(transformers: ModuleType, spec: str, cached_only: bool) -> Any:
+    """The configuration, read as data: nothing that it names is loaded or run."""
+    raw, _ = transformers.PreTrainedConfig.get_config_dict(spec, local_files_only=cached_only)
+    refuse_outside_code(raw, spec)
+    config = transformers.AutoConfig.from_pretrained(
+        spec, local_files_only=cached_only, trust_remote_code=False
+    )
+    if left_out := without_outside_code(config):
+        config.parloom_left_out = sorted(left_out)
+    return config
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -96,7 +109,7 @@ def build_from_config(
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     names = list(getattr(config, "architectures", None) or [])
     kind = getattr(transformers, names[0], None) if names else None
-    if names and kind is None:
+    if names and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise InputError(f"transformers {transformers.__version__} has no architecture {names[0]}")
     try:
         with quiet(transformers):
