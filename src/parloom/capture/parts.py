@@ -1,0 +1,374 @@
+"""What one object holds: its attributes, items, slots, closure, hooks, state.
+
+An object of C whose state nothing tells (neither attributes nor slots nor a way to be copied) holds
+nothing here: it is known by its class alone.
+"""
+
+import io
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper, partial
+from itertools import count
+from pathlib import PurePath
+from random import Random
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
+from typing import Any
+from warnings import catch_warnings, simplefilter
+from weakref import ReferenceType
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from parloom.capture.code import ABSENT, UNREAD, Chain, foreign, is_library, names_in, resolved
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, range, type(None), type(...), type(NotImplemented),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, CodeType,
+)  # fmt: skip
+PLAIN_KINDS = frozenset(PLAIN)
+OWN = frozenset(vars(nn.Module()))  # parameters, hooks and the like
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Known by their classes: nothing in them says what a forward does, or they change all the time.
+CLOSED = frozenset(
+    {"logging", "threading", "_thread", "typing", "inspect", "abc", "importlib", "ctypes",
+     "concurrent", "multiprocessing", "subprocess", "socket", "asyncio", "_frozen_importlib",
+     "_frozen_importlib_external", "unittest", "warnings", "zipimport"}
+)  # fmt: skip
+NAMED = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket, torch.library.Library)
+NOT_OF_CLASSES = UNREAD | {
+    "__dict__", "__weakref__", "__module__", "__qualname__", "__firstlineno__",
+    "__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__",
+    "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__", "__match_args__",
+    "__dataclass_fields__", "__dataclass_params__", "__slots__",
+}  # fmt: skip
+ITEMS = ("list", "deque", "tuple", "dict", "set", "frozen")
+HEAP_TYPE = 1 << 9  # flag of classes made in Python
+LONGEST = 1000  # items of an iterator's list that are looked at
+DEEPEST = 4
+
+Parts = tuple[tuple[Any, Any], ...]  # (name or index, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aspect:
+    """What `owner` holds in one way.
+
+    `fixed` is what of it is no object (the position of an iterator), as plain nested tuples;
+    `content` are the bytes of a tensor or an array.
+    """
+
+    owner: Any
+    style: str
+    parts: Parts = ()
+    fixed: object = None
+    content: bytes | None = None
+
+
+@dataclass(slots=True)
+class Look:
+    """Looks into objects; tensors and arrays of more than `limit` bytes stay closed."""
+
+    limit: int | None = None
+    chains: dict[CodeType, tuple[Chain, ...]] = field(default_factory=dict)
+    slots: dict[type, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)  # of libraries, searched for what is foreign
+
+    def aspects(self, value: Any) -> Iterator[Aspect]:
+        """What a value that is not plain holds."""
+        if isinstance(value, type):
+            yield from self.of_class(value)
+            return
+        kind = type(value)
+        if isinstance(value, ModuleType):
+            if not is_library(value.__name__):
+                named = {n: v for n, v in vars(value).items() if n not in UNREAD}
+                yield Aspect(vars(value), "global", by_name(named))
+            return
+        if isinstance(value, NAMED) or top_of(kind) in CLOSED:
+            return
+        if isinstance(value, nn.Module):
+            yield from of_module(value)
+        elif isinstance(getattr(value, "__dict__", None), dict) and value.__dict__:
+            yield Aspect(value, "attributes", by_name(value.__dict__))
+        slots = () if isinstance(value, PurePath) else self.slots_of(kind)
+        if slots:
+            yield Aspect(value, "slots", tuple((n, slot(d, value)) for n, d in slots))
+        yield from self.special(value)
+        if kind.__module__ != "builtins":
+            yield Aspect(value, "of", (("class", kind),))
+
+    def special(self, value: Any) -> Iterator[Aspect]:
+        """What objects hold in ways that their kind alone has."""
+        if isinstance(value, FunctionType):
+            yield from self.of_function(value)
+        elif isinstance(value, Tensor):
+            content = tensor_bytes(value, self.limit)
+            fixed = (tuple(map(str, value.shape)), str(value.dtype), value.requires_grad)
+            yield Aspect(value, "tensor", (), fixed, content)
+        elif isinstance(value, numpy.ndarray):
+            yield of_array(value, self.limit)
+        elif not isinstance(value, nn.Module):
+            found = of_container(value) or of_callable(value) or of_source(value)
+            if found is not None:
+                yield found
+            elif not self.slots_of(type(value)) and not hasattr(value, "__dict__"):
+                yield reduced(value)
+
+    def of_function(self, function: FunctionType) -> Iterator[Aspect]:
+        """Closure, defaults, code, and globals of a function; the last two of users' alone."""
+        names = function.__code__.co_freevars
+        cells = function.__closure__ or ()
+        if cells:
+            yield Aspect(function, "closure", tuple(zip(names, cells, strict=True)))
+        if is_library(function.__globals__.get("__name__")):
+            return
+        yield Aspect(
+            function,
+            "function",
+            (
+                ("__code__", function.__code__),
+                ("__defaults__", function.__defaults__),
+                ("__kwdefaults__", function.__kwdefaults__),
+            ),
+        )
+        code = function.__code__
+        if code not in self.chains:
+            self.chains[code] = names_in(code)
+        by_file: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for chain in self.chains[code]:
+            for namespace, name in resolved(chain, function.__globals__):
+                named = by_file.setdefault(id(namespace), (namespace, {}))[1]
+                named[name] = namespace.get(name, ABSENT)
+        for namespace, named in by_file.values():
+            yield Aspect(namespace, "global", by_name(named))
+
+    def of_class(self, kind: type) -> Iterator[Aspect]:
+        """Attributes and bases of a user's class; what others put into a library's."""
+        if is_library(kind.__module__):
+            put = dict(foreign(dict(vars(kind))))
+            if issubclass(kind, nn.Module) and kind.__module__ not in self.files:
+                self.files.add(kind.__module__)
+                file = sys.modules.get(kind.__module__)
+                put |= {f"file {n}": v for n, v in foreign(vars(file) if file else {})}
+            if put:
+                yield Aspect(kind, "of", tuple(put.items()))
+        else:
+            named = {n: v for n, v in vars(kind).items() if n not in NOT_OF_CLASSES}
+            yield Aspect(kind, "class", by_name(named))
+        bases = tuple((f"base {i}", base) for i, base in enumerate(kind.__bases__))
+        if type(kind) is not type and not is_library(type(kind).__module__):
+            bases = (*bases, ("metaclass", type(kind)))
+        yield Aspect(kind, "of", tuple(item for item in bases if item[1] is not object))
+
+    def slots_of(self, kind: type) -> tuple[tuple[str, Any], ...]:
+        """The `__slots__` of a class and of those it inherits from."""
+        if kind not in self.slots:
+            self.slots[kind] = tuple(
+                (name, member)
+                for base in kind.__mro__
+                if base.__flags__ & HEAP_TYPE
+                for name, member in vars(base).items()
+                if isinstance(member, MemberDescriptorType)
+            )
+        return self.slots[kind]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is immutable and holds no other object."""
+    return type(value) in PLAIN_KINDS
+
+
+def by_name(named: Mapping[str, Any]) -> Parts:
+    """Attributes in an order that does not depend on what set them."""
+    return tuple(sorted(named.items(), key=lambda item: str(item[0])))
+
+
+def top_of(kind: type) -> str:
+    """The package that a class is from, where that is the standard library's."""
+    name = kind.__module__
+    return name.partition(".")[0] if isinstance(name, str) and is_library(name) else ""
+
+
+def slot(member: Any, value: Any) -> Any:
+    """What is in a slot."""
+    try:
+        return member.__get__(value, type(value))
+    except AttributeError:
+        return ABSENT
+
+
+def of_module(module: nn.Module) -> Iterator[Aspect]:
+    """Attributes, submodules, weights and hooks."""
+    own = {n: v for n, v in vars(module).items() if n not in OWN}
+    if own:
+        yield Aspect(module, "attributes", by_name(own))
+    if module._modules:
+        yield Aspect(module, "modules", tuple(module._modules.items()))
+    weights = (*module._parameters.items(), *module._buffers.items())
+    yield Aspect(module, "weights", weights, module.training)
+    hooks = [h for name in HOOKS for h in getattr(module, name).values()]
+    if hooks:
+        yield Aspect(module, "hooks", tuple((f"hook {i}", h) for i, h in enumerate(hooks)))
+
+
+def of_array(array: Any, limit: int | None) -> Aspect:
+    """Shape, dtype and values."""
+    fixed = (array.shape, str(array.dtype))
+    if array.dtype.hasobject:
+        return Aspect(array, "list", tuple(enumerate(array.ravel().tolist())), fixed)
+    small = limit is None or array.nbytes <= limit
+    return Aspect(array, "array", (), fixed, array.tobytes() if small else None)
+
+
+def of_container(value: Any) -> Aspect | None:
+    """Items of a container, subclasses included."""
+    if isinstance(value, Mapping | OrderedDict) and isinstance(value, dict | MappingProxyType):
+        items = tuple(value.items())
+        objects = tuple((f"key {i}", k) for i, (k, _) in enumerate(items) if not is_plain(k))
+        style = "dict" if isinstance(value, dict) else "frozen"
+        return Aspect(value, style, (*items, *objects))
+    for kind, style in ((list, "list"), (tuple, "tuple"), (deque, "deque")):
+        if isinstance(value, kind):
+            fixed = value.maxlen if isinstance(value, deque) else None
+            return Aspect(value, style, tuple(enumerate(kind.__iter__(value))), fixed)
+    if isinstance(value, set | frozenset):
+        style = "set" if isinstance(value, set) else "frozen"
+        return Aspect(value, style, tuple(enumerate(sorted(value, key=shallow))))
+    if isinstance(value, bytearray):
+        return Aspect(value, "bytes", (), None, bytes(value))
+    return None
+
+
+def of_callable(value: Any) -> Aspect | None:
+    """What a callable object calls and is bound to, and what a descriptor wraps."""
+    if isinstance(value, CellType):
+        try:
+            return Aspect(value, "cell", (("cell_contents", value.cell_contents),))
+        except ValueError:
+            return Aspect(value, "cell", (("cell_contents", ABSENT),))
+    if isinstance(value, MethodType):
+        return Aspect(value, "of", (("__func__", value.__func__), ("__self__", value.__self__)))
+    if isinstance(value, BuiltinFunctionType | MethodWrapperType):
+        bound = value.__self__
+        unbound = isinstance(bound, ModuleType | type | None)
+        return Aspect(value, "of", () if unbound else (("__self__", bound),), value.__qualname__)
+    if isinstance(value, partial):
+        return Aspect(
+            value, "of", (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+        )
+    if isinstance(value, property):
+        return Aspect(value, "of", (("fget", value.fget), ("fset", value.fset)))
+    if isinstance(value, staticmethod | classmethod):
+        return Aspect(value, "of", (("__func__", value.__func__),))
+    if isinstance(value, _lru_cache_wrapper):
+        return Aspect(value, "cache", (("__wrapped__", value.__wrapped__),), value.cache_info())
+    return None
+
+
+def of_source(value: Any) -> Aspect | None:
+    """The state of generators and files, and what references refer to."""
+    if isinstance(value, Random):
+        return Aspect(value, "draws", (), value.getstate())
+    if isinstance(value, numpy.random.Generator):
+        return Aspect(value, "draws", (), repr(value.bit_generator.state))
+    if isinstance(value, numpy.random.RandomState):
+        return Aspect(value, "draws", (), repr(value.get_state(legacy=False)))
+    if isinstance(value, numpy.random.BitGenerator):
+        return Aspect(value, "draws", (), repr(value.state))
+    if isinstance(value, torch.Generator):
+        return Aspect(value, "opaque")
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        inner = tuple(frame.f_locals.items()) if frame is not None else ()
+        position = None if frame is None else frame.f_lasti
+        return Aspect(value, "iterator", (*inner, ("code", value.gi_code)), position)
+    if isinstance(value, ReferenceType):
+        return Aspect(value, "of", (("target", value()),))
+    if isinstance(value, ContextVar):
+        return Aspect(value, "variable", (("value", value.get(ABSENT)),))
+    if isinstance(value, numpy.generic | numpy.dtype | PurePath):
+        return Aspect(value, "opaque", (), repr(value))
+    if isinstance(value, io.IOBase):
+        return Aspect(value, "file", (), position_in(value))
+    return None
+
+
+def position_in(file: io.IOBase) -> int | None:
+    """Where in a file the next read begins."""
+    try:
+        return file.tell()
+    except (OSError, ValueError):
+        return None
+
+
+def is_reducible(value: Any) -> bool:
+    """Whether an object is of C and may say how it is copied; users' `__reduce__` is not run."""
+    kind = type(value)
+    return not kind.__flags__ & HEAP_TYPE or is_library(kind.__module__)
+
+
+def reduced(value: Any) -> Aspect:
+    """What an object of C says of itself when it is copied."""
+    objects: list[Any] = []
+    numbers = count()
+
+    def flat(item: Any, depth: int = 0) -> object:
+        if is_plain(item):
+            return item
+        if depth < DEEPEST and type(item) in (tuple, list, dict) and len(item) <= LONGEST:
+            items = item.items() if isinstance(item, dict) else item
+            return tuple(flat(i, depth + 1) for i in items)
+        if depth < DEEPEST and hasattr(item, "__next__") and is_reducible(item):
+            return flat(reduction(item), depth + 1)
+        objects.append(item)
+        return next(numbers)
+
+    fixed = flat(reduction(value)) if is_reducible(value) else None
+    style = "iterator" if hasattr(value, "__next__") else "opaque"
+    return Aspect(value, style, tuple((f"part {i}", o) for i, o in enumerate(objects)), fixed)
+
+
+def reduction(value: Any) -> Any:
+    """How an object is copied; None where it cannot be."""
+    try:
+        with catch_warnings():
+            simplefilter("ignore")
+            return value.__reduce_ex__(2)
+    except Exception:  # any object of C may say no in its own way
+        return None
+
+
+def shallow(value: Any) -> tuple[str, str]:
+    """An order of the elements of a set that no address decides, as far as there is one."""
+    kind = type(value)
+    name = value if is_plain(value) else getattr(value, "__qualname__", "")
+    return kind.__qualname__, repr(name)
+
+
+def tensor_bytes(tensor: Tensor, limit: int | None) -> bytes | None:
+    """The values of a tensor; None where it has none, or too many."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return None
+    if limit is not None and tensor.numel() * tensor.element_size() > limit:
+        return None
+    try:
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return bytes(plain.numpy().tobytes())
+    except (RuntimeError, TypeError):  # a layout of its own
+        return None
