@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from parloom.errors import VerifyError
-from parloom.ir.graph import Call, Graph, Node, TensorSpec, Value
+from parloom.ir.graph import Call, Function, Graph, Node, TensorSpec, Value
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
@@ -53,6 +53,12 @@ def _called(graph: Graph) -> Graph:
     return replace(graph, main=replace(graph.main, body=(*graph.main.body, call)))
 
 
+def _nested(graph: Graph) -> Graph:
+    """A block that calls itself."""
+    call = Call("block", "block.0", (), ())
+    return replace(graph, functions=(Function("block", (), (call,), ()),))
+
+
 BAD_GRAPHS: dict[str, Callable[[Graph], Graph]] = {
     "values are defined once": lambda g: _replaced(
         g,
@@ -62,6 +68,7 @@ BAD_GRAPHS: dict[str, Callable[[Graph], Graph]] = {
     "values are defined before use": lambda g: replace(
         g, main=replace(g.main, body=g.main.body[1:])
     ),
+    "calls stand in main": _nested,
     "calls match their functions": _called,
     "loss, outputs and updates exist": lambda g: replace(g, loss="h"),
     "inputs are those of main": lambda g: replace(g, inputs=g.inputs[::-1]),

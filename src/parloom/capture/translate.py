@@ -16,16 +16,18 @@ from torch import Tensor, fx
 from parloom.capture.attention import CAUSAL, FixedMasks, grouped_source
 from parloom.capture.autograd import CHECKPOINT
 from parloom.capture.blame import SELECTED, WAYS_ON, module_path, source_of, without_wrapper
+from parloom.capture.operators import ADVICE, is_custom
 from parloom.capture.spelling import RECURRENT
 from parloom.errors import CaptureError
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
-from parloom.ir.ops import OPS, RETURN_LISTS
+from parloom.ir.ops import OPS, PLAIN, RETURN_LISTS
 
 NOISE = frozenset({
     "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "_functional_assert_async",
     "sym_constrain_range", "sym_constrain_range_for_size", "_print",
 })  # fmt: skip
-DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "non_blocking"})
+# Where a result lies, and what need not be checked: here it is checked.
+DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "non_blocking", "unsafe"})
 ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "lift", "detach_copy"})
 RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "view_copy"})
 # Where a lookup says that its gradient is sparse; a plan's are not.
@@ -235,6 +237,9 @@ class Translator:
     def emit(self, node: fx.Node, op: str, args: tuple[Arg, ...],
              kwargs: tuple[tuple[str, Arg], ...] = ()) -> None:  # fmt: skip
         """Append a node whose results are those of the ATen call."""
+        if op not in OPS and op not in PLAIN and not is_custom(op):
+            reason = f"operator {op} has no entry (docs/add-an-op.md) and is not in ir/ops/plain.py"
+            raise self.refusal(node, f"{reason}; {ADVICE}")
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             self.append(node, op, args, kwargs, (value,), None)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parloom.capture.operators import packet
 from parloom.errors import VerifyError
-from parloom.execute.operators import packet
 
 
 def experts(
@@ -17,15 +17,19 @@ def experts(
     known: Tensor,
     tensors: list[Tensor],
     steps: list[Any],
+    counts: list[int] | None = None,
 ) -> Tensor:
     """Every token through the experts of its slots, weighted and summed over the slots.
 
     `ids` and `weights` are [token, slot], `known` [expert]; `steps` are as `ir.ops.experts` defines
-    them, as torch takes them.
+    them, as torch takes them. `counts` are the rows of each expert where `ids` have no values.
+
+    Raises `VerifyError` for a step that makes other results than it declares.
     """
     slots = ids.shape[1]
     expert, order = ids.flatten().sort()
-    counts = torch.bincount(expert, minlength=len(known)).tolist()
+    if counts is None:
+        counts = torch.bincount(expert, minlength=len(known)).tolist()
     last: Any = tokens[order // slots]
     values: dict[str, Any] = {f"${i}": tensor for i, tensor in enumerate(tensors)}
     values["$rows"] = last
@@ -39,6 +43,9 @@ def experts(
         else:
             made = packet(op)(*given, **{name: _argument(v, values) for name, v in kwargs})
         made = made if isinstance(made, tuple | list) else [made]
+        declared = [(dtype, tuple(shape)) for _, dtype, shape in results]
+        if declared != [(m.dtype, tuple(m.shape)) for m in made]:
+            raise VerifyError(f"step {op} of experts makes {made}, and declares {declared}")
         values |= {f"${name}": m for (name, _, _), m in zip(results, made, strict=True)}
         last = made[0]
     weighted = last * weights.flatten()[order].unsqueeze(-1)

@@ -6,9 +6,12 @@ import tempfile
 from pathlib import Path
 
 from parloom.cost.clusters import read_cluster
-from parloom.errors import InputError
+from parloom.errors import InputError, ParloomError
+from parloom.execute.consistent import check_results
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json
+from parloom.ir.text import parse_graph
+from parloom.ir.verify import verify_graph
 
 ELSEWHERE = "choose another folder with --out"
 
@@ -62,7 +65,10 @@ def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> P
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file, or in the `plan.json` of a folder; raises `InputError`."""
+    """The plan in a file, or in the `plan.json` of a folder; raises `InputError`.
+
+    Its programs are checked: a file may say anything.
+    """
     file = path / "plan.json" if path.is_dir() else path
     try:
         data = file.read_bytes()
@@ -78,4 +84,10 @@ def read_plan(path: Path) -> Plan:
             f" numbers {ranks} ranks. If the file was edited by hand, undo that; `parloom plan"
             " --cluster` plans for another one"
         )
+    for what, text in (("graph", plan.graph), ("evaluation_graph", plan.evaluation_graph)):
+        try:
+            if text:
+                check_results(verify_graph(parse_graph(text)))
+        except ParloomError as error:
+            raise InputError(f"{file}: {what}: {error}") from error
     return plan

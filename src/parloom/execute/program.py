@@ -4,8 +4,8 @@ import hashlib
 import linecache
 from dataclasses import dataclass
 
+from parloom.capture.operators import check_operators
 from parloom.codegen.source import generate, printable
-from parloom.execute.operators import check_operators
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, without_gradients
 from parloom.ir.lower import lower
@@ -35,7 +35,7 @@ def compile_pcg(pcg: PCG, title: str) -> Compiled:
     Only source that was generated here, in this process, is ever run: files bring data.
     """
     bodies = (pcg.prologue, pcg.main.body, *(f.body for f in pcg.functions))
-    check_operators(i.node.op for body in bodies for i in body if isinstance(i, Compute))
+    check_operators(i.node for body in bodies for i in body if isinstance(i, Compute))
     source = generate(pcg, title)
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     name = f"<parloom program {printable(title.partition(chr(10))[0])} {digest}>"

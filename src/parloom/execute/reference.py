@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
+from parloom.capture.operators import packet
 from parloom.errors import InputError
 from parloom.execute.experts import experts
-from parloom.execute.operators import packet
 from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Node, Ref, node_key
 
 
@@ -105,8 +105,8 @@ def run_node(
     kwargs: dict[str, Any] = {name: torch_argument(a, values) for name, a in node.kwargs}
     if "memory_format" in kwargs:
         kwargs["memory_format"] = getattr(torch, str(kwargs["memory_format"]))
-    if node.op.startswith("as_strided"):  # strides of memory: of a tensor in one piece
-        args[0] = args[0].contiguous()
+    if node.op.startswith("as_strided"):  # strides of memory: of a tensor in one piece, its own
+        args[0] = args[0].clone(memory_format=torch.contiguous_format)
     match node.op:
         case "view":
             result: Any = torch.ops.aten.reshape(*args)

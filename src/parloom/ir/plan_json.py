@@ -34,6 +34,7 @@ from parloom.ir.plan import (
     Storage,
 )
 
+MAX_RANKS = 1 << 20
 Path = tuple[str | int, ...]
 Names = tuple[tuple[str, int], ...]
 
@@ -312,6 +313,8 @@ class _Reader:
                 message = f"strides do not number the ranks: expected {unit}, got {prime.stride}"
                 raise self.error(path, message)
             unit *= prime.size
+        if unit > MAX_RANKS:
+            raise self.error(path, f"{unit} ranks, and at most {MAX_RANKS} are planned for")
         return Mesh(
             tuple(
                 MeshAxis(

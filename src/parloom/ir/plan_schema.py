@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1, le=2**63)]
 Index = Annotated[int, Field(ge=0, le=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+# An action of the generated schedule is written for each.
+Microbatches = Annotated[int, Field(ge=1, le=2**16)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 # Axis names reach generated code, so they are short identifiers; all other mentions of an axis are
@@ -66,7 +69,7 @@ class DecisionsDocument(Document):
     """Everything that the search chose, keyed by the user's names."""
 
     mesh: list[AxisDocument]
-    num_microbatches: Count
+    num_microbatches: Microbatches
     schedule: Name
     batch_semantics: Literal["global", "microbatch"]
     batch_norm: Literal["global", "local"]
@@ -132,7 +135,7 @@ class PlanDocument(Document):
     source: SourceDocument
     cluster: Name
     optimizer: OptimizerDocument
-    seed: int
+    seed: Seed
     fingerprint: str
     prediction: PredictionDocument | None
     bound_s: Number | None

@@ -30,6 +30,7 @@ from parloom.ir.plan import Decisions, ParameterDecision, Stage
 KINDS = ("parameter", "buffer", "batch", "constant")
 POLICIES = ("keep", "recompute")
 SHOWN = 5
+MAX_OPERATORS = 1_000_000
 
 Problems = Iterator[str]
 T = TypeVar("T")
@@ -95,6 +96,19 @@ def _defined_before_use(graph: Graph) -> Problems:
         )
 
 
+def _calls_in_main(graph: Graph) -> Problems:
+    """Blocks call no blocks: nested calls would unfold to any number of operators."""
+    for function in graph.functions:
+        for item in function.body:
+            if isinstance(item, Call):
+                yield f"{function.name}: calls {item.function!r}, and calls stand in main"
+    sizes = {f.name: len(f.body) for f in graph.functions}
+    calls = (item for item in graph.main.body if isinstance(item, Call))
+    total = len(graph.main.body) + sum(sizes.get(call.function, 0) for call in calls)
+    if total > MAX_OPERATORS:
+        yield f"{total} operators, and at most {MAX_OPERATORS} are read"
+
+
 def _calls_match(graph: Graph) -> Problems:
     for function in _functions(graph):
         specs = function.specs()
@@ -151,6 +165,7 @@ GRAPH: Mapping[str, Callable[[Graph], Problems]] = MappingProxyType(
     {
         "values are defined once": _defined_once,
         "values are defined before use": _defined_before_use,
+        "calls stand in main": _calls_in_main,
         "calls match their functions": _calls_match,
         "loss, outputs and updates exist": _ends,
         "inputs are those of main": _inputs,

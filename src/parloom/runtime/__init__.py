@@ -17,6 +17,8 @@ from parloom.runtime.moves import (
     replicate,
 )
 from parloom.runtime.operators import (
+    as_strided,
+    as_strided_scatter,
     batch_norm,
     border,
     causal_mask,
@@ -86,6 +88,8 @@ __all__ = [
     "Trainer",
     "Work",
     "all_to_all",
+    "as_strided",
+    "as_strided_scatter",
     "apply_mask",
     "attention",
     "batch_norm",

@@ -257,6 +257,29 @@ def triangle(
     return torch.where(kept, x, torch.zeros_like(x))
 
 
+def as_strided(
+    x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int | None = None
+) -> Tensor:
+    """`torch.as_strided` of memory that is all the tensor's own: one row after another, from 0 on.
+
+    Shards and weights lie in the memory of others.
+    """
+    own = x.clone(memory_format=torch.contiguous_format)
+    return torch.as_strided(own, size, stride, storage_offset or 0)
+
+
+def as_strided_scatter(
+    x: Tensor,
+    src: Tensor,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    storage_offset: int | None = None,
+) -> Tensor:
+    """`torch.as_strided_scatter` in the same way."""
+    own = x.clone(memory_format=torch.contiguous_format)
+    return torch.as_strided_scatter(own, src, size, stride, storage_offset or 0)
+
+
 def mine(whole: Tensor, ctx: Context, dims: tuple[Digits, ...]) -> Tensor:
     """This rank's shard of what every rank makes as a whole."""
     return take(whole, dims, ctx.mesh, ctx.coordinates)

@@ -32,6 +32,7 @@ from parloom.ir.ops import (
     spectral,
 )
 from parloom.ir.ops.opdef import Emission, OpDef
+from parloom.ir.ops.plain import NEVER_NAMED, PLAIN
 from parloom.ir.ops.rule import Assignment, Rule, Site, opaque
 
 _MODULES = (
@@ -64,7 +65,7 @@ _PARTS = {op.name: op for module in _MODULES for op in module.OPS}
 
 OPS: Mapping[str, OpDef] = MappingProxyType(_PARTS | {experts.NAME: experts.made_of(_PARTS)})
 
-PACKET = re.compile(r"[a-z_][a-z0-9_]*|[A-Za-z]\w*\.[A-Za-z_]\w*", re.ASCII)
+CUSTOM = re.compile(r"(?!aten\.|parloom\.|prims\.)[A-Za-z]\w*\.[A-Za-z_]\w*", re.ASCII)
 
 # ATen operators without an entry that return a list of tensors, so that one result is unpacked.
 RETURN_LISTS = frozenset({
@@ -74,7 +75,9 @@ RETURN_LISTS = frozenset({
 })  # fmt: skip
 
 __all__ = [
+    "NEVER_NAMED",
     "OPS",
+    "PLAIN",
     "Assignment",
     "Emission",
     "OpDef",
@@ -87,12 +90,14 @@ __all__ = [
 
 
 def is_operator(name: str) -> bool:
-    """Whether `name` may stand in a graph: an entry, an ATen packet or `namespace.packet`.
+    """Whether `name` may stand in a graph: an entry, one of `PLAIN`, or a user's own operator.
 
     Names come from files and end up in code, so attributes of attributes and double underscores
-    are none. Whether torch has the packet is for `execute` to say.
+    are none. Whether the user registered `namespace.name` is for `capture.operators` to say.
     """
-    return name in OPS or ("__" not in name and PACKET.fullmatch(name) is not None)
+    if name in OPS or name in PLAIN:
+        return True
+    return "__" not in name and CUSTOM.fullmatch(name) is not None
 
 
 def op_of(node: Node) -> OpDef:

@@ -6,8 +6,9 @@ too; theirs is that they have none.
 
 from dataclasses import replace
 
+from parloom.errors import LayoutError
 from parloom.ir.ops.opdef import Emission, OpDef
-from parloom.ir.ops.rule import no_flops, opaque
+from parloom.ir.ops.rule import Rule, Site, no_flops, opaque
 
 
 def call(e: Emission) -> str:
@@ -24,8 +25,36 @@ def call(e: Emission) -> str:
     return f"{code[:-1]}{joint}device=ctx.device)"
 
 
+def _strided_rule(site: Site) -> Rule:
+    """Nothing is sharded; raises `LayoutError` where the view reaches beyond its operand."""
+    at = 1 if site.node.op == "as_strided" else 2
+    sizes, strides = site.node.arg(at, "size"), site.node.arg(at + 1, "stride")
+    offset = site.node.arg(at + 2, "storage_offset", None) or 0
+    found = (sizes, strides, (offset,))
+    if not all(isinstance(v, tuple) and all(type(n) is int and n >= 0 for n in v) for v in found):
+        raise LayoutError(f"{site.node.key}: sizes, strides and offset must be counts: {found}")
+    assert isinstance(sizes, tuple)
+    assert isinstance(strides, tuple)
+    steps = zip(map(int, sizes), map(int, strides), strict=False)
+    last = int(offset) + sum((n - 1) * step for n, step in steps)
+    there = site.operands[0].num_elements
+    if len(sizes) != len(strides) or (0 not in sizes and last >= there):
+        raise LayoutError(
+            f"{site.node.key}: sizes {sizes}, strides {strides} and offset {offset} reach element"
+            f" {last} of a tensor that has {there}"
+        )
+    return opaque(site)
+
+
+def _strided(e: Emission) -> str:
+    return e.call(f"rt.{e.site.node.op}")
+
+
 def _view_dtype(e: Emission) -> str:
     return f"{e.arg(0)}.contiguous().view({e.arg(1)})"
+
+
+STRIDES = "strides of memory name no dims"
 
 
 def _entry(name: str, why: str, *saved: tuple[str, int]) -> OpDef:
@@ -33,8 +62,8 @@ def _entry(name: str, why: str, *saved: tuple[str, int]) -> OpDef:
 
 
 OPS: tuple[OpDef, ...] = (
-    _entry("as_strided", "strides of memory name no dims"),
-    _entry("as_strided_scatter", "strides of memory name no dims"),
+    OpDef("as_strided", _strided_rule, _strided, why_whole=STRIDES),
+    OpDef("as_strided_scatter", _strided_rule, _strided, why_whole=STRIDES),
     _entry("block_diag", "every dim of the result joins dims of all operands"),
     _entry("embedding_bag", "what it returns besides the bags differs from kernel to kernel",
            ("operand", 1), ("operand", 2)),
