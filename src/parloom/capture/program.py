@@ -4,9 +4,9 @@ The model is wrapped so that exactly one flat tuple of tensors comes out (the lo
 with `torch.export`, and made functional with `run_decompositions`, at the level that keeps
 `linear`, `scaled_dot_product_attention` and their like whole.
 
-`torch.no_grad` regions are higher-order operators in the traced graph, and decomposition would
-inline them and forget that they stop gradients; so they are inlined here first, with `detach` on
-what leaves them.
+Decomposition forgets what `torch.no_grad` does to gradients, and torch's own pass forgets it where
+there is autocast around it; so the switches of the grad mode stay in the traced graph, and
+`gradient_paths` makes `detach` of them.
 """
 
 import io
@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, is_dataclass
 from inspect import signature
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch.export import ExportedProgram
 
-from parloom.capture.assertions import NothingRaised
+from parloom.capture.assertions import NothingRaised, replaced
 from parloom.capture.assigned import assignments_written
 from parloom.capture.autograd import (
     CustomCall,
@@ -34,6 +34,7 @@ from parloom.capture.autograd import (
     refuse_hooks,
 )
 from parloom.capture.blame import explain, forward_place
+from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
 from parloom.capture.spelling import decompositions, without_dropout_in_place
 from parloom.capture.steady import Program, Watch
 from parloom.errors import CaptureError, InputError
@@ -47,9 +48,6 @@ TRACE_FAILURES = (
 )  # fmt: skip
 
 LOSS_RULE = "the loss function is called as loss(output, batch), batch being a dict"
-
-NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 @dataclass(slots=True)
@@ -193,7 +191,8 @@ def trace(
                 check_derivatives(custom)
             wrapper.watch.check(exported.graph_module.code, lambda: once_more(wrapper, example))
             without_dropout_in_place(exported.graph_module)
-            inline_grad_regions(exported.graph_module, training)
+            with_gradients_stopped(exported.graph_module, type(model).__name__, training)
+            keep_output_names(exported)
             hidden = autocast_metadata(exported.graph_module)
             functional = exported.run_decompositions(decompositions())
         except TRACE_FAILURES as err:
@@ -206,8 +205,18 @@ def export(
 ) -> tuple[ExportedProgram, list[CustomCall]]:
     """The program as torch exports it, and the custom autograd functions in it."""
     seen = gradients_seen(wrapper.model, training=not wrapper.keep_outputs)
-    with derived_autograd(wrapper.model) as custom, seen:
+    kept = replaced(
+        replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given
+    )
+    with derived_autograd(wrapper.model) as custom, seen, kept:
         return torch.export.export(wrapper, (), example, strict=False), custom
+
+
+def keep_output_names(exported: ExportedProgram) -> None:
+    """Let the signature name the outputs of a graph that was rewritten."""
+    output = next(n for n in exported.graph.nodes if n.op == "output")
+    for node, spec in zip(output.args[0], exported.graph_signature.output_specs, strict=True):
+        spec.arg.name = node.name
 
 
 def once_more(wrapper: LossProgram, example: dict[str, Tensor]) -> Program:
@@ -290,77 +299,6 @@ def arguments_of(
     return taken
 
 
-def inline_grad_regions(module: fx.GraphModule, training: bool) -> None:
-    """Replace every grad-mode region of the graph by its body, detaching what leaves it."""
-    while True:
-        region = next((n for n in module.graph.nodes if n.target is NO_GRAD), None)
-        if region is None:
-            break
-        inline_region(module, region, training)
-    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
-    module.recompile()
-
-
-def inline_region(module: fx.GraphModule, region: fx.Node, training: bool) -> None:
-    """Inline one region; gradients stop at its outputs, or at its operands if it writes to them."""
-    arguments: tuple[Any, ...] = region.args
-    enabled, body_ref, *operands = arguments
-    body = getattr(module, body_ref.target)
-    stops = training and not enabled
-    mutates = any(is_mutating(n) for n in body.graph.nodes)
-    copied: dict[fx.Node, Any] = {}
-    remaining = iter(operands)
-    with module.graph.inserting_before(region):
-        for node in body.graph.nodes:
-            if node.op == "placeholder":
-                operand = next(remaining)
-                if stops and mutates and is_float(operand):
-                    operand = derived(module, torch.ops.aten.detach.default, operand)
-                copied[node] = operand
-            elif node.op == "get_attr":
-                name = f"{body_ref.target}_{node.target}".replace(".", "_")
-                setattr(module, name, getattr(body, node.target))
-                copied[node] = module.graph.get_attr(name)
-            elif node.op == "output":
-                results = fx.node.map_arg(node.args[0], copied.__getitem__)
-            else:
-                if node.target is NO_GRAD and node.args[0] and stops:
-                    raise CaptureError(
-                        "torch.enable_grad inside torch.no_grad is not supported; move the inner"
-                        " region out"
-                    )
-                copied[node] = module.graph.node_copy(node, copied.__getitem__)
-        detach = torch.ops.aten.detach.default if stops else torch.ops.aten.alias.default
-        for user in list(region.users):
-            if user.target is not getitem:
-                raise CaptureError(f"a grad-mode region is used by {user.target}")
-            name = user.name
-            left = derived(module, detach, results[user.args[1]])
-            user.replace_all_uses_with(left)
-            module.graph.erase_node(user)
-            # The signature names outputs by node.
-            left._rename(name)
-    module.graph.erase_node(region)
-
-
-def derived(module: fx.GraphModule, target: Any, source: fx.Node) -> fx.Node:
-    """A call of a one-argument operator that keeps its operand's metadata."""
-    node = module.graph.call_function(target, (source,))
-    node.meta = dict(source.meta)
-    return node
-
-
-def is_mutating(node: fx.Node) -> bool:
-    """Whether an operator writes to an argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def is_float(node: fx.Node) -> bool:
-    """Whether a node is one tensor of a floating dtype."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def autocast_metadata(module: fx.GraphModule) -> dict[str, dict[str, dict[str, Any]]]:
     """Metadata of the nodes inside each autocast region, by region name and node name."""
     hidden: dict[str, dict[str, dict[str, Any]]] = {}
@@ -377,5 +315,5 @@ def inner_metadata(owner: fx.GraphModule, region: fx.Node) -> Iterator[tuple[str
         body = getattr(owner, str(reference.target))
         for node in body.graph.nodes:
             yield node.name, node.meta
-            if node.target in (AUTOCAST, NO_GRAD):
+            if node.target is AUTOCAST:
                 yield from inner_metadata(body, node)
