@@ -101,6 +101,9 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
             " gradient passes; compute it with torch, or in the data loader and give the result in"
             " the batch"
         )
+    if isinstance(err, SyntaxError) and "random_" in (err.text or ""):
+        # A trace is source, and the name of that argument a keyword.
+        return f"cannot capture {where}: torch cannot trace random_(from, to); use torch.randint"
     shapes = ", ".join(
         f"{name}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in batch.items()
     )

@@ -160,7 +160,10 @@ def value_name(spec: InputSpec, state: State) -> str:
         return f"batch:{spec.arg.name}"
     if spec.kind is InputKind.CONSTANT_TENSOR:
         return f"constant:{without_wrapper(spec.target or '')}"
-    raise CaptureError(f"the model uses an object that is no tensor: {spec.target}")
+    raise CaptureError(
+        f"the model uses an object that is no tensor: {spec.target}; if it is a torch.Generator,"
+        " leave generator= out: all draws are keyed by the seed of parloom.parallelize"
+    )
 
 
 def inputs_of(

@@ -44,7 +44,7 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 # What user code, torch's tracer and its guards raise; anything else is a bug of ours.
 TRACE_FAILURES = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError,
-    ArithmeticError, ImportError,
+    ArithmeticError, ImportError, SyntaxError,
 )  # fmt: skip
 
 LOSS_RULE = "the loss function is called as loss(output, batch), batch being a dict"

@@ -1,11 +1,9 @@
 """One spelling for everything that means the same, as decompositions that torch traces.
 
-Each is what its operator computes, in operators that have an entry (the same bits, but for draws).
-Draws other than dropout all come from `rand` and `randn`, which are keyed by their place in the
-program, so that every layout draws the same.
+Each is what its operator computes, in operators that have an entry (the same bits, but for draws,
+which are in `draws`).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._export.utils import _collect_all_valid_cia_ops, _get_decomp_for_cia
 
+from parloom.capture.draws import DRAWS
 from parloom.ir.ops import OPS
 
 aten = torch.ops.aten
@@ -184,100 +183,6 @@ def rrelu(
     return result
 
 
-def bernoulli(x: Tensor, p: float = 0.5, *, generator: object = None) -> Tensor:
-    """Ones with probability p: where dropout of ones keeps them."""
-    kept, _ = torch.native_dropout(torch.ones(x.shape, device=x.device), 1 - p, True)
-    return (kept != 0).to(x.dtype)
-
-
-def bernoulli_of(p: Tensor, *, generator: object = None) -> Tensor:
-    """Ones with the probabilities in a tensor."""
-    return (like(torch.rand)(p) < p).to(p.dtype)
-
-
-def uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: object = None) -> Tensor:
-    """Uniform between two numbers."""
-    return like(torch.rand)(x) * (high - low) + low
-
-
-def normal(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: object = None) -> Tensor:
-    """Normal of a mean and a deviation."""
-    return like(torch.randn)(x) * std + mean
-
-
-def normal_of_tensors(
-    mean: Tensor | float, std: Tensor | float = 1.0, *, generator: object = None
-) -> Tensor:
-    """Normal of a mean and a deviation for each element."""
-    given = [t for t in (mean, std) if isinstance(t, Tensor)]
-    shape = torch.broadcast_shapes(*(t.shape for t in given))  # type: ignore[no-untyped-call]
-    drawn = torch.randn(shape, dtype=given[0].dtype, device=given[0].device)
-    return drawn * std + mean
-
-
-def log_normal(
-    x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: object = None
-) -> Tensor:
-    """What has a normal logarithm."""
-    return normal(x, mean, std).exp()
-
-
-def geometric(x: Tensor, p: float, *, generator: object = None) -> Tensor:
-    """Trials up to the first success, by the inverse of their distribution."""
-    return (torch.log1p(-like(torch.rand)(x)) / math.log1p(-p)).floor() + 1
-
-
-def exponential(x: Tensor, rate: float = 1.0, *, generator: object = None) -> Tensor:
-    """Exponential, by the inverse of its distribution."""
-    return torch.log1p(-like(torch.rand)(x)) / -rate
-
-
-def normal_of_shape(
-    mean: float, std: float, shape: Sequence[int], *, generator: object = None, **options: Any
-) -> Tensor:
-    """Normal of a mean and a deviation, of a shape that is given."""
-    options.pop("pin_memory", None)
-    return torch.randn(shape, **options) * std + mean
-
-
-def randint(low: int, high: int, shape: Sequence[int], **options: Any) -> Tensor:
-    """Uniform integers: 53 random bits each."""
-    dtype = options.get("dtype") or torch.int64
-    drawn = torch.rand(shape, dtype=torch.float64, device=options.get("device"))
-    return (drawn * (high - low) + low).floor().to(dtype)
-
-
-def randint_like(x: Tensor, high: int, **options: Any) -> Tensor:
-    """Uniform integers of the shape and dtype of a tensor."""
-    return randint_between(x, 0, high, **options)
-
-
-def randint_between(x: Tensor, low: int, high: int, **options: Any) -> Tensor:
-    """The same from `low` on."""
-    dtype = options.get("dtype") or x.dtype
-    return randint(low, high, x.shape, dtype=dtype, device=x.device)
-
-
-def randint_below(high: int, shape: Sequence[int], **options: Any) -> Tensor:
-    """Uniform integers from zero on."""
-    return randint(0, high, shape, **options)
-
-
-def randperm(size: int, **options: Any) -> Tensor:
-    """The order of uniform draws."""
-    drawn = torch.rand(size, dtype=torch.float64, device=options.get("device"))
-    return torch.sort(drawn)[1].to(options.get("dtype") or torch.int64)
-
-
-def multinomial(
-    weights: Tensor, samples: int, replacement: bool = False, *, generator: object = None
-) -> Tensor:
-    """Largest of weights over exponential draws, which is how torch draws without replacement."""
-    if samples != 1 and replacement:
-        return NotImplemented  # type: ignore[no-any-return]
-    return torch.topk(weights / exponential(weights), samples, -1)[1]
-
-
 def convolution(  # noqa: PLR0917 - torch's own arguments
     x: Tensor,
     weight: Tensor,
@@ -434,25 +339,8 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         aten.masked_scatter.default: masked_scatter,
         aten.index_put.default: index_put,
         aten.rrelu.default: rrelu,
-        aten.bernoulli.p: bernoulli,
-        aten.bernoulli.default: bernoulli_of,
         aten.rand_like.default: like(torch.rand),
         aten.randn_like.default: like(torch.randn),
-        aten.uniform.default: uniform,
-        aten.normal_functional.default: normal,
-        aten.normal.float_float: normal_of_shape,
-        aten.normal.Tensor_Tensor: normal_of_tensors,
-        aten.normal.Tensor_float: normal_of_tensors,
-        aten.normal.float_Tensor: normal_of_tensors,
-        aten.log_normal.default: log_normal,
-        aten.geometric.default: geometric,
-        aten.exponential.default: exponential,
-        aten.randint.low: randint,
-        aten.randint.default: randint_below,
-        aten.randint_like.default: randint_like,
-        aten.randint_like.low_dtype: randint_between,
-        aten.randperm.default: randperm,
-        aten.multinomial.default: multinomial,
     }
 )
 
@@ -464,7 +352,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         for op in _collect_all_valid_cia_ops()
         if isinstance(op, torch._ops.OpOverload) and comes_apart(op._schema)
     }
-    return composite | dict(LOWER) | dict(DECOMPOSITIONS)
+    return composite | dict(LOWER) | dict(DECOMPOSITIONS) | dict(DRAWS)
 
 
 def comes_apart(schema: Any) -> bool:

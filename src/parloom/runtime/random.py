@@ -21,6 +21,7 @@ from parloom.runtime.context import Context
 from parloom.runtime.sharding import Dims, axes_of, global_shape, local_shape, take
 
 PATH_BYTES = 256
+RARE = 2.0**-10
 CPU = torch.device("cpu")
 
 
@@ -52,18 +53,26 @@ class Key:
 def global_draw(
     seed: int, step: int, key: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype
 ) -> Tensor:
-    """A whole tensor of draws: `rand` from [0, 1) or `randn` from the normal distribution."""
+    """A whole tensor of draws: `rand` from [0, 1) or `randn` from the normal distribution.
+
+    Those of half precision are float32 draws, rounded: never 1.
+    """
     return _drawn((seed, key, step), shape, kind, dtype, CPU)
 
 
 def global_mask(seed: int, step: int, key: str, shape: tuple[int, ...], p: float) -> Tensor:
     """Which elements of a whole tensor of `shape` survive dropout with probability `p`, as bool."""
-    return global_draw(seed, step, key, shape, "rand", torch.float32) >= p
+    return global_draw(seed, step, key, shape, "rand", _mask_dtype(p)) >= p
 
 
 def keep_mask(ctx: Context, key: str | Key, dims: Dims, p: float) -> Tensor:
     """This rank's shard of the mask of the operator `key`; `dims` are the digits of its dims."""
-    return draw(ctx, key, dims, "rand", torch.float32) >= p
+    return draw(ctx, key, dims, "rand", _mask_dtype(p)) >= p
+
+
+def _mask_dtype(p: float) -> torch.dtype:
+    """Where 24 random bits say the rarer outcome to 1e-4 of its probability, float32."""
+    return torch.float32 if min(p, 1 - p) >= RARE else torch.float64
 
 
 def draw(ctx: Context, key: str | Key, dims: Dims, kind: str, dtype: torch.dtype) -> Tensor:
@@ -145,7 +154,10 @@ def _drawn(
     generator = torch.Generator(device)
     generator.manual_seed(_stream(*stream))
     function = torch.randn if kind == "randn" else torch.rand
-    return function(shape, generator=generator, device=device, dtype=dtype)
+    half = dtype in (torch.bfloat16, torch.float16)
+    wide = torch.float32 if half else dtype
+    drawn = function(shape, generator=generator, device=device, dtype=wide).to(dtype)
+    return drawn.clamp_(max=1 - torch.finfo(dtype).eps / 2) if half and kind == "rand" else drawn
 
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
