@@ -29,6 +29,7 @@ from parloom.errors import (
     CaptureError,
     GapError,
     ParloomError,
+    one_line,
 )
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
@@ -252,7 +253,9 @@ def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
     try:
         evaluation_program(plan, training.pcg)
     except ParloomError as error:  # an operator of evaluation alone: no reason not to train
-        plan = replace(plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {error}"))
+        plan = replace(
+            plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {one_line(error)}")
+        )
     plan = replace(plan, assumptions=(*plan.assumptions, *checkpoint_words(graph)))
     reasons = {n.op: op_of(n).why_whole for _, n in graph.unfolded() if n.refs}
     whole = "; ".join(f"{op}: {why}" for op, why in sorted(reasons.items()) if why)
@@ -267,7 +270,7 @@ def _evaluation(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[str,
     try:
         graph = _capture(model, batch, loss=loss, training=False)
     except CaptureError as error:
-        return "", (f"{NO_EVALUATION}: {error}",)
+        return "", (f"{NO_EVALUATION}: {one_line(error)}",)
     apart = scalars_apart(graph)
     if not apart or loss is not None:  # who gives a loss function has chosen
         return print_graph(graph), ()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from parloom import arguments
 from parloom.cost.units import format_bytes, format_seconds
-from parloom.errors import InfeasibleError, InputError, LayoutError
+from parloom.errors import InfeasibleError, InputError, LayoutError, one_line
 from parloom.execute.files import read_plan
 from parloom.execute.machine import Machine
 from parloom.ir.factors import Factored, factorize
@@ -121,7 +121,7 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
             prediction = candidate.prediction or predict(ask, candidate.decisions, factored)
         except LayoutError as error:  # as when microbatches do not divide over this mesh
             refused.append(error)
-            notes = (f"{candidate.name}: not possible: {error}", *notes)
+            notes = (f"{candidate.name}: not possible: {one_line(error)}", *notes)
             say(notes[0])
             continue
         except KeyboardInterrupt:

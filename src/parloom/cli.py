@@ -26,8 +26,15 @@ from rich.console import RenderableType
 from parloom import __version__, arguments
 from parloom.arguments import METHODS
 from parloom.cost.clusters import read_cluster, resolve_cluster
-from parloom.errors import InfeasibleError, NotYetError, ParloomError
-from parloom.report.output import show, show_json
+from parloom.errors import (
+    InfeasibleError,
+    InputError,
+    NotYetError,
+    ParloomError,
+    has_controls,
+    visible,
+)
+from parloom.report.output import message, show, show_json
 
 Asked = dict[str, Any]  # arguments of a function of the api
 
@@ -417,6 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if own == ["--version"]:
             _print(f"parloom {__version__}")
             return 0
+        _check_printable(own)
         app(arguments, prog_name="parloom")
     except SystemExit as stop:
         if stop.code == 130:
@@ -427,8 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ParloomError as error:
         if verbose:
-            traceback.print_exc()
-        _say(f"error: {error}")
+            _say(traceback.format_exc())
+        _say(f"error: {error}", laid_out=isinstance(error, InfeasibleError))
         return error.exit_code
     except Exception as error:
         return _bug(error, arguments, verbose)
@@ -437,11 +445,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_printable(arguments: Sequence[str]) -> None:
+    """Raise `InputError` for an argument with control characters: results and messages quote it."""
+    for position, argument in enumerate(arguments, 1):
+        if has_controls(argument):
+            raise InputError(f"argument {position} has control characters: {argument!a}")
+
+
 def _bug(error: Exception, arguments: list[str], verbose: bool) -> int:
     """One line for the user, everything else in a file for the issue."""
     text = traceback.format_exc()
     if verbose:
-        print(text, file=sys.stderr)
+        _say(text)
     first = str(error).strip().splitlines()[:1]
     what = f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
     with tempfile.NamedTemporaryFile(
@@ -483,9 +498,9 @@ def _named(paths: Any) -> dict[str, Path]:
     return {Path(path).stem: Path(path) for path in paths}
 
 
-def _say(text: str) -> None:
-    """A line of progress or an error: never on stdout."""
-    print(text, file=sys.stderr, flush=True)
+def _say(text: str, *, laid_out: bool = False) -> None:
+    """A line of progress or an error: never on stdout; what is `laid_out` has lines of its own."""
+    print(visible(text) if laid_out else message(text), file=sys.stderr, flush=True)
 
 
 def _print(what: str | RenderableType) -> None:

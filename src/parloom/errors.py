@@ -7,12 +7,43 @@ why, and what to try next. Anything that is not a `ParloomError` is a bug and ex
 import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from unicodedata import category
+
+CONTROLS = frozenset({"Cc", "Cs", "Zl", "Zp"})  # Unicode's categories
+
+
+def visible(text: str) -> str:
+    """`text` with an escape for each character that does not print or changes how others do.
+
+    Those are control characters, marks of direction and of no width, and lone surrogates; names of
+    files, models and plans may hold any. Line breaks and tabs stay: see `has_controls`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escape(c) for c in text)
+
+
+def has_controls(text: str) -> bool:
+    """Whether `text` has a character that moves the cursor, breaks a line, or is none at all."""
+    return not text.isprintable() and any(category(c) in CONTROLS for c in text)
+
+
+def one_line(error: object) -> str:
+    """The text of an error as part of a note: spaces for line breaks."""
+    return " ".join(visible(str(error)).split())
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class ParloomError(Exception):
-    """Base of all errors that a user can cause or mend."""
+    """Base of all errors that a user can cause or mend; its text is `visible`."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class InputError(ParloomError):

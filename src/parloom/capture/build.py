@@ -7,7 +7,13 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from parloom.capture.blame import without_wrapper
-from parloom.capture.check import check_dtypes, check_memory, check_weights, with_trained
+from parloom.capture.check import (
+    check_dtypes,
+    check_memory,
+    check_names,
+    check_weights,
+    with_trained,
+)
 from parloom.capture.experts import with_experts
 from parloom.capture.program import Loss, Traced, trace
 from parloom.capture.translate import Translator, spec_of
@@ -49,6 +55,7 @@ def capture_flat(
     training: bool = True,
 ) -> tuple[Graph, dict[str, str]]:
     """The graph before folding, with raw value names, and the class name of every module path."""
+    check_names(model, batch)
     check_weights(model)
     state = State.of(model)
     if training:

@@ -7,7 +7,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from parloom.errors import CaptureError, InputError
+from parloom.errors import CaptureError, InputError, has_controls
 from parloom.ir.graph import Graph, Input, Node
 from parloom.ir.ops import op_of
 from parloom.ir.simplify import nodes_of
@@ -140,6 +140,18 @@ def trained_values(graph: Graph) -> set[str]:
         if results and node.op != "detach" and op_of(node).differentiable:
             reached.update(node.refs)
     return reached
+
+
+def check_names(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Raise `CaptureError` for a name with control characters: plans and messages quote names."""
+    modules = (name for name, _ in model.named_modules())
+    tensors = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    for name in (*modules, *tensors, *batch):
+        if has_controls(name):
+            raise CaptureError(
+                f"cannot capture {type(model).__name__}: the name {name!a} has control characters;"
+                " rename the module, tensor or key of the batch"
+            )
 
 
 def remarks(model: nn.Module, graph: Graph) -> tuple[str, ...]:

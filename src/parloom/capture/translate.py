@@ -18,7 +18,7 @@ from parloom.capture.autograd import CHECKPOINT
 from parloom.capture.blame import SELECTED, WAYS_ON, module_path, source_of, without_wrapper
 from parloom.capture.operators import ADVICE, is_custom
 from parloom.capture.spelling import RECURRENT
-from parloom.errors import CaptureError
+from parloom.errors import CaptureError, one_line
 from parloom.ir.graph import Arg, Dtype, Node, Ref, TensorSpec, Value
 from parloom.ir.ops import OPS, PLAIN, RETURN_LISTS
 
@@ -330,7 +330,7 @@ class Translator:
         # The outermost entry is the wrapper that was traced, not a module of the user's.
         for path, kind in list(stack.values())[1:]:
             self.classes[without_wrapper(path)] = str(kind).rsplit(".", 1)[-1]
-        return module_path(stack), source_of(meta.get("stack_trace"))
+        return module_path(stack), one_line(source_of(meta.get("stack_trace")))
 
     def metadata(self, node: fx.Node) -> Mapping[str, Any]:
         """A node's metadata, looking into autocast regions for what they hid."""

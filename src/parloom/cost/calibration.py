@@ -22,6 +22,7 @@ from parloom.cost.kernels import LocalOperator
 from parloom.cost.units import format_rate
 from parloom.errors import InputError, nearest
 from parloom.ir.graph import Arg, Dtype
+from parloom.ir.json_text import with_controls
 from parloom.ir.mesh import Cluster
 
 VERSION = 1
@@ -155,6 +156,10 @@ def calibration_from_json(text: str | bytes, where: str) -> Calibration:
         document = _Document.model_validate_json(text)
     except ValidationError as error:
         raise InputError(_said(error, where)) from None
+    place = with_controls(document.model_dump(mode="json"))
+    if place is not None:
+        where_in = ".".join(map(str, place))
+        raise InputError(f"{where}: {where_in}: control characters in a name or text")
     return Calibration(
         Fingerprint(**document.fingerprint.model_dump()),
         document.num_ranks,

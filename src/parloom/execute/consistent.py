@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parloom.capture.operators import check_operators, is_unregistered
-from parloom.errors import InputError
+from parloom.errors import InputError, has_controls
 from parloom.execute.experts import experts
 from parloom.execute.reference import input_values, run_node, torch_argument
 from parloom.ir.graph import Function, Graph, Node, TensorSpec, node_key
@@ -40,6 +40,7 @@ def check_results(graph: Graph) -> None:
     functions = (graph.main, *graph.functions)
     nodes = (i for f in functions for i in f.body if isinstance(i, Node))
     check_operators(node for node in nodes if not is_unregistered(node.op))
+    _check_names(graph)
     _check_constants(graph)
     prefixes = {
         item.function: item.prefix for item in graph.main.body if not isinstance(item, Node)
@@ -47,6 +48,18 @@ def check_results(graph: Graph) -> None:
     with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad(), _silent(LOGGER):
         for function in functions:
             _check_function(function, prefixes.get(function.name, ""))
+
+
+def _check_names(graph: Graph) -> None:
+    """Names are printed and quoted, so they are on one line."""
+    nodes = [i for f in (graph.main, *graph.functions) for i in f.body if isinstance(i, Node)]
+    calls = [i.prefix for i in graph.main.body if not isinstance(i, Node)]
+    inputs = [name for i in graph.inputs for name in (i.target, *i.aliases)]
+    ends = [name for name, _ in (*graph.outputs, *graph.updates)]
+    texts = (text for node in nodes for text in (node.path, node.source))
+    for name in (graph.name, *texts, *calls, *inputs, *ends, *graph.recompute):
+        if has_controls(name):
+            raise InputError(f"the graph's name {name!a} has control characters")
 
 
 @contextmanager

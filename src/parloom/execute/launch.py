@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from parloom.cost.clusters import load_cluster
-from parloom.errors import InputError, LaunchError
+from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.watch import last_record
 from parloom.ir.plan import Plan
@@ -57,7 +57,7 @@ def run(
     argv: Sequence[str],
     *,
     plan_path: Path | None = None,
-    say: Say = lambda text: print(text, file=sys.stderr, flush=True),
+    say: Say = lambda text: print(visible(text), file=sys.stderr, flush=True),
     verbose: bool = False,
 ) -> int:
     """Run `argv` (a script or `-m module`, and its arguments) on every rank; the exit code.

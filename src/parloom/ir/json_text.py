@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from parloom.errors import has_controls
+
 WIDTH = 100
 DEEP = 4
 Path = tuple[str | int, ...]
@@ -29,6 +31,19 @@ def render(value: Any, indent: int = 0, *, item: bool = False) -> str:
         opening, closing = "[", "]"
     body = ",\n".join(pad + entry for entry in entries)
     return f"{opening}\n{body}\n{' ' * indent}{closing}"
+
+
+def with_controls(value: Any, path: Path = ()) -> Path | None:
+    """Where a document has a key or a string with control characters; None where it has none."""
+    if isinstance(value, str):
+        return path if has_controls(value) else None
+    items = value.items() if isinstance(value, dict) else ()
+    for key, item in enumerate(value) if isinstance(value, list) else items:
+        bad = isinstance(key, str) and has_controls(key)
+        found = path if bad else with_controls(item, (*path, key))
+        if found is not None:
+            return found
+    return None
 
 
 def line_and_column(text: str, path: Path, *, at_key: bool = False) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from parloom.errors import InputError, VerifyError, nearest
 from parloom.ir import plan_schema as schema
 from parloom.ir.graph import DTYPE_BYTES
-from parloom.ir.json_text import line_and_column, render
+from parloom.ir.json_text import line_and_column, render, with_controls
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import (
@@ -240,6 +240,9 @@ class _Reader:
             raise InputError(f"{self.where}: not a plan: {reason}") from None
         if not isinstance(raw, dict):
             raise InputError(f"{self.where}:1:1: not a plan: expected an object in braces")
+        place = with_controls(raw)
+        if place is not None:
+            raise self.error(place, "control characters in a name or text")
         return raw
 
     def _version(self, raw: dict[str, Any]) -> None:

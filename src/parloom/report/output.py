@@ -1,20 +1,31 @@
-"""Results on stdout: text, screens and JSON documents."""
+"""Results on stdout, and messages: text, screens and JSON documents.
+
+What is printed may hold names out of files. None of them reaches a terminal as control characters.
+"""
 
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 
-from parloom.errors import InputError
+from parloom.errors import InputError, visible
 
 # Pipes have no width; a narrow default would break paths.
 WIDTH = 120
+# Characters that JSON allows and terminals obey: C1 controls, marks of direction and of no width.
+HIDDEN = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 def show(what: str | RenderableType, columns: str) -> None:
@@ -22,9 +33,9 @@ def show(what: str | RenderableType, columns: str) -> None:
     with _stdout():
         console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
         if isinstance(what, str):
-            print(what)
+            print(visible(what))
         elif console.is_terminal:
-            console.print(what)
+            console.print(_Visible(what))
         else:
             width = int(columns) if columns.isdigit() and int(columns) else WIDTH
             print(rendered(what, width))
@@ -33,14 +44,38 @@ def show(what: str | RenderableType, columns: str) -> None:
 def rendered(what: RenderableType, width: int) -> str:
     """A screen as plain lines; cells are padded, lines are not."""
     text = StringIO()
-    Console(file=text, width=width, highlight=False, emoji=False, markup=False).print(what)
+    Console(file=text, width=width, highlight=False, emoji=False, markup=False).print(
+        _Visible(what)
+    )
     return "\n".join(line.rstrip() for line in text.getvalue().removesuffix("\n").split("\n"))
 
 
 def show_json(document: Any) -> None:
     """Print one JSON document, strict and indented."""
     with _stdout():
-        print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False)
+        print(HIDDEN.sub(_json_escape, text))
+
+
+def message(text: str) -> str:
+    """A message for stderr: lines after the first are indented, so that no name forges a line."""
+    return visible(text).replace("\n", "\n  ")
+
+
+@dataclass(frozen=True, slots=True)
+class _Visible:
+    """A screen whose text is `visible`; what the screen itself does to the terminal stays."""
+
+    screen: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.screen, options):
+            text = segment.text if segment.control else visible(segment.text)
+            yield Segment(text, segment.style, segment.control)
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 @contextmanager

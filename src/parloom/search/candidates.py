@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from parloom.errors import InputError
+from parloom.errors import InputError, one_line
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions, Prediction
@@ -71,7 +71,7 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     """
     names = BESIDE if method == AUTO else (method,)
     found, refused, stopped = _of_rules(question, names, say)
-    lines = [f"{name}: not possible: {error}" for name, error in refused.items()]
+    lines = [f"{name}: not possible: {one_line(error)}" for name, error in refused.items()]
     found, against = _holding(question, found)
     lines += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
