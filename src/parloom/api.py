@@ -33,6 +33,7 @@ from parloom.errors import (
 )
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
+from parloom.execute.eager import DIFFERS, EQUAL, WAYS_ON, Apart, check
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
@@ -156,20 +157,28 @@ def capture(
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
     dtype = DTYPES.get(dtype, dtype) if dtype else None
     asked_for = named_optimizer(optimizer) if optimizer else None
-    progress(f"building {model}")
-    loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
-    chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
-    progress("capturing the training program")
-    graph = _capture(loaded.model, loaded.batch, loss=loaded.loss)
-    evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
+    source = ModelSource(model, batch, seq, dtype)
+    with Apart() as apart:  # before anything of the model is imported
+        progress(f"building {model}")
+        loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
+        chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
+        progress("capturing the training program")
+        graph = _capture(loaded.model, loaded.batch, loss=loaded.loss)
+        evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
+        progress("comparing it with the module itself")
+        eager = check(apart, source, seed, graph, evaluation, whole=False)
+        progress(f"compared in {eager.seconds:.1f} s")
+    if eager.outcome == DIFFERS:
+        raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}; {WAYS_ON}")
+    equal, other = ((str(eager),), ()) if eager.outcome == EQUAL else ((), (str(eager),))
     return Captured(
-        ModelSource(model, batch, seq, dtype),
+        source,
         fingerprint(loaded.model, loaded.batch, loaded.loss),
         chosen,
         graph,
         evaluation,
-        tuple(_assumed(batch, seq, loaded.batch)),
-        (*remarks(loaded.model, graph), *notes),
+        (*equal, *_assumed(batch, seq, loaded.batch)),
+        (*other, *remarks(loaded.model, graph), *notes),
         seed,
     )
 

@@ -97,7 +97,8 @@ def test_long_proofs_tell_where_they_are_and_why_they_died(monkeypatch: pytest.M
     said: list[str] = []
     assert api.verify(plan, progress=said.append).passed
     assert [line for line in said if not line.endswith("ranks are done")] == [
-        "building zoo:mlp", "capturing it", "training 3 steps on 2 ranks",
+        "building zoo:mlp", "capturing it", "comparing it with the module itself",
+        "training 3 steps on 2 ranks",
         *(f"training step {i} of 3 on one device, to compare with" for i in (1, 2, 3)),
     ]  # fmt: skip
 

@@ -4,7 +4,8 @@ from parloom.capture.build import capture, capture_flat, parameters_of
 from parloom.capture.check import remarks, scalars_apart
 from parloom.capture.fingerprint import differences, fingerprint
 from parloom.capture.load import Loaded, load_abstract, load_model, sizes_of
-from parloom.capture.program import Loss
+from parloom.capture.program import Loss, arguments_of, mode, named_tensors, select_loss
+from parloom.capture.spelling import decompositions
 
 __all__ = [
     "capture",
@@ -17,6 +18,11 @@ __all__ = [
     "load_model",
     "load_abstract",
     "sizes_of",
+    "arguments_of",
+    "mode",
+    "named_tensors",
+    "select_loss",
+    "decompositions",
     "Loaded",
     "Loss",
 ]

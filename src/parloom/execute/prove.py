@@ -11,6 +11,7 @@ from torch import Tensor
 from parloom.capture import capture, differences, fingerprint, load_abstract, parameters_of
 from parloom.cost.units import format_bytes
 from parloom.errors import FingerprintError, LaunchError
+from parloom.execute.eager import Apart, check
 from parloom.execute.ranks import RankError
 from parloom.execute.shrink import require_memory, shrink
 from parloom.execute.verify import VerifyReport, verify
@@ -25,6 +26,13 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
 
     Raises `FingerprintError` where the model has changed since the plan was made.
     """
+    with Apart() as apart:
+        return _prove(plan, apart, small=small, progress=progress)
+
+
+def _prove(
+    plan: Plan, apart: Apart, *, small: bool, progress: Callable[[str], None]
+) -> VerifyReport:
     source = plan.source
     progress(f"building {source.spec}")
     build = partial(
@@ -45,6 +53,10 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
     torch.set_num_threads(1)  # the ranks are forked
     progress("capturing it")
     _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
+    progress("comparing it with the module itself")
+    eager = check(
+        apart, source, plan.seed, parse_graph(plan.graph), plan.evaluation_graph, whole=not small
+    )
     text = ""
     if small:
         progress("building a small copy")
@@ -55,7 +67,7 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
     for line in _memory_words(plan, tensors, small):
         progress(line)
     try:
-        return replace(verify(plan, tensors, batch, say=progress), shrunk=text)
+        return replace(verify(plan, tensors, batch, say=progress), shrunk=text).with_eager(eager)
     except RankError as error:
         if not error.killed:
             raise

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from parloom.errors import InputError
+from parloom.execute.eager import DIFFERS, EagerReport
 from parloom.execute.optimizers import make
 from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.reference import evaluate
+from parloom.execute.relative import relative_difference
 from parloom.ir.graph import Graph, widened
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.text import parse_graph
@@ -46,7 +48,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The outcome: the worst relative error and the tensor it occurred in."""
+    """The outcome: the worst relative error and the tensor it occurred in.
+
+    `eager` says whether the reference is what the user's own module does.
+    """
 
     passed: bool
     worst_error: float
@@ -57,8 +62,18 @@ class VerifyReport:
     num_ranks: int
     steps: int
     shrunk: str = ""
+    eager: EagerReport | None = None
+
+    def with_eager(self, eager: EagerReport) -> "VerifyReport":
+        """The report of both comparisons; the plan is wrong where its reference is."""
+        if eager.outcome != DIFFERS:
+            return replace(self, eager=eager)
+        return replace(self, passed=False, first_difference=eager.difference, eager=eager)
 
     def __str__(self) -> str:
+        return "\n".join(filter(None, (self._line(), str(self.eager or ""))))
+
+    def _line(self) -> str:
         what = f"{self.num_tensors} tensors on {self.num_ranks} ranks over {self.steps} steps"
         shrunk = f" (shrunk: {self.shrunk})" if self.shrunk else ""
         if self.passed:
@@ -307,7 +322,7 @@ def compare(
     def judge(name: str, expected: Tensor | None, got: Tensor | None, floor: float) -> None:
         nonlocal worst, worst_name, first, count
         count += 1
-        error = _relative(expected, got, floor)
+        error = relative_difference(expected, got, floor)
         if error > worst or math.isnan(error):
             worst, worst_name = error, name
         if not error <= tolerance and first is None:
@@ -338,23 +353,3 @@ def compare(
     return VerifyReport(
         first is None, worst, worst_name, first, tolerance, count, num_ranks, STEPS
     )  # fmt: skip
-
-
-def _relative(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
-    """Largest difference over the tensor's own scale or `floor`; infinite where one is missing."""
-    if expected is None or got is None:
-        present = expected if got is None else got
-        return 0.0 if present is not None and not present.any() else float("inf")
-    if expected.shape != got.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    if not expected.is_floating_point():
-        return 0.0 if torch.equal(expected, got) else float("inf")
-    infinite = expected.isinf()
-    if infinite.any():  # as in the buffer of an attention mask
-        if not torch.equal(expected[infinite], got[infinite]):
-            return float("inf")
-        expected, got = expected.masked_fill(infinite, 0), got.masked_fill(infinite, 0)
-    scale = max(float(expected.abs().max()), floor, 1e-30)
-    return float((expected - got).abs().max()) / scale

@@ -1,0 +1,24 @@
+"""How far two tensors are apart, on their own scale."""
+
+import torch
+from torch import Tensor
+
+
+def relative_difference(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
+    """Largest difference over the tensor's own scale or `floor`; infinite where one is missing."""
+    if expected is None or got is None:
+        present = expected if got is None else got
+        return 0.0 if present is not None and not present.any() else float("inf")
+    if expected.shape != got.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(expected, got) else float("inf")
+    infinite = expected.isinf()
+    if infinite.any():  # as in the buffer of an attention mask
+        if not torch.equal(expected[infinite], got[infinite]):
+            return float("inf")
+        expected, got = expected.masked_fill(infinite, 0), got.masked_fill(infinite, 0)
+    scale = max(float(expected.abs().max()), floor, 1e-30)
+    return float((expected - got).abs().max()) / scale

@@ -1,0 +1,164 @@
+"""The captured program against the user's module, and what that comparison finds."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parloom import api
+from parloom.capture import Loaded, capture
+from parloom.errors import CaptureError
+from parloom.execute import eager
+from parloom.execute.eager import DIFFERS, EQUAL, NOT_COMPARED, Apart, EagerReport, compare
+from parloom.execute.prove import prove
+from parloom.ir.text import print_graph
+from tests.dist import eager_models as models
+
+FILE = Path(models.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def programs(build: Callable[[], models.Made]) -> tuple[str, str]:
+    model, batch = build()
+    training = print_graph(capture(model, batch))
+    return training, print_graph(capture(model, batch, training=False))
+
+
+def compared(
+    module: Callable[[], models.Made], captured: Callable[[], models.Made] | None = None
+) -> EagerReport:
+    """One module beside the program that was captured from it, or from another one."""
+    return compare(lambda: Loaded(*module()), *programs(captured or module))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [models.net, models.averaging, models.all_used, models.scaled, models.bags, models.double],
+)
+def test_what_is_captured_equals_the_module(build: Callable[[], models.Made]) -> None:
+    report = compared(build)
+    assert report.outcome == EQUAL, report
+    assert report.calls == 4
+    assert report.worst <= 1e-12
+
+
+@pytest.mark.parametrize("build", [models.drawing, models.checkpointed, models.attending])
+def test_draws_are_replayed(build: Callable[[], models.Made]) -> None:
+    report = compared(build)
+    assert report.outcome == EQUAL, report
+    assert report.draws >= 3
+    assert "random draws replayed" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("module", "captured", "tensor"),
+    [
+        (models.net, models.relu, "loss in call 1"),
+        (models.averaging, models.net, "buffer mean in call 1"),
+        (models.net, models.averaging, "buffer mean in call 1"),
+        (models.all_used, models.net, "gradient of unused.weight in call 1 (the captured"),
+        (models.net, models.all_used, "gradient of unused.weight in call 1 (the module"),
+        (models.warming, models.net, "loss in call 2"),
+        (models.scaled, models.net, "loss in evaluation"),
+    ],
+)
+def test_another_program_is_found(
+    module: Callable[[], models.Made], captured: Callable[[], models.Made], tensor: str
+) -> None:
+    report = compared(module, captured)
+    assert report.outcome == DIFFERS
+    assert report.difference.startswith(tensor), report
+    assert "is not what the module does" in str(report)
+
+
+def test_draws_in_another_order_are_not_compared() -> None:
+    report = compared(models.drawing, models.checkpointed)
+    assert report.outcome == NOT_COMPARED
+    assert "random draws could not be replayed" in str(report)
+
+
+def test_a_module_that_raises_is_not_compared() -> None:
+    training, evaluation = programs(models.net)
+
+    def build() -> Loaded:
+        model, _ = models.net()
+        return Loaded(model, {"x": torch.randn(8, 5)})
+
+    report = compare(build, training, evaluation)
+    assert report.outcome == NOT_COMPARED
+    assert "RuntimeError" in report.reason
+
+
+def test_tolerances_follow_the_least_precise_dtype() -> None:
+    assert compared(models.double).tolerance < compared(models.net).tolerance
+    report = compared(models.half)
+    assert (report.outcome, report.dtype) == (EQUAL, "bfloat16")
+
+
+def test_the_process_shares_nothing_with_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global that this process changes after the fork is as it was there."""
+    with Apart() as apart:
+        monkeypatch.setattr(models.Net, "middle", models.Relu.middle)
+        model, batch = models.net()
+        report = apart.compare(_loaded, capture(model, batch), "")
+    assert report.outcome == DIFFERS
+
+
+def test_a_process_that_dies_or_hangs_is_said_so() -> None:
+    model, batch = models.net()
+    graph = capture(model, batch)
+    with Apart() as apart:
+        assert "exit code" in apart.compare(_dies, graph, "").reason
+        assert "longer than 0.5 s" in apart.compare(_hangs, graph, "", timeout_s=0.5).reason
+        assert apart.compare(_loaded, graph, "").outcome == EQUAL
+
+
+def _loaded() -> Loaded:
+    return Loaded(*models.net())
+
+
+def _dies() -> Loaded:
+    import os
+
+    os._exit(3)
+
+
+def _hangs() -> Loaded:
+    import time
+
+    time.sleep(60)
+    raise AssertionError
+
+
+def test_plan_refuses_what_capture_did_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parloom.capture.steady.Watch.check", lambda *_: None)
+    with pytest.raises(CaptureError, match=r"cannot capture Warming: .*loss in call 2"):
+        api.capture(f"{FILE}:warming")
+
+
+def test_plan_and_verify_say_what_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = api.plan(f"{FILE}:double", cluster="2xcpu", method="data_parallel")
+    line = "the captured program equals the module itself (4 calls, float64, limit 1e-09)"
+    assert line in plan.assumptions
+    report = prove(plan, small=False, progress=lambda text: None)
+    assert report.passed
+    assert line in str(report)
+    wrong = EagerReport(DIFFERS, difference="loss in call 1 (relative difference 1.0e+00)")
+    monkeypatch.setattr("parloom.execute.prove.check", lambda *_, **__: wrong)
+    report = prove(plan, small=False, progress=lambda text: None)
+    assert not report.passed
+    assert report.first_difference == wrong.difference
+
+
+def test_a_large_model_is_compared_in_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "MAX_FLOPS", 1e8)
+    found = api.capture("zoo:gpt")
+    line = next(line for line in found.assumptions if "module itself" in line)
+    assert "equals the module itself" in line
+    assert "shrunk: " in line
