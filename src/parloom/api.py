@@ -17,6 +17,7 @@ from parloom.capture import (
     load_abstract,
     remarks,
     scalars_apart,
+    with_culprit,
 )
 from parloom.capture import capture as _capture
 from parloom.choose import Ask
@@ -163,7 +164,10 @@ def capture(
         loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
         chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
         progress("capturing the training program")
-        graph = _capture(loaded.model, loaded.batch, loss=loaded.loss)
+        try:
+            graph = _capture(loaded.model, loaded.batch, loss=loaded.loss)
+        except CaptureError as err:
+            raise with_culprit(model, err, batch, seq) from err
         evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
         progress("comparing it with the module itself")
         eager = check(apart, source, seed, graph, evaluation, whole=False)

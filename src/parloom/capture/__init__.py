@@ -3,6 +3,7 @@
 from parloom.capture.build import capture, capture_flat, parameters_of
 from parloom.capture.check import remarks, scalars_apart
 from parloom.capture.fingerprint import differences, fingerprint
+from parloom.capture.hugging_face import with_culprit
 from parloom.capture.load import Loaded, load_abstract, load_model, sizes_of
 from parloom.capture.program import Loss, arguments_of, mode, named_tensors, select_loss
 from parloom.capture.spelling import decompositions
@@ -23,6 +24,7 @@ __all__ = [
     "named_tensors",
     "select_loss",
     "decompositions",
+    "with_culprit",
     "Loaded",
     "Loss",
 ]

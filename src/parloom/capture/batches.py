@@ -18,6 +18,7 @@ DEFAULT_BATCH = 8
 DEFAULT_SEQ = 1024
 IMAGE_SIZE = 224  # ImageNet's usual crop
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_source_positions")
+MOST_ELEMENTS = 1 << 30  # of a batch that is made here
 IGNORED = -100  # labels of this value count in no loss of the library
 
 
@@ -26,8 +27,20 @@ def make_batch(
 ) -> dict[str, Tensor]:
     """Random inputs and labels of the shapes that the model takes, from torch's global generator.
 
-    Raises: InputError where its kind of input is not known here.
+    Raises: InputError where its kind of input is not known here, or there is too much of it.
     """
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in random_batch(model, config, batch, seq).items()}
+    if sum(shape.numel() for shape in shapes.values()) > MOST_ELEMENTS:
+        shown = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise InputError(f"a batch of more than {MOST_ELEMENTS:,} elements ({shown}); ask for less")
+    return random_batch(model, config, batch, seq)
+
+
+def random_batch(
+    model: nn.Module, config: Any, batch: int | None, seq: int | None
+) -> dict[str, Tensor]:
+    """As `make_batch`, of any size."""
     size = DEFAULT_BATCH if batch is None else batch
     names = tuple(signature(model.forward).parameters)
     main = str(getattr(model, "main_input_name", "input_ids"))

@@ -1,19 +1,34 @@
 """Hugging Face models from their configuration: freshly initialised, with a batch made for them."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from parloom.capture.batches import make_batch
+from parloom.capture.config_faults import (
+    blamed,
+    check_values,
+    position_of,
+    read_values,
+    reason_of,
+)
 from parloom.capture.outside_code import refuse_outside_code, without_outside_code
-from parloom.errors import InputError
+from parloom.errors import CaptureError, InputError, ParloomError
+
+MOST_MODULES = 50_000  # Llama-3-405B is of 1,900, a mixture of 128 experts in 94 layers of 37,000
 
 
 def library() -> ModuleType:
@@ -36,31 +51,74 @@ def quiet(transformers: ModuleType) -> Iterator[None]:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
 
 
-def read_config(spec: str) -> Any:
-    """The configuration in a file, in a folder, or of a Hub id (the local cache first)."""
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raise whatever the library raises as an `InputError` of one line that begins with `what`.
+
+    Values that it does not check fail anywhere in it, in any way.
+    """
+    try:
+        with quiet(library()):
+            yield
+    except ParloomError:
+        raise
+    except Exception as err:
+        raise InputError(f"{what}: {reason_of(err)}") from err
+
+
+def local_file(spec: str) -> Path | None:
+    """The file that has the config; None for a Hub id."""
     path = Path(spec)
-    local = path.suffix == ".json" or path.is_dir()
-    if local and not (path / "config.json" if path.is_dir() else path).is_file():
-        raise InputError(f"no file {path / 'config.json' if path.is_dir() else path}")
-    transformers = library()
+    if path.is_dir():
+        return path / "config.json"
+    return path if path.suffix == ".json" else None
+
+
+def read_config(spec: str) -> Any:
+    """The configuration in a file, in a folder, or of a Hub id (the local cache first).
+
+    Raises: InputError; of a local file with the key that is to blame, where there is one.
+    """
+    path = local_file(spec)
+    if path is None:
+        return _read_cached(spec)
+    if not path.is_file():
+        raise InputError(f"no file {path}")
+    values, text = read_values(path)
+    refuse_outside_code(values, str(path))
+    check_values(values, path, text)
+    families = library().CONFIG_MAPPING
+    named = values.get("model_type")
+    if named is not None and named not in families and "auto_map" not in values:
+        near = get_close_matches(named, list(families), 3, 0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        place = position_of(text, ("model_type",))
+        raise InputError(f"{path}{place}: transformers has no model_type {named!r}{hint}")
+    try:
+        with refusing(f"{path}: not a Hugging Face config"):
+            return _without_code(library(), spec, cached_only=True)
+    except InputError as err:
+        raise blamed(path, values, text, _from_values, err) from err
+
+
+def _read_cached(spec: str) -> Any:
+    """The configuration of a Hub id."""
     last: Exception | None = None
-    for cached_only in (True,) if local else (True, False):
+    for cached_only in (True, False):
         try:
-            with quiet(transformers):
-                return _without_code(transformers, spec, cached_only)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
+            with refusing("its config could not be read"):
+                return _without_code(library(), spec, cached_only)
+        except InputError as err:
             last = err
-    reason = str(last).strip().splitlines()[0] if str(last).strip() else type(last).__name__
-    if local:
-        raise InputError(f"{spec}: not a Hugging Face config: {reason}") from last
     raise InputError(
-        f"no model {spec!r}: it is no file or folder here, and as a Hub id its config could not be"
-        f" read: {reason}"
+        f"no model {spec!r}: it is no file or folder here, and as a Hub id {last}"
     ) from last
 
 
@@ -76,6 +134,47 @@ def _without_code(transformers: ModuleType, spec: str, cached_only: bool) -> Any
     return config
 
 
+def _from_values(values: dict[str, Any]) -> Any:
+    """The configuration with these settings, which name its family."""
+    refuse_outside_code(values, "config")
+    with quiet(library()):
+        config = library().CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    without_outside_code(config)
+    return config
+
+
+def with_culprit(spec: str, err: ParloomError, batch: int | None, seq: int | None) -> ParloomError:
+    """The error of a model that could not be built or captured, with the key of its config that is
+    to blame; the error itself where there is none, or the model is from elsewhere.
+    """
+    path = local_file(spec)
+    if path is None or not path.is_file():
+        return err
+
+    def attempt(values: dict[str, Any]) -> None:
+        config = _from_values(values)
+        with torch.device("meta"):
+            model, tensors = build_from_config(config, batch, seq)
+        if isinstance(err, CaptureError):
+            _call(config, model, tensors, batch, seq)
+
+    with torch.random.fork_rng(devices=[]):
+        return blamed(path, *read_values(path), attempt, err)
+
+
+def _call(config: Any, model: nn.Module, tensors: dict[str, Tensor], *sizes: int | None) -> None:
+    """Call a model without data; where it looks at values, as a mask of ones, as a trace would."""
+    with quiet(library()):
+        try:
+            model(**tensors)
+        except RuntimeError as err:
+            if "meta tensors" not in str(err):
+                raise
+            with FakeTensorMode():
+                model, tensors = build_from_config(config, *sizes)
+                model(**tensors)
+
+
 def settings_of(config: Any) -> dict[str, Any]:
     """The settings of a config by name; those of its parts (`text_config`) are nested."""
     found: dict[str, Any] = config.to_dict()
@@ -89,11 +188,8 @@ def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
         if isinstance(value, Mapping) and isinstance(values.get(name), dict):
             value = {**values[name], **value}
         values[name] = value
-    try:
-        with quiet(library()):
-            return type(config).from_dict(values)
-    except (ValueError, TypeError, KeyError, AttributeError) as err:
-        raise InputError(f"a {type(config).__name__} with {dict(settings)}: {err}") from err
+    with refusing(f"a {type(config).__name__} with {dict(settings)}"):
+        return type(config).from_dict(values)
 
 
 def build_from_config(
@@ -103,25 +199,56 @@ def build_from_config(
 
     Both come from torch's global generator. Generation caches are off.
     """
-    transformers = library()
-    config.use_cache = False
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-    names = list(getattr(config, "architectures", None) or [])
-    kind = getattr(transformers, names[0], None) if names else None
-    if names and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise InputError(f"transformers {transformers.__version__} has no architecture {names[0]}")
-    try:
-        with quiet(transformers):
-            if kind is None:
-                model = transformers.AutoModelForCausalLM.from_config(config)
-            else:
-                model = kind(config)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as err:
-        label = names[0] if names else type(config).__name__
-        raise InputError(f"cannot build {label} from its config: {err}") from err
+    label = type(config).__name__
+    with refusing(f"cannot build {label}"):
+        config.use_cache = False
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+        kind = architecture(config)
+        label = label if kind is None else kind.__name__
+    with refusing(f"cannot build {label} from its config"), few_modules():
+        transformers = library()
+        model: nn.Module = (
+            transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        )
     model.train()
+    if empty := [name for name, p in model.named_parameters() if not p.numel()]:
+        raise InputError(f"cannot build {label} from its config: {empty[0]} has no elements")
     if "return_loss" in signature(model.forward).parameters:
         # Models that compare two kinds of input have no labels to ask for the loss with.
         model.forward = partial(model.forward, return_loss=True)
-    return model, make_batch(model, config, batch, seq)
+    with refusing(f"cannot make a batch for {label}"):
+        return model, make_batch(model, config, batch, seq)
+
+
+def architecture(config: Any) -> Any:
+    """The class that a config names; None where it names none."""
+    transformers = library()
+    names = getattr(config, "architectures", None) or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"architectures must be a list of class names, got {names!r:.80}")
+    if not names:
+        return None
+    kind = getattr(transformers, names[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise InputError(f"transformers {transformers.__version__} has no architecture {names[0]}")
+    return kind
+
+
+@contextmanager
+def few_modules() -> Iterator[None]:
+    """Raise `InputError` where a model becomes of more modules than anybody trains.
+
+    A number of layers with a digit too many would be built for hours.
+    """
+    counted = count(1)
+
+    def check(*_: object) -> None:
+        if next(counted) > MOST_MODULES:
+            raise InputError(f"more than {MOST_MODULES} modules; is a number of layers too large?")
+
+    handle = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from parloom import zoo
-from parloom.capture.hugging_face import build_from_config, read_config, settings_of, with_settings
+from parloom.capture.hugging_face import (
+    build_from_config,
+    read_config,
+    settings_of,
+    with_culprit,
+    with_settings,
+)
 from parloom.capture.program import Loss
 from parloom.errors import InputError, NotYetError, ParloomError
 from parloom.ir.plan import DTYPES
@@ -95,8 +101,9 @@ def load_abstract(
     if limit is not None and sizes_of(spec) is not None:
         try:
             found = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="meta", seed=seed)
-        except InputError:
-            # It cannot be built without weights, or not at all: the CPU says which.
+        except InputError as err:
+            if not needs_weights(err):
+                raise
             found = None
         if found is not None:
             if sum(p.numel() for p in found.model.parameters()) > limit:
@@ -104,6 +111,11 @@ def load_abstract(
             # Freed first: the modules of a model refer to each other.
             del found
     return load_model(spec, batch=batch, seq=seq, dtype=dtype, seed=seed)
+
+
+def needs_weights(err: BaseException) -> bool:
+    """Whether a model could not be built because its weights are on the meta device."""
+    return "meta" in f"{err} {err.__cause__}"
 
 
 def sizes_of(spec: str) -> dict[str, Any] | None:
@@ -150,7 +162,12 @@ def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loa
 def build_configured(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:
     """A Hugging Face model, with some settings of its config replaced."""
     config = read_config(spec)
-    made = build_from_config(with_settings(config, sizes) if sizes else config, batch, seq)
+    try:
+        made = build_from_config(with_settings(config, sizes) if sizes else config, batch, seq)
+    except InputError as err:
+        if sizes or (torch.get_default_device().type == "meta" and needs_weights(err)):
+            raise
+        raise with_culprit(spec, err, batch, seq) from err
     if "pixel_values" in made[1] and "input_ids" not in made[1]:
         refuse("its batch is images", spec, seq=seq)
     return Loaded(*made)
