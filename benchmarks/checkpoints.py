@@ -1,25 +1,33 @@
 """The checkpoint matrix: saved under one plan, continued under every other.
 
-    python benchmarks/checkpoints.py [--json FILE]
+    python benchmarks/checkpoints.py [--json FILE] [--checksums]
 
 Plans: data_parallel, fsdp, megatron and a random legal one, each on 4 and on 2 gloo ranks. A run
 saves after two steps of five; from that checkpoint every plan continues. Losses, weights and
 optimizer steps must equal uninterrupted training on one device to 1e-9 in float64 (DESIGN section
 3), and to the bit where the plan is the one that saved. Exit code 1 where a pair differs.
+
+`--checksums` times instead what the checksums of a checkpoint of 256 MiB cost, on one rank.
 """
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
+from statistics import median
+from zlib import crc32
 
 import torch
 from common import report
+from tests.dist.fake_shards import FakeTrainer, one
 from torch import Tensor
 
 from parloom import zoo
 from parloom.capture import capture, parameters_of
 from parloom.cost.clusters import load_cluster
 from parloom.execute import checkpoint
+from parloom.execute.checksums import check_sums
+from parloom.execute.manifest import read_manifest
 from parloom.execute.optimizers import make, named_optimizer
 from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
@@ -34,6 +42,7 @@ from parloom.runtime import DistributedComm, Program, Trainer
 from parloom.search.baselines import METHODS, random_plan
 
 STEPS, SAVED_AFTER = 5, 2
+REPETITIONS = 5
 TOLERANCE = 1e-9
 OPTIMIZER = named_optimizer("adamw")
 Tensors = dict[str, Tensor]
@@ -106,10 +115,40 @@ def worst(expected: tuple[list[Tensor], Tensors], got: tuple[list[Tensor], Tenso
     )
 
 
+def checksums(json_file: str | None) -> int:
+    """Seconds to save and to load, the part of it that is checksums, and that share."""
+    shard = one(torch.rand(1 << 26))
+    rows: list[dict[str, object]] = []
+    for _ in range(REPETITIONS):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "checkpoint")
+            started = time.perf_counter()
+            checkpoint.save(FakeTrainer([shard]), path)
+            saved = time.perf_counter()
+            checkpoint.load(FakeTrainer([shard]), path)
+            loaded = time.perf_counter()
+            check_sums(path, read_manifest(path))
+            checked = time.perf_counter()
+            crc32(memoryview(shard.tensor.numpy()).cast("B"))
+            summed = time.perf_counter()
+        rows.append(
+            {"save_s": saved - started, "load_s": loaded - saved, "check_s": checked - loaded,
+             "crc32_s": summed - checked}
+        )  # fmt: skip
+    save, load, check, crc = (median(float(str(r[n])) for r in rows) for n in rows[0])
+    print(f"save {save:.2f} s, of which checksums {crc:.2f} s ({crc / save:.0%})")
+    print(f"load {load:.2f} s, of which checksums {check:.2f} s ({check / load:.0%})")
+    report("checksums", rows, json_file)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", default=None)
+    parser.add_argument("--checksums", action="store_true")
     args = parser.parse_args()
+    if args.checksums:
+        return checksums(args.json)
     torch.set_num_threads(1)  # ranks are forked
     torch.manual_seed(0)
     model, batch = zoo.build("gpt", batch=8, seq=8, width=24, heads=4, depth=2, vocab=31)

@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from parloom.errors import InputError, LaunchError, VerifyError
 from parloom.execute import checkpoint, safetensors_storage
-from parloom.execute.manifest import MANIFEST, read_manifest
+from parloom.execute.checksums import check_sums
+from parloom.execute.manifest import MANIFEST, Manifest, read_manifest
 from tests.dist.fake_shards import (
     Bomb,
     FakeBox,
@@ -127,7 +130,16 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown key": (lambda d: d.update(pickle="x"), "Extra inputs"),
     "unknown key in a box": (lambda d: d["tensors"]["w"]["boxes"][0].update(a=1), "Extra inputs"),
     "another format": (lambda d: d.update(format="x"), r"parloom\.checkpoint"),
-    "later version": (lambda d: d.update(version=2), "version"),
+    "later version": (lambda d: d.update(version=3), "version"),
+    "no checksum": (
+        lambda d: d["tensors"]["w"]["boxes"][1].update(crc32=None),
+        "checksum is missing",
+    ),
+    "no checksum of a header": (lambda d: d["files"][0].pop("header_crc32"), "checksum is missing"),
+    "another checksum": (
+        lambda d: d["tensors"]["w"]["boxes"][1].update(crc32=1),
+        r"rank-00001-of-00002\.safetensors: tensor w has checksum \d+, not 1;",
+    ),
     "no tensors": (lambda d: d.pop("tensors"), "tensors: Field required"),
     "unknown dtype": (lambda d: d["tensors"]["w"].update(dtype="object"), "unknown dtype 'object'"),
     "dtype of torch": (lambda d: d["tensors"]["w"].update(dtype="save"), "unknown dtype"),
@@ -184,6 +196,71 @@ def test_file_damage_is_refused_before_anything_is_overwritten(saved: Path) -> N
     with pytest.raises(InputError, match="is missing"):
         checkpoint.load(target, saved)
     assert not target.held[0].tensor.any()
+
+
+def test_one_flipped_bit_anywhere_is_refused(saved: Path) -> None:
+    """In the manifest, in a header or in the data; the file is named, and of data the tensor."""
+    whole = {file: file.read_bytes() for file in sorted(saved.iterdir())}
+    generator = torch.Generator().manual_seed(0)
+    target, named = blank(), 0
+    for file, raw in whole.items():
+        drawn = torch.randint(0, len(raw) * 8, (150,), generator=generator).tolist()
+        data = range((len(raw) - 8) * 8, len(raw) * 8) if file.suffix == ".safetensors" else ()
+        for bit in (*drawn, *data):
+            changed = bytearray(raw)
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            with pytest.raises(InputError, match=re.escape(str(file))) as refused:
+                checkpoint.load(target, saved)
+            named += "tensor w has checksum" in str(refused.value)
+        file.write_bytes(raw)
+    assert named >= 2 * 8 * 8
+    assert not target.held[0].tensor.any(), "nothing was overwritten"
+    checkpoint.load(target, saved)
+
+
+def test_ranks_share_the_comparison(saved: Path) -> None:
+    """Every byte is some rank's, whatever the number of ranks."""
+    manifest = read_manifest(saved)
+    for index, entry in enumerate(manifest.files):
+        path = saved / entry.name
+        raw = path.read_bytes()
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        for world in (1, 2, 3, 7):
+            found = [rank for rank in range(world) if refuses(saved, manifest, rank, world)]
+            assert len(found) == 1, (index, world)
+        path.write_bytes(raw)
+
+
+def refuses(folder: Path, manifest: Manifest, rank: int, world: int) -> bool:
+    try:
+        check_sums(folder, manifest, rank, world)
+    except InputError:
+        return True
+    return False
+
+
+def test_checkpoints_of_older_versions_load_with_a_warning(saved: Path) -> None:
+    def older(document: dict[str, Any]) -> None:
+        document["version"] = 1
+        for file in document["files"]:
+            del file["header_crc32"]
+        for box in document["tensors"]["w"]["boxes"]:
+            del box["crc32"]
+
+    edited(saved, older)
+    target = blank()
+    with pytest.warns(UserWarning, match="step-1 has no checksums"):
+        checkpoint.load(target, saved)
+    assert target.held[0].tensor.flatten().tolist() == [float(i) for i in range(12)]
+
+
+def test_folders_of_killed_saves_are_named(saved: Path) -> None:
+    left = saved.with_name(f"step-2.tmp-{'a' * 32}")
+    left.mkdir()
+    saved.with_name("step-3.tmp-notes").mkdir()
+    with pytest.warns(UserWarning, match=rf"complete: {left.name}; nothing reads them"):
+        checkpoint.load(blank(), saved)
 
 
 def test_file_of_another_save_is_refused(saved: Path) -> None:
@@ -275,7 +352,9 @@ class _DeadlyTensor:
 
 def values(folder: Path) -> list[float]:
     target = blank()
-    checkpoint.load(target, folder)
+    with warnings.catch_warnings():  # of what killed saves left
+        warnings.filterwarnings("ignore", message="beside checkpoint")
+        checkpoint.load(target, folder)
     return [float(x) for x in target.held[0].tensor.flatten()]
 
 

@@ -38,6 +38,7 @@ from parloom.execute.manifest import (
     encode_state,
     read_manifest,
     resolve,
+    stale_folders,
 )
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
 from parloom.runtime.comm import default_timeout
@@ -156,25 +157,45 @@ def write(
 def load(trainer: Checkpointed, folder: Folder) -> Loaded:
     """Load a checkpoint into the trainer, whatever plan saved it; every rank calls it.
 
-    All headers are checked before the first tensor is overwritten, but a trainer whose load failed
-    is not to be trained.
+    All headers and checksums are checked before the first tensor is overwritten, but a trainer
+    whose load failed is not to be trained. Warns of checkpoints without checksums, and of folders
+    that killed saves left beside this one.
 
     Raises:
         InputError: no checkpoint, a damaged one, or one of another model or optimizer.
     """
     target = resolve(Path(folder).absolute())
     with temporary_group() as group:
+        rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
         manifest = everywhere(group, lambda: read_manifest(target))
+        if rank == 0:
+            _warn(target, manifest)
         everywhere(group, lambda: _load_extra_state(trainer, manifest, target))
         with _explained("load", target), _quiet_alone(group):
             dcp_load(
                 by_name(trainer.shards()),
-                storage_reader=BoxReader(target, manifest),
+                storage_reader=BoxReader(target, manifest, rank, world),
                 planner=BoxLoadPlanner(),
                 process_group=group,
             )
     trainer.refresh()
     return Loaded(target, manifest.step, manifest.plan_hash)
+
+
+def _warn(folder: Path, manifest: Manifest) -> None:
+    if not manifest.has_checksums:
+        warnings.warn(
+            f"checkpoint {folder} has no checksums (an older parloom saved it): damage to its"
+            " tensors is not noticed; save it again",
+            stacklevel=3,
+        )
+    if stale := stale_folders(folder):
+        names = ", ".join(path.name for path in stale)
+        warnings.warn(
+            f"beside checkpoint {folder} are folders of saves that were killed before they were"
+            f" complete: {names}; nothing reads them: delete them unless another job is saving",
+            stacklevel=3,
+        )
 
 
 def _load_extra_state(trainer: Checkpointed, manifest: Manifest, folder: Path) -> None:

@@ -5,7 +5,9 @@ for every tensor its dtype, its global shape and the boxes (offset, size, file) 
 carries the trainer's extra state. Nothing in the folder is ever unpickled or executed: other files
 are not looked at, and file names in the document are held to one pattern, so that it cannot point
 elsewhere. `digest` is the SHA-256 of the document with the digest itself left out; `save_id` is
-repeated in every safetensors file, so that files of two saves never mix.
+repeated in every safetensors file, so that files of two saves never mix. Every box and every file's
+header has its CRC-32, which catches what disks and networks do to bits; who edits a checkpoint can
+edit checksums too. Version 1 had none.
 """
 
 import glob
@@ -51,6 +53,7 @@ _FLOAT = "float"
 _NO_DIGEST = b'"digest": ""'
 
 Size = Annotated[int, Field(ge=0)]
+Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class _Document(BaseModel):
@@ -63,6 +66,7 @@ class BoxEntry(_Document):
     offsets: tuple[Size, ...]
     sizes: tuple[Size, ...]
     file: Size
+    crc32: Checksum | None = None
 
 
 class TensorEntry(_Document):
@@ -78,6 +82,7 @@ class FileEntry(_Document):
 
     name: Annotated[str, Field(pattern=r"^rank-[0-9]{5}-of-[0-9]{5}\.safetensors$")]
     size_bytes: Size
+    header_crc32: Checksum | None = None
 
 
 class Manifest(_Document):
@@ -85,13 +90,17 @@ class Manifest(_Document):
 
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     format: Literal["parloom.checkpoint"] = "parloom.checkpoint"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     step: Size
     plan_hash: str = ""
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     state: dict[str, JsonValue]
+
+    @property
+    def has_checksums(self) -> bool:
+        return self.version >= 2
 
 
 def dtype_name(dtype: object) -> str:
@@ -181,6 +190,9 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
     body = raw.replace(f'"digest": "{manifest.digest}"'.encode(), _NO_DIGEST, 1)
     if hashlib.sha256(body).hexdigest() != manifest.digest:
         raise damaged(path, f"its digest is not {manifest.digest[:16] or '(empty)'}")
+    sums = [box.crc32 for entry in manifest.tensors.values() for box in entry.boxes]
+    if manifest.has_checksums and None in (*sums, *(file.header_crc32 for file in manifest.files)):
+        raise damaged(path, "a checksum is missing")
     for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPE_CODES:
             known = ", ".join(DTYPE_CODES)
@@ -228,6 +240,12 @@ def read_manifest(folder: Path) -> Manifest:
         if member.stat().st_size != file.size_bytes:
             raise damaged(member, f"{member.stat().st_size} bytes, not {file.size_bytes}")
     return manifest
+
+
+def stale_folders(folder: Path) -> list[Path]:
+    """Temporary folders beside checkpoint `folder`: of saves that were killed, or are under way."""
+    pattern = f"*{TEMPORARY}{'[0-9a-f]' * 32}"
+    return sorted(path for path in folder.parent.glob(pattern) if path.is_dir())
 
 
 def _why_none(folder: Path) -> str:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from parloom.errors import InputError, VerifyError
+from parloom.execute.checksums import check_sums
 from parloom.execute.manifest import (
     DTYPE_CODES,
     MANIFEST,
@@ -76,8 +78,17 @@ class Entry:
     values: Callable[[], Tensor]
 
 
-def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> int:
-    """Write and sync a safetensors file, holding one tensor in memory at a time; returns its bytes.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that was written: its size, and the CRC-32 of its header and of each entry by key."""
+
+    size_bytes: int
+    header_crc32: int
+    crc32: Mapping[str, int]
+
+
+def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> Written:
+    """Write and sync a safetensors file, holding one tensor in memory at a time.
 
     Wider elements come first, which keeps every tensor aligned, as safetensors itself does.
     """
@@ -100,9 +111,10 @@ def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[st
             f" reads {MAX_HEADER_BYTES}: the plan interleaves the shards of a long dim; shard it"
             " in blocks"
         )
+    start = len(text).to_bytes(8, "little") + text
+    sums: dict[str, int] = {}
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(start)
         for entry in ordered:
             values = entry.values().detach().to("cpu").contiguous()
             if values.dtype != entry.dtype or tuple(values.shape) != entry.shape:
@@ -110,11 +122,14 @@ def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[st
                     f"{entry.key} was planned as {entry.dtype} {entry.shape},"
                     f" its values are {values.dtype} {tuple(values.shape)}"
                 )
+            data: Any = b""
             if values.nbytes:
-                file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+                data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+            sums[entry.key] = crc32(data)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return 8 + len(text) + position
+    return Written(len(start) + position, crc32(start), sums)
 
 
 @contextmanager
@@ -139,6 +154,14 @@ class _Placement:
 
     save_id: str
     file: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a rank tells the coordinator of a box that it wrote."""
+
+    file: FileEntry
+    crc32: int
 
 
 class BoxWriter(StorageWriter):
@@ -186,13 +209,21 @@ class BoxWriter(StorageWriter):
         if plan.items:
             folder = self._temporary_folder(placement.save_id)
             folder.mkdir(parents=True, exist_ok=True)
-            size_bytes = write_safetensors(
+            written = write_safetensors(
                 folder / placement.file,
                 [_entry(item, planner) for item in plan.items],
                 {"format": "pt", "save_id": placement.save_id},
             )
-            file = FileEntry(name=placement.file, size_bytes=size_bytes)
-            results = [WriteResult(item.index, size_bytes, file) for item in plan.items]
+            file = FileEntry(
+                name=placement.file,
+                size_bytes=written.size_bytes,
+                header_crc32=written.header_crc32,
+            )
+            sums = [written.crc32[_stored_key(item)] for item in plan.items]
+            results = [
+                WriteResult(item.index, written.size_bytes, _Stored(file, checksum))
+                for item, checksum in zip(plan.items, sums, strict=True)
+            ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -228,7 +259,7 @@ class BoxWriter(StorageWriter):
         self, save_id: str, metadata: Metadata, results: list[list[WriteResult]]
     ) -> Manifest:
         written = {r.index: r.storage_data for rank in results for r in rank}
-        files = tuple(sorted(set(written.values()), key=lambda f: f.name))
+        files = tuple(sorted({box.file for box in written.values()}, key=lambda f: f.name))
         position = {file: i for i, file in enumerate(files)}
         tensors: dict[str, TensorEntry] = {}
         for name, entry in metadata.state_dict_metadata.items():
@@ -240,9 +271,11 @@ class BoxWriter(StorageWriter):
                     BoxEntry(
                         offsets=tuple(chunk.offsets),
                         sizes=tuple(chunk.sizes),
-                        file=position[written[MetadataIndex(name, chunk.offsets)]],
+                        file=position[box.file],
+                        crc32=box.crc32,
                     )
                     for chunk in entry.chunks
+                    for box in (written[MetadataIndex(name, chunk.offsets)],)
                 ),
             )
         return Manifest(
@@ -281,14 +314,21 @@ def _entry(item: Any, planner: SavePlanner) -> Entry:
         return data
 
     data = item.tensor_data
-    key = box_key(item.index.fqn, data.chunk.offsets)
-    return Entry(key, data.properties.dtype, tuple(data.chunk.sizes), values)
+    return Entry(_stored_key(item), data.properties.dtype, tuple(data.chunk.sizes), values)
+
+
+def _stored_key(item: Any) -> str:
+    return box_key(item.index.fqn, item.tensor_data.chunk.offsets)
 
 
 class BoxReader(StorageReader):
-    """Reads boxes of the checkpoint at `folder`, whose manifest the caller has validated."""
+    """Reads boxes of the checkpoint at `folder`, whose manifest the caller has validated.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    Before that, each of `world` ranks compares its share of all boxes with their checksums.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
+        self._share = rank, world
         self._folder = folder
         self._manifest = manifest
         self._boxes = _index(manifest)
@@ -322,6 +362,8 @@ class BoxReader(StorageReader):
                     if key not in keys:
                         raise damaged(path, f"it has no box {key}")
                     self._check_header(file, path, key)
+        if self._manifest.has_checksums:
+            check_sums(self._folder, self._manifest, *self._share)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -2,7 +2,7 @@
 
 A graph may come from a file, so what it can call is a list. On it are functional operators from
 tensors to tensors that a trace may leave: none writes to its arguments, makes memory from a pointer
-or a file, draws random numbers, or takes indices, offsets, pointers or packed weights on trust.
+or a file, draws random numbers, or takes indices, pointers or packed weights on trust.
 `tests/unit/test_operator_list.py` holds the properties that torch's schemas state.
 """
 
@@ -13,7 +13,7 @@ _FOREACH = (
 
 PLAIN = frozenset({
     "_addmm_activation", "_cdist_forward", "_compute_linear_combination", "_euclidean_dist",
-    "_fft_c2c", "_fft_c2r", "_fft_r2c", "_int_mm", "_is_all_true", "_is_any_true", "_linalg_det",
+    "_fft_c2c", "_fft_c2r", "_fft_r2c", "_grouped_mm", "_int_mm", "_is_all_true", "_is_any_true", "_linalg_det",
     "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax",
     "_logcumsumexp", "_masked_softmax", "_prelu_kernel", "_safe_softmax", "_softmax", "_trilinear",
     "linalg__powsum", "log_sigmoid_forward", "range",
