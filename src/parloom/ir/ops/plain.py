@@ -13,10 +13,10 @@ _FOREACH = (
 
 PLAIN = frozenset({
     "_addmm_activation", "_cdist_forward", "_compute_linear_combination", "_euclidean_dist",
-    "_fft_c2c", "_fft_c2r", "_fft_r2c", "_grouped_mm", "_int_mm", "_is_all_true", "_is_any_true", "_linalg_det",
-    "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax",
-    "_logcumsumexp", "_masked_softmax", "_prelu_kernel", "_safe_softmax", "_softmax", "_trilinear",
-    "linalg__powsum", "log_sigmoid_forward", "range",
+    "_fft_c2c", "_fft_c2r", "_fft_r2c", "_grouped_mm", "_int_mm", "_is_all_true", "_is_any_true",
+    "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd",
+    "_log_softmax", "_logcumsumexp", "_masked_softmax", "_prelu_kernel", "_safe_softmax",
+    "_softmax", "_trilinear", "linalg__powsum", "log_sigmoid_forward", "range",
     *(f"_foreach_{name}" for name in _FOREACH.split()),
 })  # fmt: skip
 
