@@ -26,9 +26,11 @@ from parloom.execute.log import RunRecord, StepLog, StepRecord
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.watch import watcher
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
+from parloom.ir.samples import sample_dims
 from parloom.ir.text import parse_graph
 from parloom.runtime import (
     Comm,
@@ -63,6 +65,7 @@ class Run:
     compile_backend: str | None = None
     seed: int = 0
     exact_random: bool = False
+    sample_dims: Mapping[str, int] | None = None
     log_path: Path | None = None
     watch: Callable[[str], None] = lambda text: None
 
@@ -95,6 +98,7 @@ class Trainer(RuntimeTrainer):
             evaluation=evaluation,
             seed=run.seed,
             exact_random=run.exact_random,
+            sample_dims=run.sample_dims,
             watch=run.watch,
             blocks=CompiledBlocks(run.compile_backend) if run.compile_backend else None,
         )
@@ -209,6 +213,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         compile_backend=compile_backend,
         seed=seed,
         exact_random=exact_random,
+        sample_dims=sample_dims(factorize(graph)),
         log_path=log_path,
         watch=watcher(),
     )

@@ -19,7 +19,8 @@ from parloom.runtime.context import Context
 from parloom.runtime.held import Held
 from parloom.runtime.program import Program, Result
 from parloom.runtime.same import check_same_batch
-from parloom.runtime.sharding import Dims, axes_of, local_shape, take
+from parloom.runtime.samples import SampleDims, local_dims
+from parloom.runtime.sharding import global_shape, take
 from parloom.runtime.store import Store
 
 Batch = Mapping[str, Tensor]
@@ -34,29 +35,34 @@ class StepResult:
 
 
 class Batches:
-    """Cuts a batch into this rank's microbatches."""
+    """Cuts a batch into this rank's microbatches.
 
-    def __init__(self, program: Program, ctx: Context, batch: Batch, local: bool) -> None:
+    `own` are the axes along which ranks are given other samples: none for a global batch.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        ctx: Context,
+        batch: Batch,
+        samples: SampleDims,
+        own: tuple[str, ...] = (),
+    ) -> None:
         _check_names(program, batch)
         self._ctx = ctx
         self._tensors = {
             spec.name: batch[spec.name].to(ctx.device, non_blocking=True) for spec in program.inputs
         }
-        self._dims = {
-            spec.name: _in_time(spec.dims, ctx) if local else spec.dims for spec in program.inputs
-        }
-        self._own = {
-            spec.name: tuple(a for a in axes_of(spec.dims) if local and a in ctx.mesh.space)
-            for spec in program.inputs
-        }
+        self._dims = {spec.name: local_dims(spec, samples, own) for spec in program.inputs}
+        self._own = {spec.name: own if spec.name in samples else () for spec in program.inputs}
         for spec in program.inputs:
             given, dims = self._tensors[spec.name], self._dims[spec.name]
-            shape = spec.shape if not local else _shape(dims, ctx)
+            shape = global_shape(dims, ctx.mesh)
             if tuple(given.shape) != shape or given.dtype != getattr(torch, spec.dtype):
                 raise InputError(
                     f"input {spec.name!r} is {str(given.dtype).removeprefix('torch.')}"
                     f"{list(given.shape)}; the plan was made for {spec.dtype}{list(shape)}"
-                    f"{' on each rank' if local else ''}{_way_on(given, shape, spec.dtype)}"
+                    f"{_for(spec.name, own, samples)}{_way_on(given, shape, spec.dtype)}"
                 )
 
     def check_same(self) -> None:
@@ -98,18 +104,12 @@ def _way_on(given: Tensor, shape: tuple[int, ...], dtype: str) -> str:
     return f"; {drop if smaller else ''}plan again (parloom plan --batch N, or the factory's batch)"
 
 
-def _in_time(dims: Dims, ctx: Context) -> Dims:
-    """The digits that a rank's own shard of a batch still has: local ones and the microbatch."""
-    time = ctx.mesh.time
-    return tuple(tuple(d for d in of_dim if isinstance(d, int) or d == time) for of_dim in dims)
-
-
-def _shape(dims: Dims, ctx: Context) -> tuple[int, ...]:
-    size = 1 if ctx.mesh.time is None else ctx.mesh[ctx.mesh.time].size
-    return tuple(
-        count * size ** sum(isinstance(digit, str) for digit in digits)
-        for count, digits in zip(local_shape(dims), dims, strict=True)
-    )
+def _for(name: str, own: tuple[str, ...], samples: SampleDims) -> str:
+    if not own:
+        return ""
+    if name in samples:
+        return f" on each rank, with its own samples in dim {samples[name]} and all else whole"
+    return " on each rank: all samples share it, so it is given whole"
 
 
 class Losses:

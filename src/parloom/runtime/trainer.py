@@ -25,6 +25,7 @@ from parloom.runtime.optimizer import (
     state_tensors,
 )
 from parloom.runtime.program import Program, TensorSpec
+from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
 from parloom.runtime.sharding import Box, axes_of, boxes, put, untake
 from parloom.runtime.step import Batch, Batches, Losses, Step, StepResult, hoist
 from parloom.runtime.store import Source, Store
@@ -62,7 +63,8 @@ class Trainer:
     from (name, parameter) pairs, where the parameters are this rank's shards; `scheduler` makes the
     learning-rate scheduler, stepped once after each step. A schedule that counts epochs is not for
     `scheduler`: make it from `trainer.optimizer`, step it yourself, and save its state yourself.
-    `watch` is told what this rank does next; `blocks` compiles the program's block functions.
+    `sample_dims` says which dim of which inputs counts samples, dim 0 if not given. `watch` is told
+    what this rank does next; `blocks` compiles the program's block functions.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per choice of the run
@@ -78,6 +80,7 @@ class Trainer:
         evaluation: Program | None = None,
         seed: int = 0,
         exact_random: bool = False,
+        sample_dims: SampleDims | None = None,
         watch: Callable[[str], None] = lambda text: None,
         blocks: CompiledBlocks | None = None,
     ) -> None:
@@ -92,6 +95,7 @@ class Trainer:
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         self.clip_norm = clip_norm
         self.samples_seen = 0
+        self._samples = first_dims(program) if sample_dims is None else sample_dims
         self._compared = False
         self._ctx = Context(
             comm,
@@ -111,19 +115,27 @@ class Trainer:
     def sampler_position(self) -> tuple[int, int]:
         """(num_replicas, rank) for a DistributedSampler that feeds `step(batch, local=True)`.
 
-        Ranks that share samples get the same rank.
+        Ranks that share samples get the same rank. Where the plan cuts the samples of the inputs
+        along different axes, that is all of them: (1, 0), and a local batch is the global one.
         """
-        axes = _sample_axes(self.program)
-        group = self.comm.group(axes)
-        return group.size, group.index
+        mesh, position = self.comm.mesh, 0
+        coordinates = mesh.coordinates(self.comm.rank)
+        axes = sample_axes(self.program, self._samples)
+        for axis in axes:
+            position = position * mesh[axis].size + coordinates[axis]
+        return mesh.size(axes), position
 
     def step(self, batch: Batch, local: bool = False) -> StepResult:
-        """Train on one batch: the global one, the same on all ranks, or this rank's own shard.
+        """Train on one batch: the global one, the same on all ranks, or this rank's own samples.
+
+        A local batch has the samples of this rank's `sampler_position`, whole in all other dims,
+        and whole inputs where all samples share them.
 
         Raises `InputError` when the batch is not what the plan was made for, and in the first step
         when ranks that share samples were given different ones.
         """
-        batches = Batches(self.program, self._ctx, batch, local)
+        own = sample_axes(self.program, self._samples) if local else ()
+        batches = Batches(self.program, self._ctx, batch, self._samples, own)
         if not self._compared:
             batches.check_same()
             self._compared = True
@@ -135,7 +147,7 @@ class Trainer:
             self.scheduler.step()
         self._ctx.step += 1
         self._ctx.watch(f"between steps, after step {self._ctx.step}")
-        self.samples_seen += next((s.shape[0] for s in self.program.inputs if s.shape), 0)
+        self.samples_seen += num_samples(self.program, self._samples)
         return result
 
     def evaluate(self, batch: Batch, local: bool = False) -> Evaluation:
@@ -143,7 +155,13 @@ class Trainer:
         program = self.evaluation
         if program is None:
             raise InputError("the trainer was made without an evaluation program")
-        batches = Batches(program, self._ctx, batch, local)
+        own = sample_axes(self.program, self._samples) if local else ()
+        if not set(own) <= set(sample_axes(program, self._samples)):
+            raise InputError(
+                f"the plan cuts samples over {', '.join(own)} in training and not in evaluation;"
+                " pass the global batch"
+            )
+        batches = Batches(program, self._ctx, batch, self._samples, own)
         outputs: dict[str, Tensor] = {}
         losses = Losses(self.comm)
         with torch.no_grad():
@@ -259,14 +277,6 @@ class Trainer:
             outputs[spec.name] = local.new_empty(spec.shape)
         for shard, rank in zip(stacked, mesh.group(axes, self.comm.rank), strict=True):
             put(outputs[spec.name], shard, spec.dims, mesh, mesh.coordinates(rank, microbatch))
-
-
-def _sample_axes(program: Program) -> tuple[str, ...]:
-    """The axes over ranks that shard dim 0 of the first input."""
-    if not program.inputs or not program.inputs[0].dims:
-        return ()
-    space = program.mesh.space
-    return tuple(d for d in program.inputs[0].dims[0] if isinstance(d, str) and d in space)
 
 
 def _plain(value: Any) -> Any:
