@@ -20,6 +20,7 @@ from parloom.capture import (
     with_culprit,
 )
 from parloom.capture import capture as _capture
+from parloom.capture.ambient import Settings, settings
 from parloom.choose import Ask
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
@@ -142,6 +143,7 @@ class Captured:
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     seed: int
+    settings: Settings = ()
 
 
 def capture(
@@ -177,13 +179,14 @@ def capture(
     equal, other = ((str(eager),), ()) if eager.outcome == EQUAL else ((), (str(eager),))
     return Captured(
         source,
-        fingerprint(loaded.model, loaded.batch, loaded.loss),
+        fingerprint(loaded.model, loaded.batch),
         chosen,
         graph,
         evaluation,
         (*equal, *_assumed(batch, seq, loaded.batch)),
         (*other, *remarks(loaded.model, graph), *notes),
         seed,
+        settings(),
     )
 
 
@@ -221,6 +224,7 @@ def search(
         seed=captured.seed,
         evaluation_graph=captured.evaluation_graph,
         notes=captured.notes,
+        settings=captured.settings,
     )
     if limit > there:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"

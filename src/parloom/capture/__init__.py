@@ -2,6 +2,7 @@
 
 from parloom.capture.build import capture, capture_flat, parameters_of
 from parloom.capture.check import remarks, scalars_apart
+from parloom.capture.compare import first_difference
 from parloom.capture.fingerprint import differences, fingerprint
 from parloom.capture.hugging_face import with_culprit
 from parloom.capture.load import Loaded, load_abstract, load_model, sizes_of
@@ -16,6 +17,7 @@ __all__ = [
     "differences",
     "scalars_apart",
     "fingerprint",
+    "first_difference",
     "load_model",
     "load_abstract",
     "sizes_of",

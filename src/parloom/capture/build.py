@@ -43,6 +43,7 @@ def capture(
 
     Raises: CaptureError where the model cannot be traced, InputError for an unusable batch.
     """
+    check_weights(model)
     flat, classes = capture_flat(model, batch, loss=loss, training=training)
     return readable(without_covered(fold(flat, classes)))
 
@@ -56,7 +57,6 @@ def capture_flat(
 ) -> tuple[Graph, dict[str, str]]:
     """The graph before folding, with raw value names, and the class name of every module path."""
     check_names(model, batch)
-    check_weights(model)
     state = State.of(model)
     if training:
         check_memory(type(model).__name__, state.tensors)

@@ -1,11 +1,9 @@
-"""What identifies a model and batch: a plan is valid for equal fingerprints only."""
+"""The tensors of a model and batch: a name for them, and how they are not as planned."""
 
 import hashlib
-import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,11 +11,11 @@ from parloom.capture.translate import dtype_name
 from parloom.ir.graph import Graph, Input
 
 
-def fingerprint(model: nn.Module, batch: Mapping[str, Tensor], loss: object = None) -> str:
-    """16 hex digits of a SHA-256 over parameters, buffers, batch and module sources.
+def fingerprint(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
+    """16 hex digits of a SHA-256 over parameters, buffers and batch.
 
-    Parameters and buffers count by name, shape, dtype and requires_grad, not by value; sources are
-    those of all module classes but torch's own, and of the loss function where there is one.
+    They count by name, shape, dtype and requires_grad, not by value. It names a model in messages;
+    whether a model is the planned one is decided by its captured program (`capture.compare`).
     """
     parts = [
         [
@@ -26,10 +24,7 @@ def fingerprint(model: nn.Module, batch: Mapping[str, Tensor], loss: object = No
         ],
         [["buffer", *described(n, b)] for n, b in model.named_buffers(remove_duplicate=False)],
         [["batch", *described(n, t)] for n, t in sorted(batch.items())],
-        sorted(set(sources(model))),
     ]
-    if loss is not None:
-        parts.append([source_text(loss)])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -43,7 +38,7 @@ def differences(
 ) -> str:
     """What of a model's tensors, and of a batch where one is given, is not as in a planned graph.
 
-    Empty where nothing is: then sources differ.
+    Empty where nothing is; whether a trainable parameter gets a gradient is not looked at.
     """
     kinds: dict[str, dict[str, Tensor]] = {
         "parameter": dict(model.named_parameters()),
@@ -62,16 +57,6 @@ def differences(
         new = [n for n in own if n not in planned]
         if new:
             parts.append(f"{len(new)} {kind}s are not in the plan: {some(new)}")
-    if not parts:
-        # Those that the loss does not train are planned as frozen too.
-        own = kinds["parameter"]
-        thawed = [
-            i.target
-            for i in graph.of_kind("parameter")
-            if own[i.target].requires_grad and not i.trainable
-        ]
-        if thawed:
-            parts.append(f"trainable, planned frozen or without a gradient: {some(thawed)}")
     return "; ".join(parts)
 
 
@@ -92,19 +77,3 @@ def difference(tensor: Tensor | None, planned: Input) -> str:
 def some(names: list[str]) -> str:
     """The first few names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def sources(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(class name, source text) of the model's module classes; no text where there is none."""
-    for kind in {type(module) for module in model.modules()}:
-        if kind.__module__.startswith("torch.nn."):
-            continue
-        yield f"{kind.__qualname__}", source_text(kind)
-
-
-def source_text(thing: Any) -> str:
-    """Source of a class or function; empty where it was defined interactively or generated."""
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        return ""

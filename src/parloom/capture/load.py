@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from parloom import zoo
+from parloom.capture.asked import nothing_asked
 from parloom.capture.hugging_face import (
     build_from_config,
     read_config,
@@ -229,7 +230,7 @@ def build_factory(spec: str) -> Loaded:
         raise InputError(f"{location} has no {name!r}{hint}")
     if not callable(factory):
         raise InputError(f"{spec} is a {type(factory).__name__}, not a function")
-    with UserCode(f"factory {spec}"):
+    with UserCode(f"factory {spec}"), nothing_asked():
         made = factory()
     return unpack(spec, made)
 

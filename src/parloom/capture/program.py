@@ -24,6 +24,8 @@ from torch import Tensor, fx, nn
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch.export import ExportedProgram
 
+from parloom.capture.ambient import refuse_around_capture
+from parloom.capture.asked import nothing_asked
 from parloom.capture.assertions import NothingRaised, replaced
 from parloom.capture.assigned import assignments_written
 from parloom.capture.autograd import (
@@ -176,6 +178,7 @@ def trace(
 
     Raises: CaptureError naming module path, source line and reason; InputError for a bad batch.
     """
+    refuse_around_capture(type(model).__name__)
     if training:
         refuse_hooks(model)
     example = example_batch(model, batch)
@@ -208,7 +211,8 @@ def export(
     kept = replaced(
         replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given
     )
-    with derived_autograd(wrapper.model) as custom, seen, kept:
+    asked = nothing_asked(wrapper.model)
+    with derived_autograd(wrapper.model) as custom, seen, kept, asked:
         return torch.export.export(wrapper, (), example, strict=False), custom
 
 

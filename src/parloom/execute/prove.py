@@ -8,16 +8,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from parloom.capture import capture, differences, fingerprint, load_abstract, parameters_of
+from parloom.capture import load_abstract, parameters_of
+from parloom.capture.ambient import check_settings
 from parloom.cost.units import format_bytes
-from parloom.errors import FingerprintError, LaunchError
+from parloom.errors import LaunchError
 from parloom.execute.eager import Apart, check
 from parloom.execute.ranks import RankError
+from parloom.execute.same_model import check_program, check_tensors
 from parloom.execute.shrink import require_memory, shrink
 from parloom.execute.verify import VerifyReport, verify
-from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
-from parloom.ir.text import parse_graph, print_graph
+from parloom.ir.text import parse_graph
 
 
 def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> VerifyReport:
@@ -42,28 +43,21 @@ def _prove(
     if not small and any(p.is_meta for p in loaded.model.parameters()):
         require_memory(loaded.model, source.spec)
         loaded = build(source.spec, limit=None)
-    found = fingerprint(loaded.model, loaded.batch, loaded.loss)
-    if found != plan.fingerprint:
-        what = differences(loaded.model, parse_graph(plan.graph), loaded.batch)
-        raise FingerprintError(
-            f"the plan was made for model {plan.fingerprint}, {source.spec} is now {found}:"
-            f" {what or 'the source of its module classes or of the loss function differs'}; plan"
-            f" again: {plan.command()}"
-        )
+    graph = parse_graph(plan.graph)
+    check_settings(plan.settings)
+    check_tensors(loaded.model, plan, graph, loaded.batch)
     torch.set_num_threads(1)  # the ranks are forked
     progress("capturing it")
-    _check_program(plan, capture(loaded.model, loaded.batch, loss=loaded.loss))
+    check_program(loaded.model, loaded.batch, loaded.loss, plan, graph)
     progress("comparing it with the module itself")
-    eager = check(
-        apart, source, plan.seed, parse_graph(plan.graph), plan.evaluation_graph, whole=not small
-    )
+    eager = check(apart, source, plan.seed, graph, plan.evaluation_graph, whole=not small)
     text = ""
     if small:
         progress("building a small copy")
         copy = shrink(plan, loaded)
         plan, tensors, batch, text = copy.plan, copy.tensors, copy.batch, copy.text
     else:
-        tensors, batch = parameters_of(loaded.model, parse_graph(plan.graph)), loaded.batch
+        tensors, batch = parameters_of(loaded.model, graph), loaded.batch
     for line in _memory_words(plan, tensors, small):
         progress(line)
     try:
@@ -95,13 +89,4 @@ def _memory_words(plan: Plan, tensors: Mapping[str, Tensor], small: bool) -> Ite
         yield (
             f"{ranks} ranks in float64 may need {format_bytes(needed)} on this machine,"
             f" {format_bytes(free)} are free; --shrink proves a small copy"
-        )
-
-
-def _check_program(plan: Plan, captured: Graph) -> None:
-    """Raise `FingerprintError` unless the plan holds the program that the model captures to."""
-    if parse_graph(plan.graph) != parse_graph(print_graph(captured)):
-        raise FingerprintError(
-            f"the program in the plan is not what {plan.source.spec} captures to; was the file"
-            f" edited, or torch changed? Plan again: {plan.command()}"
         )

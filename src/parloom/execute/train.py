@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parloom.capture import Loss, differences, fingerprint, parameters_of
+from parloom.capture import Loss, parameters_of
+from parloom.capture.ambient import check_settings, refuse_around_step
 from parloom.cost.clusters import load_cluster
-from parloom.errors import FingerprintError, InputError, LaunchError
+from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
+from parloom.execute.handed_over import Untouched, hand_over, refuse_handed_over
 from parloom.execute.launch import check_world_size
 from parloom.execute.log import RunRecord, StepLog, StepRecord
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
+from parloom.execute.same_model import check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.watch import watcher
 from parloom.ir.factors import factorize
@@ -103,6 +106,7 @@ class Trainer(RuntimeTrainer):
             blocks=CompiledBlocks(run.compile_backend) if run.compile_backend else None,
         )
         self.run = run
+        self._model: Untouched | None = None
         self.log = StepLog(comm.rank, run.log_path)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.log.begin(RunRecord(_hash(run.plan), now, run.seed, comm.mesh.num_ranks))
@@ -113,8 +117,16 @@ class Trainer(RuntimeTrainer):
         """Train on one batch (see the runtime's trainer) and log one line.
 
         On a GPU the line comes one step late, or with the next `evaluate` or `save`: nothing here
-        waits for the step that it has queued.
+        waits for the step that it has queued. Raises `FingerprintError` under other settings of
+        torch than were planned with, `InputError` under autocast, a mode or no_grad, and where the
+        script's model was written to after `parallelize`.
         """
+        self._check_surroundings("step")
+        if not torch.is_grad_enabled():
+            raise InputError(
+                "trainer.step was called where gradients are off (torch.no_grad, inference_mode):"
+                " call it outside; trainer.evaluate computes no gradients"
+            )
         reading = begin(self.device) if self.log.writes else None
         # Before the scheduler's turn; a tensor would change under it.
         rate = self.optimizer.param_groups[0]["lr"]
@@ -139,8 +151,19 @@ class Trainer(RuntimeTrainer):
         if self.evaluation is None:
             why = [note for note in self.run.plan.notes if note.startswith(NO_EVALUATION)]
             raise InputError(f"the plan has {why[0] if why else NO_EVALUATION}")
+        self._check_surroundings("evaluate")
         self.log.flush()
         return super().evaluate(batch, local)
+
+    def take_over(self, model: nn.Module) -> None:
+        """Make `model`, whose weights this trainer has, refuse to be used in its place."""
+        self._model = hand_over(model)
+
+    def _check_surroundings(self, call: str) -> None:
+        refuse_around_step(call)
+        check_settings(self.run.plan.settings)
+        if self._model is not None:
+            self._model.check()
 
     def save(
         self, folder: str | os.PathLike[str], *, asynchronous: bool = False
@@ -185,9 +208,10 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     exact_random: bool = False,
 ) -> Trainer:
     """A trainer for this rank of `plan`; `parloom.parallelize` says what the arguments are."""
+    refuse_handed_over(model)
     optimizer = optimizers.checked(plan, optimizer)
     graph = parse_graph(plan.graph)
-    check_model(model, plan, graph, loss)
+    check_tensors(model, plan, graph)
     device = _device(plan)
     ranks = plan.decisions.mesh.num_ranks
     if ranks > 1 or "RANK" in os.environ:
@@ -200,6 +224,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         if dist.is_initialized()
         else SingleComm(program.mesh)
     )
+    check_on_ranks(model, loss, plan, graph, comm, device)
     source = _values(model, graph, weights_path)
     if weights_path is None:
         names = (i.target for i in graph.inputs if i.kind in ("parameter", "buffer"))
@@ -217,7 +242,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         log_path=log_path,
         watch=watcher(),
     )
-    return Trainer(
+    trainer = Trainer(
         program,
         source,
         run,
@@ -226,6 +251,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         scheduler=scheduler,
         evaluation=evaluation.program if evaluation else None,
     )
+    trainer.take_over(model)
+    return trainer
 
 
 def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str], Tensor]:
@@ -247,29 +274,6 @@ def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str]
         return own[name]
 
     return read
-
-
-def check_model(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None = None) -> None:
-    """Raise `FingerprintError` unless `model` is the one that was planned."""
-    batch = {
-        i.target: torch.empty(
-            i.value.spec.shape, dtype=getattr(torch, i.value.spec.dtype), device="meta"
-        )
-        for i in graph.of_kind("batch")
-    }
-    found = fingerprint(model, batch, loss)
-    if found == plan.fingerprint:
-        return
-    what = differences(model, graph)
-    if not what:
-        what = "the source of its module classes or of the loss function differs"
-        what += (
-            "" if loss else " (a factory's loss function is given as parallelize(..., loss=...))"
-        )
-    raise FingerprintError(
-        f"the plan was made for model {plan.fingerprint}, this is {found}: {what}; build the model"
-        f" that was planned, or plan again: {plan.command()}"
-    )
 
 
 def _device(plan: Plan) -> torch.device:

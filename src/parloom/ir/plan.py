@@ -211,6 +211,7 @@ class Plan:
 
     `graph` is the captured training program as text (`ir.text`), so that no rank captures again;
     `evaluation_graph` the one captured in evaluation mode, empty where that is not possible.
+    `settings` are the process's settings of torch that were not its defaults: (name, value).
     """
 
     source: ModelSource
@@ -230,6 +231,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     evaluation_graph: str = ""
     constraints: tuple[Constraint, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def interrupted(self) -> bool:

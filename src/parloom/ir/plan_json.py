@@ -68,6 +68,7 @@ def plan_to_json(plan: Plan) -> str:
         ],
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),
+        **({"settings": dict(plan.settings)} if plan.settings else {}),
         "decisions": _decisions(plan.decisions),
         "graphs_sha256": _digest(plan.graph, plan.evaluation_graph),
         "graph": plan.graph.split("\n"),
@@ -223,6 +224,7 @@ class _Reader:
             solver_gap=document.solver_gap,
             version=document.version,
             notes=tuple(document.notes),
+            settings=tuple(document.settings.items()),
         )
 
     def _syntax(self) -> dict[str, Any]:

@@ -21,6 +21,10 @@ Name = Annotated[str, Field(min_length=1)]
 AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=32)]
 
 
+# A setting of torch (`torch.set_default_dtype`) and its value (`torch.float64`).
+Setting = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$", max_length=100)]
+
+
 class Document(BaseModel):
     """Base of every object in a plan file."""
 
@@ -144,6 +148,7 @@ class PlanDocument(Document):
     constraints: list[ConstraintDocument] = []
     assumptions: list[str]
     notes: list[str]
+    settings: dict[Setting, Setting] = {}
     decisions: DecisionsDocument
     graphs_sha256: str
     graph: list[str]

@@ -56,7 +56,11 @@ from parloom.runtime.random import (
     global_mask,
     keep_mask,
 )
-from parloom.runtime.same import check_same_values
+from parloom.runtime.same import (
+    check_same_values,
+    differ_from_the_first,
+    told_by_the_first,
+)
 from parloom.runtime.sharding import Box, boxes, chunk, indices, put, take, untake
 from parloom.runtime.step import StepResult
 from parloom.runtime.store import Store, required_groups
@@ -97,6 +101,8 @@ __all__ = [
     "boxes",
     "causal_mask",
     "check_same_values",
+    "differ_from_the_first",
+    "told_by_the_first",
     "chunk",
     "collect",
     "combine",

@@ -1,4 +1,4 @@
-"""Whether ranks hold the same values: weights by two sums per tensor, batches by their bytes."""
+"""Whether ranks hold the same: weights by two sums per tensor, batches and texts by their bytes."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -82,6 +82,31 @@ def check_same_batch(
             other, expected = first.setdefault(place, (rank, row[column]))
             if row[column] != expected:
                 raise InputError(f"input {name!r} {_differs(other, rank, bool(own[name]))}")
+
+
+def told_by_the_first(comm: Comm, text: str, device: torch.device) -> str:
+    """The `text` of rank 0, on every rank; the others' is not looked at."""
+    group = comm.group(comm.mesh.space)
+    size = torch.tensor([len(text.encode())], device=device)
+    group.broadcast(size).wait()
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if group.index == 0:
+        data.copy_(torch.tensor(list(text.encode()), dtype=torch.uint8))
+    if len(data):
+        group.broadcast(data).wait()
+    return bytes(data.tolist()).decode()
+
+
+def differ_from_the_first(comm: Comm, text: str, device: torch.device) -> list[int]:
+    """The ranks whose `text` is not rank 0's, in ascending order."""
+    group = comm.group(comm.mesh.space)
+    digest = hashlib.sha256(text.encode()).digest()[:8]
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+    everyone = mine.new_empty(group.size, 1)
+    group.all_gather(everyone, mine).wait()
+    found = everyone.flatten().tolist()
+    ranks = comm.mesh.group(comm.mesh.space, comm.rank)
+    return sorted(rank for rank, one in zip(ranks, found, strict=True) if one != found[0])
 
 
 def _differs(first: int, second: int, local: bool) -> str:
