@@ -188,10 +188,29 @@ def images() -> Built:
     return Images(), {"ids": ids, "image": torch.rand(12, 2, 6), "labels": labels}
 
 
+class Strided(nn.Module):
+    """Memory read and written by stride: of weights, which lie side by side, and of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(12, 4))
+        self.second = nn.Parameter(torch.rand(12, 4))
+        self.head = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.second.as_strided((12, 4), (2, 1), 3) + self.first)
+        diagonal = torch.as_strided_scatter(h.contiguous(), h[:6, 0], (6,), (13,), 1)
+        return self.head(diagonal[:, :4]).square().mean()
+
+
+def strided() -> Built:
+    return Strided(), {"x": torch.rand(12, 4)}
+
+
 MODELS: dict[str, Callable[[], Built]] = {
     "unet": unet, "recurrent": recurrent, "bags": bags, "waves": waves,
     "pooled": pooled, "images": images,
-    "attention": attention,
+    "attention": attention, "strided": strided,
 }  # fmt: skip
 
 
