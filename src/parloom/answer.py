@@ -9,12 +9,12 @@ from dataclasses import replace
 from math import ceil
 
 from parloom.changes import change, chosen, priced_changes
-from parloom.choose import Ask, NothingFitsError, Say, choose, predict
+from parloom.choose import Ask, NothingFitsError, Say, best_of, choose
 from parloom.cost.holdings import holdings
 from parloom.cost.ledger import ledger
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS
-from parloom.cost.units import format_bytes
+from parloom.cost.units import bytes_up
 from parloom.errors import InfeasibleError, InputError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
@@ -22,7 +22,7 @@ from parloom.ir.plan import INTERRUPTED, Constraint, Plan, Prediction
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import constraint_line
 from parloom.rewrite.pad import rewritten
-from parloom.search.candidates import AUTO, Candidate, base_of, smallest
+from parloom.search.candidates import AUTO, Candidate, Candidates, base_of, smallest
 from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict
 from parloom.search.pinned import clashes, resolve
@@ -61,7 +61,7 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
     try:
         found = choose(ask, say)
     except NothingFitsError as error:
-        raise _shortage(ask, error, say) from None
+        found = _least(ask, error, say)
     if found.interrupted:
         return found
     return _constrained(ask, found, memory, say)
@@ -72,15 +72,36 @@ def _is_searched(ask: Ask) -> bool:
     return ask.plan.method == AUTO and (ask.microbatches or 1) == 1
 
 
-def _shortage(ask: Ask, error: NothingFitsError, say: Say) -> InfeasibleError:
+def _least(ask: Ask, error: NothingFitsError, say: Say) -> Plan:
+    """The smallest plan, where it fits although the search under this limit found none that does.
+
+    Raises `InfeasibleError` where it does not.
+    """
+    played, least = list(error.played), None
+    if _is_searched(ask):
+        say("nothing fits so far; looking for the smallest plan")
+        try:
+            small, least = smallest(ask.question)
+        except InputError:  # pins leave no plan on the meshes that are searched
+            if not played:
+                raise
+        else:
+            assert small.prediction is not None, "it was simulated"
+            played.append((small, small.prediction))
+    others = tuple(replace(candidate, prediction=found) for candidate, found in played)
+    if any(found.peak_bytes <= ask.limit for _, found in played):
+        return best_of(replace(ask, plan=error.asked), Candidates(others), say)
+    raise _shortage(ask, played, least, say)
+
+
+def _shortage(
+    ask: Ask, played: Sequence[tuple[Candidate, Prediction]], least: int | None, say: Say
+) -> InfeasibleError:
     """What fills memory in the smallest plan, what would fit, and which pins are to blame."""
-    played, factored = list(error.played), factorize(ask.graph)
-    few, least = _smallest(ask, bool(played))
-    played += [(small, predict(ask, small.decisions, factored)) for small in few]
     candidate, prediction = min(played, key=lambda entry: entry[1].peak_bytes)
     shortage = _filled(ask, candidate, prediction, least)
     plan = replace(ask.plan, decisions=candidate.decisions, prediction=prediction)
-    size = format_bytes(prediction.peak_bytes)
+    size = bytes_up(prediction.peak_bytes)
     needed_mib = ceil(prediction.peak_bytes / MIB)
     flags, words = f"--memory {needed_mib}MiB", f"devices with {size} of it"
     say(f"nothing fits, {candidate.name} is the smallest: {size}; Ctrl-C ends pricing what would")
@@ -120,18 +141,6 @@ def _roomier(ask: Ask, small: Plan) -> Plan:
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_s
-
-
-def _smallest(ask: Ask, others: bool) -> tuple[tuple[Candidate, ...], int | None]:
-    """See `candidates.smallest`; pins that leave none are no error where there are `others`."""
-    if not _is_searched(ask):
-        return (), None
-    try:
-        return smallest(ask.question)
-    except InputError:
-        if others:
-            return (), None
-        raise
 
 
 def _filled(ask: Ask, candidate: Candidate, prediction: Prediction, least: int | None) -> Shortage:

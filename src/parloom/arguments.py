@@ -88,7 +88,7 @@ def memory_bytes(given: object) -> int | None:
     if given is None:
         return None
     try:
-        size = units.parse_bytes(given) if isinstance(given, str) else given
+        size = units.parse_bytes(given, down=True) if isinstance(given, str) else given
     except InputError as error:
         raise InputError(f"memory: {error}") from None
     if not isinstance(size, int) or isinstance(size, bool):

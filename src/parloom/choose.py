@@ -28,11 +28,13 @@ Build = Callable[[int | None, str | None], Graph]
 
 
 class NothingFitsError(InfeasibleError):
-    """No candidate fits; `played` are those that there were."""
+    """No candidate for `asked`, a plan without decisions, fits; `played` are all there were."""
 
-    def __init__(self, limit: int, played: Sequence[tuple[Candidate, Prediction]] = ()) -> None:
+    def __init__(
+        self, limit: int, asked: Plan, played: Sequence[tuple[Candidate, Prediction]]
+    ) -> None:
         super().__init__(f"no plan fits in {format_bytes(limit)} per device")
-        self.played = tuple(played)
+        self.asked, self.played = asked, tuple(played)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def choose(ask: Ask, say: Say) -> Plan:
         bound_s=proposed.bound_s,
         solver_gap=proposed.solver_gap,
     )
-    return _best(replace(ask, plan=asked), proposed, say)
+    return best_of(replace(ask, plan=asked), proposed, say)
 
 
 def _candidates(ask: Ask, say: Say) -> Candidates:
@@ -107,7 +109,7 @@ def _candidates(ask: Ask, say: Say) -> Candidates:
     return Candidates((Candidate(method, method, decisions),))
 
 
-def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
+def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     """The candidate whose simulated step is the fastest of those that fit."""
     asked, limit = ask.plan, ask.limit
     played: list[tuple[Candidate, Prediction]] = []
@@ -143,7 +145,7 @@ def _best(ask: Ask, proposed: Candidates, say: Say) -> Plan:
             " device; give it more"
         )
     if not fitting:
-        raise NothingFitsError(limit, played)
+        raise NothingFitsError(limit, asked, played)
     candidate, prediction = played[min(fitting)[2]]
     if asked.bound_s and candidate.decisions.rewrites:
         asked = replace(asked, bound_s=None, solver_gap=None)

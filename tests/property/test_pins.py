@@ -29,7 +29,7 @@ from parloom.search.closing import close
 from parloom.search.conflicts import broken, smallest_conflict
 from parloom.search.estimate import estimate
 from parloom.search.layouts import LayoutProblem
-from parloom.search.least import conflict, least_memory, least_share, possible
+from parloom.search.least import bound_bytes, conflict, least_share, possible, problems
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.pinned import Pinned, resolve
@@ -246,11 +246,11 @@ def test_pins_that_only_a_finer_mesh_holds_are_refused_in_so_many_words() -> Non
 def test_no_plan_holds_less_than_the_least() -> None:
     graph = model()
     asked = question(graph, EIGHT, limit=10**6)
-    least = min(least.bound_bytes for least in least_memory(asked, Decisions(Mesh(()))))
+    least = min(bound_bytes(problem) for problem in problems(asked, Decisions(Mesh(()))))
     found, bound = smallest(asked)
     assert bound == least
     peaks = []
-    for candidate in (*found, *candidates(asked, "auto", lambda text: None).found):
+    for candidate in (found, *candidates(asked, "auto", lambda text: None).found):
         played = simulate(lower(graph, candidate.decisions), EIGHT, candidate.decisions, ADAM)
         peaks.append(played.peak_bytes)
     assert least <= min(peaks) <= 1.5 * least
@@ -267,8 +267,7 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
     pcg = lower(graph, plan, factored=factored)
     batch = sum(entry.value.spec.num_bytes for entry in graph.of_kind("batch"))
     stored = int(estimate(pcg, Walker({}, mesh, FOUR), ADAM).weights[STORED]) + batch
-    found = least_memory(question(graph, FOUR), Decisions(Mesh(())))
-    least = min(on_mesh.bound_bytes for on_mesh in found)
+    least = min(map(bound_bytes, problems(question(graph, FOUR), Decisions(Mesh(())))))
     share = least_share(graph, Decisions(Mesh(())), ADAM, FOUR.num_devices)
     assert 0 < share <= least - batch
     assert 0 < least <= stored <= simulate(pcg, FOUR, plan, ADAM).peak_bytes

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
+from parloom.cost.units import bytes_up, parse_bytes
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Prediction
@@ -50,23 +51,27 @@ def test_where_nothing_fits_every_mesh_is_looked_at_once() -> None:
     assert all(line.endswith(": nothing fits") for line in lines)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.booleans())
-def test_what_fits_by_simulation_is_found_whatever_the_search_counts(
-    seed: int, blocks: bool
-) -> None:
-    """The limit is the peak of the smallest plan, and one byte less."""
+def test_the_smallest_plan_that_is_named_is_the_smallest(seed: int, blocks: bool) -> None:
+    """No search finds less than the smallest plan, under whatever limit; the figure that is printed
+    is enough, and what is named does not depend on what was asked.
+    """
     graph = model() if blocks else random_graph(Random(seed), num_operators=4)
-    question = replace(ROOMY, graph=graph)
-    few, _ = smallest(question)
-    played = [(simulate(lower(graph, c.decisions), CLUSTER, c.decisions, ADAM)) for c in few]
-    peak = min(timeline.peak_bytes for timeline in played)
-    for limit in (peak, peak - 1):
-        found = search(replace(question, limit_bytes=limit), BASE, lambda text: None).proposals
-        assert found or limit < peak
-        for proposal in found:
-            plan = proposal.decisions
-            assert simulate(lower(graph, plan), CLUSTER, plan, ADAM).peak_bytes <= limit
+    question = replace(ROOMY, graph=graph, cluster=load_cluster(("2x2xcpu", "2x4xH100")[seed % 2]))
+    least, _ = smallest(question)
+    assert least.prediction is not None
+    peak = least.prediction.peak_bytes
+    played = simulate(lower(graph, least.decisions), question.cluster, least.decisions, ADAM)
+    assert played.peak_bytes == peak
+    for limit in (2 * peak // 3, peak - 1, parse_bytes(bytes_up(peak), down=True)):
+        asked = replace(question, limit_bytes=limit)
+        if limit % 2:
+            assert smallest(asked)[0] == least
+        found = search(replace(asked, wanted=Wanted.PRICE), BASE, lambda text: None)
+        small = found.smallest
+        assert small is None or small.prediction.peak_bytes >= peak
+        assert limit >= peak or not found.proposals
 
 
 def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh() -> None:

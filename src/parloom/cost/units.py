@@ -26,15 +26,17 @@ MOST_BYTES, MOST_BYTES_PER_S, MOST_FLOPS_PER_S, MOST_SECONDS = 2**60, 1e18, 1e24
 MOST_DOLLARS = 1e6
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from `80GiB`, `70GB`, `640Gbit`, `4096B`; a fraction of a byte is refused."""
+def parse_bytes(text: str, *, down: bool = False) -> int:
+    """Bytes from `80GiB`, `70GB`, `640Gbit`, `4096B`; a fraction of a byte is refused, or with
+    `down` left out.
+    """
     expected = "a size such as 80GiB, 70GB or 4096B"
     number, unit = _split(text, expected)
     size = _bits_or_bytes(number, unit, "")
     if size is None:
         raise _unknown(text, unit, expected, "B", "bit")
     _plausible(size, text, MOST_BYTES, "1 EiB")
-    if size != int(size):
+    if size != int(size) and not down:
         raise InputError(f"{text!r} is not a whole number of bytes")
     return int(size)
 
@@ -113,6 +115,14 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= factor:
             return f"{_digits(num_bytes / factor)} {prefix}B"
     return f"{num_bytes:.0f} B"
+
+
+def bytes_up(num_bytes: int) -> str:
+    """As `format_bytes`, rounded up: a limit of what is printed is not below `num_bytes`."""
+    text, step = format_bytes(num_bytes), 1
+    while parse_bytes(text, down=True) < num_bytes:
+        text, step = format_bytes(num_bytes * (1 + step * 5e-4)), step + 1
+    return text
 
 
 def format_seconds(seconds: float) -> str:

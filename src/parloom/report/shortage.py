@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parloom.cost.holdings import Holding
-from parloom.cost.units import format_bytes, format_seconds
+from parloom.cost.units import bytes_up, format_bytes, format_seconds
 
 MOST = 5
 
@@ -51,7 +51,7 @@ def shortage_text(shortage: Shortage) -> str:
     if shortage.least_bytes is not None:
         line += f"; each one that is searched holds {format_bytes(shortage.least_bytes)} or more"
     at = f", while {shortage.at} runs" if shortage.at else ""
-    size = format_bytes(total)
+    size = bytes_up(total)  # with so much a plan fits
     lines = [line, f"the smallest found, {shortage.name}, needs {size} at its peak{at}:"]
     lines += [f"  {name:14} {_share(size, total)}" for name, size in shortage.memory if size]
     if shortage.holdings:
@@ -105,6 +105,6 @@ def _holding_words(held: Holding) -> str:
 
 
 def _change_words(change: Change) -> str:
-    price = f"{format_seconds(change.step_s)} a step, {format_bytes(change.peak_bytes)}"
+    price = f"{format_seconds(change.step_s)} a step, {bytes_up(change.peak_bytes)}"
     each = f"{format_seconds(change.device_s)} of a device for each sample"
     return f"{change.flags} ({change.words}): {price}; {each}"

@@ -20,9 +20,10 @@ from parloom.search.comparators.alpa import alpa
 from parloom.search.comparators.flexflow import flexflow
 from parloom.search.comparators.tofu import tofu
 from parloom.search.conflicts import broken
-from parloom.search.least import conflict, least_memory
+from parloom.search.least import conflict
 from parloom.search.on_mesh import Proposal
 from parloom.search.question import Question, Say
+from parloom.search.smallest import smallest_plan
 
 AUTO = "auto"
 # Rules of thumb that stand beside a search.
@@ -32,8 +33,6 @@ PROPOSED = 4
 # On one mesh there are dozens of plans that differ in a weight or two: who chooses among proposals
 # wants another mesh, or a step or a peak that differ by more than these shares.
 STEP_APART, PEAK_APART = 0.01, 0.05
-# How many of the smallest plans are looked at where nothing fits.
-SMALLEST = 3
 LOW_PRECISION = ("bfloat16", "float16")
 Comparator = Callable[[Question, Decisions, Say], Iterator[Decisions]]
 """Plans for a question with the dtypes and recomputation of the decisions given."""
@@ -179,20 +178,18 @@ def _holding(
     return held, against
 
 
-def smallest(question: Question) -> tuple[tuple[Candidate, ...], int | None]:
-    """The smallest plans of the search, and what none of it holds less than.
+def smallest(question: Question) -> tuple[Candidate, int]:
+    """The smallest plan that is found, whatever the limit, and what no plan holds less than.
 
-    Raises `InputError` where there are none because pins contradict each other.
+    Raises `InputError` where there is none because pins contradict each other.
     """
     base = base_of(question)
-    found = sorted(least_memory(question, base), key=lambda least: least.bound_bytes)
-    if not found and question.pinned.pins:
+    found = smallest_plan(question, base)
+    if found is None:
         raise conflict(question, base)
-    few = tuple(
-        Candidate(AUTO, _name(f"{AUTO}, least memory", least.decisions.mesh), least.decisions)
-        for least in found[:SMALLEST]
-    )
-    return few, found[0].bound_bytes if found else None
+    plan = found.plan
+    name = _name(f"{AUTO}, least memory", plan.decisions.mesh)
+    return Candidate(AUTO, name, plan.decisions, plan.prediction), found.bound_bytes
 
 
 def base_of(question: Question) -> Decisions:

@@ -1,7 +1,7 @@
-"""The least memory: what no plan of the space goes below, and a plan that comes near it."""
+"""The least memory: what no plan of the space goes below, and what is counted least on a mesh."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -15,7 +15,7 @@ from parloom.search.conflicts import meshes_of, smallest_conflict
 from parloom.search.layouts import LayoutProblem, Multipliers
 from parloom.search.pinned import Pinned, clashes
 from parloom.search.pins import Pin
-from parloom.search.polish import Candidate, decisions, least_bytes, polish
+from parloom.search.polish import Candidate, least_bytes, polish
 from parloom.search.prices import KEPT, LINKS, PARTS, Known
 from parloom.search.program import program_of
 from parloom.search.question import Question
@@ -25,14 +25,6 @@ from parloom.search.storage import MEASURES, MOVING, STORED, WEIGHT_PARTS, Stora
 SPEED = 1e-9
 # How near the smallest plan is looked for.
 NEAR = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """No plan on the mesh holds less than `bound_bytes`; `decisions` is one that comes near."""
-
-    bound_bytes: int
-    decisions: Decisions
 
 
 def least_share(graph: Graph, base: Decisions, optimizer: Optimizer, num_devices: int) -> int:
@@ -108,28 +100,24 @@ def possible(question: Question, base: Decisions) -> bool:
     if clashes(question.pinned):
         return False
     return any(
-        np.isfinite(problem.solve(_multipliers(problem, SPEED)).bound)
+        np.isfinite(problem.solve(bytes_first(problem, SPEED)).bound)
         for problem in problems(question, base)
     )
 
 
-def least_memory(question: Question, base: Decisions) -> Iterator[Least]:
-    """On each mesh the least that plans hold all along: weights and their states, and the batch.
+def bound_bytes(problem: LayoutProblem) -> int:
+    """What plans on a mesh hold at least all along: weights and their states, and the batch.
 
-    Activations are no part of the bound: what the search counts of them is too much where an
-    operator keeps what another keeps, too.
+    Activations are no part of it: what the search counts of them is too much where an operator
+    keeps what another keeps, too.
     """
-    batch = sum(entry.value.spec.num_bytes for entry in question.graph.of_kind("batch"))
-    for problem in problems(question, base):
-        bound = problem.solve(_stored()).bound + batch
-        candidate = smallest(problem)
-        if candidate is not None:
-            yield Least(int(bound), decisions(problem, candidate, base))
+    batch = sum(e.value.spec.num_bytes for e in problem.program.graph.of_kind("batch"))
+    return int(problem.solve(_stored()).bound + batch)
 
 
 def smallest(problem: LayoutProblem) -> Candidate | None:
     """A plan on a mesh that holds little, as the search counts it; None where there is none."""
-    found = problem.solve(_multipliers(problem, SPEED), NEAR)
+    found = problem.solve(bytes_first(problem, SPEED), NEAR)
     if not found.values:
         return None
     values = problem.layouts(found.values)
@@ -144,7 +132,7 @@ def _stored() -> Multipliers:
     return Multipliers(np.zeros(PARTS), weights)
 
 
-def _multipliers(problem: LayoutProblem, speed: float) -> Multipliers:
+def bytes_first(problem: LayoutProblem, speed: float) -> Multipliers:
     """A byte counts one, whether it is kept or stored."""
     passes, weights = np.full(PARTS, speed), np.full(WEIGHT_PARTS, speed)
     passes[LINKS], passes[KEPT] = 0.0, 1.0
