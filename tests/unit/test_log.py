@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from parloom.execute.log import RunRecord, StepLog, StepRecord, step_line
+from parloom.ir.plan import Prediction
 
-RECORD = StepRecord(12, 2.9131, 0.412, 16974, "tok", 1288490189, "process", 0.398)
+RECORD = StepRecord(12, 2.9131, 0.412, 16974, "tok", 1288490189, "process", 0.398, True)
 
 
 def test_step_line() -> None:
@@ -17,6 +18,7 @@ def test_step_line() -> None:
     assert step_line(RECORD, compare=False) == (
         "step 12 loss 2.913 | 412 ms | 41.2k tok/s | process 1.2 GiB"
     )
+    assert "predicted" not in step_line(replace(RECORD, calibrated=False))
     plain = StepRecord(0, 1.0, 12.0, 24, "samples")
     assert step_line(plain) == "step 0 loss 1 | 12 s | 2 samples/s"
 
@@ -54,3 +56,24 @@ def test_the_prediction_is_told_three_times(tmp_path: Path) -> None:
     assert told == [True, True, True, False, False]
     records = map(json.loads, (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines())
     assert [record["predicted_s"] for record in records] == [0.398] * 5
+
+
+def test_data_sheets_are_told_once_and_compared_with_no_step() -> None:
+    console = io.StringIO()
+    with StepLog(0, console=console) as log:
+        log.begin(RunRecord("abc", "", 7, 4), Prediction(0.010, 1, error=2.2))
+        for step in range(3):
+            log.write(replace(RECORD, step=step, calibrated=False))
+    first, *lines = console.getvalue().splitlines()
+    assert first == (
+        "predicted 10 ms a step, 1.11 ms to 90.3 ms nine times in ten: from data sheets, not"
+        " calibrated, so that steps are not compared with it (`parloom calibrate`)"
+    )
+    assert not any("predicted" in line or "%" in line for line in lines)
+    console = io.StringIO()
+    with StepLog(0, console=console) as log:
+        log.begin(RunRecord("abc", "", 7, 4), Prediction(0.010, 1, source="measured"))
+        log.write(RECORD)
+    with StepLog(1, console=console) as log:
+        log.begin(RunRecord("abc", "", 7, 4), Prediction(0.010, 1))
+    assert console.getvalue().count("predicted") == 1

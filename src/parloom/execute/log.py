@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from parloom.cost.units import format_bytes, format_count
+from parloom.cost.kernels import SPEC
+from parloom.cost.measured import Source
+from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import InputError
+from parloom.ir.plan import Prediction
 
 NUM_COMPARED = 3  # lines with the predicted time; the file has it for every step
 
@@ -31,9 +34,10 @@ class RunRecord:
 class StepRecord:
     """What one step did; `items` tokens or samples (`unit`) took `step_s` seconds.
 
-    `memory_bytes` is the peak so far of `memory_of`: this process, or its tensors on a GPU. `lr` is
-    the learning rate that the step used, of the first parameter group; `grad_norm` is the norm
-    before clipping, where it clips.
+    `predicted_s` is compared with it on the line where `calibrated`: data sheets may be off by many
+    times. `memory_bytes` is the peak so far of `memory_of`: this process, or its tensors on a GPU.
+    `lr` is the learning rate that the step used, of the first parameter group; `grad_norm` is the
+    norm before clipping, where it clips.
     """
 
     step: int
@@ -44,6 +48,7 @@ class StepRecord:
     memory_bytes: int = 0
     memory_of: str = "process"
     predicted_s: float | None = None
+    calibrated: bool = False
     lr: float | None = None
     grad_norm: float | None = None
 
@@ -55,17 +60,27 @@ class StepRecord:
 def step_line(record: StepRecord, *, compare: bool = True) -> str:
     """`step 12 loss 2.913 | 412 ms (predicted 398, +3.5 %) | 41.2k tok/s | process 1.2 GiB`.
 
-    Without `compare` the prediction is left out.
+    Without `compare`, and where it is from data sheets, the prediction is left out.
     """
     unit, factor = ("s", 1.0) if record.step_s >= 10 else ("ms", 1e3)
     time = f"{_number(record.step_s * factor)} {unit}"
-    if record.predicted_s and compare:
+    if record.predicted_s and record.calibrated and compare:
         error = (record.step_s / record.predicted_s - 1) * 100
         time += f" (predicted {_number(record.predicted_s * factor)}, {error:+.1f} %)"
     rate = f"{format_count(record.items_per_s)} {record.unit}/s"
     line = f"step {record.step} loss {record.loss:.4g} | {time} | {rate}"
     memory = f"{record.memory_of} {format_bytes(record.memory_bytes)}"
     return f"{line} | {memory}" if record.memory_bytes else line
+
+
+def prediction_line(prediction: Prediction) -> str:
+    """A prediction from data sheets with its band, and how to have a better one."""
+    low, high = Source(SPEC, prediction.error).band(prediction.step_s)
+    band = f", {format_seconds(low)} to {format_seconds(high)}" if prediction.error else ""
+    return (
+        f"predicted {format_seconds(prediction.step_s)} a step{band} nine times in ten: from data"
+        " sheets, not calibrated, so that steps are not compared with it (`parloom calibrate`)"
+    )
 
 
 class StepLog:
@@ -114,9 +129,14 @@ class StepLog:
         if record is not None:
             self.write(record())
 
-    def begin(self, run: RunRecord) -> None:
-        """Set this run off from those that the file has already."""
+    def begin(self, run: RunRecord, prediction: Prediction | None = None) -> None:
+        """Set this run off from those that the file has already.
+
+        How sure a prediction from data sheets is, is said once, on stderr: lines do not compare.
+        """
         self._append(asdict(run))
+        if self.writes and prediction is not None and prediction.source == SPEC:
+            print(prediction_line(prediction), file=self._console or sys.stderr, flush=True)
 
     def write(self, record: StepRecord) -> None:
         """Log one step."""

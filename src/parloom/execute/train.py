@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from parloom.capture import Loss, parameters_of
 from parloom.capture.ambient import check_settings, refuse_around_step
 from parloom.cost.clusters import load_cluster
+from parloom.cost.kernels import SPEC
 from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.handed_over import Untouched, hand_over, refuse_handed_over
@@ -109,7 +110,8 @@ class Trainer(RuntimeTrainer):
         self._model: Untouched | None = None
         self.log = StepLog(comm.rank, run.log_path)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.log.begin(RunRecord(_hash(run.plan), now, run.seed, comm.mesh.num_ranks))
+        begun = RunRecord(_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
+        self.log.begin(begun, run.plan.prediction)
         # The last step's line, where nobody asks for it any more.
         weakref.finalize(self, _close, self.log)
 
@@ -315,7 +317,7 @@ def _items(graph: Graph) -> tuple[int, str]:
 
 def _record(run: Run, step: int, reading: Reading, memory_bytes: int) -> StepRecord:
     numbers, step_s = reading.read()
-    predicted_s = run.plan.prediction.step_s if run.plan.prediction else None
+    prediction = run.plan.prediction
     of = "tensors" if run.device.type == "cuda" else "process"
     return StepRecord(
         step,
@@ -324,7 +326,8 @@ def _record(run: Run, step: int, reading: Reading, memory_bytes: int) -> StepRec
         unit=run.unit,
         memory_bytes=memory_bytes,
         memory_of=of,
-        predicted_s=predicted_s,
+        predicted_s=prediction.step_s if prediction else None,
+        calibrated=prediction is not None and prediction.source != SPEC,
         **numbers,
     )
 

@@ -303,7 +303,9 @@ def uncalibrated_words(plan: Plan, source: Source) -> str:
 def memory_limit(plan: Plan, device_bytes: int) -> int:
     """Bytes of a device that `plan` may use: those of the device, or fewer if --memory said so."""
     given = [c.text.partition(" ")[2] for c in plan.constraints if c.text.startswith(MEMORY)]
-    return min([device_bytes, *(int(g) if g.isdigit() else parse_bytes(g, down=True) for g in given)])
+    return min(
+        [device_bytes, *(int(g) if g.isdigit() else parse_bytes(g, down=True) for g in given)]
+    )
 
 
 def memory_words(num_bytes: int, limit: int, device_bytes: int) -> str:
