@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from parloom import runtime as rt
+from parloom.capture import capture
+from parloom.execute.train import say_of_draws
 from parloom.runtime.sharding import Dims
 
 MESH = rt.Mesh((rt.Axis("micro", 2), *rt.grid({"x": 2, "y": 2}).axes))
@@ -149,6 +151,43 @@ def test_a_recomputed_block_draws_the_same_mask(exact: bool) -> None:
 
     assert torch.equal(gradient(True), gradient(False))
     assert not torch.equal(gradient(True), torch.ones(3, dtype=torch.float64))
+
+
+class Attending(nn.Module):
+    """Attention within a block that stands twice, with or without dropout."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, p) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) + torch.randn_like(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "draws"), [(Attending(0.0), False), (Attending(0.1), True), (Noisy(), True)]
+)
+def test_users_are_told_that_draws_depend_on_the_plan(
+    model: nn.Module, draws: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = capture(model, {"x": torch.randn(3, 4, 4)})
+    four, one = (rt.grid({"x": size}) for size in (4, 1))
+    for mesh, rank, exact in ((four, 1, False), (four, 0, True), (one, 0, False)):
+        say_of_draws(graph, rt.SingleComm(mesh, rank), exact)
+        assert not capsys.readouterr().err
+    say_of_draws(graph, rt.SingleComm(four, 0), False)
+    assert ("depend on the plan" in capsys.readouterr().err) == draws
 
 
 def test_dropout_keeps_only_its_mask() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import resource
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,7 +32,8 @@ from parloom.execute.same_model import check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.watch import watcher
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
+from parloom.ir.graph import Graph, Node
+from parloom.ir.ops import op_of
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.samples import sample_dims
@@ -50,6 +52,10 @@ from parloom.runtime import Trainer as RuntimeTrainer
 from parloom.runtime.store import Source
 
 TIMEOUT = timedelta(minutes=10)
+DRAWS_DEPEND = (
+    "dropout masks and other random draws depend on the plan: each rank draws its own part;"
+    " parallelize(..., exact_random=True) draws alike under every plan, more slowly"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +237,18 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     if weights_path is None:
         names = (i.target for i in graph.inputs if i.kind in ("parameter", "buffer"))
         check_same_values(comm, ((name, source(name)) for name in names), device)
+    say_of_draws(graph, comm, exact_random)
+    samples = sample_dims(factorize(graph))
     run = Run(
         plan,
         tuple(model.state_dict()),
-        *_items(graph),
+        *_items(graph, samples),
         device,
         clip_norm=clip_norm,
         compile_backend=compile_backend,
         seed=seed,
         exact_random=exact_random,
-        sample_dims=sample_dims(factorize(graph)),
+        sample_dims=samples,
         log_path=log_path,
         watch=watcher(),
     )
@@ -255,6 +263,20 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     )
     trainer.take_over(model)
     return trainer
+
+
+def say_of_draws(graph: Graph, comm: Comm, exact_random: bool) -> None:
+    """Tell the user, on rank 0, that random numbers depend on the plan, where they do."""
+    if comm.rank or comm.mesh.num_ranks == 1 or exact_random:
+        return
+    if any(
+        op_of(node).random
+        or (node.op == "scaled_dot_product_attention" and node.arg(4, "dropout_p", 0.0))
+        for function in (graph.main, *graph.functions)
+        for node in function.body
+        if isinstance(node, Node)
+    ):
+        print(DRAWS_DEPEND, file=sys.stderr, flush=True)
 
 
 def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str], Tensor]:
@@ -304,7 +326,7 @@ def _join(plan: Plan, device: torch.device) -> None:
     check_world_size(plan, dist.get_world_size())
 
 
-def _items(graph: Graph) -> tuple[int, str]:
+def _items(graph: Graph, samples: Mapping[str, int]) -> tuple[int, str]:
     """What a step's rate counts: tokens where the first batch tensor holds integers, or samples."""
     batch = graph.of_kind("batch")
     if not batch or not batch[0].value.spec.shape:
@@ -312,7 +334,7 @@ def _items(graph: Graph) -> tuple[int, str]:
     spec = batch[0].value.spec
     if len(spec.shape) == 2 and not spec.is_float:
         return spec.num_elements, "tok"
-    return spec.shape[0], "samples"
+    return spec.shape[samples.get(batch[0].target, 0)], "samples"
 
 
 def _record(run: Run, step: int, reading: Reading, memory_bytes: int) -> StepRecord:
