@@ -241,12 +241,13 @@ def train_rank(program: Program, planned: Optimizer, tensors: Tensors, batch: Te
     for step in range(STEPS):
         losses.append(trainer.step(batch).loss)
         if step == 0:
-            gradients = _pieces(_gradients(trainer))
-    state = _pieces(s for s in trainer.shards() if not s.name.startswith("optimizer/"))
+            gradients = pieces_of(gradients_of(trainer))
+    state = pieces_of(s for s in trainer.shards() if not s.name.startswith("optimizer/"))
     return losses, gradients, state
 
 
-def _gradients(trainer: Trainer) -> Iterator[Shard]:
+def gradients_of(trainer: Trainer) -> Iterator[Shard]:
+    """This rank's part of every gradient that there is."""
     for shard in trainer.shards():
         held = trainer.store.helds.get(shard.name)
         if held is not None and held.owned.grad is not None:
@@ -254,7 +255,8 @@ def _gradients(trainer: Trainer) -> Iterator[Shard]:
             yield Shard(shard.name, shard.global_shape, shard.boxes, grad, shard.primary)
 
 
-def _pieces(shards: Iterator[Shard]) -> Pieces:
+def pieces_of(shards: Iterator[Shard]) -> Pieces:
+    """Shape, and offsets with values of every box, by name."""
     return {
         shard.name: (
             shard.global_shape,
