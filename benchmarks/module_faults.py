@@ -27,7 +27,7 @@ def _without(*targets: str) -> Callable[[ExitStack], None]:
 
 
 def _not_compared(*_: object, **__: object) -> object:
-    from parloom.execute.eager import NOT_COMPARED, EagerReport
+    from parloom.execute.eager_compare import NOT_COMPARED, EagerReport
 
     return EagerReport(NOT_COMPARED, "switched off")
 

@@ -104,8 +104,8 @@ def source(seed: int, only: str = "") -> Source:
     pieces = [draw.choice(PLAIN) for _ in range(draw.randint(2, 5))]
     ending = draw.choice(ENDINGS)
     if only or draw.random() < TRAPPED:
-        traps: list[Piece | Ending] = [t for t in (*TRAPS, *TRAPPED_ENDINGS)
-                                       if not only or t.trap == only]  # fmt: skip
+        every: tuple[Piece | Ending, ...] = (*TRAPS, *TRAPPED_ENDINGS)
+        traps = [t for t in every if not only or t.trap == only]
         trap = draw.choice(traps)
         if isinstance(trap, Ending):
             ending = trap

@@ -39,7 +39,7 @@ from parloom import api
 from parloom import runtime as rt
 from parloom.capture import load_model, mode, named_tensors, select_loss
 from parloom.errors import CaptureError, InputError, ParloomError
-from parloom.execute.eager import tolerance_of
+from parloom.execute.eager_compare import tolerance_of
 from parloom.execute.program import training_program
 from parloom.execute.verify import (
     Trace,
@@ -246,7 +246,8 @@ def main() -> int:
         place.mkdir(parents=True, exist_ok=True)
         for row in rows_of(seeds, arguments, place):
             rows.append(row)
-            report("random_modules", sorted(rows, key=lambda r: r["seed"]), arguments.json)
+            rows.sort(key=lambda r: int(r["seed"]))
+            report("random_modules", rows, arguments.json)
             bad = row["outcome"] in (SILENT, FAILED)
             if bad:
                 print(f"module {row['seed']} {row.get('traps')}: {row['outcome']}: {row['detail']}")

@@ -35,7 +35,9 @@ from parloom.errors import (
 )
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
-from parloom.execute.eager import DIFFERS, EQUAL, WAYS_ON, Apart, check
+from parloom.execute.eager import WAYS_ON, begin, check
+from parloom.execute.eager_compare import DIFFERS, EQUAL
+from parloom.execute.eager_process import Apart, Build
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
@@ -164,6 +166,7 @@ def capture(
     with Apart() as apart:  # before anything of the model is imported
         progress(f"building {model}")
         loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
+        begin(apart, Build(source, seed), loaded.model)
         chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
         progress("capturing the training program")
         try:
@@ -172,7 +175,7 @@ def capture(
             raise with_culprit(model, err, batch, seq) from err
         evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
         progress("comparing it with the module itself")
-        eager = check(apart, source, seed, graph, evaluation, whole=False)
+        eager = check(apart, source, seed, graph, evaluation)
         progress(f"compared in {eager.seconds:.1f} s")
     if eager.outcome == DIFFERS:
         raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}; {WAYS_ON}")

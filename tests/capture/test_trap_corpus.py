@@ -8,7 +8,8 @@ import torch
 
 from parloom.capture import capture, load_model
 from parloom.errors import CaptureError, InputError
-from parloom.execute.eager import EQUAL, Apart, EagerReport
+from parloom.execute.eager_compare import EQUAL, EagerReport
+from parloom.execute.eager_process import Apart
 from parloom.ir.text import print_graph
 from tests.capture.traps.corpus import Trap, traps
 
@@ -18,6 +19,7 @@ def compared(spec: str) -> EagerReport:
     torch.set_num_threads(1)
     build = partial(load_model, spec)
     with Apart() as apart:
+        apart.begin(build)
         found = build()
         graph = capture(found.model, found.batch, loss=found.loss)
         evaluation = capture(found.model, found.batch, loss=found.loss, training=False)

@@ -12,7 +12,8 @@ from parloom.capture import load_abstract, parameters_of
 from parloom.capture.ambient import check_settings
 from parloom.cost.units import format_bytes
 from parloom.errors import LaunchError
-from parloom.execute.eager import Apart, check
+from parloom.execute.eager import MAX_FLOPS, VERIFY_FLOPS, begin, check
+from parloom.execute.eager_process import Apart, Build
 from parloom.execute.ranks import RankError
 from parloom.execute.same_model import check_program, check_tensors
 from parloom.execute.shrink import require_memory, shrink
@@ -46,11 +47,13 @@ def _prove(
     graph = parse_graph(plan.graph)
     check_settings(plan.settings)
     check_tensors(loaded.model, plan, graph, loaded.batch)
+    begin(apart, Build(source, plan.seed), loaded.model)
     torch.set_num_threads(1)  # the ranks are forked
     progress("capturing it")
     check_program(loaded.model, loaded.batch, loaded.loss, plan, graph)
     progress("comparing it with the module itself")
-    eager = check(apart, source, plan.seed, graph, plan.evaluation_graph, whole=not small)
+    max_flops = MAX_FLOPS if small else VERIFY_FLOPS
+    eager = check(apart, source, plan.seed, graph, plan.evaluation_graph, max_flops)
     text = ""
     if small:
         progress("building a small copy")

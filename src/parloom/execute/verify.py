@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parloom.errors import InputError
-from parloom.execute.eager import DIFFERS, EagerReport
+from parloom.execute.eager_compare import DIFFERS, EagerReport
 from parloom.execute.optimizers import make
 from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
