@@ -18,6 +18,7 @@ from parloom.search.pins import Pin, parse_pin
 METHODS = (AUTO, *BASELINES, *COMPARATORS)
 # Methods that count work; the others do what they do.
 COUNTED = (AUTO, "alpa", "flexflow")
+LARGEST = 2**63 - 1
 # The least that each may be.
 COUNTS = MappingProxyType({"batch": 1, "seq": 1, "microbatches": 1, "seed": 0, "budget": 1})
 
@@ -37,6 +38,8 @@ def check(model: object, asked: Mapping[str, object]) -> None:
         given = asked.get(name)
         if given is None:
             continue
+        if isinstance(given, int) and given > LARGEST:
+            raise InputError(f"{name}: must be at most {LARGEST}, got {given}")
         if not isinstance(given, int) or isinstance(given, bool) or given < least:
             raise InputError(f"{name}: must be a whole number from {least} on, got {given!r}")
     dtype, method = asked.get("dtype"), asked.get("method", "auto")

@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -34,7 +36,7 @@ from parloom.errors import (
     has_controls,
     visible,
 )
-from parloom.report.output import message, show, show_json
+from parloom.report.output import flush_stdout, message, show, show_json
 
 Asked = dict[str, Any]  # arguments of a function of the api
 
@@ -233,6 +235,10 @@ def run(
     """Start a training script on every rank of the plan with torchrun."""
     from parloom import api
 
+    # Below torchrun this process is a rank: the script sees Ctrl-C as in any other program.
+    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     raise typer.Exit(api.run(path, script, progress=_say, verbose=verbose))
 
 
@@ -429,6 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         if stop.code == 130:
             _say("interrupted")
+        if isinstance(stop.__context__, BrokenPipeError):
+            return 0  # whoever reads has enough, and the help is all there is
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         _say("interrupted")
@@ -439,6 +447,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {error}", laid_out=isinstance(error, InfeasibleError))
         return error.exit_code
     except Exception as error:
+        if why := _lack(error):
+            flush_stdout()
+            if verbose:
+                _say(traceback.format_exc())
+            _say(f"error: {why}")
+            return 8
         return _bug(error, arguments, verbose)
     finally:
         logging.disable(disabled)
@@ -452,6 +466,17 @@ def _check_printable(arguments: Sequence[str]) -> None:
             raise InputError(f"argument {position} has control characters: {argument!a}")
 
 
+def _lack(error: Exception) -> str:
+    """What this machine has not enough of, or refuses, where that is all there is to an error."""
+    if isinstance(error, OSError):
+        return f"the system refuses: {error}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            f"memory ran out ({str(error) or 'MemoryError'}); ask for less, or use a larger machine"
+        )
+    return ""
+
+
 def _bug(error: Exception, arguments: list[str], verbose: bool) -> int:
     """One line for the user, everything else in a file for the issue."""
     text = traceback.format_exc()
@@ -459,11 +484,15 @@ def _bug(error: Exception, arguments: list[str], verbose: bool) -> int:
         _say(text)
     first = str(error).strip().splitlines()[:1]
     what = f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", prefix="parloom-bug-", suffix=".txt", delete=False
-    ) as file:
-        file.write(f"parloom {__version__}, Python {sys.version}\n{arguments}\n\n{text}")
-    _say(f"internal error: {what}. This is a bug; please report it with {file.name}")
+    where = "what -v says"
+    with suppress(OSError):
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it stays
+            "w", encoding="utf-8", prefix="parloom-bug-", suffix=".txt", delete=False
+        )
+        with file:
+            file.write(f"parloom {__version__}, Python {sys.version}\n{arguments}\n\n{text}")
+        where = file.name
+    _say(f"internal error: {what}. This is a bug; please report it with {where}")
     return 1
 
 
@@ -500,7 +529,8 @@ def _named(paths: Any) -> dict[str, Path]:
 
 def _say(text: str, *, laid_out: bool = False) -> None:
     """A line of progress or an error: never on stdout; what is `laid_out` has lines of its own."""
-    print(visible(text) if laid_out else message(text), file=sys.stderr, flush=True)
+    with suppress(OSError):  # a log that is full stops no work
+        print(visible(text) if laid_out else message(text), file=sys.stderr, flush=True)
 
 
 def _print(what: str | RenderableType) -> None:

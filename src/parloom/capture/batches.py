@@ -30,11 +30,15 @@ def make_batch(
     Raises: InputError where its kind of input is not known here, or there is too much of it.
     """
     with torch.device("meta"):
-        shapes = {name: t.shape for name, t in random_batch(model, config, batch, seq).items()}
-    if sum(shape.numel() for shape in shapes.values()) > MOST_ELEMENTS:
-        shown = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise InputError(f"a batch of more than {MOST_ELEMENTS:,} elements ({shown}); ask for less")
+        check_elements(random_batch(model, config, batch, seq))
     return random_batch(model, config, batch, seq)
+
+
+def check_elements(batch: Mapping[str, Tensor]) -> None:
+    """Raise `InputError` for a batch that is beyond what anybody makes at once."""
+    if sum(t.numel() for t in batch.values()) > MOST_ELEMENTS:
+        shown = ", ".join(f"{name} {list(t.shape)}" for name, t in batch.items())
+        raise InputError(f"a batch of more than {MOST_ELEMENTS:,} elements ({shown}); ask for less")
 
 
 def random_batch(

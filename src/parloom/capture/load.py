@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from parloom import zoo
 from parloom.capture.asked import nothing_asked
+from parloom.capture.batches import check_elements
 from parloom.capture.hugging_face import (
     build_from_config,
     read_config,
@@ -107,6 +108,7 @@ def load_abstract(
                 raise
             found = None
         if found is not None:
+            check_elements(found.batch)
             if sum(p.numel() for p in found.model.parameters()) > limit:
                 return found
             # Freed first: the modules of a model refer to each other.

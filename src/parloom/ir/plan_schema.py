@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, le=2**63)]
-Index = Annotated[int, Field(ge=0, le=2**63)]
+LARGEST = 2**63 - 1
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Index = Annotated[int, Field(ge=0, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 # An action of the generated schedule is written for each.
 Microbatches = Annotated[int, Field(ge=1, le=2**16)]

@@ -80,15 +80,27 @@ def _json_escape(found: re.Match[str]) -> str:
 
 @contextmanager
 def _stdout() -> Iterator[None]:
-    """Raise `InputError` where stdout takes nothing: the disk is full, or the reader is gone."""
+    """Raise `InputError` where stdout takes nothing as the disk is full.
+
+    A reader that is gone, as `head` is after its lines, has what it wants.
+    """
     try:
         yield
         sys.stdout.flush()
+    except BrokenPipeError:
+        flush_stdout()
     except OSError as error:
-        # Or what is still buffered fails again when the interpreter ends.
+        flush_stdout()
+        raise InputError(f"cannot write the result to stdout: {error.strerror or error}") from None
+
+
+def flush_stdout() -> None:
+    """Write what is buffered, or drop it: it would fail again when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise InputError(f"cannot write the result to stdout: {error.strerror or error}") from None
 
 
 def _finite(document: Any) -> Any:

@@ -1,0 +1,52 @@
+"""Ctrl-C while modules are imported: exit code 130 and one line, from the first import on."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Sends the signal to itself when a module is looked for.
+PROGRAM = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from parloom.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("parloom.cli", ["--help"]),
+        ("typer", ["--version"]),
+        ("rich.console", ["doctor"]),
+        ("parloom.search.candidates", ["plan"]),
+        ("yaml", ["cluster", "show", "2xcpu"]),
+        ("torch", ["plan", "zoo:mlp", "--cluster", "2xcpu"]),
+        ("torch._C", ["verify", "nothing"]),
+        ("numpy", ["explain", "nothing"]),
+        ("parloom.api", ["simulate", "nothing"]),
+        ("parloom.execute.launch", ["run", "nothing", "--", "x.py"]),
+    ],
+)
+def test_an_interrupted_import_is_one_line(name: str, arguments: list[str]) -> None:
+    program = PROGRAM.format(name=name)
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_a_parent_that_ignores_the_signal_has_its_way() -> None:
+    program = PROGRAM.format(name="typer").replace("signal.default_int_handler", "signal.SIG_IGN")
+    command = [sys.executable, "-c", program, "--version"]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
