@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,9 +123,10 @@ def _spec(tensor: Tensor) -> TensorSpec:
 
 def _experts(node: Node, values: Mapping[str, Tensor]) -> list[Tensor]:
     """The result of a mixture of experts whose first expert has all rows, which values decide."""
-    given = [torch_argument(a, values) for a in node.args]
-    ids, known = values[node.refs[1]], values[node.refs[3]]
-    return [experts(*given, counts=[ids.numel(), *[0] * (len(known) - 1)])]
+    given: list[Any] = [torch_argument(a, values) for a in node.args]
+    tokens, ids, weights, known, tensors, steps = given
+    counts = [ids.numel(), *[0] * (len(known) - 1)]
+    return [experts(tokens, ids, weights, known, tensors, steps, counts)]
 
 
 def _words(specs: Iterable[TensorSpec]) -> str:

@@ -7,6 +7,7 @@ too; theirs is that they have none.
 from dataclasses import replace
 
 from parloom.errors import LayoutError
+from parloom.ir.graph import Arg
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.rule import Rule, Site, no_flops, opaque
 
@@ -25,23 +26,27 @@ def call(e: Emission) -> str:
     return f"{code[:-1]}{joint}device=ctx.device)"
 
 
+def _counts(arg: Arg) -> tuple[int, ...] | None:
+    """A tuple of integers that are not negative, or None where it is none."""
+    found = arg if isinstance(arg, tuple) else (arg,)
+    counts = tuple(n for n in found if type(n) is int and n >= 0)
+    return counts if len(counts) == len(found) else None
+
+
 def _strided_rule(site: Site) -> Rule:
     """Nothing is sharded; raises `LayoutError` where the view reaches beyond its operand."""
     at = 1 if site.node.op == "as_strided" else 2
-    sizes, strides = site.node.arg(at, "size"), site.node.arg(at + 1, "stride")
-    offset = site.node.arg(at + 2, "storage_offset", None) or 0
-    found = (sizes, strides, (offset,))
-    if not all(isinstance(v, tuple) and all(type(n) is int and n >= 0 for n in v) for v in found):
-        raise LayoutError(f"{site.node.key}: sizes, strides and offset must be counts: {found}")
-    assert isinstance(sizes, tuple)
-    assert isinstance(strides, tuple)
-    steps = zip(map(int, sizes), map(int, strides), strict=False)
-    last = int(offset) + sum((n - 1) * step for n, step in steps)
+    given = [site.node.arg(at, "size"), site.node.arg(at + 1, "stride")]
+    given.append(site.node.arg(at + 2, "storage_offset") or 0)
+    sizes, strides, offset = map(_counts, given)
+    if sizes is None or strides is None or offset is None:
+        raise LayoutError(f"{site.node.key}: sizes, strides and offset must be counts: {given}")
+    last = sum(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=False))
     there = site.operands[0].num_elements
     if len(sizes) != len(strides) or (0 not in sizes and last >= there):
         raise LayoutError(
-            f"{site.node.key}: sizes {sizes}, strides {strides} and offset {offset} reach element"
-            f" {last} of a tensor that has {there}"
+            f"{site.node.key}: sizes {sizes}, strides {strides} and offset {sum(offset)} reach"
+            f" element {last} of a tensor that has {there}"
         )
     return opaque(site)
 
