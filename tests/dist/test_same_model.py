@@ -1,16 +1,19 @@
 """`parallelize` and `verify` take the model that was planned, and say how another one differs."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from parloom import api
 from parloom.capture import Loaded, load_model
 from parloom.errors import FingerprintError, ParloomError
+from parloom.execute import launch
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.plan import Plan
 
@@ -242,7 +245,7 @@ EDITS = (
     Edit(
         "q, k, v = ",
         "k, q, v = ",
-        r"layers\.0: transpose .*: self is result 0 of layers\.0:unbind#0 in .*, result 1 of layers",
+        r"layers\.0: transpose .*: self is result 0 of layers\.0:unbind#0 in .*, result 1 of",
     ),
     Edit("* self.weight\n", "* self.head.weight[0, :8]\n", r"weight"),
     # Equal programs.
@@ -369,3 +372,114 @@ def test_a_rank_with_another_model_is_named(folder: Path, edit: Edit) -> None:
     told = told_on_each(plan, (same, f"{other}:factory"))
     assert told == [told[0]] * 2
     assert told[0].startswith("5 FingerprintError: rank 1 built another model than rank 0")
+
+
+def test_a_proof_says_how_the_model_has_changed(folder: Path) -> None:
+    spec = written(folder, "proved")
+    plan = planned(spec)
+    assert api.verify(plan).passed
+    written(folder, "proved", Edit("eps=1e-5", "eps=1e-6"))
+    with pytest.raises(FingerprintError, match=r"layers\.0\.norm: .*: eps 1e-05 in the plan"):
+        api.verify(plan)
+
+
+def test_a_program_that_was_edited_is_not_the_models(plan: Plan, folder: Path) -> None:
+    made = loaded(written(folder, "unedited"))
+    for name in ("graph", "evaluation_graph"):
+        text = getattr(plan, name)
+        edited = text.replace("1e-05", "0.001")
+        assert edited != text
+        other = replace(plan, **{name: edited})
+        where = "" if name == "graph" else r"\(in evaluation\)"
+        told = rf"{where}: .*eps 0\.001 in the plan, 1e-05"
+        with pytest.raises(FingerprintError, match=told):
+            api.parallelize(made.model, other, optimizer=sgd, loss=made.loss)
+
+
+def test_a_model_without_weights_is_compared_too(plan: Plan, folder: Path) -> None:
+    made = loaded(written(folder, "stored"))
+    save_file({n: p.detach() for n, p in made.model.named_parameters()}, folder / "w.safetensors")
+    for number, (old, new) in enumerate([("p=0.1", "p=0.1"), ("p=0.1", "p=0.7")]):
+        spec = written(folder, f"meta_{number}", Edit(old, new))
+        abstract = loaded(spec)
+        for module in abstract.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.to("meta"))
+        if old != new:
+            with pytest.raises(FingerprintError, match=r"p 0\.1 in the plan, 0\.7 here"):
+                api.parallelize(
+                    abstract.model, plan, optimizer=sgd, loss=abstract.loss,
+                    weights_path=folder / "w.safetensors",
+                )  # fmt: skip
+            continue
+        trainer = api.parallelize(
+            abstract.model,
+            plan,
+            optimizer=sgd,
+            loss=abstract.loss,
+            weights_path=folder / "w.safetensors",
+        )
+        assert torch.isfinite(trainer.step(made.batch).loss)
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64,
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rms_norm_eps": 1e-5}, r"model\.layers\.0\.input_layernorm: .*1e-06 in the plan, 1e-05"),
+        ({"num_key_value_heads": 4}, r"k_proj\.weight \(\(16, 16\), planned \(8, 16\)\)"),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 4},
+            r"model\.layers\.0\.self_attn|model",
+        ),
+        ({"hidden_act": "gelu"}, r"model\.layers\.0\.mlp\.act_fn.*: silu in the plan, gelu here"),
+        ({"attention_dropout": 0.1}, r"model\.layers\.0\.self_attn: .*dropout.* 0\.0 in .* 0\.1"),
+        ({"rope_theta": 5e3}, r""),
+        ({"tie_word_embeddings": True}, r"lm_head\.weight"),
+    ],
+    ids=str,
+)
+def test_a_changed_config_is_told(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    paths = []
+    for name, values in (("planned", LLAMA), ("script", {**LLAMA, **change})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+        paths.append(str(tmp_path / name / "config.json"))
+    plan = api.plan(paths[0], cluster="1xcpu", method="data_parallel", batch=2, seq=8)
+    made = load_model(paths[1], batch=2, seq=8)
+    if not told:  # it is in a buffer, and buffers are the script's
+        trainer = api.parallelize(made.model, plan, optimizer=torch.optim.AdamW)
+        eager = load_model(paths[1], batch=2, seq=8)
+        expected = eager.model.eval()(**eager.batch).loss.detach()
+        torch.testing.assert_close(trainer.evaluate(made.batch).loss, expected)
+        return
+    with pytest.raises(FingerprintError, match=told):
+        api.parallelize(made.model, plan, optimizer=torch.optim.AdamW)
+
+
+def test_a_run_with_another_model_ends_with_exit_code_5(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    plan = planned(written(folder, "run"), "2xcpu")
+    other = written(folder, "run_other", Edit("nn.GELU()", "nn.SiLU()"))
+    script = folder / "train.py"
+    script.write_text(
+        "import torch\nfrom parloom import api\nfrom parloom.capture import load_model\n"
+        f"made = load_model({other!r}, dtype='fp64')\n"
+        f"api.parallelize(made.model, {str(api.save(plan, folder / 'run')['plan'])!r},\n"
+        "    optimizer=lambda named: torch.optim.SGD(named, lr=0.1), loss=made.loss)\n"
+    )
+    said: list[str] = []
+    code = launch.run(plan, [str(script)], say=said.append)
+    assert code == 5, said
+    assert "layers.0.act" in said[-1]
+    assert "gelu in the plan, silu here" in said[-1]

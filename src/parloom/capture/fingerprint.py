@@ -45,6 +45,7 @@ def differences(
         "buffer": dict(model.named_buffers()),
         "batch tensor": dict(batch),
     }
+    known = {name for i in graph.inputs for name in (i.target, *i.aliases)}
     parts: list[str] = []
     for kind, own in kinds.items():
         planned = {i.target: i for i in graph.of_kind(kind.split(" ")[0])}
@@ -54,7 +55,7 @@ def differences(
         told = [f"{n} ({what})" for n, what in differ if what]
         if told:
             parts.append(f"{len(told)} of {len(planned)} {kind}s differ: {some(told)}")
-        new = [n for n in own if n not in planned]
+        new = [n for n in own if n not in known]
         if new:
             parts.append(f"{len(new)} {kind}s are not in the plan: {some(new)}")
     return "; ".join(parts)
