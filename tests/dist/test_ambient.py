@@ -115,7 +115,7 @@ class Doubled(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watching(TorchDispatchMode):
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The same below autograd."""
 
     def __torch_dispatch__(

@@ -43,10 +43,17 @@ STATE = r"trainer\.state_dict\(\).*trainer\.export"
 RUN = r"trainer\.step.*trainer\.evaluate"
 LOAD = r"trainer\.load_state_dict"
 MADE = r"change the model before parallelize"
+
+
+def class_of(model: nn.Module) -> Any:
+    """The class that the script wrote."""
+    return type(model).__mro__[2]
+
+
 USES: dict[str, tuple[Callable[[Any, Batch], object], str]] = {
     "call": (lambda m, b: m(**b), RUN),
     "forward": (lambda m, b: m.forward(**b), RUN),
-    "forward of the class": (lambda m, b: type(m).__mro__[2].forward(m, **b), RUN),
+    "forward of the class": (lambda m, b: class_of(m).forward(m, **b), RUN),
     "call of a layer": (lambda m, b: m.layers[0](b["x"]), RUN),
     "call in a wrapper": (lambda m, b: nn.Sequential(m.layers)(b["x"]), RUN),
     "functional call": (lambda m, b: torch.func.functional_call(m, {}, (b["x"],)), STATE),

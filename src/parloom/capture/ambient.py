@@ -7,6 +7,7 @@ function and dispatch modes, hooks on saved tensors), it must be set inside of f
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -16,7 +17,7 @@ from parloom.errors import CaptureError, FingerprintError, InputError
 
 Settings = tuple[tuple[str, str], ...]  # the call or attribute that sets it, its value
 
-_BACKENDS = torch.backends
+_BACKENDS: Any = torch.backends
 # How each is read, and torch's default.
 READ: Mapping[str, tuple[Callable[[], object], str]] = MappingProxyType({
     "torch.set_default_dtype": (torch.get_default_dtype, "torch.float32"),
@@ -102,7 +103,8 @@ def around() -> Iterator[str]:
         if torch.is_autocast_enabled(device):
             kind = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
             yield f"torch.autocast({device!r}, dtype=torch.{kind})"
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    functions: Any = _get_current_function_mode_stack
+    modes = (*functions(), *_get_current_dispatch_mode_stack())
     for mode in modes:
         # torch's own count operators, or stand for the default device, which is a setting.
         if not type(mode).__module__.startswith("torch."):

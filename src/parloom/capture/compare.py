@@ -144,8 +144,9 @@ class _Comparison:
             if name not in left or name not in right:
                 yield f"{name} is {'not in the plan' if name in right else 'missing here'}"
                 continue
-            one, other = self.planned.flat_ids[left[name]], self.found.flat_ids[right[name]]
-            text = self.of_values(one, other)
+            text = self.of_values(
+                self.planned.flat_ids[left[name]], self.found.flat_ids[right[name]]
+            )
             if text:
                 yield f"{name} {text}"
 

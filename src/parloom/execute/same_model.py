@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import deterministic as _deterministic
 
 from parloom.capture import Loss, capture_flat, differences, first_difference
+from parloom.capture.autograd import refuse_hooks
 from parloom.capture.reach import key
 from parloom.errors import CaptureError, FingerprintError, InputError, LaunchError
 from parloom.ir.graph import Graph
@@ -78,8 +80,10 @@ def check_on_ranks(
     if comm.rank == 0:
         start = time.perf_counter()
         try:
-            with same_draws():
+            with same_draws(), on_the_host(model):
                 check_program(model, _batch(model, graph), loss, plan, graph)
+        except CaptureError as raised:
+            error = FingerprintError(f"the plan was made for another model: {raised}")
         except Exception as raised:  # whatever it is: the other ranks wait for an answer
             error = raised
         else:
@@ -103,11 +107,41 @@ def check_on_ranks(
 
 
 @contextmanager
+def on_the_host(model: nn.Module) -> Iterator[None]:
+    """Parameters and buffers of the meta device are on the CPU for a while, beside the others.
+
+    Nothing reads them or writes to them, so that they take addresses and no memory.
+    """
+    everything = [d for m in model.modules() for d in (m._parameters, m._buffers)]
+    places = [(d, n, t) for d in everything for n, t in d.items() if t is not None and t.is_meta]
+    if places:
+        refuse_hooks(model)  # those of parameters, which their stand-ins have not
+    deterministic: Any = _deterministic
+    filled = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False
+    made: dict[int, Tensor] = {}
+    try:
+        for tensors, name, meta in places:
+            if id(meta) not in made:
+                empty: Tensor = torch.empty_like(meta, device="cpu", requires_grad=False)
+                trained = meta.requires_grad
+                parameter = isinstance(meta, nn.Parameter)
+                made[id(meta)] = nn.Parameter(empty, trained) if parameter else empty
+            tensors[name] = made[id(meta)]  # type: ignore[assignment]
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+        for tensors, name, meta in places:
+            tensors[name] = meta  # type: ignore[assignment]
+
+
+@contextmanager
 def same_draws() -> Iterator[None]:
     """Generators of the host end as they began: only rank 0 runs what is inside."""
     numpy: Any = sys.modules.get("numpy")
     state, legacy = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    cuda: Any = torch.cuda
+    devices = [cuda.current_device()] if cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
