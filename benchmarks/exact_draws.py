@@ -80,7 +80,7 @@ def main() -> None:
         graph = capture(model, example)
         tensors = {n: t.detach().clone() for n, t in parameters_of(model, graph).items()}
         for method in ("data_parallel", "megatron"):
-            plan = next(iter(METHODS[method](graph, load_cluster(f"{RANKS}xcpu"))))
+            plan = next(iter(METHODS[method](graph, load_cluster(f"{RANKS}xcpu"), 1, 0)))
             program = compile_pcg(lower(graph, plan), name).program
             ratios = fork_ranks(
                 RANKS, pairs, program, tensors, example, args.pairs, timeout_s=1200

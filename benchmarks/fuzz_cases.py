@@ -359,7 +359,11 @@ def plan_case(rng: random.Random, base: Path) -> Made:
     elif verb < 0.5:
         words = ("first", "weight", "head", "blocks.0", "x", "linear#0", "nothing")
         commands = [("explain", name, rng.choice(words)), ("explain", name, "--versus", "fsdp")]
-    return tuple(commands), ((name, data),), (name, "graph", "invalid plan", "no operator, parameter")
+    return (
+        tuple(commands),
+        ((name, data),),
+        (name, "graph", "invalid plan", "no operator, parameter"),
+    )
 
 
 def changed_plan(document: Any, rng: random.Random) -> Any:

@@ -7,6 +7,7 @@ is compared with its distribution on bins whose edges lie between two numbers of
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,11 +32,11 @@ NUM_BINS = 64
 SIGMAS = 5.0
 
 
-class Keyed(TorchDispatchMode):
+class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random base operators as the runtime draws them; all others as torch runs them."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.count = seed, 0
 
     def __torch_dispatch__(
@@ -56,7 +57,16 @@ class Keyed(TorchDispatchMode):
 
 
 def normal_cdf(x: Tensor) -> Tensor:
-    return torch.special.ndtr(x)
+    area: Tensor = torch.special.ndtr(x)
+    return area
+
+
+def bernoulli_cdf(p: float, x: Tensor) -> Tensor:
+    return (1 - p) * (x >= 0) + p * (x >= 1)
+
+
+def integer_cdf(n: int, x: Tensor) -> Tensor:
+    return ((x.floor() + n + 1) / (2 * n)).clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -103,11 +113,11 @@ DISCRETE = (
     Draw("geometric", aten.geometric.default, (0.3,), 1 / 0.3, 0.7**0.5 / 0.3,
          lambda x: 1 - 0.7 ** x.floor().clamp(min=0), 1),
     *(Draw(f"bernoulli {p}", aten.bernoulli.p, (p,), p, (p * (1 - p)) ** 0.5,
-           lambda x, p=p: (1 - p) * (x >= 0) + p * (x >= 1), 0, 1.5)
+           partial(bernoulli_cdf, p), 0, 1.5)
       for p in (0.001, 0.3, 0.9999)),
     *(Draw(f"randint {n}", aten.randint_like.low_dtype, (-n, n), -0.5,
            ((4 * n * n - 1) / 12) ** 0.5,
-           lambda x, n=n: ((x.floor() + n + 1) / (2 * n)).clamp(0, 1), -n, n)
+           partial(integer_cdf, n), -n, n)
       for n in (3, 100)),
 )  # fmt: skip
 
@@ -115,9 +125,10 @@ DISCRETE = (
 def edges(draw: Draw, dtype: torch.dtype, sample: Tensor) -> Tensor:
     """Some sixty numbers between neighbours in `dtype`, at quantiles of a sample."""
     at = sample.double().quantile(torch.linspace(0, 1, NUM_BINS, dtype=torch.float64)[1:-1])
-    low = at.to(dtype).unique()
+    low = at.to(dtype).unique()  # type: ignore[no-untyped-call]
     high = torch.nextafter(low, torch.full_like(low, math.inf))
-    return (low.double() + high.double()) / 2
+    between: Tensor = (low.double() + high.double()) / 2
+    return between
 
 
 def outcome(draw: Draw, dtype: torch.dtype, chunks: Iterator[Tensor]) -> list[str]:
@@ -346,7 +357,7 @@ def test_gradients_are_zero_not_none(function: Callable[[Tensor], Tensor]) -> No
     }
     loss = evaluate(graph, values, dropout=Masks())["loss"]
     assert loss is not None
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     model(**batch).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None

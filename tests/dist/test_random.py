@@ -172,7 +172,8 @@ class Noisy(nn.Module):
         self.a = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.a(x) + torch.randn_like(x)).square().mean()
+        loss: Tensor = (self.a(x) + torch.randn_like(x)).square().mean()
+        return loss
 
 
 @pytest.mark.parametrize(

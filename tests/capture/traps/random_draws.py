@@ -21,7 +21,8 @@ class Net(nn.Module):
         self.draw = draw
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.b(x) * self.draw(self.a(x))).square().mean()
+        loss: Tensor = (self.b(x) * self.draw(self.a(x))).square().mean()
+        return loss
 
 
 def net(draw: Callable[[Tensor], Tensor]) -> Built:
