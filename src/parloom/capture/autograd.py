@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.fx.traceback import annotate, preserve_node_meta
+from torch.nn.modules import module as torch_module
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -70,6 +71,11 @@ class Context(FunctionCtx):
 
 def refuse_hooks(model: nn.Module) -> None:
     """Raise `CaptureError` for hooks on gradients that the model or its parameters have already."""
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        raise CaptureError(
+            f"cannot capture {type(model).__name__}: all modules have a backward hook"
+            f" (register_module_full_backward_hook), {NO_HOOKS}"
+        )
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             where = ".".join(part for part in (type(model).__name__, path) if part)
@@ -122,7 +128,10 @@ def derived_autograd(model: nn.Module) -> Iterator[list[CustomCall]]:
     def apply(kind: Kind, *args: Any, **kwargs: Any) -> Any:
         if kind is checkpoint.CheckpointFunction:
             function, _, *operands = args
-            with annotate({CHECKPOINT: next(numbers)}):
+            # Without an input that needs a gradient, parameters inside get none.
+            needed = any(isinstance(a, Tensor) and a.requires_grad for a in operands)
+            recorded = nullcontext() if needed else torch.no_grad()
+            with annotate({CHECKPOINT: next(numbers)}), recorded:
                 return function(*operands)
         if kind.__module__.startswith("torch."):
             return super(base, kind).apply(*args, **kwargs)

@@ -91,9 +91,8 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
         )
     if HIDDEN in text:
         return (
-            f"cannot capture {where}: a tensor reaches the loss around the trace, as `.data` and"
-            " torch.autograd.grad in forward do; use .detach() instead of .data (a penalty on"
-            " gradients cannot be captured)"
+            f"cannot capture {where}: a tensor reaches the loss around the trace; use .detach()"
+            " instead of .data (a penalty on gradients cannot be captured)"
         )
     if ".numpy()" in text:
         return (

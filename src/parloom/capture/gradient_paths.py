@@ -410,6 +410,8 @@ def returns_operand(node: fx.Node, name: str, value: Tensor) -> bool:
 
 def storage_of(value: Tensor) -> int:
     """What tensors that share memory have in common."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
     return value.untyped_storage()._cdata
 
 

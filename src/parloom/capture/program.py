@@ -38,6 +38,7 @@ from parloom.capture.autograd import (
 from parloom.capture.blame import explain, forward_place
 from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
 from parloom.capture.spelling import decompositions, without_dropout_in_place
+from parloom.capture.state_changes import refuse_classes, state_changes_refused
 from parloom.capture.steady import Program, Watch
 from parloom.errors import CaptureError, InputError
 
@@ -87,6 +88,11 @@ class LossProgram(nn.Module):
         self.watch = Watch(model)
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, ...]:
+        with state_changes_refused(self.model, training=not self.keep_outputs):
+            return self.results(batch)
+
+    def results(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The loss and the other tensors that are kept."""
         with self.watch.call(), NothingRaised(), assignments_written(self.model):
             output = self.model(**{k: v for k, v in batch.items() if k in self.taken})
         flat = list(named_tensors(output))
@@ -181,6 +187,7 @@ def trace(
     refuse_around_capture(type(model).__name__)
     if training:
         refuse_hooks(model)
+    refuse_classes(model, batch)
     example = example_batch(model, batch)
     wrapper = LossProgram(model, loss, training, arguments_of(model, example, loss))
     with mode(model, training), torch.enable_grad(), warnings.catch_warnings(), quiet():
