@@ -7,9 +7,10 @@ inside them is marked. Hooks on gradients are no part of a trace, and refused.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import prod
 from typing import Any
@@ -29,7 +30,8 @@ from parloom.errors import CaptureError
 CHECKPOINT = "parloom_checkpoint"
 LIMIT = 1 << 22  # elements of the arguments that a function is checked on
 # Of the random arguments and of the gradients that arrive: usual, near zero, saturated, exploding.
-SCALES = ((1.0, 1.0), (1e-8, 1.0), (30.0, 1.0), (1.0, 1e4))
+SCALES = ((1.0, 1.0), (1e-8, 1.0), (30.0, 1.0), (1e2, 1.0), (1e4, 1.0), (1.0, 1e4))
+REAL_CALLS = 4  # of a function that its real arguments are kept of
 TOLERANCE = 1e-4  # between single precision results of two formulas for the same derivative
 WAYS_ON = (
     "let autograd derive it from plain operations: for a straight-through estimator that is"
@@ -60,6 +62,14 @@ class CustomCall:
     kind: Kind
     args: tuple[Any, ...]
     where: str
+
+
+@dataclass(frozen=True, slots=True)
+class RealCall:
+    """A custom function with the arguments that it gets on the model's own batch."""
+
+    kind: Kind
+    args: tuple[Any, ...]
 
 
 class Context(FunctionCtx):
@@ -128,16 +138,14 @@ def derived_autograd(model: nn.Module) -> Iterator[list[CustomCall]]:
     def apply(kind: Kind, *args: Any, **kwargs: Any) -> Any:
         if kind is checkpoint.CheckpointFunction:
             function, _, *operands = args
-            # Without an input that needs a gradient, parameters inside get none.
-            needed = any(isinstance(a, Tensor) and a.requires_grad for a in operands)
-            recorded = nullcontext() if needed else torch.no_grad()
-            with annotate({CHECKPOINT: next(numbers)}), recorded:
+            with annotate({CHECKPOINT: next(numbers)}), recorded_for(operands):
                 return function(*operands)
         if kind.__module__.startswith("torch."):
             return super(base, kind).apply(*args, **kwargs)
         where = place(model, current_frames())
         calls.append(CustomCall(kind, tuple(described(a) for a in args), where))
-        return forward_of(kind, args, kwargs)
+        with recorded_for(args):
+            return forward_of(kind, args, kwargs)
 
     def marked(*_: Any, **__: Any) -> Iterator[None]:
         with annotate({CHECKPOINT: next(numbers)}):
@@ -154,6 +162,12 @@ def derived_autograd(model: nn.Module) -> Iterator[list[CustomCall]]:
     finally:
         del base.apply
         module._checkpoint_without_reentrant_generator = generator
+
+
+def recorded_for(args: Iterable[Any]) -> AbstractContextManager[object]:
+    """Where a function runs that has no gradient unless an argument needs one."""
+    needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    return nullcontext() if needed else torch.no_grad()
 
 
 def described(arg: Any) -> Any:
@@ -178,7 +192,36 @@ def forward_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def check_derivatives(calls: list[CustomCall]) -> None:
+@contextmanager
+def real_calls() -> Iterator[list[RealCall]]:
+    """Inside, the arguments of custom functions that are called on real tensors are kept."""
+    calls: list[RealCall] = []
+    base: Any = torch.autograd.function._SingleLevelFunction
+
+    def apply(kind: Kind, *args: Any, **kwargs: Any) -> Any:
+        few = sum(call.kind is kind for call in calls) < REAL_CALLS
+        sizes = sum(a.numel() for a in args if isinstance(a, Tensor))
+        if few and sizes <= LIMIT and not kind.__module__.startswith("torch."):
+            calls.append(RealCall(kind, tuple(taken(a) for a in args)))
+        return super(base, kind).apply(*args, **kwargs)
+
+    base.apply = classmethod(apply)
+    try:
+        yield calls
+    finally:
+        del base.apply
+
+
+def taken(arg: Any) -> Any:
+    """An argument of a call as it is before the call; a tensor as a leaf of enough precision."""
+    if not isinstance(arg, Tensor):
+        return arg
+    half = arg.dtype in (torch.bfloat16, torch.float16)
+    copy = arg.detach().to(torch.float32 if half else arg.dtype, copy=True)
+    return copy.requires_grad_(arg.requires_grad)
+
+
+def check_derivatives(calls: list[CustomCall], real: list[RealCall]) -> None:
     """Raise `CaptureError` for a custom function whose backward is not what a trace derives."""
     seen: set[str] = set()
     for call in calls:
@@ -188,7 +231,9 @@ def check_derivatives(calls: list[CustomCall]) -> None:
         seen.add(key)
         name = f"{call.where}: custom autograd function {call.kind.__name__}"
         try:
-            error = worst_difference(call)
+            error = max(worst_difference(call), *(
+                real_difference(r) for r in real if r.kind is call.kind
+            ), 0.0)  # fmt: skip
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as err:
             reason = str(err).splitlines()[0] if str(err) else ""
             raise CaptureError(
@@ -202,6 +247,14 @@ def check_derivatives(calls: list[CustomCall]) -> None:
             )
 
 
+def real_difference(call: RealCall) -> float:
+    """The largest relative difference on the arguments of a real call."""
+    args = list(call.args)
+    if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        return 0.0  # it was traced without gradients
+    return max(args_difference(call.kind, args, arriving) for arriving in (1.0, 1e4))
+
+
 def worst_difference(call: CustomCall) -> float:
     """The largest relative difference of any gradient between the function and its derivative."""
     shapes = [a for a in call.args if isinstance(a, Shape)]
@@ -213,16 +266,64 @@ def worst_difference(call: CustomCall) -> float:
         small = {n: n if n < 8 else 8 + 8 * i for i, n in enumerate(sorted(small))}
     worst = 0.0
     for scale, arriving in SCALES:
-        args = random_arguments(call, small, scale)
-        expected = gradients(call.kind.apply, args, arriving)
-        found = gradients(lambda *given: forward_of(call.kind, given, {}), args, arriving)
-        for one, other in zip(expected, found, strict=True):
-            worst = max(worst, difference(one, other))
+        args = random_arguments(call, small, scale, 2)
+        worst = max(worst, args_difference(call.kind, args, arriving))
+    if all(s.dtype.is_floating_point or s.dtype == torch.bool for s in shapes):
+        return worst
+    for high in sorted({max(n, 2) for n in small.values()} - {2}):
+        args = random_arguments(call, small, 1.0, high)
+        try:
+            worst = max(worst, args_difference(call.kind, args, 1.0))
+        except (RuntimeError, LookupError):  # no function takes every index
+            break
     return worst
 
 
-def random_arguments(call: CustomCall, small: dict[int, int], scale: float) -> list[Any]:
-    """Arguments of a call: normal numbers, small integers, and what is no tensor as it was."""
+def args_difference(kind: Kind, args: list[Any], arriving: float) -> float:
+    """The largest relative difference of any gradient between a function and its derivative."""
+    derived = partial(plain_forward, kind)
+    outside = reached_besides(derived, args)
+    expected = gradients(kind.apply, args, arriving, outside)
+    found = gradients(derived, args, arriving, outside)
+    return max(
+        (difference(one, other) for one, other in zip(expected, found, strict=True)), default=0.0
+    )
+
+
+def plain_forward(kind: Kind, *args: Any) -> Any:
+    """What a custom function computes, as ordinary operations."""
+    return forward_of(kind, args, {})
+
+
+def reached_besides(function: Callable[..., Any], args: list[Any]) -> list[Tensor]:
+    """Leaves that a function's results have a gradient for and that it is not given as arguments.
+
+    Autograd does not see them: they are weights of a module or tensors in a list.
+    """
+    given = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        results = function(*given)
+    found: dict[int, Tensor] = {}
+    nodes = [r.grad_fn for r in (results if isinstance(results, tuple | list) else (results,))
+             if isinstance(r, Tensor)]  # fmt: skip
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        nodes += [after for after, _ in node.next_functions]
+    return list(found.values())
+
+
+def random_arguments(
+    call: CustomCall, small: dict[int, int], scale: float, high: int
+) -> list[Any]:  # fmt: skip
+    """Arguments of a call: normal numbers, integers below `high`, and what is no tensor."""
     generator = torch.Generator().manual_seed(0)
 
     def make(arg: Any) -> Any:
@@ -230,7 +331,7 @@ def random_arguments(call: CustomCall, small: dict[int, int], scale: float) -> l
             return arg
         sizes = tuple(small[n] for n in arg.sizes)
         if not arg.dtype.is_floating_point:
-            return torch.randint(0, 2, sizes, generator=generator).to(arg.dtype)
+            return torch.randint(0, high, sizes, generator=generator).to(arg.dtype)
         # Half precision is too coarse to tell formulas apart.
         dtype = torch.float64 if arg.dtype == torch.float64 else torch.float32
         made = torch.randn(sizes, generator=generator, dtype=dtype) * scale
@@ -240,9 +341,9 @@ def random_arguments(call: CustomCall, small: dict[int, int], scale: float) -> l
 
 
 def gradients(
-    function: Callable[..., Any], args: list[Any], arriving: float
+    function: Callable[..., Any], args: list[Any], arriving: float, outside: list[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of a random combination of all results, by argument; draws repeat.
+    """Gradients of a random combination of all results, by argument and leaf; draws repeat.
 
     The gradients that arrive at the results are normal numbers times `arriving`.
     """
@@ -250,6 +351,9 @@ def gradients(
              for a in args]  # fmt: skip
     # Functions may write to their arguments, which leaves cannot be.
     inner = [a.clone() if isinstance(a, Tensor) and a.requires_grad else a for a in given]
+    before = [leaf.grad for leaf in outside]
+    for leaf in outside:
+        leaf.grad = None
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         results = function(*inner)
@@ -262,7 +366,10 @@ def gradients(
                 total = total + (result * weights).sum()
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
-    return [a.grad for a in given if isinstance(a, Tensor)]
+    found = [t.grad for t in (*given, *outside) if isinstance(t, Tensor)]
+    for leaf, gradient in zip(outside, before, strict=True):
+        leaf.grad = gradient
+    return found
 
 
 def difference(expected: Tensor | None, found: Tensor | None) -> float:

@@ -6,12 +6,16 @@ from itertools import combinations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from parloom.errors import CaptureError, InputError, has_controls
 from parloom.ir.graph import Graph, Input, Node
 from parloom.ir.ops import op_of
 from parloom.ir.simplify import nodes_of
 
+# Modules that do something else in training, and how a remark calls them.
+MODED = ((_DropoutNd, "dropout"), (_NormBase, "batch norm"))
 # Operators that torch computes for operands of one dtype only.
 ONE_DTYPE = frozenset({
     "linear", "addmm", "addmv", "addbmm", "baddbmm", "mm", "bmm", "matmul", "mv", "dot", "bilinear",
@@ -165,6 +169,8 @@ def remarks(model: nn.Module, graph: Graph) -> tuple[str, ...]:
             f"left out of the config: {', '.join(left_out)}; the model is planned with"
             " transformers' own classes, its weights not quantized"
         )
+    if graph.training:
+        lines += modes_said(model)
     planned = {i.target for i in graph.inputs if i.trainable}
     left = [n for n, p in model.named_parameters() if p.requires_grad and n not in planned]
     if left and graph.training:
@@ -173,6 +179,30 @@ def remarks(model: nn.Module, graph: Graph) -> tuple[str, ...]:
             f"{len(left)} parameters get no gradient from the loss and stay as they are: {some}"
         )
     return tuple(lines)
+
+
+def modes_said(model: nn.Module) -> list[str]:
+    """Where dropout and batch norm are in evaluation mode as the model is handed over."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if module.training or (isinstance(module, _DropoutNd) and not module.p):
+            continue
+        for kind, what in MODED:
+            if isinstance(module, kind):
+                found.setdefault(what, []).append(name or type(module).__name__)
+    named = ", ".join(
+        f"{what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in found.items()
+    )
+    if not model.training:
+        changes = (
+            f"{named} differ from what it did" if named else "no dropout or batch norm is in it"
+        )
+        return [
+            "the model was handed over in evaluation mode (eval, as from_pretrained returns it) and"
+            f" is trained in training mode: {changes}; freeze parts by .eval() after model.train()"
+        ]
+    return [f"{named} were in evaluation mode and stay so"] if named else []
 
 
 def scalars_apart(evaluation: Graph) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from inspect import signature
 from typing import Any
@@ -30,9 +31,11 @@ from parloom.capture.assertions import NothingRaised, replaced
 from parloom.capture.assigned import assignments_written
 from parloom.capture.autograd import (
     CustomCall,
+    RealCall,
     check_derivatives,
     derived_autograd,
     gradients_seen,
+    real_calls,
     refuse_hooks,
 )
 from parloom.capture.blame import explain, forward_place
@@ -49,6 +52,8 @@ TRACE_FAILURES = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError,
     ArithmeticError, ImportError, SyntaxError,
 )  # fmt: skip
+
+LARGEST_CALLED = 100_000_000  # parameters of a model that is run once to check custom functions
 
 LOSS_RULE = "the loss function is called as loss(output, batch), batch being a dict"
 
@@ -197,9 +202,9 @@ def trace(
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         try:
             exported, custom = export(wrapper, example)
-            if training:
-                check_derivatives(custom)
             wrapper.watch.check(exported.graph_module.code, lambda: once_more(wrapper, example))
+            if training and custom:
+                check_derivatives(custom, called_for_real(wrapper, example))
             without_dropout_in_place(exported.graph_module)
             with_gradients_stopped(exported.graph_module, type(model).__name__, training)
             keep_output_names(exported)
@@ -221,6 +226,23 @@ def export(
     asked = nothing_asked(wrapper.model)
     with derived_autograd(wrapper.model) as custom, seen, kept, asked:
         return torch.export.export(wrapper, (), example, strict=False), custom
+
+
+def called_for_real(wrapper: LossProgram, example: dict[str, Tensor]) -> list[RealCall]:
+    """The arguments of custom functions in a call of a copy of the model on its batch.
+
+    None where it has no values, is large, or does not run by itself.
+    """
+    weights = list(wrapper.model.parameters())
+    if any(p.is_meta for p in weights) or sum(p.numel() for p in weights) > LARGEST_CALLED:
+        return []
+    with torch.random.fork_rng(devices=[]), real_calls() as calls:
+        try:
+            model = deepcopy(wrapper.model)
+            LossProgram(model, wrapper.loss, True, wrapper.taken)(**deepcopy(example))
+        except (*TRACE_FAILURES, CaptureError) as err:
+            logging.getLogger(__name__).debug("custom functions were not called for real: %s", err)
+    return calls
 
 
 def keep_output_names(exported: ExportedProgram) -> None:
