@@ -57,6 +57,13 @@ CHANGES: Mapping[str, tuple[str, str]] = MappingProxyType({
     "grad.__get__": ("reads .grad", GRADIENTS),
     "grad.__set__": ("assigns to .grad", GRADIENTS),
     "grad.__delete__": ("deletes .grad", GRADIENTS),
+    "grad_dtype.__set__": ("sets the dtype of gradients", GRADIENTS),
+    "_grad.__get__": ("reads .grad", GRADIENTS),
+    "_grad.__set__": ("assigns to .grad", GRADIENTS),
+    "_grad_fn.__get__": ("reads the graph of autograd (.grad_fn)", GRADIENTS),
+    "_grad_fn.__set__": ("changes the graph of autograd (.grad_fn)", GRADIENTS),
+    "_backward_hooks.__set__": ("sets the hooks of a tensor", GRADIENTS),
+    "_post_accumulate_grad_hooks.__set__": ("sets the hooks of a tensor", GRADIENTS),
     "grad_fn.__get__": (
         "reads the graph of autograd (.grad_fn)",
         "hooks on its nodes would run in no step of a plan; use requires_grad to see whether there"
@@ -97,8 +104,10 @@ CHANGES: Mapping[str, tuple[str, str]] = MappingProxyType({
 })  # fmt: skip
 # Torch's own code does these while it traces.
 BY_USERS_ONLY = frozenset({
-    "grad.__get__", "grad_fn.__get__", "untyped_storage", "storage", "set_",
-    "grad.__set__", "grad.__delete__", "resize_",
+    "untyped_storage", "storage", "set_", "resize_", "grad_dtype.__set__", "grad_fn.__get__",
+    "_backward_hooks.__set__", "_post_accumulate_grad_hooks.__set__",
+    *(f"{name}.__{access}__" for name in ("grad", "_grad", "_grad_fn")
+      for access in ("get", "set", "delete")),
 })  # fmt: skip
 ONLY_IN_TRAINING = frozenset({"grad_fn.__get__", "requires_grad", "saved_tensors_hooks"})
 # Files of torch that only hand on what they are called for.
@@ -228,6 +237,7 @@ def replacements(model: nn.Module, refuse: Refusals) -> Iterator[tuple[Any, str,
     yield saved_tensors_hooks, "__enter__", enter_hooks
     yield saved_tensors_hooks, "__exit__", leave_hooks
     yield Tensor, "as_subclass", as_subclass
+    yield Tensor, "set_", refused_to_users("set_", Tensor.set_, refuse)
     yield torch.utils, "swap_tensors", lambda *_: refuse("swap_tensors")
     yield torch.autograd, "_engine_run_backward", lambda *_, **__: refuse("backward")
     yield torch, "set_default_device", lambda *_: refuse("set_default_device")
