@@ -143,6 +143,11 @@ def derived_autograd(model: nn.Module) -> Iterator[list[CustomCall]]:
         if kind.__module__.startswith("torch."):
             return super(base, kind).apply(*args, **kwargs)
         where = place(model, current_frames())
+        if any(isinstance(t, Tensor) for a in args if isinstance(a, list | tuple) for t in a):
+            raise CaptureError(
+                f"cannot capture {where}: custom autograd function {kind.__name__} gets tensors in"
+                " a list, where autograd sees none of them; give each as an argument of its own"
+            )
         calls.append(CustomCall(kind, tuple(described(a) for a in args), where))
         with recorded_for(args):
             return forward_of(kind, args, kwargs)

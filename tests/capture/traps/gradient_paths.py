@@ -248,7 +248,7 @@ def set_to_zero(net: Net, x: Tensor) -> Tensor:
     return net.b(h).sum()
 
 
-@refused(r"changes the memory of a tensor with set_")
+@refused(r"it gives a tensor other memory \(set_\)")
 @forward
 def other_memory(net: Net, x: Tensor) -> Tensor:
     h = net.a(x).detach()
@@ -256,7 +256,7 @@ def other_memory(net: Net, x: Tensor) -> Tensor:
     return net.b(h).sum()
 
 
-@refused(r"changes the memory of a tensor with resize_")
+@refused(r"it changes the memory of a tensor \(resize_\)")
 @forward
 def resized(net: Net, x: Tensor) -> Tensor:
     h = net.a(x).detach().clone()
