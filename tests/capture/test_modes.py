@@ -29,7 +29,7 @@ def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
     graph = capture(model, batch)
     assert {"dropout", "batch_norm"} <= {node.op for _, node in graph.unfolded()}
     (line,) = said(model, graph)
-    assert "is trained in training mode: dropout (drop), batch norm (norm) do" in line
+    assert "is trained in training mode: dropout (drop), batch norm (norm) differ" in line
 
 
 def test_parts_in_evaluation_mode_stay_so() -> None:

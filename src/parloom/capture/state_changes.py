@@ -80,7 +80,11 @@ CHANGES: Mapping[str, tuple[str, str]] = MappingProxyType({
     "untyped_storage": ("takes the memory of a tensor (untyped_storage)", MEMORY),
     "storage": ("takes the memory of a tensor (storage)", MEMORY),
     "as_subclass": ("makes a tensor of another class (as_subclass)", HIDDEN_CLASS),
-    "generator": ("draws from a torch.Generator", SEEDS),
+    "generator": (
+        "draws from a torch.Generator",
+        "no step of a plan would go on from its state; leave generator= out: all draws are keyed by"
+        " the seed",
+    ),
     "manual_seed": ("seeds torch's generator", SEEDS),
     "seed": ("seeds torch's generator", SEEDS),
     "set_state": ("sets the state of torch's generator (fork_rng does at its end)", SEEDS),

@@ -113,7 +113,6 @@ def for_a_while(net: Net, x: Tensor) -> Tensor:
 @forward
 def layers_without_modes(net: Net, x: Tensor) -> Tensor:
     net.c.eval()
-    net.train()
     with torch.no_grad():
         target = net.c(x)
     return (net.a(x) - target).square().sum()
