@@ -1,5 +1,6 @@
 # make demo   plan, prove and train a small GPT-2 on four processes (about five minutes, no GPU)
 # make test   the tests
+# make nightly  the property tests with other examples in every run, and more of them
 # make lint   ruff, mypy, import contracts
 #
 # Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
@@ -17,13 +18,16 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test nightly lint format clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile nightly tests/property $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,15 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "parloom", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+# Other examples in every run, and more of them: `make nightly`, or --hypothesis-profile nightly.
+settings.register_profile(
+    "nightly",
+    derandomize=False,
+    max_examples=1000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("parloom")
 
 

@@ -39,7 +39,7 @@ from parloom.execute.eager import WAYS_ON, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Apart, Build
 from parloom.execute.files import read_plan, write_atomic
-from parloom.execute.machine import machine_for
+from parloom.execute.machine import machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
 from parloom.execute.prove import prove
@@ -328,13 +328,13 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
 
     `calibration` is a file that `parloom calibrate` wrote.
     """
-    machine = machine_for(plan.cluster, calibration)
+    machine = machine_of(plan, calibration)
     return machine.simulate(lowered(plan), plan.decisions, plan.optimizer)
 
 
 def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
     """Where the numbers of `simulate` come from, and how far they may be off."""
-    return machine_for(plan.cluster, calibration).source(lowered(plan))
+    return machine_of(plan, calibration).source(lowered(plan))
 
 
 def explain(

@@ -14,7 +14,7 @@ from parloom.choose import Ask, choose
 from parloom.cost.step import priced
 from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
 from parloom.execute.files import read_plan
-from parloom.execute.machine import machine_for
+from parloom.execute.machine import machine_of
 from parloom.execute.program import lowered
 from parloom.ir.plan import INTERRUPTED, Plan
 from parloom.ir.text import parse_graph
@@ -61,7 +61,9 @@ def explain(
     there = None
     if versus is not None:
         there = case_of(_other(plan, versus, calibration, say), calibration)
-    for warning in dict.fromkeys(found.warning for found in (case, there) if found):
+    for warning in dict.fromkeys(
+        w for c in (case, there) if c for w in (c.warning, *c.source.notes)
+    ):
         if warning:
             say(warning)
     path = explained_words(path, calibration)
@@ -82,7 +84,7 @@ def explain(
 
 
 def _named(case: Case, name: str, calibration: str | Path | None) -> dict[str, Any]:
-    machine = machine_for(case.plan.cluster, calibration)
+    machine = machine_of(case.plan, calibration)
     play = partial(machine.simulate, optimizer=case.plan.optimizer)
     return name_explained(case, Names(case.pcg.graph).find(name), play)
 
@@ -90,7 +92,7 @@ def _named(case: Case, name: str, calibration: str | Path | None) -> dict[str, A
 def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
     """The plan of that path, or the best one of that method; one that does not fit if none does."""
     if versus in arguments.METHODS:
-        machine, count = machine_for(plan.cluster, calibration), plan.decisions.num_microbatches
+        machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
         asked = replace(plan, method=versus, notes=())
         graph = parse_graph(plan.graph)
         for limit in (memory_limit(plan, machine.cluster.device.memory_bytes), None):
@@ -120,7 +122,7 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
 
 def case_of(plan: Plan, calibration: str | Path | None = None) -> Case:
     """A plan with its program, prices and step on the cluster that it was made for."""
-    machine = machine_for(plan.cluster, calibration)
+    machine = machine_of(plan, calibration)
     pcg = lowered(plan)
     found = priced(pcg, machine.cluster, plan.decisions, plan.optimizer, machine.kernels)
     timeline = machine.simulate(pcg, plan.decisions, plan.optimizer)

@@ -240,7 +240,7 @@ def test_more_memory_is_priced_by_a_search(
 def test_ctrl_c_while_changes_are_priced_keeps_those_that_were(
     captured: api.Captured, shortage: InfeasibleError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(monkeypatch, 2)
+    interrupt(monkeypatch, 3)
     with pytest.raises(InfeasibleError) as caught:
         api.search(captured, cluster=CLUSTER, memory=TIGHT)
     found: dict[str, Any] = dict(caught.value.document)
@@ -255,7 +255,7 @@ def test_ctrl_c_while_pins_are_blamed_keeps_what_is_known(
 ) -> None:
     assert free.prediction is not None
     monkeypatch.setattr(answer, "priced_changes", lambda *_: iter(()))
-    interrupt(monkeypatch, 1)
+    interrupt(monkeypatch, 2)
     pins = ["*=weights:replicated", "*=optimizer:replicated"]
     with pytest.raises(InfeasibleError, match="not tried: the rest: interrupted") as caught:
         api.search(captured, cluster=CLUSTER, memory=free.prediction.peak_bytes, pin=pins)

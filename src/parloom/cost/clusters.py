@@ -154,9 +154,7 @@ def on_this_machine(loaded: LoadedCluster, num_cores: int) -> LoadedCluster:
         flops_per_s=tuple((name, rate * share) for name, rate in cluster.device.flops_per_s),
         memory_bytes_per_s=cluster.device.memory_bytes_per_s * share,
     )
-    shared = (
-        f"{ranks} processes share {num_cores} cores here: each computes at {share:.0%} of a core"
-    )
+    shared = f"{ranks} processes share {num_cores} cores: each computes at {share:.0%} of a core"
     return replace(
         loaded,
         cluster=replace(cluster, device=device),

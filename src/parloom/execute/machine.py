@@ -20,17 +20,23 @@ from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster with its assumptions, and the calibration that overrides its data sheets."""
+    """A cluster with its assumptions, and the calibration that overrides its data sheets.
+
+    `cores`: those that processes of a CPU cluster are taken to have; `notes` say where they are
+    those of another machine.
+    """
 
     loaded: LoadedCluster
     calibration: Calibration | None = None
     kernels: Kernels | None = None
     different: tuple[str, ...] = ()
+    cores: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> Cluster:
@@ -46,38 +52,64 @@ class Machine:
     def source(self, pcg: PCG) -> Source:
         """Where a prediction for a lowered program comes from, and how sure it is."""
         if self.calibration is None or self.kernels is None:
-            return Source(SPEC, error_of(SPEC, self.cluster.device))
-        return source_of(pcg, self.kernels, self.calibration, self.different)
+            return Source(SPEC, error_of(SPEC, self.cluster.device), self.notes)
+        found = source_of(pcg, self.kernels, self.calibration, self.different)
+        return replace(found, notes=(*found.notes, *self.notes))
 
     def predict(
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
     ) -> Prediction:
         """What a plan says of itself."""
         found, source = self.simulate(pcg, decisions, optimizer).prediction(), self.source(pcg)
-        return replace(found, source=source.name, error=source.error)
+        return replace(found, source=source.name, error=source.error, cores=self.cores)
 
 
-def machine_for(cluster: str, calibration: str | Path | None = None) -> Machine:
-    """The machine that a cluster's spec or file describes, as this computer can run it.
+def machine_of(plan: Plan, calibration: str | Path | None = None) -> Machine:
+    """The machine that `plan` was predicted for, with the cores that it had there."""
+    planned = plan.prediction.cores if plan.prediction else None
+    return machine_for(plan.cluster, calibration, planned)
+
+
+def machine_for(
+    cluster: str, calibration: str | Path | None = None, planned: int | None = None
+) -> Machine:
+    """The machine that a cluster's spec or file describes. Processes of a CPU cluster share the
+    cores of the machine that was calibrated, else those that a plan was made for (`planned`), else
+    those of this computer.
 
     Raises `InputError` for a cluster or a calibration that cannot be read.
     """
     loaded = resolve_cluster(cluster)
-    shared = on_this_machine(loaded, num_cores())
-    if calibration is None:
-        return Machine(shared)
-    found = read_calibration(Path(calibration))
+    found = None if calibration is None else read_calibration(Path(calibration))
+    measured = found.fingerprint.cores if found and found.fingerprint.device == "cpu" else None
+    cores, notes = _cores(loaded.cluster, measured or planned)
+    shared = loaded if cores is None else on_this_machine(loaded, cores)
+    if found is None:
+        return Machine(shared, cores=cores, notes=notes)
     here = fingerprint() if loaded.cluster.device.name == "cpu" else None
     different = mismatches(found, loaded.cluster, here)
     slowdown = 1.0
-    if found.num_ranks == 1 and shared is not loaded:
-        slowdown = loaded.cluster.num_devices / num_cores()
+    if found.num_ranks == 1 and cores is not None:
+        slowdown = loaded.cluster.num_devices / cores
     priced, kernels = calibrated(loaded.cluster, found, slowdown)
-    measured = f"rates of {calibration}, measured on {found.fingerprint.processor}"
+    rates = f"rates of {calibration}, measured on {found.fingerprint.processor}"
     ranks = f"by {found.num_ranks} ranks" if found.num_ranks > 1 else "by one process"
-    lines = [f"{measured} {ranks}"]
+    lines = [f"{rates} {ranks}"]
     if slowdown > 1:
-        lines.append(f"{loaded.cluster.num_devices} processes share {num_cores()} cores here")
+        lines.append(f"{loaded.cluster.num_devices} processes share {cores} cores")
     lines += [f"that calibration is of another machine: {line}" for line in different]
     kept = LoadedCluster(priced, (*loaded.assumptions, *lines), loaded.spec)
-    return Machine(kept, found, kernels, different)
+    return Machine(kept, found, kernels, different, cores, notes)
+
+
+def _cores(cluster: Cluster, known: int | None) -> tuple[int | None, tuple[str, ...]]:
+    """The cores that processes on one machine have, not more than there are processes, and whether
+    this computer has others; None where the cluster is no such machine.
+    """
+    if cluster.device.name != "cpu" or len(cluster.levels) > 1:
+        return None, ()
+    here, ranks = num_cores(), cluster.num_devices
+    cores = min(known or here, ranks)
+    if cores == min(here, ranks):
+        return cores, ()
+    return cores, (f"predicted for a machine with {cores} cores; this one has {here}",)

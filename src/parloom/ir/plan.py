@@ -158,7 +158,8 @@ class Prediction:
     """What the cost layer expects of one step; `source` is spec, calibrated or measured.
 
     `memory` is what each component has at the instant at which most is held: `peak_bytes` in all.
-    `error`: nine steps in ten take between 1/e^error and e^error times as long.
+    `error`: nine steps in ten take between 1/e^error and e^error times as long. `cores`: those that
+    the processes of a CPU cluster were taken to have, as far as they need them; None elsewhere.
     """
 
     step_s: float
@@ -166,6 +167,7 @@ class Prediction:
     memory: tuple[tuple[str, int], ...] = ()
     source: str = "spec"
     error: float = 0.0
+    cores: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

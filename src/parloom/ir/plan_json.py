@@ -96,20 +96,28 @@ def _digest(graph: str, evaluation: str) -> str:
 def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
     if prediction is None:
         return None
-    return {
+    found = {
         "step_s": prediction.step_s,
         "peak_bytes": prediction.peak_bytes,
         "memory": dict(prediction.memory),
         "source": prediction.source,
         "error": prediction.error,
     }
+    return found if prediction.cores is None else {**found, "cores": prediction.cores}
 
 
 def _read_prediction(document: schema.PredictionDocument | None) -> Prediction | None:
     if document is None:
         return None
     memory = tuple(document.memory.items())
-    return Prediction(document.step_s, document.peak_bytes, memory, document.source, document.error)
+    return Prediction(
+        document.step_s,
+        document.peak_bytes,
+        memory,
+        document.source,
+        document.error,
+        document.cores,
+    )
 
 
 def _decisions(decisions: Decisions) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class PredictionDocument(Document):
     memory: dict[Name, Index]
     source: Literal["spec", "calibrated", "measured"]
     error: Number = 0.0
+    cores: Count | None = None
 
 
 class AlternativeDocument(Document):
