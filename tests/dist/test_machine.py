@@ -31,23 +31,24 @@ def test_a_plan_is_predicted_alike_on_a_machine_with_other_cores(
 ) -> None:
     cores(monkeypatch, 2)
     plan = api.plan(spec, cluster="4xcpu", method="data_parallel")
-    assert plan.prediction is not None
-    assert plan.prediction.cores == 2
+    planned = plan.prediction
+    assert planned is not None
+    assert planned.cores == 2
     assert any("share 2 cores" in line for line in plan.assumptions)
     plan = plan_from_json(plan_to_json(plan), "plan.json")
     assert api.source_of(plan).notes == ()
     for other in (1, 3, 8):
         cores(monkeypatch, other)
-        assert api.simulate(plan).step_s == plan.prediction.step_s
+        assert api.simulate(plan).step_s == planned.step_s
         line = f"predicted for a machine with 2 cores; this one has {other}"
         assert api.source_of(plan).notes == (line,)
         said: list[str] = []
         answer = api.explain(plan, progress=said.append)
         assert line in said
-        assert answer.document["step_s"] == plan.prediction.step_s
+        assert answer.document["step_s"] == planned.step_s
     fresh = api.plan(spec, cluster="4xcpu", method="data_parallel")
     assert fresh.prediction is not None
-    assert fresh.prediction.step_s < plan.prediction.step_s
+    assert fresh.prediction.step_s < planned.step_s
 
 
 def test_more_cores_than_processes_make_no_difference(
