@@ -4,6 +4,7 @@ An object of C whose state nothing tells (neither attributes nor slots nor a way
 nothing here: it is known by its class alone.
 """
 
+import gc
 import io
 import sys
 from collections import OrderedDict, deque
@@ -18,6 +19,7 @@ from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
+    FrameType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
@@ -33,7 +35,7 @@ from weakref import ReferenceType
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from parloom.capture.code import ABSENT, UNREAD, Chain, foreign, is_library, names_in, resolved
 
@@ -51,6 +53,7 @@ CLOSED = frozenset(
      "_frozen_importlib_external", "unittest", "warnings", "zipimport"}
 )  # fmt: skip
 NAMED = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket, torch.library.Library)
+TRACED = (FakeTensor, FakeTensorMode, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
 NOT_OF_CLASSES = UNREAD | {
     "__dict__", "__weakref__", "__module__", "__qualname__", "__firstlineno__",
     "__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__",
@@ -63,6 +66,13 @@ LONGEST = 1000  # items of an iterator's list that are looked at
 DEEPEST = 4
 
 Parts = tuple[tuple[Any, Any], ...]  # (name or index, value)
+
+
+@dataclass(frozen=True, slots=True)
+class OfKey:
+    """The name of a part of a dict that is a key."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,11 +110,11 @@ class Look:
                 named = {n: v for n, v in vars(value).items() if n not in UNREAD}
                 yield Aspect(vars(value), "global", by_name(named))
             return
-        if isinstance(value, NAMED) or top_of(kind) in CLOSED:
+        if isinstance(value, NAMED + TRACED) or top_of(kind) in CLOSED:
             return
         if isinstance(value, nn.Module):
             yield from of_module(value)
-        elif isinstance(getattr(value, "__dict__", None), dict) and value.__dict__:
+        elif isinstance(getattr(value, "__dict__", None), dict):
             yield Aspect(value, "attributes", by_name(value.__dict__))
         slots = () if isinstance(value, PurePath) else self.slots_of(kind)
         if slots:
@@ -216,15 +226,13 @@ def slot(member: Any, value: Any) -> Any:
 def of_module(module: nn.Module) -> Iterator[Aspect]:
     """Attributes, submodules, weights and hooks."""
     own = {n: v for n, v in vars(module).items() if n not in OWN}
-    if own:
-        yield Aspect(module, "attributes", by_name(own))
-    if module._modules:
-        yield Aspect(module, "modules", tuple(module._modules.items()))
+    yield Aspect(module, "attributes", by_name(own))
+    yield Aspect(module._modules, "modules", tuple(module._modules.items()))
     weights = (*module._parameters.items(), *module._buffers.items())
     yield Aspect(module, "weights", weights, module.training)
-    hooks = [h for name in HOOKS for h in getattr(module, name).values()]
-    if hooks:
-        yield Aspect(module, "hooks", tuple((f"hook {i}", h) for i, h in enumerate(hooks)))
+    for name in HOOKS:
+        hooks = getattr(module, name)
+        yield Aspect(hooks, "hooks", tuple(hooks.items()))
 
 
 def of_array(array: Any, limit: int | None) -> Aspect:
@@ -240,7 +248,7 @@ def of_container(value: Any) -> Aspect | None:
     """Items of a container, subclasses included."""
     if isinstance(value, Mapping | OrderedDict) and isinstance(value, dict | MappingProxyType):
         items = tuple(value.items())
-        objects = tuple((f"key {i}", k) for i, (k, _) in enumerate(items) if not is_plain(k))
+        objects = tuple((OfKey(i), k) for i, (k, _) in enumerate(items) if not is_plain(k))
         style = "dict" if isinstance(value, dict) else "frozen"
         return Aspect(value, style, (*items, *objects))
     for kind, style in ((list, "list"), (tuple, "tuple"), (deque, "deque")):
@@ -294,10 +302,8 @@ def of_source(value: Any) -> Aspect | None:
     if isinstance(value, torch.Generator):
         return Aspect(value, "opaque")
     if isinstance(value, GeneratorType):
-        frame = value.gi_frame
-        inner = tuple(frame.f_locals.items()) if frame is not None else ()
-        position = None if frame is None else frame.f_lasti
-        return Aspect(value, "iterator", (*inner, ("code", value.gi_code)), position)
+        position = None if value.gi_frame is None else value.gi_frame.f_lasti
+        return Aspect(value, "iterator", referents(value), position)
     if isinstance(value, ReferenceType):
         return Aspect(value, "of", (("target", value()),))
     if isinstance(value, ContextVar):
@@ -307,6 +313,12 @@ def of_source(value: Any) -> Aspect | None:
     if isinstance(value, io.IOBase):
         return Aspect(value, "file", (), position_in(value))
     return None
+
+
+def referents(value: Any) -> Parts:
+    """The variables of a generator, and iterators of its loops, which no variable names."""
+    found = (v for v in gc.get_referents(value) if not isinstance(v, FrameType))
+    return tuple((f"variable {i}", v) for i, v in enumerate(found))
 
 
 def position_in(file: io.IOBase) -> int | None:

@@ -42,7 +42,7 @@ from parloom.capture.blame import explain, forward_place
 from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
 from parloom.capture.spelling import decompositions, without_dropout_in_place
 from parloom.capture.state_changes import refuse_classes, state_changes_refused
-from parloom.capture.steady import Program, Watch
+from parloom.capture.steady import Watch
 from parloom.errors import CaptureError, InputError
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -90,7 +90,7 @@ class LossProgram(nn.Module):
         self.loss = loss
         self.keep_outputs = not training
         self.names = OutputNames()
-        self.watch = Watch(model)
+        self.watch = Watch(model, loss)
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, ...]:
         with state_changes_refused(self.model, training=not self.keep_outputs):
@@ -98,13 +98,13 @@ class LossProgram(nn.Module):
 
     def results(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The loss and the other tensors that are kept."""
-        with self.watch.call(), NothingRaised(), assignments_written(self.model):
+        with NothingRaised(), assignments_written(self.model), self.watch.call():
             output = self.model(**{k: v for k, v in batch.items() if k in self.taken})
-        flat = list(named_tensors(output))
-        try:
-            loss = select_loss(output, flat, batch, self.loss, required=not self.keep_outputs)
-        except CaptureError as err:
-            raise CaptureError(f"cannot capture {forward_place(self.model)}: {err}") from err
+            flat = list(named_tensors(output))
+            try:
+                loss = select_loss(output, flat, batch, self.loss, required=not self.keep_outputs)
+            except CaptureError as err:
+                raise CaptureError(f"cannot capture {forward_place(self.model)}: {err}") from err
         results = [] if loss is None else [("", loss)]
         if self.keep_outputs:
             results += [(name, tensor) for name, tensor in flat if tensor is not loss]
@@ -202,7 +202,7 @@ def trace(
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         try:
             exported, custom = export(wrapper, example)
-            wrapper.watch.check(exported.graph_module.code, lambda: once_more(wrapper, example))
+            wrapper.watch.check(exported, lambda: export(wrapper, example)[0])
             if training and custom:
                 check_derivatives(custom, called_for_real(wrapper, example))
             without_dropout_in_place(exported.graph_module)
@@ -250,13 +250,6 @@ def keep_output_names(exported: ExportedProgram) -> None:
     output = next(n for n in exported.graph.nodes if n.op == "output")
     for node, spec in zip(output.args[0], exported.graph_signature.output_specs, strict=True):
         spec.arg.name = node.name
-
-
-def once_more(wrapper: LossProgram, example: dict[str, Tensor]) -> Program:
-    """What another call gives."""
-    exported, _ = export(wrapper, example)
-    held = exported.constants.values()
-    return Program(exported.graph_module.code, tuple(t for t in held if isinstance(t, Tensor)))
 
 
 @contextmanager

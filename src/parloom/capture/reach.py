@@ -21,6 +21,15 @@ from torch import nn
 from parloom.capture.code import ABSENT, foreign, is_library
 from parloom.capture.parts import ITEMS, NAMED, PLAIN_KINDS, Aspect, Look, is_plain
 
+# Aspects that are told by what holds the object.
+INSIDE = (
+    *ITEMS, "cell", "of", "array", "tensor", "bytes", "iterator", "opaque", "file", "cache",
+    "variable", "draws", "hooks",
+)  # fmt: skip
+EVERYWHERE = frozenset(
+    {"_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks",
+     "_global_backward_pre_hooks"}
+)  # fmt: skip
 Root = tuple[str, Any]  # how an error calls it, the object
 # How weights came about, a hash of strings, and where a model is stored.
 UNREAD = frozenset(
@@ -59,7 +68,7 @@ class Held:
         if style in ITEMS:
             shown = repr(part) if is_plain(part) else "..."
             return f"{self.found}[{shown}]"
-        if style in ("cell", "of"):
+        if style in INSIDE:
             return self.found
         return f"{self.found}.{part}"
 
@@ -71,7 +80,7 @@ class Held:
     def attribute(self, part: Any) -> tuple["Held", Any]:
         """The part, or the attribute, global or variable whose container it is in."""
         held, name = self, part
-        while held.above is not None and held.aspect.style in (*ITEMS, "cell", "of"):
+        while held.above is not None and held.aspect.style in INSIDE:
             held, name = held.above, held.name
         return held, name
 
@@ -115,7 +124,7 @@ def walk(model: nn.Module, loss: object = None, limit: int | None = None) -> Wal
     hooks = [
         (f"torch {name}", list(value.values()))
         for name, value in vars(torch.nn.modules.module).items()
-        if name.startswith("_global_") and isinstance(value, dict) and value
+        if name in EVERYWHERE and value
     ]
     functions = [("torch.nn.functional", dict(foreign(vars(torch.nn.functional))))]
     return Walk((("self", model), ("loss", loss), *hooks, *functions), Look(limit))

@@ -1,309 +1,291 @@
 """Modules that do something else in the next call: a trace would repeat the first one for ever.
 
-Forward may draw from generators on the host, or keep something for the next call: a count, a tensor
-or a list in an attribute of a module, of its class or of an object that it has, or in a global of
-the file that it is from. Then the model is traced again, with what it wrote put there. It may draw
-only if it seeds, which shows in where the generators end; it may write only if the program is the
-same, and does not read a tensor that it writes anew. Counts are also tried far ahead.
+Forward and the loss function may draw from generators on the host, or keep something for the next
+call, in anything that they can reach. Then they are traced again, with what the last call left in
+its place, until a call leaves what it found. They may draw only if they seed, which shows in where
+the generators end; they may keep something only if every trace computes the same. Numbers that
+are counted, and lists that grow, are also tried far ahead.
+
+Tensors that a trace leaves are put in place for the next one with their values where those are the
+same in every call, as those of a mask are; others have no values then, and must not be read.
 """
 
 import random
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from parloom.capture.constants import fixed_values, same
+from parloom.capture.far import advance, ahead, distances
+from parloom.capture.reach import Held
+from parloom.capture.state import Change, Key, Snapshot, write
 from parloom.errors import CaptureError
 
-PLAIN = (bool, int, float, str, type(None))
-DICTS = (dict, OrderedDict, defaultdict, Counter)
-CONTAINERS = (list, tuple, set, deque, *DICTS)  # of exactly these classes
-LONGEST = 1000  # containers with more in them are tables, not notes for the next call
-DEEPEST = 3
-FAR = 1_000_000  # calls ahead that a count is tried
-OWN = frozenset(vars(nn.Module()))  # parameters, hooks and the like
-Key = tuple[str, str]  # how an error calls the owner, attribute
+CALLS = 4  # that are traced one after the other at most
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """An attribute: who has it, its value, a copy of what is in that, and what tells it apart."""
+class Left:
+    """What a call left: the state before and after it, and the tensors in it that it made.
 
-    owner: Any
-    value: Any
-    contents: Any
-    identity: object
+    `values` are those of such tensors, by identity, that are the same in every call.
+    """
 
+    before: Snapshot
+    after: Snapshot
+    changed: Mapping[Key, Held]
+    values: Mapping[int, Tensor]
+    drawn: frozenset[str]
+    ends: Mapping[str, object]
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What a trace gave: its code, and the tensors it holds that are neither state nor batch."""
-
-    code: str
-    constants: tuple[Tensor, ...]
+    @property
+    def is_clean(self) -> bool:
+        """Whether the next call finds what this one found."""
+        return not self.changed and not self.drawn
 
 
 class Watch:
-    """What one call of a model's forward changes outside of its parameters and buffers."""
+    """What one call of a model's forward and of the loss function changes.
 
-    def __init__(self, model: nn.Module) -> None:
+    Outside of its parameters and buffers.
+    """
+
+    def __init__(self, model: nn.Module, loss: object = None) -> None:
         self.model = model
-        self.before: dict[Key, Kept] = {}
-        self.changed: dict[Key, Kept] = {}
-        self.made: dict[Key, Kept] = {}
-        self.drawn: frozenset[str] = frozenset()
-        self.ends: dict[str, object] = {}
+        self.loss = loss
+        self.buffers = dict(model.named_buffers())
+        self.left: Left | None = None
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around the call: notes attributes that change, and generators with where they end."""
-        self.before, generators = dict(attributes(self.model)), host_generators(self.model)
+        before = Snapshot.of(self.model, self.loss)
+        buffers = {name: (b, b._version) for name, b in self.model.named_buffers()}
+        generators = host_generators(before)
         try:
             yield
         except BaseException:
-            changed, made = self.changes()
-            restore(self.before, changed | made)
+            after = Snapshot.of(self.model, self.loss)
+            before.put(after.changes(before))
             raise
-        self.ends = host_generators(self.model)
-        self.drawn = frozenset(n for n, s in self.ends.items() if generators.get(n, s) != s)
-        self.changed, self.made = self.changes()
+        after = Snapshot.of(self.model, self.loss)
+        ends = host_generators(after)
+        drawn = frozenset(n for n, s in ends.items() if generators.get(n, s) != s)
+        changed = after.changes(before)
+        values = self.values(after, buffers) if changed else {}
+        self.left = Left(before, after, changed, values, drawn, ends)
 
-    def changes(self) -> tuple[dict[Key, Kept], dict[Key, Kept]]:
-        """What is not as before, and apart from that tensors that were not there at all."""
-        now = dict(attributes(self.model))
-        new = now.keys() - self.before.keys()
-        made = {key: now[key] for key in new if isinstance(now[key].value, Tensor)}
-        old = {k for k in now.keys() & self.before.keys()
-               if now[k].identity != self.before[k].identity}  # fmt: skip
-        return {key: now[key] for key in (new | old) - made.keys()}, made
+    def values(
+        self, after: Snapshot, buffers: Mapping[str, tuple[Tensor, int]]
+    ) -> dict[int, Tensor]:
+        """Values of the tensors that the trace made and left, where every call gives the same.
 
-    def check(self, code: str, again: Callable[[], Program]) -> None:
-        """Raise `CaptureError` if `again`, which calls the model once more, is not `code`."""
-        before, changed, made = self.before, self.changed, self.made
-        drawn, ends = self.drawn, self.ends
-        if not changed and not drawn and not made:
+        `buffers` are those at the beginning, with their versions: one that is written is not fixed.
+        """
+        mode: Any = get_proxy_mode()
+        left = {id(t): t for t in traced_tensors(after)}
+        if mode is None or not left:
+            return {}
+        given: dict[fx.Node, Tensor] = {}
+        now = dict(self.model.named_buffers())
+        for name, (buffer, version) in buffers.items():
+            node = node_of(buffer, mode.tracer)
+            unwritten = now.get(name) is buffer and buffer._version == version
+            if node is not None and unwritten and name in self.buffers:
+                given[node] = self.buffers[name]
+        fixed = fixed_values(mode.tracer.graph, mode.tracer.root, given)
+        nodes = {key: node_of(tensor, mode.tracer) for key, tensor in left.items()}
+        return {key: fixed[node] for key, node in nodes.items() if node in fixed}
+
+    def check(self, program: ExportedProgram, again: Callable[[], ExportedProgram]) -> None:
+        """Raise `CaptureError` if `again`, which calls the model once more, gives another one.
+
+        The state is then as before the first call.
+        """
+        first = self.left
+        if first is None or first.is_clean:
             return
-        counts = {k for k, now in changed.items() if counted(before.get(k), now)}
-        restore(before, changed | made)
+        touched: dict[Key, Held] = dict(first.changed)
+        self.refuse_iterators(first)
         try:
-            # a tensor that was not there is taken for one that is made once, if it is
-            carried = self.replay(made, again)[1] if made else set()
-            restore(before, made)
-            second, also = Program(code, ()), set[Key]()
-            if changed or drawn:
-                second, also = self.replay(changed, again)
-            carried |= also
-            free = sorted(n for n in drawn if self.ends[n] != ends[n])
-            differs = soon = second.code != code
-            if counts and not differs:
-                far = {k: replace(v, contents=v.contents + FAR) if k in counts else v
-                       for k, v in changed.items()}  # fmt: skip
-                differs = self.replay(far, again)[0].code != code
+            self.next_calls(first, program, again, touched)
         finally:
-            restore(before, changed | made)
+            put_back(first, touched)
+
+    def next_calls(
+        self,
+        first: Left,
+        program: ExportedProgram,
+        again: Callable[[], ExportedProgram],
+        touched: dict[Key, Held],
+    ) -> None:
+        """Trace the next calls, until one leaves what it found or only goes on counting."""
+        left = first
+        for _ in range(2, CALLS + 1):
+            self.compare(left, program, again, put_for_next(left), far=False)
+            assert self.left is not None
+            left = self.left
+            touched |= left.changed
+            if not left.changed:
+                return
+        for calls in distances(left.before, left.after, left.changed):
+            unread = put_for_next(left)
+            for key, parts, content in ahead(left.before, left.after, left.changed, calls):
+                write(replace(left.after.held[key].aspect, content=content), parts)
+            for (_, style), held in left.changed.items():
+                if style == "iterator":
+                    advance(held.owner, calls)
+            self.compare(left, program, again, unread, far=True)
+
+    def compare(
+        self,
+        left: Left,
+        program: ExportedProgram,
+        again: Callable[[], ExportedProgram],
+        unread: Mapping[int, Change],
+        far: bool,
+    ) -> None:
+        """Raise `CaptureError` unless the next call gives the same program.
+
+        `unread` are tensors without values, which it must not read.
+        """
+        try:
+            found = again()
+        except Exception as err:
+            if far and not unread:
+                return  # the program ends there, and says so
+            raise self.refusal(left, list(unread.values()), far) from err
+        if self.left is not None:
+            self.refuse_draws(left, self.left)
+        held = {id(t) for t in found.constants.values()}
+        read = [change for key, change in unread.items() if key in held]
+        if read or not same(program, found):
+            raise self.refusal(left, read, far)
+
+    def refusal(self, left: Left, read: Collection[Change], far: bool) -> CaptureError:
+        """The error for state that changes the program: what is read, or all that changed."""
+        names = sorted({self.named(*part) for part in read or parts_of(left)})
+        where = names[0][0]
+        what = ", ".join(name for place, name in names[:3] if place == where)
+        who = "the loss function" if what.startswith("loss") else "forward"
+        return CaptureError(
+            f"cannot capture {where}: {who} changes {what} and then does something else in"
+            f" {'a later' if far else 'the next'} call; keep such state in a buffer"
+            " (register_buffer) or decide outside of forward"
+        )
+
+    def named(self, held: Held, part: Any) -> tuple[str, str]:
+        """Where a part is, `Net.inner`, and how it is called there, `self.calls`."""
         model = type(self.model).__name__
+        held, part = held.attribute(part)
+        label = held.label(part)
+        paths = {id(m): path for path, m in self.model.named_modules()}
+        if held.aspect.style == "attributes" and id(held.owner) in paths:
+            path = paths[id(held.owner)]
+            return ".".join(p for p in (model, path) if p), f"self.{part}"
+        return model, label
+
+    def refuse_iterators(self, left: Left) -> None:
+        """Raise `CaptureError` for an iterator that was advanced and cannot be put back."""
+        for (_, style), held in left.changed.items():
+            if style == "iterator" and left.before.copy_of(held) is None:
+                where, what = self.named(held, "")
+                raise CaptureError(
+                    f"cannot capture {where}: forward advances the iterator {what}, and every step"
+                    " of a plan would repeat what it gave while it was captured; give what it gives"
+                    " in the batch, or count in a buffer (register_buffer)"
+                )
+
+    def refuse_draws(self, first: Left, second: Left) -> None:
+        """Raise `CaptureError` for generators that do not end where they ended before."""
+        free = sorted(n for n in first.drawn if second.ends.get(n) != first.ends[n])
         if free:
             raise CaptureError(
-                f"cannot capture {model}: forward draws from {' and '.join(free)}, and every"
-                " step of a plan would repeat what it drew while it was captured; draw in the data"
-                " loader and give the result in the batch, draw with torch.rand, or switch it off"
-                " (layer drop, masking)"
-            )
-        if (differs and changed) or carried:
-            owner, name = min(carried or changed)
-            inside = isinstance((changed | made)[owner, name].owner, nn.Module)
-            where = ".".join(part for part in (model, owner if inside else "") if part)
-            what = f"self.{name}" if inside else f"{owner}.{name}"
-            raise CaptureError(
-                f"cannot capture {where}: forward changes {what} and then does something"
-                f" else in {'the next' if soon or carried else 'a later'} call; keep"
-                " such state in a buffer (register_buffer) or decide outside of forward"
+                f"cannot capture {type(self.model).__name__}: forward draws from"
+                f" {' and '.join(free)}, and every step of a plan would repeat what it drew while"
+                " it was captured; draw in the data loader and give the result in the batch, draw"
+                " with torch.rand, or switch it off (layer drop, masking)"
             )
 
-    def replay(
-        self, changed: Mapping[Key, Kept], again: Callable[[], Program]
-    ) -> tuple[Program, set[Key]]:
-        """The next call with what one wrote, and which tensors it both reads and writes anew."""
-        put: dict[Key, list[Tensor]] = {}
-        for key, now in changed.items():
-            write(now.owner, key[1], copied(now.contents, emptied_to(put.setdefault(key, []))))
-        program = again()
-        held = {id(t) for t in program.constants}
-        read = {key for key, tensors in put.items() if any(id(t) in held for t in tensors)}
-        return program, read & self.changed.keys()
+
+def parts_of(left: Left) -> Iterator[Change]:
+    """All parts that a call changed."""
+    for key in left.changed:
+        for part in left.after.changed_parts(left.before, key):
+            yield left.after.held[key], part
 
 
-def attributes(model: nn.Module) -> Iterator[tuple[Key, Kept]]:
-    """Plain values, tensors and containers; neither parameters nor buffers."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in OWN and is_watched(value, Tensor):
-                yield (path, name), kept(module, value)
-    for label, owner in objects(model):
-        for name, value in tuple(vars(owner).items()):
-            if is_watched(value, Tensor):
-                yield (label, name), kept(owner, value)
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    theirs = sorted(
-        (k for k in kinds if issubclass(k, nn.Module) and not k.__module__.startswith("torch.")),
-        key=lambda k: k.__qualname__,
-    )
-    files = {k.__module__: sys.modules[k.__module__] for k in theirs if k.__module__ in sys.modules}
-    for label, owner in (*((k.__name__, k) for k in theirs), *sorted(files.items())):
-        for name, value in tuple(vars(owner).items()):
-            if not name.startswith("__") and is_watched(value):
-                yield (label, name), kept(owner, value)
+def put_for_next(left: Left) -> dict[int, Change]:
+    """Put what a call left in place for the next one; the tensors that got no values.
 
+    Those are on the meta device: nothing can be computed of them together with others.
+    """
+    left.after.put(left.changed)
+    known = {id(t) for t in traced_tensors(left.before)}
+    empty: dict[int, Change] = {}
+    kept: dict[int, Tensor] = {}
 
-def objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Objects with attributes of their own that modules have, or that those have; each once."""
-    seen: set[int] = set()
-    found = [("self", path, vars(module)) for path, module in model.named_modules()]
-    for depth in range(2):
-        inner = []
-        for above, path, content in found:
-            for name, value in tuple(content.items()):
-                own = depth > 0 or name not in OWN
-                if not own or id(value) in seen or not is_object(value):
-                    continue
-                seen.add(id(value))
-                label = f"{above}.{path}.{name}" if path else f"{above}.{name}"
-                yield label, value
-                inner.append((label, "", vars(value)))
-        found = inner
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is an instance of a class that keeps attributes; torch's own aside."""
-    kind = type(value)
-    plain = isinstance(value, nn.Module | Tensor | type | ModuleType) or callable(value)
-    return not plain and hasattr(value, "__dict__") and not kind.__module__.startswith("torch")
-
-
-def kept(owner: Any, value: Any) -> Kept:
-    """An attribute as it is now."""
-    return Kept(owner, value, copied(value), identity(value))
-
-
-def is_watched(value: Any, *others: type) -> bool:
-    """Whether a value is of a kind that may change what the next call does."""
-    return isinstance(value, (*PLAIN, *others)) or type(value) in CONTAINERS
-
-
-def is_opened(value: Any, depth: int) -> bool:
-    """Whether it matters what is in a value."""
-    return type(value) in CONTAINERS and len(value) <= LONGEST and depth < DEEPEST
-
-
-def identity(value: Any, depth: int = 0) -> object:
-    """What differs exactly where the value does; tensors and objects are known by what they are."""
-    if isinstance(value, PLAIN):
-        return type(value).__name__, repr(value) if isinstance(value, float) else value
-    if not is_opened(value, depth):
-        return id(value), len(value) if type(value) in CONTAINERS else 0
-    items = value.items() if isinstance(value, dict) else value
-    found = [
-        (key_of(item[0]), identity(item[1], depth + 1)) if isinstance(value, dict)
-        else identity(item, depth + 1)
-        for item in items
-    ]  # fmt: skip
-    return type(value).__name__, frozenset(found) if isinstance(value, set) else tuple(found)
-
-
-def key_of(key: object) -> object:
-    """A dict's key, told apart by kind."""
-    return identity(key) if isinstance(key, PLAIN) else id(key)
-
-
-def copied(value: Any, change: Callable[[Any], Any] = lambda x: x, depth: int = 0) -> Any:
-    """A copy of a container and those in it, with `change` of everything else."""
-    if not is_opened(value, depth):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(copied(v, change, depth + 1) for v in value)
-    made = copy(value)
-    fill(
-        made,
-        {k: copied(v, change, depth + 1) for k, v in value.items()}
-        if isinstance(value, dict)
-        else [copied(v, change, depth + 1) for v in value],
-    )
-    return made
-
-
-def fill(container: Any, contents: Any) -> None:
-    """Put something else into a container."""
-    container.clear()
-    getattr(container, "extend" if isinstance(container, list | deque) else "update")(contents)
-
-
-def emptied_to(made: list[Tensor]) -> Callable[[Any], Any]:
-    """Gives a tensor of zeros in place of one that was traced, and appends it to `made`."""
-
-    def emptied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+    def real(value: Any, held: Held, part: Any) -> Any:
+        if isinstance(value, tuple):
+            made = [real(v, held, part) for v in value]
+            if all(m is v for m, v in zip(made, value, strict=True)):
+                return value
+            return type(value)(made) if type(value) is tuple else type(value)(*made)
+        if not isinstance(value, FakeTensor) or id(value) in known:
             return value
-        sizes = [int(n) for n in value.shape]
-        made.append(torch.zeros(sizes, dtype=value.dtype, device=value.device))
-        return made[-1]
+        if id(value) not in kept:
+            found = left.values.get(id(value))
+            sizes = [int(n) for n in value.shape]
+            made_ = torch.zeros(sizes, dtype=value.dtype, device="meta")
+            kept[id(value)] = made_ if found is None else found.to(value.device)
+            if found is None:
+                empty[id(made_)] = held, part
+        return kept[id(value)]
 
-    return emptied
-
-
-def counted(old: Kept | None, new: Kept) -> bool:
-    """Whether a number was counted up, perhaps from none."""
-    before = 0 if old is None else old.value
-    return type(before) is type(new.value) is int and new.value == before + 1
-
-
-def write(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module, a class or a file."""
-    if isinstance(owner, nn.Module):
-        owner.__dict__[name] = value
-    else:
-        setattr(owner, name, value)
-
-
-def restore(before: Mapping[Key, Kept], changed: Mapping[Key, Kept]) -> None:
-    """Give changed attributes the value that they had, and containers what was in them."""
-    for key, now in changed.items():
-        old = before.get(key)
-        if old is None:
-            if key[1] in vars(now.owner):
-                delattr(now.owner, key[1])
+    for key, held in left.after.held.items():
+        if key in left.before.held and key not in left.changed:
             continue
-        opened = old.contents is not old.value and not isinstance(old.value, tuple)
-        if type(old.value) in CONTAINERS and opened:
-            fill(old.value, old.contents)
-        write(old.owner, key[1], old.value)
+        parts = left.after.parts[key]
+        now = {name: real(value, held, name) for name, value in parts.items()}
+        if any(now[name] is not value for name, value in parts.items()):
+            write(held.aspect, now)
+    return empty
 
 
-def host_generators(model: nn.Module) -> dict[str, object]:
-    """The states of the generators that Python code draws from: global ones, and the modules'."""
-    found: dict[str, object] = {"random": random.getstate()}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        found["numpy.random"] = legacy_state(numpy.random.get_state())
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            label = ".".join(part for part in ("self", path, name) if part)
-            if isinstance(value, random.Random):
-                found[label] = value.getstate()
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                found[label] = repr(value.bit_generator.state)
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                found[label] = legacy_state(value.get_state())
+def put_back(first: Left, touched: Mapping[Key, Held]) -> None:
+    """Make everything as it was before the first call."""
+    first.before.put(touched)
+    for (_, style), held in touched.items():
+        if style == "iterator":
+            first.before.put_copy(held)
+
+
+def traced_tensors(state: Snapshot) -> Iterator[Tensor]:
+    """Tensors that a trace made, outside of parameters and buffers."""
+    for key, parts in state.parts.items():
+        if key[1] != "weights":
+            yield from (v for v in parts.values() if isinstance(v, FakeTensor))
+
+
+def node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
+    """The node of a trace that made a tensor."""
+    found: Any = get_proxy_slot(tensor, tracer, None)
+    return None if found is None else found.proxy.node
+
+
+def host_generators(state: Snapshot) -> dict[str, object]:
+    """The states of the generators that Python code draws from: global ones, and all in reach."""
+    numpy_state: Any = numpy.random.get_state(legacy=False)
+    found: dict[str, object] = {"random": random.getstate(), "numpy.random": repr(numpy_state)}
+    for (_, style), held in state.held.items():
+        if style == "draws":
+            found[held.found] = held.aspect.fixed
     return found
-
-
-def legacy_state(state: Any) -> object:
-    """What tells the state of one of numpy's older generators apart."""
-    _, keys, position, *_ = state
-    return keys.tobytes(), position
