@@ -140,8 +140,8 @@ def same_tensor(one: Any, other: Any) -> bool:
     with _disable_current_modes(), torch.no_grad():
         if one.is_meta or other.is_meta:
             return True
-        return bool(torch.equal(one, other) or torch.equal(one.isnan(), other.isnan())
-                    and torch.equal(one.nan_to_num(), other.nan_to_num()))  # fmt: skip
+        holes = torch.equal(one.isnan(), other.isnan())
+        return holes and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def described(program: ExportedProgram) -> tuple[list[object], list[Any]]:

@@ -23,8 +23,9 @@ def distances(before: Snapshot, after: Snapshot, changed: Mapping[Key, object]) 
             old = before.parts[key].get(name, 0)
             if type(new) is int and type(old) is int and new != old:
                 step = new - old
-                found.update((mark - new) // step - 1 for mark in MARKS)
-                found.update((mark - new) // step for mark in MARKS[-2:])
+                marks = [mark if step > 0 else -mark for mark in MARKS]
+                found.update((mark - new) // step - 1 for mark in marks)
+                found.update((mark - new) // step for mark in marks[-2:])
     return tuple(sorted(n for n in found if n > 0)) or MARKS[:-2]
 
 

@@ -63,7 +63,7 @@ NOT_OF_CLASSES = UNREAD | {
 ITEMS = ("list", "deque", "tuple", "dict", "set", "frozen")
 HEAP_TYPE = 1 << 9  # flag of classes made in Python
 LONGEST = 1000  # items of an iterator's list that are looked at
-DEEPEST = 4
+DEEPEST = 8  # of what iterators are made of
 
 Parts = tuple[tuple[Any, Any], ...]  # (name or index, value)
 

@@ -84,7 +84,7 @@ class Snapshot:
     def copy_of(self, held: Held) -> Any:
         """A copy of an iterator where it is, if it can be put in the place of the other one."""
         above = held.above
-        if above is None or above.aspect.style in IMMUTABLE:
+        if above is None or above.aspect.style in (*IMMUTABLE, "iterator"):
             return None
         return self.copies.get(id(held.owner))
 

@@ -36,12 +36,14 @@ CALLS = 4  # that are traced one after the other at most
 class Left:
     """What a call left: the state before and after it, and the tensors in it that it made.
 
-    `values` are those of such tensors, by identity, that are the same in every call.
+    `made` are buffers that it registered, which go again; `values` are those of tensors, by
+    identity, that are the same in every call.
     """
 
     before: Snapshot
     after: Snapshot
     changed: Mapping[Key, Held]
+    made: tuple[tuple[nn.Module, str, Tensor], ...]
     values: Mapping[int, Tensor]
     drawn: frozenset[str]
     ends: Mapping[str, object]
@@ -49,7 +51,7 @@ class Left:
     @property
     def is_clean(self) -> bool:
         """Whether the next call finds what this one found."""
-        return not self.changed and not self.drawn
+        return not self.changed and not self.drawn and not self.made
 
 
 class Watch:
@@ -80,18 +82,24 @@ class Watch:
         ends = host_generators(after)
         drawn = frozenset(n for n, s in ends.items() if generators.get(n, s) != s)
         changed = after.changes(before)
-        values = self.values(after, buffers) if changed else {}
-        self.left = Left(before, after, changed, values, drawn, ends)
+        made = tuple(
+            (module, name, tensor)
+            for path, module in self.model.named_modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None and name not in before.parts[id(module), "weights"]
+        )
+        tensors = [*traced_tensors(after), *(t for _, _, t in made)] if changed or made else []
+        values = self.values(tensors, buffers)
+        self.left = Left(before, after, changed, made, values, drawn, ends)
 
     def values(
-        self, after: Snapshot, buffers: Mapping[str, tuple[Tensor, int]]
+        self, left: list[Tensor], buffers: Mapping[str, tuple[Tensor, int]]
     ) -> dict[int, Tensor]:
         """Values of the tensors that the trace made and left, where every call gives the same.
 
         `buffers` are those at the beginning, with their versions: one that is written is not fixed.
         """
         mode: Any = get_proxy_mode()
-        left = {id(t): t for t in traced_tensors(after)}
         if mode is None or not left:
             return {}
         given: dict[fx.Node, Tensor] = {}
@@ -102,7 +110,7 @@ class Watch:
             if node is not None and unwritten and name in self.buffers:
                 given[node] = self.buffers[name]
         fixed = fixed_values(mode.tracer.graph, mode.tracer.root, given)
-        nodes = {key: node_of(tensor, mode.tracer) for key, tensor in left.items()}
+        nodes = {id(tensor): node_of(tensor, mode.tracer) for tensor in left}
         return {key: fixed[node] for key, node in nodes.items() if node in fixed}
 
     def check(self, program: ExportedProgram, again: Callable[[], ExportedProgram]) -> None:
@@ -134,7 +142,7 @@ class Watch:
             assert self.left is not None
             left = self.left
             touched |= left.changed
-            if not left.changed:
+            if not left.changed and not left.made:
                 return
         for calls in distances(left.before, left.after, left.changed):
             unread = put_for_next(left)
@@ -173,6 +181,12 @@ class Watch:
     def refusal(self, left: Left, read: Collection[Change], far: bool) -> CaptureError:
         """The error for state that changes the program: what is read, or all that changed."""
         names = sorted({self.named(*part) for part in read or parts_of(left)})
+        if not names:
+            return CaptureError(
+                f"cannot capture {type(self.model).__name__}: the next call does something else,"
+                " though nothing that forward can reach has changed; it may not read clocks, files"
+                " or the environment"
+            )
         where = names[0][0]
         what = ", ".join(name for place, name in names[:3] if place == where)
         who = "the loss function" if what.startswith("loss") else "forward"
@@ -221,6 +235,8 @@ def parts_of(left: Left) -> Iterator[Change]:
     for key in left.changed:
         for part in left.after.changed_parts(left.before, key):
             yield left.after.held[key], part
+    for module, name, _ in left.made:
+        yield left.after.held[id(module), "attributes"], name
 
 
 def put_for_next(left: Left) -> dict[int, Change]:
@@ -257,6 +273,9 @@ def put_for_next(left: Left) -> dict[int, Change]:
         now = {name: real(value, held, name) for name, value in parts.items()}
         if any(now[name] is not value for name, value in parts.items()):
             write(held.aspect, now)
+    for module, name, tensor in left.made:
+        # A buffer would be an input of the program, and is a constant here.
+        vars(module)[name] = real(tensor, left.after.held[id(module), "attributes"], name)
     return empty
 
 
