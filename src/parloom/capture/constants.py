@@ -152,11 +152,10 @@ def described(program: ExportedProgram) -> tuple[list[object], list[Any]]:
     targets: dict[fx.Node, object] = {}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         targets[node] = (spec.kind.name, spec.target or node.name)
-        tensor = None
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            tensor = program.constants.get(spec.target or "")
-        elif spec.kind is InputKind.BUFFER:
-            tensor = program.state_dict.get(spec.target or "")
+        # Buffers that are not saved are among the constants.
+        tensor = program.constants.get(spec.target or "", program.state_dict.get(spec.target or ""))
+        if spec.kind not in (InputKind.CONSTANT_TENSOR, InputKind.BUFFER):
+            continue
         if isinstance(tensor, Tensor):
             given[node] = tensor
     fixed = fixed_values(module.graph, module, given)

@@ -274,14 +274,16 @@ def put_for_next(left: Left) -> dict[int, Change]:
         if any(now[name] is not value for name, value in parts.items()):
             write(held.aspect, now)
     for module, name, tensor in left.made:
-        # A buffer would be an input of the program, and is a constant here.
-        vars(module)[name] = real(tensor, left.after.held[id(module), "attributes"], name)
+        held = left.after.held[id(module), "attributes"]
+        module._buffers[name] = real(tensor, held, name)
     return empty
 
 
 def put_back(first: Left, touched: Mapping[Key, Held]) -> None:
     """Make everything as it was before the first call."""
     first.before.put(touched)
+    for module, name, _ in first.made:
+        module._buffers.pop(name, None)
     for (_, style), held in touched.items():
         if style == "iterator":
             first.before.put_copy(held)

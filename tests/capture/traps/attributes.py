@@ -31,7 +31,7 @@ def net(body: Any, **attributes: Any) -> Made:
 
 
 class Slotted:
-    __slots__ = ("_Slotted__hidden", "count")
+    __slots__ = ("__hidden", "count")
 
     def __init__(self) -> None:
         self.count = 0
