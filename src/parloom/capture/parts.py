@@ -45,6 +45,7 @@ PLAIN = (
 )  # fmt: skip
 PLAIN_KINDS = frozenset(PLAIN)
 OWN = frozenset(vars(nn.Module()))  # parameters, hooks and the like
+FLAT = frozenset({"_flat_weights", "_flat_weight_refs"})  # parameters once more
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Known by their classes: nothing in them says what a forward does, or they change all the time.
 CLOSED = frozenset(
@@ -223,9 +224,16 @@ def slot(member: Any, value: Any) -> Any:
         return ABSENT
 
 
+def own_names(value: object) -> frozenset[str]:
+    """The attributes that torch's own modules keep of themselves."""
+    if isinstance(value, nn.RNNBase):
+        return OWN | FLAT
+    return OWN if isinstance(value, nn.Module) else frozenset()
+
+
 def of_module(module: nn.Module) -> Iterator[Aspect]:
     """Attributes, submodules, weights and hooks."""
-    own = {n: v for n, v in vars(module).items() if n not in OWN}
+    own = {n: v for n, v in vars(module).items() if n not in own_names(module)}
     yield Aspect(module, "attributes", by_name(own))
     yield Aspect(module._modules, "modules", tuple(module._modules.items()))
     weights = (*module._parameters.items(), *module._buffers.items())

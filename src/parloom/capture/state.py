@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parloom.capture.code import ABSENT
-from parloom.capture.parts import NOT_OF_CLASSES, OWN, Aspect, OfKey, is_plain
+from parloom.capture.parts import NOT_OF_CLASSES, Aspect, OfKey, is_plain, own_names
 from parloom.capture.reach import Held, walk
 
 LARGEST = 1 << 22  # bytes of a tensor or array that are compared
@@ -125,7 +125,7 @@ def write(aspect: Aspect, parts: Mapping[Any, Any]) -> None:
     owner, style = aspect.owner, aspect.style
     if style in ("attributes", "global"):
         own = owner if style == "global" else vars(owner)
-        extra = own.keys() - parts.keys() - OWN if style == "attributes" else ()
+        extra = own.keys() - parts.keys() - own_names(owner) if style == "attributes" else ()
         named({**dict.fromkeys(extra, ABSENT), **parts}, own.__setitem__, own.__delitem__, own)
     elif style == "class":
         own = vars(owner)
