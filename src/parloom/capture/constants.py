@@ -163,7 +163,7 @@ def described(program: ExportedProgram) -> tuple[list[object], list[Any]]:
     values: list[Any] = []
     numbers: dict[fx.Node, object] = dict(targets)
 
-    def reference(node: fx.Node) -> object:
+    def reference(node: fx.Node) -> Any:
         if node not in fixed:
             return f"%{numbers[node]}"
         value = fixed[node]

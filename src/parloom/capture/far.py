@@ -17,7 +17,7 @@ LONGEST = 100_000  # items that a container is made to have
 
 def distances(before: Snapshot, after: Snapshot, changed: Mapping[Key, object]) -> tuple[int, ...]:
     """After how many more calls to look: such that counts, or the next ones, are round numbers."""
-    found = set()
+    found: set[int] = set()
     for key in changed:
         for name, new in after.parts.get(key, {}).items():
             old = before.parts[key].get(name, 0)

@@ -262,7 +262,7 @@ def of_container(value: Any) -> Aspect | None:
     for kind, style in ((list, "list"), (tuple, "tuple"), (deque, "deque")):
         if isinstance(value, kind):
             fixed = value.maxlen if isinstance(value, deque) else None
-            return Aspect(value, style, tuple(enumerate(kind.__iter__(value))), fixed)
+            return Aspect(value, style, tuple(enumerate(iter(value))), fixed)
     if isinstance(value, set | frozenset):
         style = "set" if isinstance(value, set) else "frozen"
         return Aspect(value, style, tuple(enumerate(sorted(value, key=shallow))))

@@ -22,10 +22,10 @@ LARGEST = 1 << 22  # bytes of a tensor or array that are compared
 IMMUTABLE = ("tuple", "frozen", "of", "closure", "opaque", "weights", "draws")
 ORDERED = ("dict", "hooks", "modules")
 # Iterators of which a copy goes on alone.
-COPIED = (
-    count, *(type(iter(v)) for v in ([], (), range(0), range(1 << 70), "", b"", {}, {}.values(),
-             {}.items(), set(), reversed([]))),
+ITERATED: tuple[Any, ...] = (
+    [], (), range(0), range(1 << 70), "", b"", {}, {}.values(), {}.items(), set(), reversed([]),
 )  # fmt: skip
+COPIED = (count, *(type(iter(value)) for value in ITERATED))
 Key = tuple[int, str]  # identity of an object, style of an aspect
 Change = tuple[Held, Any]  # an aspect and a part of it
 
