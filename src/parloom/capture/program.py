@@ -239,7 +239,9 @@ def called_for_real(wrapper: LossProgram, example: dict[str, Tensor]) -> list[Re
     with torch.random.fork_rng(devices=[]), real_calls() as calls:
         try:
             model = deepcopy(wrapper.model)
-            LossProgram(model, wrapper.loss, True, wrapper.taken)(**deepcopy(example))
+            copied = LossProgram(model, wrapper.loss, True, wrapper.taken)
+            copied(**deepcopy(example))
+            copied.watch.undo()  # closures and the loss function are those of the user's model
         except (*TRACE_FAILURES, CaptureError) as err:
             logging.getLogger(__name__).debug("custom functions were not called for real: %s", err)
     return calls

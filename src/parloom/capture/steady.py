@@ -128,6 +128,11 @@ class Watch:
         finally:
             put_back(first, touched)
 
+    def undo(self) -> None:
+        """Put back what the call changed."""
+        if self.left is not None:
+            put_back(self.left, self.left.changed)
+
     def next_calls(
         self,
         first: Left,
