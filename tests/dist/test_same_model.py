@@ -12,6 +12,7 @@ from torch import nn
 
 from parloom import api
 from parloom.capture import Loaded, load_model
+from parloom.capture.reach import key
 from parloom.errors import FingerprintError, ParloomError
 from parloom.execute import launch
 from parloom.execute.ranks import fork_ranks
@@ -248,6 +249,17 @@ EDITS = (
         r"layers\.0: transpose .*: self is result 0 of layers\.0:unbind#0 in .*, result 1 of",
     ),
     Edit("* self.weight\n", "* self.head.weight[0, :8]\n", r"weight"),
+    # What no source of a module's class says.
+    Edit(LAST, BUILT + "model.layers[0].act = nn.ReLU()\n", r"layers\.0\.act .*: gelu .* relu here"),
+    Edit(LAST, BUILT + "model.layers[1].norm.eps = 1e-3\n", r"layers\.1\.norm: .* 1e-05 .* 0\.001"),
+    Edit(LAST, BUILT + "model.layers[1].heads = 4\n", r"layers\.1: .* in the plan, .* here"),
+    Edit(LAST, BUILT + "model.layers[0].drop.p = 0.5\n", r"layers\.0\.drop: .* p 0\.1 .* 0\.5 here"),
+    Edit(LAST, BUILT + "model.layers[0].residual = False\n", r"layers\.0: add is missing here"),
+    Edit(LAST, BUILT + "model.bn.momentum = 0.3\n", r"bn.*: momentum 0\.1 in the plan, 0\.3 here"),
+    Edit(LAST, BUILT + "model.raised = closed(3)\n", r"pow .*: exponent 2 in the plan, 3 here"),
+    Edit(LAST, BUILT + "model.factor = 2.0\n", r"mul .*: other 3\.0 in the plan, 2\.0 here"),
+    Edit(LAST, BUILT + "model.mask[0, 3] = 0.5\n", r"constant mask differs at \[0, 3\]: 1\.0 .* 0\.5"),
+    Edit(LAST, BUILT + "model.relu = nn.Identity()\n", r"relu: relu is missing here"),
     # Equal programs.
     Edit("nn.ReLU(inplace=True)", "nn.ReLU()"),
     Edit("SHAPES = [3, 4]", "SHAPES = [5]"),
@@ -483,3 +495,14 @@ def test_a_run_with_another_model_ends_with_exit_code_5(
     assert code == 5, said
     assert "layers.0.act" in said[-1]
     assert "gelu in the plan, silu here" in said[-1]
+
+
+def test_ranks_may_know_their_device() -> None:
+    def made(device: torch.device) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.device = device
+        return model
+
+    one, two = (key(made(torch.device("cuda", index))) for index in range(2))
+    assert one == two
+    assert one != key(made(torch.device("cpu")))

@@ -172,6 +172,8 @@ def token(value: Any) -> str:
     """A plain value; the class of another one."""
     if isinstance(value, CodeType):
         return code_text(value)
+    if isinstance(value, torch.device):
+        return value.type  # each rank has another one, and a plan places tensors itself
     if value is ABSENT:
         return "absent"
     return repr(value) if is_plain(value) else f"<{class_name(type(value))}>"
