@@ -341,6 +341,7 @@ def test_a_program_that_reads_other_memory_is_not_generated() -> None:
         ("sort(h)", "makes"),
         ("dropout(h, 7.0)", "cannot be run"),
         ("max_pool2d(h, (0, 0))", "cannot be run"),
+        ("_weight_norm_interface(h, x, 0)", "norms .* are none of weights"),
     ],
 )  # fmt: skip
 def test_shapes_that_do_not_follow_are_told(tmp_path: Path, call: str, reason: str) -> None:
@@ -348,6 +349,15 @@ def test_shapes_that_do_not_follow_are_told(tmp_path: Path, call: str, reason: s
         InputError, match=rf"plan.json: graph: the graph's layers.3.act.*({reason})"
     ):
         api.load(written(tmp_path, with_gelu(call)))
+
+
+def test_segments_lie_within_their_data() -> None:
+    """With others torch ends the process, or reads what is not the tensor's."""
+    for offsets in ([0, 10**9, 4], [0, 3, 2]):
+        with pytest.raises(RuntimeError, match="descend"):
+            rt.segment_reduce(torch.ones(4, 6), "sum", offsets=torch.tensor(offsets))
+    made = rt.segment_reduce(torch.ones(4, 6), "sum", offsets=torch.tensor([0, 1, 4]))
+    assert made[:, 0].tolist() == [1.0, 3.0]
 
 
 def test_blocks_that_call_blocks_are_refused(tmp_path: Path) -> None:

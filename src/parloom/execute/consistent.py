@@ -103,9 +103,8 @@ def _made(node: Node, key: str, values: Mapping[str, Tensor]) -> list[Tensor]:
     """The results of a call, which are as its node says."""
     run = _experts if node.op == mixture.NAME else partial(run_node, key=key, dropout=None)
     try:
-        if node.op.startswith("as_strided"):  # torch looks at bounds where there is memory only
-            specs = tuple(_spec(values[name]) for name in node.refs)
-            op_of(node).rule(Site(node, specs))
+        # Rules look at what torch looks at where there is memory only, or never: bounds, norms.
+        op_of(node).rule(Site(node, tuple(_spec(values[name]) for name in node.refs)))
         made = run(node, values=values)
         found = [_spec(tensor) for tensor in made]
     except Exception as error:  # whatever torch raises: the arguments are a file's

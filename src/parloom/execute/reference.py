@@ -124,7 +124,7 @@ def run_node(
             result = attention(args, kwargs, key, dropout)
         case _:
             own = OWN.get(node.op)
-            result = own(*args) if own else packet(node.op)(*args, **kwargs)
+            result = own(*args, **kwargs) if own else packet(node.op)(*args, **kwargs)
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
@@ -248,7 +248,16 @@ def with_ranges(
     return given
 
 
-# Operators that capture writes and ATen does not have.
+def segments(data: Tensor, reduction: str, **options: Any) -> Tensor:
+    """`segment_reduce` by offsets that ascend: torch reads beyond its data by others."""
+    offsets = options.get("offsets")
+    if offsets is not None:
+        torch._assert_async((offsets.diff(dim=-1) >= 0).all(), "offsets of segments descend")
+    result: Tensor = torch.ops.aten.segment_reduce(data, reduction, **options)
+    return result
+
+
+# Operators that capture writes and ATen does not have, or does not check.
 OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "parloom.experts": experts,
@@ -256,5 +265,6 @@ OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "parloom.put_each": put_each,
         "parloom.embedding_bag": padded_bags,
         "parloom.ragged_bag": bags,
+        "segment_reduce": segments,
     }
 )

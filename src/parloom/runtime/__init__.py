@@ -36,6 +36,7 @@ from parloom.runtime.operators import (
     put_each,
     ragged_bag,
     rows,
+    segment_reduce,
     triangle,
     write,
 )
@@ -139,6 +140,7 @@ __all__ = [
     "required_groups",
     "rows",
     "run_threads",
+    "segment_reduce",
     "take",
     "triangle",
     "untake",

@@ -280,6 +280,19 @@ def as_strided_scatter(
     return torch.as_strided_scatter(own, src, size, stride, storage_offset or 0)
 
 
+def segment_reduce(data: Tensor, reduction: str, **options: Any) -> Tensor:
+    """`torch.segment_reduce`, which reads beyond its data where offsets descend.
+
+    Raises: RuntimeError there.
+    """
+    offsets = options.get("offsets")
+    if offsets is not None:
+        torch._assert_async((offsets.diff(dim=-1) >= 0).all(), "offsets of segments descend")
+        options["offsets"] = offsets.contiguous()
+    made: Tensor = torch.ops.aten.segment_reduce(data.contiguous(), reduction, **options)
+    return made
+
+
 def mine(whole: Tensor, ctx: Context, dims: tuple[Digits, ...]) -> Tensor:
     """This rank's shard of what every rank makes as a whole."""
     return take(whole, dims, ctx.mesh, ctx.coordinates)

@@ -233,6 +233,9 @@ def _weight_norm_rule(site: Site) -> Rule:
     """`_weight_norm_interface(v, g, dim)`: g times v over its norms over all dims but one."""
     rank = len(site.operands[0].shape)
     dim = site.dim(2, rank, 0)
+    v, g = (spec.shape for spec in site.operands)
+    if g != tuple(n if i == dim else 1 for i, n in enumerate(v)):  # torch reads beyond it
+        raise LayoutError(f"{site.node.key}: norms {g} are none of weights {v} over dim {dim}")
     names = [f"d{i}" for i in range(rank)]
     row = [n if i == dim else "1" for i, n in enumerate(names)]
     kinds = {n: LOCAL for i, n in enumerate(names) if i != dim}

@@ -51,7 +51,7 @@ def _strided_rule(site: Site) -> Rule:
     return opaque(site)
 
 
-def _strided(e: Emission) -> str:
+def _runtime(e: Emission) -> str:
     return e.call(f"rt.{e.site.node.op}")
 
 
@@ -67,8 +67,8 @@ def _entry(name: str, why: str, *saved: tuple[str, int]) -> OpDef:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("as_strided", _strided_rule, _strided, why_whole=STRIDES),
-    OpDef("as_strided_scatter", _strided_rule, _strided, why_whole=STRIDES),
+    OpDef("as_strided", _strided_rule, _runtime, why_whole=STRIDES),
+    OpDef("as_strided_scatter", _strided_rule, _runtime, why_whole=STRIDES),
     _entry("block_diag", "every dim of the result joins dims of all operands"),
     _entry("embedding_bag", "what it returns besides the bags differs from kernel to kernel",
            ("operand", 1), ("operand", 2)),
@@ -78,8 +78,8 @@ OPS: tuple[OpDef, ...] = (
           why_whole="which place an element goes to depends on all before it"),
     _entry("pdist", "the pairs of one set of points mix all of them", ("operand", 0),
            ("result", 0)),
-    _entry("segment_reduce", "which rows make a segment depends on values", ("operand", 0),
-           ("result", 0)),
+    OpDef("segment_reduce", opaque, _runtime, saved=(("operand", 0), ("result", 0)),
+          why_whole="which rows make a segment depends on values"),
     OpDef("view_dtype", opaque, _view_dtype, no_flops, view=True, differentiable=False,
           why_whole="elements of another size, or bits that no reduction may touch"),
 )  # fmt: skip
