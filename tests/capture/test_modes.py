@@ -1,5 +1,7 @@
 """What is said of modules that are handed over in evaluation mode."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from tests.capture.traps.nets import Net, forward
 
 
 @forward
-def both(net: Net, x: torch.Tensor) -> torch.Tensor:
+def both(net: Net, x: torch.Tensor) -> Any:
     return net.drop(net.norm(net.a(x)) + net.b(x) + net.c(net.inner(x))).sum()
 
 

@@ -20,33 +20,33 @@ from tests.capture.traps.nets import Net
 HARMLESS = frozenset({"real", "imag", "volatile"})
 
 
-def enter_hooks(net: Any, h: Tensor) -> None:
+def enter_hooks(net: Any, h: Any) -> None:
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         h.sum()
 
 
-def draw(net: Any, h: Tensor) -> None:
+def draw(net: Any, h: Any) -> None:
     torch.rand(2, generator=torch.Generator())
 
 
-def fork(net: Any, h: Tensor) -> None:
+def fork(net: Any, h: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.rand(2)
 
 
-def seed(net: Any, h: Tensor) -> None:
+def seed(net: Any, h: Any) -> None:
     torch.random.seed()
 
 
-def assign(name: str, value: Any = None) -> Callable[[Any, Tensor], None]:
+def assign(name: str, value: Any = None) -> Callable[[Any, Any], None]:
     return lambda net, h: setattr(h, name, value)
 
 
-def read(name: str) -> Callable[[Any, Tensor], None]:
+def read(name: str) -> Callable[[Any, Any], None]:
     return lambda net, h: getattr(h, name) and None
 
 
-CASES: dict[str, Callable[[Any, Tensor], Any]] = {
+CASES: dict[str, Callable[[Any, Any], Any]] = {
     "data.__set__": assign("data", torch.ones(3, 4)),
     "requires_grad": lambda net, h: net.a.requires_grad_(False),
     "grad.__get__": lambda net, h: net.a.weight.grad,
@@ -66,7 +66,9 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
     "resize_": lambda net, h: h.detach().resize_(2),
     "resize_as_": lambda net, h: h.detach().resize_as_(torch.ones(1)),
     "share_memory_": lambda net, h: h.share_memory_(),
-    "swap_tensors": lambda net, h: torch.utils.swap_tensors(h, torch.ones(1)),
+    "swap_tensors": lambda net, h: torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+        h, torch.ones(1)
+    ),
     "untyped_storage": lambda net, h: h.untyped_storage(),
     "storage": lambda net, h: h.storage(),
     "as_subclass": lambda net, h: h.as_subclass(type("Mine", (Tensor,), {})),

@@ -412,7 +412,7 @@ def storage_of(value: Tensor) -> int:
     """What tensors that share memory have in common."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def differentiable(value: Tensor) -> bool:

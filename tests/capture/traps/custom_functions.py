@@ -35,7 +35,7 @@ class Chosen(Function):
 
 @refused(WRONG)
 @forward
-def right_for_small_integers(net: Net, x: Tensor) -> Tensor:
+def right_for_small_integers(net: Net, x: Tensor) -> Any:
     return apply(Chosen, net.a(x), torch.tensor([0, 3, 1])).sum()
 
 
@@ -55,7 +55,7 @@ class Bounded(Function):
 
 @refused(WRONG)
 @forward
-def right_for_small_numbers(net: Net, x: Tensor) -> Tensor:
+def right_for_small_numbers(net: Net, x: Tensor) -> Any:
     return apply(Bounded, net.a(x)).sum()
 
 
@@ -76,7 +76,7 @@ class Simplex(Function):
 
 @refused(WRONG)
 @forward
-def right_for_random_numbers(net: Net, x: Tensor) -> Tensor:
+def right_for_random_numbers(net: Net, x: Tensor) -> Any:
     return apply(Simplex, net.a(x).softmax(1)).sum()
 
 
@@ -84,7 +84,7 @@ class Layer(Function):
     """Runs a module, whose weights autograd does not see."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: Any) -> Any:
         ctx.save_for_backward(x)
         ctx.weight = module.weight
         return module(x)
@@ -96,13 +96,13 @@ class Layer(Function):
 
 @refused(WRONG)
 @forward
-def weights_that_get_no_gradient(net: Net, x: Tensor) -> Tensor:
+def weights_that_get_no_gradient(net: Net, x: Tensor) -> Any:
     return apply(Layer, net.a(x), net.b).sum()
 
 
 @equal
 @forward
-def without_an_input_that_needs_one(net: Net, x: Tensor) -> Tensor:
+def without_an_input_that_needs_one(net: Net, x: Tensor) -> Any:
     return (apply(Layer, x, net.b) * net.a(x)).sum()
 
 
@@ -118,7 +118,7 @@ class Reversed(Function):
 
 @refused(WRONG)
 @forward
-def a_reversed_gradient(net: Net, x: Tensor) -> Tensor:
+def a_reversed_gradient(net: Net, x: Tensor) -> Any:
     return apply(Reversed, net.a(x)).sum()
 
 
@@ -143,7 +143,7 @@ class Scaled(Function):
 
 @equal
 @forward
-def a_right_one(net: Net, x: Tensor) -> Tensor:
+def a_right_one(net: Net, x: Tensor) -> Any:
     h, _ = apply(Scaled, net.a(x), 3.0)
     return net.b(h).sum()
 
@@ -161,7 +161,7 @@ class InPlace(Function):
 
 @equal
 @forward
-def a_right_one_in_place(net: Net, x: Tensor) -> Tensor:
+def a_right_one_in_place(net: Net, x: Tensor) -> Any:
     return net.b(apply(InPlace, net.a(x))).sum()
 
 
@@ -183,7 +183,7 @@ class Fixed(Function):
 
 @equal
 @forward
-def a_fixed_result(net: Net, x: Tensor) -> Tensor:
+def a_fixed_result(net: Net, x: Tensor) -> Any:
     h, scale = apply(Fixed, net.a(x))
     return (h / scale).sum()
 
@@ -204,7 +204,7 @@ class Stateful(Function):
 
 @refused(WRONG)
 @forward
-def a_number_of_the_class(net: Net, x: Tensor) -> Tensor:
+def a_number_of_the_class(net: Net, x: Tensor) -> Any:
     return apply(Stateful, net.a(x)).sum()
 
 
@@ -222,5 +222,5 @@ class Listed(Function):
 
 @refused(r"custom autograd function Listed gets tensors in a list")
 @forward
-def tensors_in_a_list(net: Net, x: Tensor) -> Tensor:
+def tensors_in_a_list(net: Net, x: Tensor) -> Any:
     return apply(Listed, net.a(x), [net.b(x)]).sum()

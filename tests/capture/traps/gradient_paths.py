@@ -1,6 +1,7 @@
 """Writes that autograd does not see, and where gradients stop."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ ALL = r"it writes over all of a tensor that has a gradient and was not used"
 
 @refused(BY_MODE)
 @forward
-def clamped(net: Net, x: Tensor) -> Tensor:
+def clamped(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         h.clamp_(-1, 1)
@@ -27,7 +28,7 @@ def clamped(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def columns_set(net: Net, x: Tensor) -> Tensor:
+def columns_set(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         h[:, :3] = 0
@@ -36,7 +37,7 @@ def columns_set(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def a_view_scaled(net: Net, x: Tensor) -> Tensor:
+def a_view_scaled(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     rows = h.view(-1).view(4, 3).t()
     with torch.no_grad():
@@ -46,7 +47,7 @@ def a_view_scaled(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def written_by_out(net: Net, x: Tensor) -> Tensor:
+def written_by_out(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         torch.add(h, 1, out=h)
@@ -55,7 +56,7 @@ def written_by_out(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def copied_over(net: Net, x: Tensor) -> Tensor:
+def copied_over(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.inference_mode():
         h.copy_(net.c(x))
@@ -64,7 +65,7 @@ def copied_over(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def put_by_index(net: Net, x: Tensor) -> Tensor:
+def put_by_index(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.set_grad_enabled(False):
         h[torch.tensor([0, 2])] = torch.zeros(4)
@@ -73,7 +74,7 @@ def put_by_index(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def filled_by_mask(net: Net, x: Tensor) -> Tensor:
+def filled_by_mask(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     torch.set_grad_enabled(False)
     h.masked_fill_(x > 0, 0.0)
@@ -83,7 +84,7 @@ def filled_by_mask(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def put_by_mask(net: Net, x: Tensor) -> Tensor:
+def put_by_mask(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         h[h > 1] = 1
@@ -92,7 +93,7 @@ def put_by_mask(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def relu_in_place(net: Net, x: Tensor) -> Tensor:
+def relu_in_place(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         F.relu(h, inplace=True)
@@ -101,7 +102,7 @@ def relu_in_place(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def in_a_submodule(net: Net, x: Tensor) -> Tensor:
+def in_a_submodule(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         net.inner[1](h)
@@ -110,7 +111,7 @@ def in_a_submodule(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def in_autocast(net: Net, x: Tensor) -> Tensor:
+def in_autocast(net: Net, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         h = net.a(x)
         with torch.no_grad():
@@ -120,7 +121,7 @@ def in_autocast(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def in_a_list(net: Net, x: Tensor) -> Tensor:
+def in_a_list(net: Net, x: Tensor) -> Any:
     states = [net.a(x), net.b(x)]
     with torch.no_grad():
         for state in states:
@@ -130,7 +131,7 @@ def in_a_list(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def in_a_note(net: Net, x: Tensor) -> Tensor:
+def in_a_note(net: Net, x: Tensor) -> Any:
     notes = {"h": net.a(x)}
     bounded(notes)
     return net.b(notes["h"]).sum()
@@ -143,7 +144,7 @@ def bounded(notes: dict[str, Tensor]) -> None:
 
 @refused(BY_MODE)
 @forward
-def all_at_once(net: Net, x: Tensor) -> Tensor:
+def all_at_once(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         torch._foreach_mul_([h], 2)
@@ -152,7 +153,7 @@ def all_at_once(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def in_pieces(net: Net, x: Tensor) -> Tensor:
+def in_pieces(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         for row in h.unbind(0):
@@ -162,7 +163,7 @@ def in_pieces(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_MODE)
 @forward
-def a_buffer_that_has_a_gradient(net: Net, x: Tensor) -> Tensor:
+def a_buffer_that_has_a_gradient(net: Net, x: Tensor) -> Any:
     out = torch.zeros(3, 4)
     out[:2] = net.a(x)[:2]
     with torch.no_grad():
@@ -172,7 +173,7 @@ def a_buffer_that_has_a_gradient(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_ALIAS)
 @forward
-def by_a_detached_alias(net: Net, x: Tensor) -> Tensor:
+def by_a_detached_alias(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.detach().clamp_(-1, 1)
     return net.b(h).sum()
@@ -180,7 +181,7 @@ def by_a_detached_alias(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_ALIAS)
 @forward
-def by_an_alias_made_before(net: Net, x: Tensor) -> Tensor:
+def by_an_alias_made_before(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     alias = h.detach().view(-1)[2:].view(2, 5)
     h = h.view(4, 3).t()
@@ -190,7 +191,7 @@ def by_an_alias_made_before(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_ALIAS)
 @forward
-def by_an_alias_of_a_view(net: Net, x: Tensor) -> Tensor:
+def by_an_alias_of_a_view(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h[:, 1:].detach()[0] = 1
     return net.b(h).sum()
@@ -198,7 +199,7 @@ def by_an_alias_of_a_view(net: Net, x: Tensor) -> Tensor:
 
 @refused(BY_ALIAS)
 @forward
-def by_two_aliases(net: Net, x: Tensor) -> Tensor:
+def by_two_aliases(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.detach().detach().index_fill_(0, torch.tensor([1]), 0.0)
     return net.b(h).sum()
@@ -206,7 +207,7 @@ def by_two_aliases(net: Net, x: Tensor) -> Tensor:
 
 @refused(SHARED)
 @forward
-def a_gradient_to_an_alias(net: Net, x: Tensor) -> Tensor:
+def a_gradient_to_an_alias(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.detach().add_(net.c.bias)
     return net.b(h).sum()
@@ -214,7 +215,7 @@ def a_gradient_to_an_alias(net: Net, x: Tensor) -> Tensor:
 
 @refused(SHARED)
 @forward
-def a_gradient_to_an_alias_of_zeros(net: Net, x: Tensor) -> Tensor:
+def a_gradient_to_an_alias_of_zeros(net: Net, x: Tensor) -> Any:
     zeros = torch.zeros(3, 4)
     alias = zeros.detach()
     alias += net.a(x)
@@ -223,7 +224,7 @@ def a_gradient_to_an_alias_of_zeros(net: Net, x: Tensor) -> Tensor:
 
 @refused(SHARED)
 @forward
-def an_alias_that_wrote_before(net: Net, x: Tensor) -> Tensor:
+def an_alias_that_wrote_before(net: Net, x: Tensor) -> Any:
     zeros = torch.zeros(3, 4)
     alias = zeros.detach()
     alias += 1
@@ -234,7 +235,7 @@ def an_alias_that_wrote_before(net: Net, x: Tensor) -> Tensor:
 
 @refused(ALL)
 @forward
-def written_over(net: Net, x: Tensor) -> Tensor:
+def written_over(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.copy_(x)
     return net.b(h).sum()
@@ -242,7 +243,7 @@ def written_over(net: Net, x: Tensor) -> Tensor:
 
 @refused(ALL)
 @forward
-def set_to_zero(net: Net, x: Tensor) -> Tensor:
+def set_to_zero(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h[:] = 0
     return net.b(h).sum()
@@ -250,7 +251,7 @@ def set_to_zero(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"it gives a tensor other memory \(set_\)")
 @forward
-def other_memory(net: Net, x: Tensor) -> Tensor:
+def other_memory(net: Net, x: Tensor) -> Any:
     h = net.a(x).detach()
     h.set_(torch.zeros(3, 4))
     return net.b(h).sum()
@@ -258,7 +259,7 @@ def other_memory(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"it changes the memory of a tensor \(resize_\)")
 @forward
-def resized(net: Net, x: Tensor) -> Tensor:
+def resized(net: Net, x: Tensor) -> Any:
     h = net.a(x).detach().clone()
     h.resize_(2, 4)
     return net.b(h).sum()
@@ -266,7 +267,7 @@ def resized(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def running_mean(net: Net, x: Tensor) -> Tensor:
+def running_mean(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     before = net.seen[:2]
     with torch.no_grad():
@@ -277,7 +278,7 @@ def running_mean(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_mask_without_gradient(net: Net, x: Tensor) -> Tensor:
+def a_mask_without_gradient(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad():
         mask = (h > 0).float()
@@ -290,7 +291,7 @@ def a_mask_without_gradient(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def features_that_something_is_added_to(net: Net, x: Tensor) -> Tensor:
+def features_that_something_is_added_to(net: Net, x: Tensor) -> Any:
     with torch.no_grad():
         features = net.a(x)
         features.mul_(2)
@@ -301,7 +302,7 @@ def features_that_something_is_added_to(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def detached_and_added_to(net: Net, x: Tensor) -> Tensor:
+def detached_and_added_to(net: Net, x: Tensor) -> Any:
     h = net.a(x).detach()
     h += net.c.weight[0]
     return net.b(h).sum()
@@ -309,7 +310,7 @@ def detached_and_added_to(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def detached_in_place(net: Net, x: Tensor) -> Tensor:
+def detached_in_place(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     first = 2 * h
     h.detach_()
@@ -318,7 +319,7 @@ def detached_in_place(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def detached_in_place_and_added_to(net: Net, x: Tensor) -> Tensor:
+def detached_in_place_and_added_to(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.detach_().add_(net.c.weight[1])
     return net.b(h).sum()
@@ -326,7 +327,7 @@ def detached_in_place_and_added_to(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def without_a_gradient_detached_in_place(net: Net, x: Tensor) -> Tensor:
+def without_a_gradient_detached_in_place(net: Net, x: Tensor) -> Any:
     zeros = torch.zeros(3, 4)
     first = zeros[0]
     zeros.detach_()
@@ -336,7 +337,7 @@ def without_a_gradient_detached_in_place(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_table_written_in_both_modes(net: Net, x: Tensor) -> Tensor:
+def a_table_written_in_both_modes(net: Net, x: Tensor) -> Any:
     table = torch.zeros(3, 4)
     h = net.a(x)
     with torch.no_grad():
@@ -348,7 +349,7 @@ def a_table_written_in_both_modes(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def written_when_nobody_needs_it(net: Net, x: Tensor) -> Tensor:
+def written_when_nobody_needs_it(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     loss = h.sum() + net.b(x).sum()
     with torch.no_grad():
@@ -359,7 +360,7 @@ def written_when_nobody_needs_it(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_copy_of_a_detached_tensor(net: Net, x: Tensor) -> Tensor:
+def a_copy_of_a_detached_tensor(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     bounded = h.detach().clone().clamp_(-1, 1)
     return net.b(h + (bounded - h).detach()).sum()
@@ -367,7 +368,7 @@ def a_copy_of_a_detached_tensor(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def the_same_tensor_in_a_region(net: Net, x: Tensor) -> Tensor:
+def the_same_tensor_in_a_region(net: Net, x: Tensor) -> Any:
     """What returns its operand without a copy keeps its gradient."""
     h = net.a(x)
     with torch.no_grad():
@@ -378,7 +379,7 @@ def the_same_tensor_in_a_region(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_region_in_autocast(net: Net, x: Tensor) -> Tensor:
+def a_region_in_autocast(net: Net, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         h = net.a(x)
         with torch.no_grad():
@@ -390,7 +391,7 @@ def a_region_in_autocast(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def autocast_in_a_region(net: Net, x: Tensor) -> Tensor:
+def autocast_in_a_region(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         target = net.c(h)
@@ -400,7 +401,7 @@ def autocast_in_a_region(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def gradients_within_a_region(net: Net, x: Tensor) -> Tensor:
+def gradients_within_a_region(net: Net, x: Tensor) -> Any:
     with torch.no_grad():
         h = net.a(x)
         with torch.enable_grad():
@@ -413,7 +414,7 @@ def gradients_within_a_region(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def in_place_with_a_gradient(net: Net, x: Tensor) -> Tensor:
+def in_place_with_a_gradient(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     out = torch.empty(3, 4)
     out.copy_(h)

@@ -26,7 +26,7 @@ def doubled(gradients: tuple[Any, ...], *_: Any) -> tuple[Any, ...]:
 
 @refused(GRAPH)
 @forward
-def on_a_node(net: Net, x: Tensor) -> Tensor:
+def on_a_node(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.grad_fn.register_hook(doubled)
     return net.b(h).sum()
@@ -34,7 +34,7 @@ def on_a_node(net: Net, x: Tensor) -> Tensor:
 
 @refused(GRAPH)
 @forward
-def before_a_node(net: Net, x: Tensor) -> Tensor:
+def before_a_node(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.grad_fn.register_prehook(doubled)
     return net.b(h).sum()
@@ -42,7 +42,7 @@ def before_a_node(net: Net, x: Tensor) -> Tensor:
 
 @refused(GRAPH)
 @forward
-def on_the_node_before(net: Net, x: Tensor) -> Tensor:
+def on_the_node_before(net: Net, x: Tensor) -> Any:
     h = net.a(x).relu()
     h.grad_fn.next_functions[0][0].register_hook(doubled)
     return net.b(h).sum()
@@ -50,7 +50,7 @@ def on_the_node_before(net: Net, x: Tensor) -> Tensor:
 
 @refused(GRAPH)
 @forward
-def on_an_edge(net: Net, x: Tensor) -> Tensor:
+def on_an_edge(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     get_gradient_edge(h).node.register_hook(doubled)
     return net.b(h).sum()
@@ -58,7 +58,7 @@ def on_an_edge(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"Net \(hooks\.py:\d+\): it (reads the graph|registers a hook on a gradient)")
 @forward
-def on_many(net: Net, x: Tensor) -> Tensor:
+def on_many(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     register_multi_grad_hook([h], print)
     return net.b(h).sum()
@@ -66,7 +66,7 @@ def on_many(net: Net, x: Tensor) -> Tensor:
 
 @refused(GRAPH)
 @forward
-def though_it_is_caught(net: Net, x: Tensor) -> Tensor:
+def though_it_is_caught(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     try:
         h.grad_fn.register_hook(doubled)
@@ -85,13 +85,13 @@ def in_a_forward_hook() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @forward
-def plain(net: Net, x: Tensor) -> Tensor:
+def plain(net: Net, x: Tensor) -> Any:
     return net.b(net.a(x)).sum()
 
 
 @refused(SAVED)
 @forward
-def saved_as_zero(net: Net, x: Tensor) -> Tensor:
+def saved_as_zero(net: Net, x: Tensor) -> Any:
     with saved_tensors_hooks(torch.zeros_like, lambda saved: saved):
         h = net.a(x).tanh()
     return net.b(h).sum()
@@ -104,7 +104,7 @@ class Rounded(saved_tensors_hooks):
 
 @refused(SAVED)
 @forward
-def saved_in_few_bits(net: Net, x: Tensor) -> Tensor:
+def saved_in_few_bits(net: Net, x: Tensor) -> Any:
     with Rounded():
         h = net.a(x).tanh()
     return net.b(h).sum()
@@ -112,7 +112,7 @@ def saved_in_few_bits(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def saved_elsewhere(net: Net, x: Tensor) -> Tensor:
+def saved_elsewhere(net: Net, x: Tensor) -> Any:
     with save_on_cpu():
         h = net.a(x).tanh()
     return net.b(h).sum()
@@ -120,14 +120,14 @@ def saved_elsewhere(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def many_threads(net: Net, x: Tensor) -> Tensor:
+def many_threads(net: Net, x: Tensor) -> Any:
     with torch.autograd.set_multithreading_enabled(False):
         return net.b(net.a(x)).sum()
 
 
 @equal
 @forward
-def a_gradient_is_kept(net: Net, x: Tensor) -> Tensor:
+def a_gradient_is_kept(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     if h.requires_grad:
         h.retain_grad()
@@ -136,7 +136,7 @@ def a_gradient_is_kept(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"Net \(hooks\.py:\d+\): it reads \.grad")
 @forward
-def the_last_gradient(net: Net, x: Tensor) -> Tensor:
+def the_last_gradient(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     last = net.a.weight.grad
     return net.b(h if last is None else h * last.norm()).sum()
@@ -144,7 +144,7 @@ def the_last_gradient(net: Net, x: Tensor) -> Tensor:
 
 @refused(COMPUTED)
 @forward
-def a_penalty(net: Net, x: Tensor) -> Tensor:
+def a_penalty(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     y = net.b(h).tanh().sum()
     (gradient,) = torch.autograd.grad(y, h, create_graph=True)
@@ -153,39 +153,40 @@ def a_penalty(net: Net, x: Tensor) -> Tensor:
 
 @refused(COMPUTED)
 @forward
-def backward_in_forward(net: Net, x: Tensor) -> Tensor:
+def backward_in_forward(net: Net, x: Tensor) -> Any:
     net.b(net.a(x)).sum().backward()
     return net.b(net.a(x)).sum()
 
 
 @refused(COMPUTED)
 @forward
-def all_derivatives(net: Net, x: Tensor) -> Tensor:
+def all_derivatives(net: Net, x: Tensor) -> Any:
     return net.a(torch.func.grad(lambda z: net.b(z).tanh().sum())(x)).sum()
 
 
 @refused(COMPUTED)
 @forward
-def a_jacobian(net: Net, x: Tensor) -> Tensor:
-    return torch.autograd.functional.jacobian(net.a, x, create_graph=True).sum()
+def a_jacobian(net: Net, x: Tensor) -> Any:
+    made: Any = torch.autograd.functional.jacobian
+    return made(net.a, x, create_graph=True).sum()
 
 
 @equal
 @forward
-def mapped_over_samples(net: Net, x: Tensor) -> Tensor:
+def mapped_over_samples(net: Net, x: Tensor) -> Any:
     return torch.func.vmap(lambda row: net.a(row).tanh().sum())(x).sum()
 
 
 @equal
 @forward
-def other_weights(net: Net, x: Tensor) -> Tensor:
+def other_weights(net: Net, x: Tensor) -> Any:
     weights = {name: 2 * p for name, p in net.a.named_parameters()}
     return torch.func.functional_call(net.a, weights, (x,)).square().sum()
 
 
 @equal
 @forward
-def a_checkpoint_that_no_gradient_enters(net: Net, x: Tensor) -> Tensor:
+def a_checkpoint_that_no_gradient_enters(net: Net, x: Tensor) -> Any:
     """Its parameters get no gradient, and eager warns."""
     h = checkpoint(net.a, x, use_reentrant=True)
     return net.b(h).sum()
@@ -193,7 +194,7 @@ def a_checkpoint_that_no_gradient_enters(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def checkpoints_in_a_row(net: Net, x: Tensor) -> Tensor:
+def checkpoints_in_a_row(net: Net, x: Tensor) -> Any:
     h = checkpoint(net.a, x, use_reentrant=True)
     h = checkpoint(net.b, net.c(h), use_reentrant=True)
     return checkpoint(net.inner, h, use_reentrant=False).sum()
@@ -201,14 +202,14 @@ def checkpoints_in_a_row(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_checkpoint_whose_input_is_made_to_need_one(net: Net, x: Tensor) -> Tensor:
+def a_checkpoint_whose_input_is_made_to_need_one(net: Net, x: Tensor) -> Any:
     x = x.clone().requires_grad_()
     return net.b(checkpoint(net.a, x, use_reentrant=True)).sum()
 
 
 @equal
 @forward
-def a_checkpoint_of_a_list(net: Net, x: Tensor) -> Tensor:
+def a_checkpoint_of_a_list(net: Net, x: Tensor) -> Any:
     """Tensors in a list do not count as its inputs."""
     h = net.c(x)
     out = checkpoint(lambda found: net.a(found[0]), [h], use_reentrant=True)
@@ -217,14 +218,14 @@ def a_checkpoint_of_a_list(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"it registers a hook on a module and leaves it there")
 @forward
-def a_hook_that_stays(net: Net, x: Tensor) -> Tensor:
+def a_hook_that_stays(net: Net, x: Tensor) -> Any:
     net.a.register_forward_hook(lambda module, given, out: 2 * out)
     return net.b(net.a(x)).sum()
 
 
 @equal
 @forward
-def a_hook_that_goes(net: Net, x: Tensor) -> Tensor:
+def a_hook_that_goes(net: Net, x: Tensor) -> Any:
     handle = net.a.register_forward_hook(lambda module, given, out: 2 * out)
     h = net.a(x)
     handle.remove()

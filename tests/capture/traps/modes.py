@@ -1,6 +1,7 @@
 """State of torch and of modules that forward changes."""
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,35 +21,35 @@ TOGGLED = r"Net\S* \(modes\.py:\d+\): it switches requires_grad of a parameter"
 
 @refused(SEEDED)
 @forward
-def seeded(net: Net, x: Tensor) -> Tensor:
+def seeded(net: Net, x: Tensor) -> Any:
     torch.manual_seed(3)
     return net.drop(net.a(x)).sum()
 
 
 @refused(SEEDED)
 @forward
-def seeded_by_another_name(net: Net, x: Tensor) -> Tensor:
+def seeded_by_another_name(net: Net, x: Tensor) -> Any:
     manual_seed(3)
     return net.drop(net.a(x)).sum()
 
 
 @refused(SEEDED)
 @forward
-def seeded_anew(net: Net, x: Tensor) -> Tensor:
+def seeded_anew(net: Net, x: Tensor) -> Any:
     torch.seed()
     return net.drop(net.a(x)).sum()
 
 
 @refused(SEEDED)
 @forward
-def seeded_below(net: Net, x: Tensor) -> Tensor:
+def seeded_below(net: Net, x: Tensor) -> Any:
     torch.default_generator.manual_seed(1)
     return net.drop(net.a(x)).sum()
 
 
 @refused(STATE)
 @forward
-def forked(net: Net, x: Tensor) -> Tensor:
+def forked(net: Net, x: Tensor) -> Any:
     with fork_rng():
         h = net.drop(net.a(x))
     return net.drop(h).sum()
@@ -56,7 +57,7 @@ def forked(net: Net, x: Tensor) -> Tensor:
 
 @refused(STATE)
 @forward
-def set_back(net: Net, x: Tensor) -> Tensor:
+def set_back(net: Net, x: Tensor) -> Any:
     state = torch.get_rng_state()
     h = net.drop(net.a(x))
     torch.set_rng_state(state)
@@ -65,21 +66,21 @@ def set_back(net: Net, x: Tensor) -> Tensor:
 
 @refused(DRAWN)
 @forward
-def another_generator(net: Net, x: Tensor) -> Tensor:
+def another_generator(net: Net, x: Tensor) -> Any:
     generator = torch.Generator().manual_seed(3)
     return (net.a(x) * torch.rand(3, 4, generator=generator)).sum()
 
 
 @refused(DRAWN)
 @forward
-def another_generator_in_place(net: Net, x: Tensor) -> Tensor:
+def another_generator_in_place(net: Net, x: Tensor) -> Any:
     noise = torch.zeros(3, 4).normal_(generator=torch.Generator())
     return (net.a(x) * noise).sum()
 
 
 @refused(SWITCHED)
 @forward
-def evaluated_at_the_end(net: Net, x: Tensor) -> Tensor:
+def evaluated_at_the_end(net: Net, x: Tensor) -> Any:
     h = net.drop(net.a(x))
     net.drop.eval()
     return h.sum()
@@ -87,7 +88,7 @@ def evaluated_at_the_end(net: Net, x: Tensor) -> Tensor:
 
 @refused(SWITCHED)
 @forward
-def a_flag(net: Net, x: Tensor) -> Tensor:
+def a_flag(net: Net, x: Tensor) -> Any:
     h = net.norm(net.a(x))
     net.norm.training = False
     return h.sum()
@@ -95,14 +96,14 @@ def a_flag(net: Net, x: Tensor) -> Tensor:
 
 @refused(SWITCHED)
 @forward
-def the_whole(net: Net, x: Tensor) -> Tensor:
+def the_whole(net: Net, x: Tensor) -> Any:
     net.train(False)
     return net.b(net.a(x)).sum()
 
 
 @refused(SWITCHED)
 @forward
-def for_a_while(net: Net, x: Tensor) -> Tensor:
+def for_a_while(net: Net, x: Tensor) -> Any:
     net.drop.eval()
     h = net.drop(net.a(x))
     net.drop.train()
@@ -111,7 +112,7 @@ def for_a_while(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def layers_without_modes(net: Net, x: Tensor) -> Tensor:
+def layers_without_modes(net: Net, x: Tensor) -> Any:
     net.c.eval()
     with torch.no_grad():
         target = net.c(x)
@@ -120,33 +121,33 @@ def layers_without_modes(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_module_of_the_call(net: Net, x: Tensor) -> Tensor:
+def a_module_of_the_call(net: Net, x: Tensor) -> Any:
     return nn.Dropout(0.9).eval()(net.a(x)).sum()
 
 
 @equal
 @forward
-def no_mode_at_all(net: Net, x: Tensor) -> Tensor:
+def no_mode_at_all(net: Net, x: Tensor) -> Any:
     return F.dropout(net.a(x), 0.5, training=False).sum()
 
 
 @refused(DATA)
 @forward
-def data_of_a_buffer(net: Net, x: Tensor) -> Tensor:
+def data_of_a_buffer(net: Net, x: Tensor) -> Any:
     net.seen.data = net.a(x).detach().mean(0)
     return (net.b(x) * net.seen).sum()
 
 
 @refused(DATA)
 @forward
-def data_of_a_parameter(net: Net, x: Tensor) -> Tensor:
+def data_of_a_parameter(net: Net, x: Tensor) -> Any:
     net.a.weight.data = net.a.weight.data.clamp(-1, 1)
     return net.a(x).sum()
 
 
 @refused(DATA)
 @forward
-def data_of_an_activation(net: Net, x: Tensor) -> Tensor:
+def data_of_an_activation(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.data = h.data.clamp(-1, 1)
     return net.b(h).sum()
@@ -154,14 +155,14 @@ def data_of_an_activation(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"Net\S* \(modes\.py:\d+\): it (assigns to \.data of a|exchanges two) tensor")
 @forward
-def data_of_a_module(net: Net, x: Tensor) -> Tensor:
+def data_of_a_module(net: Net, x: Tensor) -> Any:
     net.c.double()
     return net.c(x.double()).sum()
 
 
 @refused(r"it writes to a tensor whose memory one with a gradient has too.*\(\.data\)")
 @forward
-def in_place_by_data(net: Net, x: Tensor) -> Tensor:
+def in_place_by_data(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.data.clamp_(-1, 1)
     return net.b(h).sum()
@@ -169,7 +170,7 @@ def in_place_by_data(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"it writes to a tensor whose memory one with a gradient has too.*\(\.data\)")
 @forward
-def what_was_saved(net: Net, x: Tensor) -> Tensor:
+def what_was_saved(net: Net, x: Tensor) -> Any:
     loss = (net.a(x) * net.seen).sum()
     net.seen.data.mul_(2)
     return loss
@@ -177,7 +178,7 @@ def what_was_saved(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def a_mean_by_data(net: Net, x: Tensor) -> Tensor:
+def a_mean_by_data(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     net.seen.data.mul_(0.9).add_(h.data.mean(0), alpha=0.1)
     return (net.b(h) * net.seen).sum() + (h * net.a.weight.data[0]).sum()
@@ -185,14 +186,14 @@ def a_mean_by_data(net: Net, x: Tensor) -> Tensor:
 
 @refused(TOGGLED)
 @forward
-def frozen(net: Net, x: Tensor) -> Tensor:
+def frozen(net: Net, x: Tensor) -> Any:
     net.a.weight.requires_grad_(False)
     return net.b(net.a(x)).sum()
 
 
 @refused(TOGGLED)
 @forward
-def frozen_for_a_while(net: Net, x: Tensor) -> Tensor:
+def frozen_for_a_while(net: Net, x: Tensor) -> Any:
     net.b.requires_grad_(False)
     loss = net.b(net.a(x)).sum()
     net.b.requires_grad_(True)
@@ -201,7 +202,7 @@ def frozen_for_a_while(net: Net, x: Tensor) -> Tensor:
 
 @refused(TOGGLED)
 @forward
-def frozen_by_attribute(net: Net, x: Tensor) -> Tensor:
+def frozen_by_attribute(net: Net, x: Tensor) -> Any:
     for parameter in net.c.parameters():
         parameter.requires_grad = False
     return (net.a(x) + net.c(x)).sum()
@@ -209,7 +210,7 @@ def frozen_by_attribute(net: Net, x: Tensor) -> Tensor:
 
 @equal
 @forward
-def as_it_is(net: Net, x: Tensor) -> Tensor:
+def as_it_is(net: Net, x: Tensor) -> Any:
     net.a.requires_grad_(True)
     x.requires_grad_()
     return net.a(x).sum()
@@ -217,21 +218,21 @@ def as_it_is(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"Net \(modes\.py:\d+\): it exchanges two tensors")
 @forward
-def exchanged(net: Net, x: Tensor) -> Tensor:
-    torch.utils.swap_tensors(net.seen, torch.ones(4))
+def exchanged(net: Net, x: Tensor) -> Any:
+    torch.utils.swap_tensors(net.seen, torch.ones(4))  # type: ignore[no-untyped-call]
     return (net.a(x) * net.seen).sum()
 
 
 @refused(r"Net \(modes\.py:\d+\): it moves a tensor to shared memory")
 @forward
-def shared(net: Net, x: Tensor) -> Tensor:
-    net.seen.share_memory_()
+def shared(net: Net, x: Tensor) -> Any:
+    net.seen.share_memory_()  # type: ignore[no-untyped-call]
     return (net.a(x) * net.seen).sum()
 
 
 @refused(r"Net \(modes\.py:\d+\): it takes the memory of a tensor")
 @forward
-def by_the_storage(net: Net, x: Tensor) -> Tensor:
+def by_the_storage(net: Net, x: Tensor) -> Any:
     h = net.a(x)
     h.untyped_storage().fill_(0)
     return net.b(h).sum()
@@ -239,7 +240,7 @@ def by_the_storage(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"Net \(modes\.py:\d+\): it sets torch's default dtype")
 @forward
-def another_dtype(net: Net, x: Tensor) -> Tensor:
+def another_dtype(net: Net, x: Tensor) -> Any:
     h = net.a(x) + torch.ones(4)
     torch.set_default_dtype(torch.float64)
     return net.b(h).sum()
@@ -247,13 +248,13 @@ def another_dtype(net: Net, x: Tensor) -> Tensor:
 
 @refused(r"Net \(modes\.py:\d+\): it sets the precision of products")
 @forward
-def another_precision(net: Net, x: Tensor) -> Tensor:
+def another_precision(net: Net, x: Tensor) -> Any:
     torch.set_float32_matmul_precision("medium")
     return net.b(net.a(x)).sum()
 
 
 @equal
 @forward
-def the_state_of_a_generator_is_read(net: Net, x: Tensor) -> Tensor:
+def the_state_of_a_generator_is_read(net: Net, x: Tensor) -> Any:
     torch.get_rng_state()
     return net.a(x).sum() * (1 if random.Random(0).random() < 2 else 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Build = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
-Body = Callable[["Net", Tensor], Tensor]
+Body = Callable[["Net", Tensor], Any]
 
 
 class Net(nn.Module):
@@ -26,7 +26,8 @@ class Net(nn.Module):
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
+        result: Tensor = self.body(self, x)
+        return result
 
 
 def forward(body: Body) -> Build:
