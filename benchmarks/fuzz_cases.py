@@ -312,7 +312,7 @@ def cluster_case(rng: random.Random, base: Path) -> Made:
         command = ("plan", "models.py:wide", "--cluster", name, "--method", method)
     if rng.random() < 0.3:
         command = (*command, "--json")
-    return (command,), ((name, data),), (name, "do not divide")
+    return (command,), ((name, data),), (name, "do not divide", "unequal parts")
 
 
 def calibration_case(rng: random.Random, base: Path) -> Made:
@@ -359,11 +359,8 @@ def plan_case(rng: random.Random, base: Path) -> Made:
     elif verb < 0.5:
         words = ("first", "weight", "head", "blocks.0", "x", "linear#0", "nothing")
         commands = [("explain", name, rng.choice(words)), ("explain", name, "--versus", "fsdp")]
-    return (
-        tuple(commands),
-        ((name, data),),
-        (name, "graph", "invalid plan", "no operator, parameter"),
-    )
+    named = (name, "graph", "invalid plan", "no operator, parameter")
+    return tuple(commands), ((name, data),), named
 
 
 def changed_plan(document: Any, rng: random.Random) -> Any:

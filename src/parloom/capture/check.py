@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedTensorMixin
 
 from parloom.errors import CaptureError, InputError, has_controls
 from parloom.ir.graph import Graph, Input, Node
@@ -24,8 +25,36 @@ ONE_DTYPE = frozenset({
 })  # fmt: skip
 
 
+def check_initialised(model: nn.Module) -> None:
+    """Raise `InputError` for a module whose shapes are to be those of its first input."""
+    for path, module in model.named_modules():
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if any(isinstance(t, UninitializedTensorMixin) for t in tensors):
+            name = ".".join(part for part in (type(model).__name__, path) if part)
+            raise InputError(
+                f"{name} is a {type(module).__name__} that has seen no input, so that its weights"
+                " have no shapes: call the model once on a batch before it is given to parloom, in"
+                " the factory for example"
+            )
+
+
+def check_loss(loss: object) -> None:
+    """Raise `InputError` for a loss that has weights of its own to train."""
+    if not isinstance(loss, nn.Module):
+        return
+    check_initialised(loss)
+    trained = [name for name, p in loss.named_parameters() if p.requires_grad]
+    if trained:
+        raise InputError(
+            f"the loss {type(loss).__name__} has weights of its own ({', '.join(trained[:3])}), and"
+            " the optimizer of a plan trains those of the model: make it a part of the model, whose"
+            " forward then returns the loss, or turn its requires_grad off"
+        )
+
+
 def check_weights(model: nn.Module) -> None:
     """Raise `InputError` for a parameter that holds NaN; those without values are passed over."""
+    check_initialised(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.is_floating_point() or not holds_nan(parameter):
             continue

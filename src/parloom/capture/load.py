@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from parloom import zoo
 from parloom.capture.asked import nothing_asked
 from parloom.capture.batches import check_elements
+from parloom.capture.check import check_initialised
 from parloom.capture.hugging_face import (
     build_from_config,
     read_config,
@@ -246,6 +247,7 @@ def unpack(spec: str, made: object) -> Loaded:
     model, batch, *rest = made
     if not isinstance(model, nn.Module):
         raise InputError(f"factory {spec}: the model is a {type(model).__name__}; {expected}")
+    check_initialised(model)
     rule = "it must be a dict of tensors, the model's keyword arguments"
     if not isinstance(batch, Mapping):
         raise InputError(f"factory {spec}: the batch is a {type(batch).__name__}; {rule}")

@@ -18,6 +18,7 @@ from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from inspect import signature
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from parloom.capture.autograd import (
     refuse_hooks,
 )
 from parloom.capture.blame import explain, forward_place
+from parloom.capture.check import check_loss
 from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
 from parloom.capture.spelling import decompositions, without_dropout_in_place
 from parloom.capture.state_changes import refuse_classes, state_changes_refused
@@ -87,7 +89,8 @@ class LossProgram(nn.Module):
         super().__init__()
         self.model = model
         self.taken = frozenset(taken)
-        self.loss = loss
+        # Not as a part of the model: what it holds is constant.
+        self.loss = loss.__call__ if isinstance(loss, nn.Module) else loss
         self.keep_outputs = not training
         self.names = OutputNames()
         self.watch = Watch(model, loss)
@@ -190,12 +193,14 @@ def trace(
     Raises: CaptureError naming module path, source line and reason; InputError for a bad batch.
     """
     refuse_around_capture(type(model).__name__)
+    check_loss(loss)
     if training:
         refuse_hooks(model)
     refuse_classes(model, batch)
     example = example_batch(model, batch)
     wrapper = LossProgram(model, loss, training, arguments_of(model, example, loss))
-    with mode(model, training), torch.enable_grad(), warnings.catch_warnings(), quiet():
+    named = replaced(fx.graph, "_format_target", attribute)
+    with mode(model, training), torch.enable_grad(), warnings.catch_warnings(), quiet(), named:
         # torch's own use of a class that torch deprecates, once per copied tree.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         # Whether what forward assigns matters is checked here.
@@ -245,6 +250,17 @@ def called_for_real(wrapper: LossProgram, example: dict[str, Tensor]) -> list[Re
         except (*TRACE_FAILURES, CaptureError) as err:
             logging.getLogger(__name__).debug("custom functions were not called for real: %s", err)
     return calls
+
+
+def attribute(owner: str, target: str) -> str:
+    """Python for an attribute whose names may be anything, as keys of a `ModuleDict` are.
+
+    torch.fx writes `owner.class` for the key `class`, which is no Python.
+    """
+    for name in target.split("."):
+        plain = name.isidentifier() and not iskeyword(name)
+        owner = f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
+    return owner
 
 
 def keep_output_names(exported: ExportedProgram) -> None:
