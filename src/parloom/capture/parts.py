@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
 from itertools import count
 from pathlib import PurePath
-from random import Random
+from random import Random, SystemRandom
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -299,6 +299,8 @@ def of_callable(value: Any) -> Aspect | None:
 
 def of_source(value: Any) -> Aspect | None:
     """The state of generators and files, and what references refer to."""
+    if isinstance(value, SystemRandom):
+        return Aspect(value, "opaque")
     if isinstance(value, Random):
         return Aspect(value, "draws", (), value.getstate())
     if isinstance(value, numpy.random.Generator):

@@ -23,12 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from parloom.capture.clocks import asked
 from parloom.capture.constants import fixed_values, same
 from parloom.capture.far import advance, ahead, distances
 from parloom.capture.reach import Held
 from parloom.capture.state import Change, Key, Snapshot, write
 from parloom.errors import CaptureError
 
+AHEAD_S = 100_000  # by which the clocks of a call are ahead of those of the one before
 CALLS = 4  # that are traced one after the other at most
 
 
@@ -65,6 +67,7 @@ class Watch:
         self.loss = loss
         self.buffers = dict(model.named_buffers())
         self.left: Left | None = None
+        self.calls = 0
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -72,15 +75,19 @@ class Watch:
         before = Snapshot.of(self.model, self.loss)
         buffers = {name: (b, b._version) for name, b in self.model.named_buffers()}
         generators = host_generators(before)
+        files = [held.owner for (_, style), held in before.held.items() if style == "global"]
         try:
-            yield
+            with asked(files, AHEAD_S * self.calls) as clocks:
+                yield
+            self.calls += 1
         except BaseException:
             after = Snapshot.of(self.model, self.loss)
             before.put(after.changes(before))
             raise
         after = Snapshot.of(self.model, self.loss)
-        ends = host_generators(after)
-        drawn = frozenset(n for n, s in ends.items() if generators.get(n, s) != s)
+        # What is asked of the system is another answer every time.
+        ends = host_generators(after) | {name: object() for name in clocks}
+        drawn = frozenset(n for n, s in ends.items() if generators.get(n, s) != s) | clocks
         changed = after.changes(before)
         made = tuple(
             (module, name, tensor)
@@ -189,8 +196,8 @@ class Watch:
         if not names:
             return CaptureError(
                 f"cannot capture {type(self.model).__name__}: the next call does something else,"
-                " though nothing that forward can reach has changed; it may not read clocks, files"
-                " or the environment"
+                f" and all that it has asked is {', '.join(sorted(left.drawn)) or 'unknown'};"
+                " decide by clocks, files and the environment outside of forward"
             )
         where = names[0][0]
         what = ", ".join(name for place, name in names[:3] if place == where)
@@ -225,7 +232,11 @@ class Watch:
 
     def refuse_draws(self, first: Left, second: Left) -> None:
         """Raise `CaptureError` for generators that do not end where they ended before."""
-        free = sorted(n for n in first.drawn if second.ends.get(n) != first.ends[n])
+        free = sorted(
+            name
+            for name in first.drawn
+            if not name.startswith("time.") and second.ends.get(name) != first.ends[name]
+        )
         if free:
             raise CaptureError(
                 f"cannot capture {type(self.model).__name__}: forward draws from"
