@@ -26,7 +26,7 @@ from tests.property.searched import ADAM, random_graph
 from tests.unit.test_simulate import model
 
 CLUSTERS = tuple(map(load_cluster, ("2x2xH100", "8xV100-16GB", "2x2xcpu")))
-# Scalars are not counted, messages are shared evenly, and what overlaps is summed up: of 3,000
+# Scalars are not counted, messages are shared evenly, and what overlaps is summed up: of 1,000
 # random plans none was further from the simulated step than this factor, one way or the other.
 APART = 1.5
 

@@ -14,6 +14,7 @@ from parloom.report.bars import bars
 from parloom.report.case import joined
 from parloom.report.explain import ALIKE, Document
 from parloom.report.grid import Grid
+from parloom.report.rows import Rows
 from parloom.report.words import memory_words
 
 BAR = 24
@@ -64,11 +65,16 @@ def plan_explained_screen(document: Document, mesh: Grid, path: str) -> Renderab
 
 def table_of(columns: Iterable[str], margin: bool = True) -> Table:
     """A table as all of this page has them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Rows(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         justify = "right" if column in RIGHT else "left"
         name = f"  {column}" if margin and not index else column
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(
+            name,
+            justify=justify,  # type: ignore[arg-type]
+            overflow="fold",
+            no_wrap=not index,
+        )
     return table
 
 

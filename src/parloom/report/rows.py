@@ -1,0 +1,54 @@
+"""A table, or where it is too narrow for its words, one paragraph a row: nothing is cut in two."""
+
+from collections.abc import Iterator
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+GAP = 2
+
+
+class Rows(Table):
+    """Each row as its first cell, and below it `header cell, header cell, ...`, where the width is
+    not enough for the first column and the longest word of every other.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [_width(column, console) for column in self.columns]
+        if sum(widths) + GAP * len(widths) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        cells = (_texts(column, console) for column in self.columns)
+        for first, *others in zip(*cells, strict=True):
+            yield _indented(first, 2)
+            pairs = [
+                f"{str(column.header).strip()} {text.plain.strip()}"
+                for column, text in zip(self.columns[1:], others, strict=True)
+                if text.plain.strip()
+            ]
+            if pairs:
+                yield _indented(Text(", ".join(pairs)), 4)
+
+
+def _indented(text: Text, by: int) -> Padding:
+    return Padding(Text(text.plain.strip(), overflow="fold"), (0, 0, 0, by))
+
+
+def _texts(column: Column, console: Console) -> Iterator[Text]:
+    for cell in column.cells:
+        yield cell if isinstance(cell, Text) else console.render_str(str(cell))
+
+
+def _width(column: Column, console: Console) -> int:
+    """Cells that a column needs: its longest word, or all of a name or a number with its unit."""
+    header = str(column.header)
+    texts = [text.plain for text in _texts(column, console)]
+    if column.no_wrap or column.justify == "right":
+        return max(map(cell_len, [*header.split(), *texts]), default=0)
+    indent = len(header) - len(header.lstrip())
+    return indent + max(
+        (len(word) for text in (header, *texts) for word in text.split()), default=0
+    )
