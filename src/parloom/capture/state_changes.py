@@ -194,7 +194,7 @@ class Untouched:
 def state_changes_refused(model: nn.Module, training: bool) -> Iterator[None]:
     """Around a call of forward and loss: raises `CaptureError` for what a graph would not show."""
     refuse = Refusals(model, training)
-    hooks = hooks_of(model)
+    hooks, modes = hooks_of(model), {m: m.training for m in model.modules()}
     try:
         with ExitStack() as changed:
             for owner, name, value in replacements(model, refuse):
@@ -203,6 +203,8 @@ def state_changes_refused(model: nn.Module, training: bool) -> Iterator[None]:
                 yield
             if hooks_of(model) != hooks:
                 refuse("hooks")
+            if any(m.training != flag and reads_mode(type(m)) for m, flag in modes.items()):
+                refuse("training")
     finally:
         if refuse.first is not None and not isinstance(sys.exception(), CaptureError):
             raise refuse.first

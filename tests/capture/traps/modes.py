@@ -110,6 +110,14 @@ def for_a_while(net: Net, x: Tensor) -> Any:
     return net.drop(h).sum()
 
 
+@refused(r"Net.*: it switches between training and evaluation")
+@forward
+def around_the_setter(net: Net, x: Tensor) -> Any:
+    h = net.drop(net.a(x))
+    vars(net.drop)["training"] = False
+    return h.sum()
+
+
 @equal
 @forward
 def layers_without_modes(net: Net, x: Tensor) -> Any:
