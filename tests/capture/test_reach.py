@@ -48,7 +48,8 @@ class Callable_:
 
 def closure(factor: Any) -> Callable[[Tensor], Tensor]:
     def scale(x: Tensor) -> Tensor:
-        return x * factor
+        result: Tensor = x * factor
+        return result
 
     return scale
 
@@ -62,7 +63,8 @@ def with_default(factor: float) -> Callable[[Tensor], Tensor]:
 
 def with_attribute(factor: float) -> Any:
     def scale(x: Tensor) -> Tensor:
-        return x * scale.factor  # type: ignore[attr-defined]
+        result: Tensor = x * scale.factor  # type: ignore[attr-defined]
+        return result
 
     scale.factor = factor  # type: ignore[attr-defined]
     return scale
@@ -122,7 +124,7 @@ MAKERS: list[Callable[[Any], Any]] = [
     with_default,
     with_attribute,
     lambda v: functools.partial(F.layer_norm, eps=v),
-    lambda v: functools.partial(hook, None, v),
+    lambda v: functools.partial(hook, nn.Identity(), v),
     lambda v: Callable_(v).__call__,
     lambda v: numpy.full(3, v),
     numpy.float32,
@@ -181,7 +183,8 @@ def test_what_is_put_into_a_library_counts(monkeypatch: pytest.MonkeyPatch) -> N
     found.add(key(model))
     monkeypatch.setattr(F, "silu", closure(3))
     found.add(key(model))
-    model.config.rms_norm_eps = 1e-3
+    settings: Any = model.config
+    settings.rms_norm_eps = 1e-3
     found.add(key(model))
     assert len(found) == 5
 

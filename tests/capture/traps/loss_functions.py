@@ -19,7 +19,7 @@ Made = tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]
 
 
 def with_loss(loss: Callable[..., Tensor]) -> Made:
-    return Net(lambda self, x: self.a(x)), batch(), loss  # type: ignore[no-any-return]
+    return Net(lambda self, x: self.a(x)), batch(), loss
 
 
 class Warmup:
