@@ -116,7 +116,7 @@ def past(path: str | None, seed: int) -> dict[str, Row]:
 
 def add(row: Row, results: list[Row], end: int) -> None:
     """Count some results."""
-    exits = Counter(row["exits"])
+    exits: Counter[str] = Counter(row["exits"])
     for result in results:
         exits.update(str(code) for code in result["exits"])
         if result["why"]:

@@ -48,7 +48,8 @@ class Mlp(nn.Module):
 class Conv(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 4)
 
     def forward(self, x, labels):
         h = F.dropout(torch.relu(self.norm(self.conv(x))).mean((2, 3)), 0.1, self.training)

@@ -146,8 +146,6 @@ def inserted(data: bytes, rng: random.Random) -> bytes:
         b"#",
         b"\\u0000",
         b"-",
-    )
-    pieces += (
         b"NaN",
         b"1e999",
         b"\r",

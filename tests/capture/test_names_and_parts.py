@@ -13,6 +13,8 @@ from parloom.errors import InputError
 class Weighted(nn.Module):
     """A loss with a buffer."""
 
+    w: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("w", torch.arange(1.0, 9.0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from parloom.errors import CaptureError, InputError, has_controls
 from parloom.ir.graph import Graph, Input, Node
@@ -29,7 +29,7 @@ def check_initialised(model: nn.Module) -> None:
     """Raise `InputError` for a module whose shapes are to be those of its first input."""
     for path, module in model.named_modules():
         tensors = (*module._parameters.values(), *module._buffers.values())
-        if any(isinstance(t, UninitializedTensorMixin) for t in tensors):
+        if any(isinstance(t, UninitializedBuffer | UninitializedParameter) for t in tensors):
             name = ".".join(part for part in (type(model).__name__, path) if part)
             raise InputError(
                 f"{name} is a {type(module).__name__} that has seen no input, so that its weights"
