@@ -18,7 +18,13 @@ class Rows(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [_width(column, console) for column in self.columns]
-        if sum(widths) + GAP * len(widths) <= options.max_width:
+        spare = options.max_width - sum(widths) - GAP * len(widths)
+        if spare >= 0:
+            # Rich would shorten the widest column first, below its longest word.
+            for column, width in zip(self.columns, widths, strict=True):
+                texts = (text.plain for text in _texts(column, console))
+                more = min(spare, max(map(cell_len, [str(column.header), *texts])) - width)
+                column.width, spare = width + more, spare - more
             yield from super().__rich_console__(console, options)
             return
         cells = (_texts(column, console) for column in self.columns)
