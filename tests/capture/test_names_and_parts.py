@@ -85,3 +85,11 @@ def test_any_key_is_a_name(keys: tuple[str, ...]) -> None:
     graph = capture(Keyed(*keys), BATCH)
     names = {i.target for i in graph.inputs if i.kind == "parameter"}
     assert {f"parts.{key}.weight" for key in keys} <= names, json.dumps(sorted(names))
+
+
+@pytest.mark.parametrize("name", [3, "a.b", ""])
+def test_a_name_that_torch_would_not_take_is_told(name: object) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0]._parameters[name] = nn.Parameter(torch.ones(8))  # type: ignore[index]
+    with pytest.raises(InputError, match=r"a Linear has a part under the name"):
+        capture(model, BATCH)

@@ -25,8 +25,26 @@ ONE_DTYPE = frozenset({
 })  # fmt: skip
 
 
+def check_keys(model: nn.Module) -> None:
+    """Raise `InputError` for a name that was put past torch, which takes texts without dots."""
+    todo, seen = [model], {model}
+    while todo:
+        module = todo.pop()
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if not isinstance(name, str) or not name or "." in name:
+                raise InputError(
+                    f"a {type(module).__name__} has a part under the name {name!r}; names of"
+                    " modules, parameters and buffers are texts without dots: use add_module,"
+                    " register_parameter or register_buffer"
+                )
+        inner = {part for part in module._modules.values() if part is not None} - seen
+        seen |= inner
+        todo += inner
+
+
 def check_initialised(model: nn.Module) -> None:
     """Raise `InputError` for a module whose shapes are to be those of its first input."""
+    check_keys(model)
     for path, module in model.named_modules():
         tensors = (*module._parameters.values(), *module._buffers.values())
         if any(isinstance(t, UninitializedBuffer | UninitializedParameter) for t in tensors):
