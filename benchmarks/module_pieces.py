@@ -248,6 +248,8 @@ TRAPS: tuple[Piece, ...] = (
     Piece("global", "global WARM{i}\nWARM{i} += 1\nh = h * WARM{i}", outside="WARM{i} = 0", trap="B"),
     Piece("carried", "h = h + self.last{i}\nself.last{i} = h.detach().mean()", "self.last{i} = 0.0",
           trap="B"),
+    Piece("narrow_gumbel", "g = h.bfloat16().repeat(1, 1, 40)\n"
+          "h = h + F.gumbel_softmax(g, dim=-1)[..., :8].to(h.dtype)", trap="D", draws=True),
     Piece("host_random", "h = h * random.random()", trap="B"),
     Piece("clock", "h = h * (time.perf_counter() % 1)", trap="B"),
 )  # fmt: skip

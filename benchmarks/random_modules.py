@@ -8,8 +8,9 @@ own. Then it is captured, planned for four devices under `data_parallel`, `fsdp`
 plans, and trained by each plan. Losses, gradients of the first step, weights and buffers must be
 equal to 1e-9, or parloom must refuse the module with its path and a reason; anything else is
 silent, and exit code 1. A module that draws is compared by `verify`, with equal draws on both
-sides. `--inject` undoes one check (`--inject list` names them) and expects to find that: exit code
-1 where it does not.
+sides. Each plan also steps on every rank's own samples, and refuses a module with one thing changed
+and a file that calls another operator (`module_checks.py`). `--inject` undoes one check (`--inject
+list` names them) and expects to find that: exit code 1 where it does not.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from common import report, reported
+from module_checks import another_model, finite, hostile_file, own_samples
 from module_faults import FAULTS
 from module_source import Source, source
 from torch import Tensor
@@ -113,7 +115,7 @@ def parallel(plan: Plan, spec: str) -> Trace:
     return assemble(rt.run_threads(program.mesh, rank))
 
 
-def judge(spec: str, made: Source, expected: Trace | str, row: Row) -> None:
+def judge(spec: str, made: Source, expected: Trace | str, row: Row, folder: Path) -> None:
     """Capture the module, and train it under each plan."""
     try:
         captured = api.capture(spec)
@@ -136,8 +138,16 @@ def judge(spec: str, made: Source, expected: Trace | str, row: Row) -> None:
             ranks = plan.decisions.mesh.num_ranks
             found = compare(expected, parallel(plan, spec), ranks, tolerance)
         worst = max(worst, found.worst_error)
-        if not found.passed:
-            row |= {"outcome": SILENT, "detail": f"{name}: {found.first_difference}"}
+        wrong = [] if found.passed else [str(found.first_difference)]
+        if made.draws and not wrong:
+            wrong.append(finite(list(parallel(plan, spec).losses)))
+        elif not wrong:
+            wrong.append(own_samples(plan, spec, tolerance))
+        if method == "fsdp":
+            wrong += [another_model(plan, made, folder, row["seed"]),
+                      hostile_file(plan, row["seed"])]  # fmt: skip
+        if any(wrong):
+            row |= {"outcome": SILENT, "detail": f"{name}: {'; '.join(filter(None, wrong))}"}
             return
     row |= {"outcome": EQUAL, "worst": worst}
     said = [line for line in captured.notes if "not compared" in line]
@@ -196,7 +206,7 @@ def examine(seed: int, only: str, fault: str, folder: Path) -> Row:
         if fault:
             FAULTS[fault].undo(undone)
         try:
-            judge(spec, made, expected if expected is not None else Trace((), {}, {}), row)
+            judge(spec, made, expected or Trace((), {}, {}), row, folder)
         except ParloomError as error:
             row |= {"outcome": REFUSED, "detail": str(error)}
         except Exception as error:
