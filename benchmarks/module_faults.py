@@ -42,6 +42,16 @@ def _gives(target: str, value: object) -> Callable[[ExitStack], None]:
     return undo
 
 
+def _grad_modes_dropped(stack: ExitStack) -> None:
+    from parloom.capture import program
+
+    stop = program.with_gradients_stopped
+    _without()(stack)
+    stack.enter_context(
+        patch("parloom.capture.program.with_gradients_stopped", lambda m, n, _: stop(m, n, False))
+    )
+
+
 def _first_input_only(stack: ExitStack) -> None:
     from parloom.runtime import samples
 
@@ -51,7 +61,11 @@ def _first_input_only(stack: ExitStack) -> None:
         first = program.inputs[0].name
         return whole(program, {first: 0})
 
+    def own(spec: Any, dims: Mapping[str, int], axes: tuple[str, ...]) -> Any:
+        return tuple(tuple(d for d in digits if isinstance(d, int)) for digits in spec.dims)
+
     stack.enter_context(patch("parloom.runtime.trainer.sample_axes", of_first))
+    stack.enter_context(patch("parloom.runtime.step.local_dims", own))
 
 
 def _narrow_draws(stack: ExitStack) -> None:
@@ -62,13 +76,19 @@ def _narrow_draws(stack: ExitStack) -> None:
     def exponential(x: torch.Tensor, rate: float = 1.0, **_: object) -> torch.Tensor:
         return torch.log1p(-torch.rand(x.shape, dtype=x.dtype)) / -rate
 
+    def drawn(stream: Any, shape: Any, kind: str, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(abs(hash(stream)) % 2**31)
+        function = torch.randn if kind == "randn" else torch.rand
+        return function(shape, generator=generator, dtype=dtype)
+
+    stack.enter_context(patch("parloom.runtime.random._drawn", drawn))
     table = {**spelling.DECOMPOSITIONS, torch.ops.aten.exponential.default: exponential}
     stack.enter_context(patch("parloom.capture.spelling.DECOMPOSITIONS", table))
 
 
 FAULTS: Mapping[str, Fault] = {
     "writes": Fault("writes that autograd does not see", "A1",
-                    _without("parloom.capture.gradient_paths.Paths.finish")),
+                    _grad_modes_dropped),
     "state": Fault("the second trace of a module that keeps state", "B",
                    _without("parloom.capture.steady.Watch.check")),
     "another_model": Fault("the comparison of the script's model with the plan", "",
