@@ -90,7 +90,8 @@ def own_samples(plan: Plan, spec: str, tolerance: float) -> str:
 
         whole, own = trainer(), trainer()
         replicas, index = own.sampler_position
-        sampler: Any = DistributedSampler(range(size), replicas, index, shuffle=False)
+        everything: Any = range(size)
+        sampler: Any = DistributedSampler(everything, replicas, index, shuffle=False)
         # A sampler deals samples out in turn; the global batch has them in the order of the ranks.
         order = [i for r in range(replicas) for i in range(r, size, replicas)]
         one = whole.step({n: t[order] for n, t in loaded.batch.items()}).loss

@@ -43,9 +43,8 @@ def _gives(target: str, value: object) -> Callable[[ExitStack], None]:
 
 
 def _grad_modes_dropped(stack: ExitStack) -> None:
-    from parloom.capture import program
+    from parloom.capture.gradient_paths import with_gradients_stopped as stop
 
-    stop = program.with_gradients_stopped
     _without()(stack)
     stack.enter_context(
         patch("parloom.capture.program.with_gradients_stopped", lambda m, n, _: stop(m, n, False))

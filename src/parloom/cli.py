@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,7 @@ from parloom.errors import (
     has_controls,
     visible,
 )
+from parloom.report.failures import bug_words, lack_words
 from parloom.report.output import flush_stdout, message, show, show_json
 
 Asked = dict[str, Any]  # arguments of a function of the api
@@ -447,13 +447,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {error}", laid_out=isinstance(error, InfeasibleError))
         return error.exit_code
     except Exception as error:
-        if why := _lack(error):
+        why = lack_words(error)
+        if why:
             flush_stdout()
-            if verbose:
-                _say(traceback.format_exc())
-            _say(f"error: {why}")
-            return 8
-        return _bug(error, arguments, verbose)
+        if verbose:
+            _say(traceback.format_exc())
+        _say(f"error: {why}" if why else bug_words(error, arguments))
+        return 8 if why else 1
     finally:
         logging.disable(disabled)
     return 0
@@ -464,36 +464,6 @@ def _check_printable(arguments: Sequence[str]) -> None:
     for position, argument in enumerate(arguments, 1):
         if has_controls(argument):
             raise InputError(f"argument {position} has control characters: {argument!a}")
-
-
-def _lack(error: Exception) -> str:
-    """What this machine has not enough of, or refuses, where that is all there is to an error."""
-    if isinstance(error, OSError):
-        return f"the system refuses: {error}"
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return (
-            f"memory ran out ({str(error) or 'MemoryError'}); ask for less, or use a larger machine"
-        )
-    return ""
-
-
-def _bug(error: Exception, arguments: list[str], verbose: bool) -> int:
-    """One line for the user, everything else in a file for the issue."""
-    text = traceback.format_exc()
-    if verbose:
-        _say(text)
-    first = str(error).strip().splitlines()[:1]
-    what = f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
-    where = "what -v says"
-    with suppress(OSError):
-        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it stays
-            "w", encoding="utf-8", prefix="parloom-bug-", suffix=".txt", delete=False
-        )
-        with file:
-            file.write(f"parloom {__version__}, Python {sys.version}\n{arguments}\n\n{text}")
-        where = file.name
-    _say(f"internal error: {what}. This is a bug; please report it with {where}")
-    return 1
 
 
 def _quiet(verbose: bool) -> None:

@@ -500,7 +500,7 @@ def test_a_run_with_another_model_ends_with_exit_code_5(
 def test_ranks_may_know_their_device() -> None:
     def made(device: torch.device) -> nn.Module:
         model = nn.Linear(2, 2)
-        model.device = device
+        vars(model)["device"] = device
         return model
 
     one, two = (key(made(torch.device("cuda", index))) for index in range(2))
