@@ -452,7 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush_stdout()
         if verbose:
             _say(traceback.format_exc())
-        _say(f"error: {why}" if why else bug_words(error, arguments))
+        _say(f"error: {why}" if why else bug_words(error, arguments, __version__))
         return 8 if why else 1
     finally:
         logging.disable(disabled)

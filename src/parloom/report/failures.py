@@ -6,8 +6,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from parloom import __version__
-
 
 def lack_words(error: Exception) -> str:
     """What this machine has not enough of, or refuses, where that is all there is to an error."""
@@ -20,7 +18,7 @@ def lack_words(error: Exception) -> str:
     return ""
 
 
-def bug_words(error: Exception, arguments: Sequence[str]) -> str:
+def bug_words(error: Exception, arguments: Sequence[str], version: str) -> str:
     """One line for the user; everything else goes into a file for the issue."""
     first = str(error).strip().splitlines()[:1]
     what = f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
@@ -31,6 +29,6 @@ def bug_words(error: Exception, arguments: Sequence[str]) -> str:
         )
         with file:
             trace = "".join(traceback.format_exception(error))
-            file.write(f"parloom {__version__}, Python {sys.version}\n{list(arguments)}\n\n{trace}")
+            file.write(f"parloom {version}, Python {sys.version}\n{list(arguments)}\n\n{trace}")
         where = file.name
     return f"internal error: {what}. This is a bug; please report it with {where}"
