@@ -615,6 +615,14 @@ def test_the_command_line_starts_without_torch() -> None:
     assert done.returncode == 0
 
 
+def test_write_atomic_puts_no_file_in_place_of_a_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(errors.InputError, match=r"pipe: it is no regular file"):
+        write_atomic(pipe, "text")
+    assert pipe.is_fifo()
+
+
 def test_write_atomic_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,8 @@ def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> P
     Makes the folder when it is missing. Raises `InputError` with `advice` where the system refuses.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # a rename would put a file in place of a device
+        raise InputError(f"cannot write {path}: it is no regular file; {advice}")
     # In the same folder, because a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
