@@ -19,7 +19,6 @@ def compared(spec: str) -> EagerReport:
     torch.set_num_threads(1)
     build = partial(load_model, spec)
     with Apart() as apart:
-        apart.begin(build)
         found = build()
         graph = capture(found.model, found.batch, loss=found.loss)
         evaluation = capture(found.model, found.batch, loss=found.loss, training=False)
