@@ -81,6 +81,25 @@ class Attending(Net):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.4)[0].flatten(1)
 
 
+class Rotating(Net):
+    """A complex buffer, as in rotary embeddings."""
+
+    turns: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def middle(self, h: Tensor) -> Tensor:
+        turned = torch.view_as_complex(h.view(-1, 4, 2)) * self.turns
+        return torch.view_as_real(turned).flatten(1)
+
+
+class Undefined(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        return h.abs().neg().log()
+
+
 class Bags(nn.Module):
     """Offsets have to grow: samples in another order mean nothing."""
 
@@ -131,6 +150,14 @@ def checkpointed() -> Made:
 
 def attending() -> Made:
     return Attending(), batch()
+
+
+def rotating() -> Made:
+    return Rotating(), batch()
+
+
+def undefined() -> Made:
+    return Undefined(), batch()
 
 
 def bags() -> Made:

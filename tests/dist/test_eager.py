@@ -95,6 +95,12 @@ def test_a_module_that_raises_is_not_compared() -> None:
         list(training_calls(build, other=True, again=True))
 
 
+def test_a_loss_that_is_not_finite_is_not_compared() -> None:
+    report = compared(models.undefined)
+    assert (report.outcome, report.calls) == (NOT_COMPARED, 0)
+    assert "own loss in call 1 is not finite" in str(report)
+
+
 def test_samples_in_another_order_that_mean_nothing_are_left_out() -> None:
     model, batch = models.bags()
     with Apart() as apart:
@@ -104,6 +110,8 @@ def test_samples_in_another_order_that_mean_nothing_are_left_out() -> None:
 
 def test_tolerances_follow_the_least_precise_dtype() -> None:
     assert compared(models.double).tolerance < compared(models.net).tolerance
+    report = compared(models.rotating)
+    assert (report.outcome, report.tolerance) == (EQUAL, compared(models.net).tolerance)
     report = compared(models.half)
     assert (report.outcome, report.dtype) == (EQUAL, "bfloat16")
 

@@ -373,7 +373,8 @@ def without_dropout_in_place(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             made = module.graph.call_function(aten.dropout.default, node.args, node.kwargs)
             written = module.graph.call_function(aten.copy_.default, (node.args[0], made))
-        made.meta = dict(node.meta)
+        # Memory of its own: it is not what it is written to.
+        made.meta = node.meta | {"val": torch.empty_like(node.meta["val"])}
         written.meta = dict(node.meta)
         node.replace_all_uses_with(written)
         module.graph.erase_node(node)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parloom.capture.assertions import replaced
 from parloom.capture.blame import TORCH_FOLDER, current_frames, is_user_file, place
+from parloom.capture.code import is_library
 from parloom.capture.gradient_paths import READS_DATA
 from parloom.errors import CaptureError
 
@@ -296,9 +297,17 @@ def overridden(kind: type) -> str:
 
 
 def hooks_of(model: nn.Module) -> list[tuple[int, ...]]:
-    """The hooks of every module, to be compared."""
+    """The hooks of every module that are no library's, to be compared.
+
+    transformers registers those that collect outputs in the first call.
+    """
     return [
-        tuple(id(hook) for name in HOOKS for hook in getattr(module, name).values())
+        tuple(
+            id(hook)
+            for name in HOOKS
+            for hook in getattr(module, name).values()
+            if not is_library(getattr(hook, "__module__", type(hook).__module__))
+        )
         for module in model.modules()
     ]
 

@@ -1,9 +1,9 @@
 """Whether the captured program is what the user's own module does.
 
 A proof compares a plan with the captured program; where capture itself is wrong, both are. So the
-module is built once more, in a process of its own, and trained for a few calls without any of
-parloom's code around it: loss, gradients (and which there are none of), buffers and parameters must
-be those of the captured program, and so must the outputs of a call in evaluation mode.
+module is built once more, in a process of its own, and trained by PyTorch for a few calls: loss,
+gradients (and which there are none of), buffers and parameters must be those of the captured
+program, and so must the outputs of a call in evaluation mode.
 
 The process is forked before the model is built the first time, so that the two builds share no
 state of Python's; a deep copy would share closures.
@@ -29,7 +29,8 @@ from parloom.ir.text import print_graph
 # Of one forward pass: three training calls on both sides take seconds on one core.
 MAX_FLOPS = 10e9
 VERIFY_FLOPS = 200e9  # in a proof, which itself takes minutes then
-MAX_WEIGHTS = 20_000_000  # elements of parameters and buffers, of which there are ten copies
+PLAN_TIMEOUT_S, VERIFY_TIMEOUT_S = 50.0, 600.0
+MAX_WEIGHTS = 50_000_000  # elements of parameters and buffers, of which there are ten copies
 WAYS_ON = (
     "what capture does not see is most often state that forward keeps for a later call, a gradient"
     " that is cut or changed by hand, or a write to a tensor that shares memory: write it as plain"
@@ -52,8 +53,9 @@ def check(
 
     A model of more than `max_flops` in a forward pass is compared in small sizes.
     """
+    timeout_s = PLAN_TIMEOUT_S if max_flops <= MAX_FLOPS else VERIFY_TIMEOUT_S
     if is_small(graph, max_flops):
-        return apart.compare(Build(source, seed), graph, evaluation)
+        return apart.compare(Build(source, seed), graph, evaluation, timeout_s)
     apart.stop()
     build = Build(source, seed, small=True)
     found = build.copy()
@@ -70,7 +72,7 @@ def check(
     evaluation = ""
     with suppress(CaptureError):  # a model may have no evaluation program
         evaluation = print_graph(capture(small.model, small.batch, loss=small.loss, training=False))
-    return replace(apart.compare(build, graph, evaluation), shrunk=text)
+    return replace(apart.compare(build, graph, evaluation, timeout_s), shrunk=text)
 
 
 def is_small(graph: Graph, max_flops: float = MAX_FLOPS) -> bool:

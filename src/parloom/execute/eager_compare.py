@@ -16,7 +16,10 @@ from parloom.ir.text import parse_graph
 
 EQUAL, DIFFERS, NOT_COMPARED = "equal", "differs", "not compared"
 # Of a tensor's own scale. Half precision is compared with itself, operator by operator.
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+TOLERANCES = {
+    "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 4e-3,
+    "bfloat16": 3e-2,
+}  # fmt: skip
 OTHER_TOLERANCE = 0.1  # eight-bit floats
 # Of the call's largest gradient: one that cancels, as in front of a batch norm, is all rounding.
 GRADIENT_FLOOR = 0.1
@@ -74,6 +77,9 @@ def compare(
     compared: list[Compared] = []
     try:
         for number, call in enumerate(calls, 1):
+            if not bool(call.loss.isfinite().all()):
+                reason = f"the module's own loss in call {number} is not finite"
+                return replace(report, outcome=NOT_COMPARED, reason=reason)
             if call.training in programs:
                 where = f"in call {number}" if call.training else "in evaluation"
                 compared.append(compare_call(programs[call.training], call, where, tolerance))

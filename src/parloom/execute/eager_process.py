@@ -120,8 +120,11 @@ class Apart(AbstractContextManager["Apart"]):
         if self._begun != build:
             self.begin(build)
         programs = print_graph(graph), evaluation
-        self._end.send_bytes(pickle.dumps(("compare", programs, timeout_s)))
-        report: EagerReport = pickle.loads(self._end.recv_bytes())
+        try:
+            self._end.send_bytes(pickle.dumps(("compare", programs, timeout_s)))
+            report: EagerReport = pickle.loads(self._end.recv_bytes())
+        except (EOFError, OSError):  # ended by the system, as it does where memory runs out
+            report = EagerReport(NOT_COMPARED, "the process that runs modules was ended")
         self._begun = None
         return report
 

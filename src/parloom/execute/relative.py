@@ -13,6 +13,8 @@ def relative_difference(expected: Tensor | None, got: Tensor | None, floor: floa
         return float("inf")
     if not expected.numel():
         return 0.0
+    if expected.is_complex() and got.is_complex():
+        expected, got = torch.view_as_real(expected), torch.view_as_real(got)
     if not expected.is_floating_point():
         return 0.0 if torch.equal(expected, got) else float("inf")
     infinite = expected.isinf()

@@ -25,6 +25,7 @@ class Rows(Table):
                 texts = (text.plain for text in _texts(column, console))
                 more = min(spare, max(map(cell_len, [str(column.header), *texts])) - width)
                 column.width, spare = width + more, spare - more
+                column.no_wrap = column.justify == "right"
             yield from super().__rich_console__(console, options)
             return
         cells = (_texts(column, console) for column in self.columns)
@@ -49,12 +50,12 @@ def _texts(column: Column, console: Console) -> Iterator[Text]:
 
 
 def _width(column: Column, console: Console) -> int:
-    """Cells that a column needs: its longest word, or all of a name or a number with its unit."""
+    """Cells that a column needs: its longest word, or all of a number with its unit."""
     header = str(column.header)
     texts = [text.plain for text in _texts(column, console)]
-    if column.no_wrap or column.justify == "right":
+    if column.justify == "right":
         return max(map(cell_len, [*header.split(), *texts]), default=0)
     indent = len(header) - len(header.lstrip())
     return indent + max(
-        (len(word) for text in (header, *texts) for word in text.split()), default=0
+        (cell_len(word) for text in (header, *texts) for word in text.split()), default=0
     )
