@@ -6,6 +6,7 @@ Each check returns what went wrong silently, or nothing.
 import random
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,13 @@ def own_samples(plan: Plan, spec: str, tolerance: float) -> str:
 def hostile_file(plan: Plan, seed: int) -> str:
     """A plan file that calls an operator that is no function of tensors is not read."""
     draw = random.Random(seed)
-    text = plan_to_json(plan)
     kinds = {"parameter", "buffer", "batch", "constant"}
     calls = sorted({m.group(1) for m in re.finditer(r"= ([a-z_]+)\(", plan.graph)} - kinds)
     if not calls:
         return ""
     old, new = draw.choice(calls), draw.choice(HOSTILE)
-    changed = text.replace(f"= {old}(", f"= {new}(")
+    graph = plan.graph.replace(f"= {old}(", f"= {new}(")
+    changed = plan_to_json(replace(plan, graph=graph))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")
         path.write_text(changed, encoding="utf-8")

@@ -70,7 +70,7 @@ def _first_input_only(stack: ExitStack) -> None:
 def _narrow_draws(stack: ExitStack) -> None:
     import torch
 
-    from parloom.capture import spelling
+    from parloom.capture import draws
 
     def exponential(x: torch.Tensor, rate: float = 1.0, **_: object) -> torch.Tensor:
         return torch.log1p(-torch.rand(x.shape, dtype=x.dtype)) / -rate
@@ -81,8 +81,8 @@ def _narrow_draws(stack: ExitStack) -> None:
         return function(shape, generator=generator, dtype=dtype)
 
     stack.enter_context(patch("parloom.runtime.random._drawn", drawn))
-    table = {**spelling.DECOMPOSITIONS, torch.ops.aten.exponential.default: exponential}
-    stack.enter_context(patch("parloom.capture.spelling.DECOMPOSITIONS", table))
+    table = {**draws.DRAWS, torch.ops.aten.exponential.default: exponential}
+    stack.enter_context(patch("parloom.capture.spelling.DRAWS", table))
 
 
 FAULTS: Mapping[str, Fault] = {

@@ -195,9 +195,15 @@ class Look:
                 for base in kind.__mro__
                 if base.__flags__ & HEAP_TYPE
                 for name, member in vars(base).items()
-                if isinstance(member, MemberDescriptorType)
+                # Types of C have members of their own, which nobody can set.
+                if isinstance(member, MemberDescriptorType) and not is_special(name)
             )
         return self.slots[kind]
+
+
+def is_special(name: str) -> bool:
+    """Whether a name is Python's own."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def is_plain(value: object) -> bool:
