@@ -211,6 +211,12 @@ def is_plain(value: object) -> bool:
     return type(value) in PLAIN_KINDS
 
 
+def text_of(value: object) -> str:
+    """The text of a plain value; Python refuses to write large integers in decimal."""
+    large = type(value) is int and value.bit_length() > 64
+    return hex(value) if large and isinstance(value, int) else repr(value)
+
+
 def by_name(named: Mapping[str, Any]) -> Parts:
     """Attributes in an order that does not depend on what set them."""
     return tuple(sorted(named.items(), key=lambda item: str(item[0])))
@@ -386,7 +392,7 @@ def shallow(value: Any) -> tuple[str, str]:
     """An order of the elements of a set that no address decides, as far as there is one."""
     kind = type(value)
     name = value if is_plain(value) else getattr(value, "__qualname__", "")
-    return kind.__qualname__, repr(name)
+    return kind.__qualname__, text_of(name)
 
 
 def tensor_bytes(tensor: Tensor, limit: int | None) -> bytes | None:

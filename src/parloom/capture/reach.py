@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from parloom.capture.code import ABSENT, foreign, is_library
-from parloom.capture.parts import ITEMS, NAMED, PLAIN_KINDS, Aspect, Look, is_plain
+from parloom.capture.parts import ITEMS, NAMED, PLAIN_KINDS, Aspect, Look, is_plain, text_of
 
 # Aspects that are told by what holds the object.
 INSIDE = (
@@ -66,7 +66,7 @@ class Held:
         if style == "closure":
             return f"closure of {owner.__qualname__}: {part}"
         if style in ITEMS:
-            shown = repr(part) if is_plain(part) else "..."
+            shown = text_of(part) if is_plain(part) else "..."
             return f"{self.found}[{shown}]"
         if style in INSIDE:
             return self.found
@@ -176,20 +176,26 @@ def token(value: Any) -> str:
         return value.type  # each rank has another one, and a plan places tensors itself
     if value is ABSENT:
         return "absent"
-    return repr(value) if is_plain(value) else f"<{class_name(type(value))}>"
+    return text_of(value) if is_plain(value) else f"<{class_name(type(value))}>"
 
 
 def code_text(code: CodeType) -> str:
     """Bytecode with names and constants; neither lines nor files."""
-    constants = [
-        sorted(map(repr, c)) if isinstance(c, frozenset) else token(c) if is_plain(c) else repr(c)
-        for c in code.co_consts
-    ]
+    constants = [constant_text(c) for c in code.co_consts]
     return repr(
         (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
          code.co_flags, code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount,
          code.co_exceptiontable, constants)
     )  # fmt: skip
+
+
+def constant_text(value: object) -> str:
+    """A constant of bytecode; sets in an order of their own."""
+    if isinstance(value, tuple | frozenset):
+        items = [constant_text(item) for item in value]
+        return repr(items if isinstance(value, tuple) else sorted(items))
+    plain = is_plain(value) or isinstance(value, CodeType)
+    return token(value) if plain else repr(value)
 
 
 def name_of(value: Any) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parloom.capture.code import ABSENT
-from parloom.capture.parts import NOT_OF_CLASSES, Aspect, OfKey, is_plain, own_names
+from parloom.capture.parts import NOT_OF_CLASSES, Aspect, OfKey, is_plain, own_names, text_of
 from parloom.capture.reach import Held, walk
 
 LARGEST = 1 << 22  # bytes of a tensor or array that are compared
@@ -116,7 +116,7 @@ def contents(parts: Mapping[Any, Any], style: str) -> object:
 def token(value: Any) -> tuple[str, object]:
     """A plain value, or the identity of another."""
     if is_plain(value) or isinstance(value, numpy.generic):
-        return type(value).__name__, value if isinstance(value, str) else repr(value)
+        return type(value).__name__, value if isinstance(value, str) else text_of(value)
     return "object", id(value)
 
 

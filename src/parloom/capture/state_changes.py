@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parloom.capture.assertions import replaced
 from parloom.capture.blame import TORCH_FOLDER, current_frames, is_user_file, place
-from parloom.capture.code import is_library
+from parloom.capture.code import LIBRARIES
 from parloom.capture.gradient_paths import READS_DATA
 from parloom.errors import CaptureError
 
@@ -297,7 +297,7 @@ def overridden(kind: type) -> str:
 
 
 def hooks_of(model: nn.Module) -> list[tuple[int, ...]]:
-    """The hooks of every module that are no library's, to be compared.
+    """The hooks of every module that are not torch's or transformers', to be compared.
 
     transformers registers those that collect outputs in the first call.
     """
@@ -306,7 +306,7 @@ def hooks_of(model: nn.Module) -> list[tuple[int, ...]]:
             id(hook)
             for name in HOOKS
             for hook in getattr(module, name).values()
-            if not is_library(getattr(hook, "__module__", type(hook).__module__))
+            if str(getattr(hook, "__module__", "")).partition(".")[0] not in LIBRARIES
         )
         for module in model.modules()
     ]

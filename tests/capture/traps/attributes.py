@@ -375,3 +375,21 @@ def outputs_of_the_last_call() -> Made:
         return self.part.hidden[0].square().mean()  # type: ignore[no-any-return]
 
     return net(body, part=types.SimpleNamespace(hidden=[]))
+
+
+@equal
+def a_large_integer() -> Made:
+    """Python refuses to write it in decimal."""
+    return net(lambda self, h: self.note(h).square().mean(), note=Noting(), large=10**5000)
+
+
+class Noting:
+    """Keeps the last shape, and a number that nobody reads."""
+
+    def __init__(self) -> None:
+        self.last: tuple[int, ...] = ()
+        self.large = 10**5000
+
+    def __call__(self, h: Tensor) -> Tensor:
+        self.last = tuple(h.shape)
+        return h.tanh()
