@@ -21,7 +21,9 @@ from parloom.capture import load_model
 from parloom.errors import InputError, ParloomError
 from parloom.execute.program import training_program
 from parloom.execute.same_model import check_program
-from parloom.ir.plan import Plan
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Node
+from parloom.ir.plan import NodeDecision, Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph
 
@@ -106,6 +108,28 @@ def own_samples(plan: Plan, spec: str, tolerance: float) -> str:
         if not abs(float(one - other)) <= tolerance * max(abs(float(one)), 1.0):
             return f"rank {number} has loss {float(other)} on its own samples, {float(one)} on all"
     return ""
+
+
+def crossed(plan: Plan) -> Plan | None:
+    """The plan with the samples of its inputs over axes in turn; None where it has one axis."""
+    axes = [axis.name for axis in plan.decisions.mesh.axes]
+    if len(axes) < 2:
+        return None
+    graph = parse_graph(plan.graph)
+    factored = factorize(graph)
+    inputs = [e.value.name for e in graph.of_kind("batch")]
+    nodes = {n.key: n for n in plan.decisions.nodes}
+    for node in graph.main.body:
+        if not isinstance(node, Node):
+            continue
+        rule = factored.rule(graph.main.name, node)
+        for operand, dims in zip(node.refs, rule.operands, strict=True):
+            if operand not in inputs or not dims or not dims[0]:
+                continue
+            if dims[0][0] in rule.shardable:
+                axis = axes[inputs.index(operand) % len(axes)]
+                nodes[node.key] = NodeDecision(node.key, ((dims[0][0], (axis,)),))
+    return replace(plan, decisions=replace(plan.decisions, nodes=tuple(nodes.values())))
 
 
 def hostile_file(plan: Plan, seed: int) -> str:

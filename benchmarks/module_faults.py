@@ -1,7 +1,7 @@
 """Checks that `random_modules.py --inject` undoes, to show that it finds what they catch."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -61,10 +61,25 @@ def _first_input_only(stack: ExitStack) -> None:
         return whole(program, {first: 0})
 
     def own(spec: Any, dims: Mapping[str, int], axes: tuple[str, ...]) -> Any:
+        if not axes:
+            return spec.dims
         return tuple(tuple(d for d in digits if isinstance(d, int)) for digits in spec.dims)
 
     stack.enter_context(patch("parloom.runtime.trainer.sample_axes", of_first))
     stack.enter_context(patch("parloom.runtime.step.local_dims", own))
+
+
+def _changes_traced(*also: str) -> Callable[[ExitStack], None]:
+    """Changes of tensors' and torch's state are traced like any other code."""
+
+    def undo(stack: ExitStack) -> None:
+        _without("parloom.capture.program.refuse_hooks", *also)(stack)
+        for name in ("state_changes_refused", "gradients_seen"):
+            stack.enter_context(
+                patch(f"parloom.capture.program.{name}", lambda *_, **__: nullcontext())
+            )
+
+    return undo
 
 
 def _narrow_draws(stack: ExitStack) -> None:
@@ -88,6 +103,12 @@ def _narrow_draws(stack: ExitStack) -> None:
 FAULTS: Mapping[str, Fault] = {
     "writes": Fault("writes that autograd does not see", "A1",
                     _grad_modes_dropped),
+    "changes": Fault("changes of tensors that no graph shows", "A2", _changes_traced()),
+    "hooks": Fault("hooks on gradients and on what is saved for backward", "A3",
+                   _changes_traced()),
+    "functions": Fault("the derivatives of custom functions", "A4",
+                       _without("parloom.capture.program.check_derivatives")),
+    "modes": Fault("seeds and modes that forward sets", "A5", _changes_traced()),
     "state": Fault("the second trace of a module that keeps state", "B",
                    _without("parloom.capture.steady.Watch.check")),
     "another_model": Fault("the comparison of the script's model with the plan", "",

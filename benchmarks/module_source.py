@@ -2,6 +2,7 @@
 """Random modules as source: a file that a seed decides, whose `factory` is `MODEL` for parloom."""
 
 import random
+import re
 from dataclasses import dataclass
 from textwrap import indent
 
@@ -31,7 +32,7 @@ class Net(nn.Module):
         super().__init__()
 {init}
 
-    def forward(self, x, ids, labels):
+    def forward(self, {arguments}):
         h = x
 {forward}
 {end}
@@ -39,12 +40,17 @@ class Net(nn.Module):
 
 def factory():
     batch = {{
-        "x": torch.randn({batch}, 4, 8, dtype=torch.float64),
-        "ids": torch.randint(0, 16, ({batch}, 4)),
-        "labels": torch.randint(-1, 16, ({batch}, 4)).masked_fill(torch.rand({batch}, 4) < 0.2, -1),
+{inputs}
     }}
     return {made}
 """
+
+INPUTS = {
+    "x": "torch.randn({batch}, 4, 8, dtype=torch.float64)",
+    "ids": "torch.randint(0, 16, ({batch}, 4))",
+    "labels": "torch.randint(-1, 16, ({batch}, 4)).masked_fill(torch.rand({batch}, 4) < 0.2, -1)",
+}
+UNREAD = 0.2  # of the inputs that a module does not read are in its batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +125,16 @@ def source(seed: int, only: str = "") -> Source:
     parts += [ending.outside + "\n\n"] if ending.outside else []
     init = "\n".join(_numbered(p.init, i) for i, p in enumerate(pieces) if p.init)
     forward = "\n".join(_numbered(p.forward, i) for i, p in enumerate(pieces))
+    read = " ".join((forward, ending.forward, ending.outside))
+    inputs = [n for n in INPUTS if n == "x" or re.search(rf"\b{n}\b", read)
+              or draw.random() < UNREAD]  # fmt: skip
     made = "Net().double(), batch" + (f", {ending.loss}" if ending.loss else "")
     text = "".join(parts) + NET.format(
         init=indent(f"{init}\nself.head = nn.Linear(8, 16)".strip(), " " * 8),
         forward=indent(forward, " " * 8),
         end=indent(ending.forward, " " * 8),
-        batch=BATCH,
+        arguments=", ".join(inputs),
+        inputs="\n".join(f'        "{n}": {INPUTS[n].format(batch=BATCH)},' for n in inputs),
         made=made,
     )
     found = (*(p.trap for p in pieces), ending.trap)

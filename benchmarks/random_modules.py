@@ -8,9 +8,10 @@ own. Then it is captured, planned for four devices under `data_parallel`, `fsdp`
 plans, and trained by each plan. Losses, gradients of the first step, weights and buffers must be
 equal to 1e-9, or parloom must refuse the module with its path and a reason; anything else is
 silent, and exit code 1. A module that draws is compared by `verify`, with equal draws on both
-sides. Each plan also steps on every rank's own samples, and refuses a module with one thing changed
-and a file that calls another operator (`module_checks.py`). `--inject` undoes one check (`--inject
-list` names them) and expects to find that: exit code 1 where it does not.
+sides. Each plan also steps on every rank's own samples, as does one whose inputs have their samples
+over different axes, and refuses a module with one thing changed and a file that calls another
+operator (`module_checks.py`). `--inject` undoes one check (`--inject list` names them) and expects
+to find that: exit code 1 where it does not.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 from common import report, reported
-from module_checks import another_model, finite, hostile_file, own_samples
+from module_checks import another_model, crossed, finite, hostile_file, own_samples
 from module_faults import FAULTS
 from module_source import Source, source
 from torch import Tensor
@@ -142,7 +143,8 @@ def judge(spec: str, made: Source, expected: Trace | str, row: Row, folder: Path
         if made.draws and not wrong:
             wrong.append(finite(list(parallel(plan, spec).losses)))
         elif not wrong:
-            wrong.append(own_samples(plan, spec, tolerance))
+            plans = filter(None, (plan, crossed(plan)))
+            wrong += [own_samples(each, spec, tolerance) for each in plans]
         if method == "fsdp":
             wrong += [another_model(plan, made, folder, row["seed"]),
                       hostile_file(plan, row["seed"])]  # fmt: skip

@@ -1,7 +1,8 @@
 """The `parloom` command, also as `python -m parloom`: Ctrl-C is one line at any moment.
 
 Imports take seconds, and an exception in the middle of one reaches no handler whole: extension
-modules turn it into errors of their own. Nothing that is worth keeping exists then.
+modules turn it into errors of their own. The process ends then, as nothing that is worth keeping
+exists; but a search has plans, so it gets the exception when the import has ended.
 """
 
 import os
@@ -10,6 +11,7 @@ import sys
 from types import FrameType
 
 INTERRUPTED = 130
+AGAIN_S = 0.02
 
 
 def main() -> int:
@@ -28,12 +30,25 @@ def main() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`; end at once where a module is being imported."""
+    """Raise `KeyboardInterrupt`; where a module is being imported, end, or try again soon."""
+    importing = False
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os._exit(_end())
+        importing |= frame.f_code.co_filename.startswith("<frozen importlib")
+        if importing and _searches(frame):
+            signal.signal(signal.SIGALRM, _interrupt)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+            return
         frame = frame.f_back
+    if importing:
+        os._exit(_end())
     raise KeyboardInterrupt
+
+
+def _searches(frame: FrameType) -> bool:
+    """Whether a frame is of a function that keeps the best plan so far."""
+    name = frame.f_globals.get("__name__", "")
+    keeps = name in ("parloom.choose", "parloom.answer") or name.startswith("parloom.search.")
+    return keeps and frame.f_code.co_name != "<module>"
 
 
 def _end() -> int:

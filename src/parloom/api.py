@@ -1,6 +1,6 @@
 """The main path on one screen: capture, plan, simulate, generate, verify, run, parallelize."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from parloom.capture import (
 )
 from parloom.capture import capture as _capture
 from parloom.capture.ambient import Settings, settings
+from parloom.capture.ranges import Ranges, ranges_of
 from parloom.choose import Ask
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
@@ -35,9 +36,10 @@ from parloom.errors import (
 )
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
-from parloom.execute.eager import WAYS_ON, begin, check
+from parloom.execute.consistent import check_results
+from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
-from parloom.execute.eager_process import Apart, Build
+from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.machine import machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
@@ -59,7 +61,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
-from parloom.ir.text import print_graph
+from parloom.ir.text import parse_graph, print_graph
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, rate_words
 from parloom.rewrite.pad import rewritten
@@ -146,6 +148,7 @@ class Captured:
     notes: tuple[str, ...]
     seed: int
     settings: Settings = ()
+    ranges: Ranges = ()
 
 
 def capture(
@@ -163,10 +166,10 @@ def capture(
     dtype = DTYPES.get(dtype, dtype) if dtype else None
     asked_for = named_optimizer(optimizer) if optimizer else None
     source = ModelSource(model, batch, seq, dtype)
-    with Apart() as apart:  # before anything of the model is imported
+    with ForkServer() as server:  # before anything of the model is imported
         progress(f"building {model}")
         loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
-        begin(apart, Build(source, seed), loaded.model)
+        begin(server, Build(source, seed), loaded.model, PLAN)
         chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
         progress("capturing the training program")
         try:
@@ -175,10 +178,16 @@ def capture(
             raise with_culprit(model, err, batch, seq) from err
         evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
         progress("comparing it with the module itself")
-        eager = check(apart, source, seed, graph, evaluation)
+        eager = check(server, source, seed, graph, evaluation, PLAN)
         progress(f"compared in {eager.seconds:.1f} s")
     if eager.outcome == DIFFERS:
-        raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}; {WAYS_ON}")
+        raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}; {ADVICE}")
+    shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in loaded.batch.items())
+    for program in (graph, *((parse_graph(evaluation),) if evaluation else ())):
+        try:
+            check_results(program)  # as whoever reads the plan will
+        except ParloomError as err:
+            raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {err}") from err
     equal, other = ((str(eager),), ()) if eager.outcome == EQUAL else ((), (str(eager),))
     return Captured(
         source,
@@ -186,10 +195,11 @@ def capture(
         chosen,
         graph,
         evaluation,
-        (*equal, *_assumed(batch, seq, loaded.batch)),
+        (*equal, f"batch as built: {shapes}"),
         (*other, *remarks(loaded.model, graph), *notes),
         seed,
         settings(),
+        ranges_of(loaded.batch),
     )
 
 
@@ -228,6 +238,7 @@ def search(
         evaluation_graph=captured.evaluation_graph,
         notes=captured.notes,
         settings=captured.settings,
+        ranges=captured.ranges,
     )
     if limit > there:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
@@ -300,12 +311,6 @@ def _evaluation(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[str,
         " the sum as that, or have the factory return a loss function too"
     )
     return print_graph(graph), (line,)
-
-
-def _assumed(batch: int | None, seq: int | None, tensors: Batch) -> Iterator[str]:
-    shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in tensors.items())
-    if batch is None or seq is None:
-        yield f"batch as built: {shapes}"
 
 
 def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
@@ -440,7 +445,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
 
     - `optimizer` makes the optimizer, of the planned class, from (name, parameter) pairs under the
       model's names: `lambda named: torch.optim.AdamW(named, lr=1e-3)`.
-    - `scheduler` makes a learning-rate scheduler from it, stepped after each step.
+    - `scheduler` makes a learning-rate scheduler from it, stepped after each optimizer step; make
+      one per epoch, or a ReduceLROnPlateau, from `trainer.optimizer` and step it yourself.
     - `clip_norm` is the largest norm of all gradients together; None does not clip.
     - `loss` is the loss function that the factory returned, if it did: `loss(output, batch)` gets
       what forward returned and the whole batch, with the entries that forward does not take

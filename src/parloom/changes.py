@@ -72,9 +72,12 @@ def _optimizer(ask: Ask) -> Iterator[Trial]:
 
 
 def _dtype(ask: Ask) -> Iterator[Trial]:
-    if ask.plan.source.dtype != DTYPES["bf16"]:
+    rates = dict(ask.machine.cluster.device.flops_per_s)
+    # Volta and Turing multiply in float16 and not in bfloat16.
+    half = "fp16" if DTYPES["fp16"] in rates and DTYPES["bf16"] not in rates else "bf16"
+    if ask.plan.source.dtype not in (DTYPES["bf16"], DTYPES["fp16"]):
         batch = ask.plan.source.batch
-        yield from _captured(ask, "--dtype bf16", "activations of half the size", batch, "bf16")
+        yield from _captured(ask, f"--dtype {half}", "activations of half the size", batch, half)
 
 
 def _method(ask: Ask) -> Iterator[Trial]:

@@ -64,6 +64,7 @@ class Dtype(StrEnum):
     """The floating-point type of parameters and activations."""
 
     BF16 = "bf16"
+    FP16 = "fp16"
     FP32 = "fp32"
     FP64 = "fp64"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parloom import api
-from parloom.capture import load_model
+from parloom.capture import config_faults, load_model
 from parloom.capture.batches import MOST_ELEMENTS
 from parloom.capture.config_faults import MOST_BYTES, faults, read_values
 from parloom.errors import CaptureError, InputError
@@ -130,7 +130,7 @@ def test_a_batch_beyond_reason_is_refused(tmp_path: Path) -> None:
         (b'{"a": 1,\n]', ":2:1: .*not JSON"),
         (b"\xff\xfe{", "no text in UTF-8"),
         (b"\xef\xbb\xbf{}", ":1:1: .*Unexpected UTF-8 BOM"),
-        (b'{"a":' + b"[" * 100_000, "RecursionError"),
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "limit"),
         (b" " * (MOST_BYTES + 1), "more than 16 MiB"),
     ],
@@ -175,3 +175,48 @@ def test_as_few_keys_as_can_be_are_blamed() -> None:
     assert faults({"a": 1, "c": 2, "b": 1}, attempt) == [("c",)]
     assert faults({"b": 1, "a": 1, "d": 4}, attempt) == [("b",), ("d",)]
     assert faults({"a": 1, "b": 1, "c": 1, "d": 4}, attempt) == [("b",), ("c",)]
+
+
+def test_a_config_of_many_keys_costs_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time stands still until the keys that are bad together are found."""
+    tried: list[int] = []
+
+    def attempt(values: dict[str, Any]) -> None:
+        tried.append(len(values))
+        if any(values.get(key) for key in ("k17", "k4000", "k4999")):
+            raise ValueError
+
+    values: dict[str, Any] = dict.fromkeys((f"k{i}" for i in range(5000)), "x")
+    clock = iter(range(10**9))
+    monkeypatch.setattr("parloom.capture.config_faults.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(config_faults, "MOST_S", 60)
+    assert faults(values, attempt) == [("k17",), ("k4000",), ("k4999",)]
+    assert len(tried) <= 61
+
+
+def test_no_attempt_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def attempt(values: dict[str, Any]) -> None:
+        tried.append(len(values))
+        raise ValueError
+
+    monkeypatch.setattr(config_faults, "MOST_S", -1.0)
+    assert faults({f"k{i}": 1 for i in range(1000)}, attempt) == []
+    assert len(tried) == 1
+
+
+def test_one_of_many_keys_is_blamed_alone() -> None:
+    def attempt(values: dict[str, Any]) -> None:
+        if values.get("k40", 1) != 1:
+            raise ValueError
+
+    assert faults({f"k{i}": 3 for i in range(100)}, attempt) == [("k40",)]
+
+
+def test_thousands_of_keys_that_nobody_knows_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_faults, "MOST_S", 10.0)
+    with pytest.raises(InputError, match=r"n_head is 3"):
+        planned({**GPT, "n_head": 3, **{f"k{i}": 1 for i in range(3000)}}, tmp_path)

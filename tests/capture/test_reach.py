@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parloom.capture.reach import key, walk
+from parloom.capture.state.reach import key, walk
 from tests.capture import models
 
 SCALE = 2.0
@@ -223,7 +223,7 @@ if {main}:
     exec(open({folder!r} + "/network.py").read())
 else:
     from network import Net
-from parloom.capture.reach import key
+from parloom.capture.state.reach import key
 print(key(Net()))
 """
 

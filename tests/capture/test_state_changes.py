@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from parloom.capture.gradient_paths import written_by
+from parloom.capture.nodes import written_by
 from parloom.capture.state_changes import CHANGES, state_changes_refused
 from parloom.errors import CaptureError
 from tests.capture.traps.nets import Net

@@ -9,7 +9,7 @@ import torch
 from parloom.capture import capture, load_model
 from parloom.errors import CaptureError, InputError
 from parloom.execute.eager_compare import EQUAL, EagerReport
-from parloom.execute.eager_process import Apart
+from parloom.execute.eager_process import ForkServer
 from parloom.ir.text import print_graph
 from tests.capture.traps.corpus import Trap, traps
 
@@ -18,11 +18,11 @@ def compared(spec: str) -> EagerReport:
     """The module beside the programs captured from it."""
     torch.set_num_threads(1)
     build = partial(load_model, spec)
-    with Apart() as apart:
+    with ForkServer() as server:
         found = build()
         graph = capture(found.model, found.batch, loss=found.loss)
         evaluation = capture(found.model, found.batch, loss=found.loss, training=False)
-        return apart.compare(build, graph, print_graph(evaluation))
+        return server.compare(build, graph, print_graph(evaluation))
 
 
 def outcome(spec: str) -> str:

@@ -8,6 +8,7 @@ from parloom import zoo
 from parloom.capture import capture
 from parloom.capture.load import cast_batch, cast_model
 from parloom.cost.clusters import resolve_cluster
+from parloom.execute.consistent import check_results
 from parloom.ir.mesh import grid
 from parloom.search.baselines import data_parallel, random_plan
 from tests.capture.models import assert_equal
@@ -51,10 +52,12 @@ def test_captured_and_parallel_equal_the_model(name: str) -> None:
         assert error <= TOLERANCE, f"{method}: {where}"
 
 
-@pytest.mark.parametrize("name", ["dit_xl", "unet", "llama", "gshard"])
-def test_captured_in_low_precision(name: str) -> None:
-    """Tables stay in float32, and what they make meets weights in bfloat16."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["dit_xl", "unet", "llama", "gshard", "cnn"])
+def test_captured_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    """Tables stay in float32, and what they make meets weights of less; files of it can be read."""
     model, batch = small(name)
-    cast_model(model, torch.bfloat16)
-    graph = capture(model, cast_batch(batch, torch.bfloat16))
-    assert {e.value.spec.dtype for e in graph.of_kind("parameter")} == {"bfloat16"}
+    cast_model(model, dtype)
+    graph = capture(model, cast_batch(batch, dtype))
+    assert {f"torch.{e.value.spec.dtype}" for e in graph.of_kind("parameter")} == {str(dtype)}
+    check_results(graph)

@@ -1,6 +1,7 @@
 """The captured program against the user's module, and what that comparison finds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from parloom.errors import CaptureError
 from parloom.execute import eager
 from parloom.execute.eager_calls import NotComparedError, training_calls
 from parloom.execute.eager_compare import DIFFERS, EQUAL, NOT_COMPARED, EagerReport, compare
-from parloom.execute.eager_process import Apart
+from parloom.execute.eager_process import ForkServer
 from parloom.execute.prove import prove
 from parloom.ir.text import print_graph
 from tests.dist import eager_models as models
@@ -103,8 +104,8 @@ def test_a_loss_that_is_not_finite_is_not_compared() -> None:
 
 def test_samples_in_another_order_that_mean_nothing_are_left_out() -> None:
     model, batch = models.bags()
-    with Apart() as apart:
-        report = apart.compare(_bags, capture(model, batch), "")
+    with ForkServer() as server:
+        report = server.compare(_bags, capture(model, batch), "")
     assert report.outcome == EQUAL, report
 
 
@@ -118,20 +119,20 @@ def test_tolerances_follow_the_least_precise_dtype() -> None:
 
 def test_the_process_shares_nothing_with_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A global that this process changes after the fork is as it was there."""
-    with Apart() as apart:
+    with ForkServer() as server:
         monkeypatch.setattr(models.Net, "middle", models.Relu.middle)
         model, batch = models.net()
-        report = apart.compare(_loaded, capture(model, batch), "")
+        report = server.compare(_loaded, capture(model, batch), "")
     assert report.outcome == DIFFERS
 
 
 def test_a_process_that_dies_or_hangs_is_said_so() -> None:
     model, batch = models.net()
     graph = capture(model, batch)
-    with Apart() as apart:
-        assert "exit code" in apart.compare(_dies, graph, "").reason
-        assert "too long" in apart.compare(_hangs, graph, "", timeout_s=0.5).reason
-        assert apart.compare(_loaded, graph, "").outcome == EQUAL
+    with ForkServer() as server:
+        assert "exit code" in server.compare(_dies, graph, "").reason
+        assert "too long" in server.compare(_hangs, graph, "", timeout_s=0.5).reason
+        assert server.compare(_loaded, graph, "").outcome == EQUAL
 
 
 def _loaded() -> Loaded:
@@ -176,8 +177,20 @@ def test_plan_and_verify_say_what_was_compared(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_large_model_is_compared_in_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "MAX_WEIGHTS", 1_000_000)
+    monkeypatch.setattr(api, "PLAN", replace(eager.PLAN, weights=1_000_000))
     found = api.capture("zoo:gpt")
     line = next(line for line in found.assumptions if "module itself" in line)
     assert "equals the module itself" in line
     assert "shrunk: " in line
+
+
+def test_a_model_without_a_small_copy_is_compared_in_a_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api, "PLAN", replace(eager.PLAN, weights=100))
+    plan = api.plan(f"{FILE}:double", cluster="2xcpu", method="data_parallel")
+    line = next(line for line in plan.notes if "not compared with the module itself" in line)
+    assert "at most 0 M and 10 are compared here, more in `parloom verify`" in line
+    found = prove(plan, small=False, progress=lambda text: None).eager
+    assert found is not None
+    assert found.outcome == EQUAL

@@ -1,14 +1,21 @@
 """`parloom explain` on saved plans: what it compares with, and what it refuses."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import RenderableType
 
 import parloom
 from parloom import api
 from parloom.errors import FingerprintError, InputError
 from parloom.ir.plan import Plan
+from parloom.cost.clusters import resolve_cluster
+from parloom.report.clusters import cluster_screen
+from parloom.report.output import rendered
+from parloom.report.terminal import plan_screen
+from parloom.report.timeline import timeline_screen
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +84,33 @@ def test_what_does_not_fit_is_compared_too(captured: api.Captured, tmp_path: Pat
     document = api.explain(plan, versus="data_parallel", progress=said.append).document
     assert any("no plan fits" in line for line in said)
     assert not document["versus"]["fits"]
+
+
+FIRST_HEADERS = ("over", "all", "devices", "term", "way", "tensor")
+WORD = re.compile(r"[^\s▁▂▃▄▅▆▇█─━]+")
+
+
+def assert_whole(screen: RenderableType, width: int) -> None:
+    """No line is wider, and every word and number of a wide terminal is there, in one piece."""
+    narrow, wide = rendered(screen, width), rendered(screen, 400)
+    assert max(map(len, narrow.splitlines())) <= width, narrow
+    # A table that becomes paragraphs has commas, and no header over its first column.
+    found = {word.rstrip(",") for word in (*WORD.findall(narrow), *FIRST_HEADERS)}
+    assert not {word.rstrip(",") for word in WORD.findall(wide)} - found, narrow
+    assert "…" not in narrow
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_screens_are_whole_on_narrow_terminals(captured: api.Captured, width: int) -> None:
+    plan = api.search(captured, cluster="2x2xcpu", method="megatron")
+    cluster = resolve_cluster(plan.cluster)
+    names = ("layers.0:linear#0", "layers.0.weight", "relu", "layers.0", "labels")
+    screens = [api.explain(plan, name=name).screen for name in names]
+    screens += [
+        api.explain(plan).screen,
+        timeline_screen(api.simulate(plan), "a plan", ["each of 4 devices"], api.source_of(plan)),
+        cluster_screen(cluster.cluster, cluster.assumptions),
+        plan_screen(plan, cluster.cluster, {"plan": Path("runs/plan.json")}, None),
+    ]
+    for screen in screens:
+        assert_whole(screen, width)

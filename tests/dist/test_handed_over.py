@@ -1,8 +1,11 @@
 """After `parallelize` the script's own module says whose its weights are."""
 
+import abc
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ from torch import Tensor, nn
 
 from parloom import api
 from parloom.errors import InputError
+from parloom.execute.handed_over import hand_over
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.train import Trainer
 from parloom.ir.plan import Plan
+from tests.capture import models
 
 FACTORY = """
 import torch
@@ -218,3 +223,171 @@ def test_on_many_ranks_too(spec: str) -> None:
     plan = api.plan(spec, cluster="2xcpu", method="data_parallel", optimizer="sgd")
     told = fork_ranks(2, _on_a_rank, spec, plan)
     assert all("trainer.evaluate(batch)" in text for text in told)
+
+
+class Picky(type(nn.Module)):  # type: ignore[misc]
+    """A metaclass that is told something of every class."""
+
+    def __new__(cls, name: str, bases: Any, body: Any, *, kind: str) -> Any:
+        made = super().__new__(cls, name, bases, body)
+        made.kind = kind
+        return made
+
+    def __init__(cls, name: str, bases: Any, body: Any, *, kind: str) -> None:
+        super().__init__(name, bases, body)
+
+
+class Told(nn.Linear, metaclass=Picky, kind="told"):
+    pass
+
+
+class Abstract(nn.Module, abc.ABC):
+    @abc.abstractmethod
+    def size(self) -> int: ...
+
+
+class Concrete(Abstract):
+    __slots__ = ("extra",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.extra = 1
+
+    def size(self) -> int:
+        return 3
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+class Sealed(nn.Linear):
+    """Lets nobody write to it, or inherit from it."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("sealed")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise TypeError("sealed")
+        super().__setattr__(name, value)
+
+
+class Frozen(nn.Module):
+    """The idiom of frozen batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 4)
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+                module.weight.requires_grad = False
+        return self
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "metaclass": lambda: Told(2, 2),
+    "abstract": Concrete,
+    "sealed": lambda: Sealed(2, 2),
+    "frozen": lambda: Frozen().train(),
+    "recurrent": lambda: nn.LSTM(2, 2),
+    "parameter list": lambda: nn.ParameterList([nn.Parameter(torch.ones(2))]),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2),
+    "made at run time": lambda: type("Made", (nn.Linear,), {})(2, 2),
+    "tied": lambda: tied(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
+}
+
+
+def tied(model: Any) -> nn.Module:
+    model[1].weight = model[0].weight
+    return nn.Sequential(model)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_module_is_handed_over_and_frees_its_weights(name: str) -> None:
+    model = nn.Sequential(KINDS[name]())
+    inner, text, kind = model[0], repr(model), type(model[0])
+    parts = [n for n, _ in model.named_modules()]
+    weights = [weakref.ref(t) for t in (*model.parameters(), *model.buffers())]
+    original = hand_over(model, torch.device("cpu"))
+    gc.collect()
+    assert not any(reference() is not None for reference in weights)
+    assert repr(model) == text
+    assert [n for n, _ in model.named_modules()] == parts
+    assert isinstance(inner, kind)
+    assert isinstance(inner, nn.Module)
+    assert type(inner).__name__ == kind.__name__
+    assert model.train() is model
+    for use in (inner, inner.forward, inner.state_dict, lambda: inner.load_state_dict({})):
+        with pytest.raises(InputError, match=r"after parallelize.*trainer\."):
+            use()
+    with pytest.raises(InputError, match=r"trainer\.step"):
+        model.eval()
+    with original.restored():
+        assert type(inner) is kind
+        assert all(p.is_meta for p in model.parameters())
+    assert type(inner) is not kind
+
+
+def test_questions_that_need_no_values_are_answered() -> None:
+    model = Concrete()
+    hand_over(model, torch.device("meta"))
+    assert model.device == torch.device("meta")  # where the trainer has them
+    assert model.dtype == torch.float32
+    assert model.num_parameters() == 3
+    assert model.size() == 3
+    assert model.training
+    with pytest.raises(InputError, match=r"trainer\.device"):
+        next(model.parameters())
+
+
+def test_a_hugging_face_model_says_what_it_is(tmp_path: Path) -> None:
+    model: Any = models.llama()[0]
+    count, dtype, footprint = model.num_parameters(), model.dtype, model.get_memory_footprint()
+    vocabulary = model.config.vocab_size
+    hand_over(model, torch.device("cpu"))
+    assert (model.num_parameters(), model.dtype) == (count, dtype)
+    assert model.get_memory_footprint() == footprint
+    assert model.device == torch.device("cpu")
+    assert model.config.vocab_size == vocabulary
+    with pytest.raises(InputError, match=STATE):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="after parallelize"):
+        model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=2)
+    with pytest.raises(InputError, match="after parallelize"):
+        model.resize_token_embeddings(10)
+
+
+def test_frozen_norms_stay_frozen() -> None:
+    model: Any = nn.Sequential(Frozen())
+    model.train()
+    hand_over(model, torch.device("cpu"))
+    for module in (model, model[0]):
+        assert module.train() is module
+        with pytest.raises(InputError, match=RUN):
+            module.train(False)
+    with pytest.raises(InputError, match=RUN):
+        model[0].norm.train()
+    assert (model.training, model[0].norm.training) == (True, False)
+
+
+def test_the_trainer_keeps_no_weight_of_the_model(spec: str, plan: Plan) -> None:
+    model, batch = made(spec)
+    weights = [weakref.ref(t) for t in (*model.parameters(), *model.buffers())]
+    trainer = trainer_of(model, plan)
+    gc.collect()
+    assert not any(reference() is not None for reference in weights)
+    trainer.step(batch)

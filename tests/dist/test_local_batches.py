@@ -98,8 +98,21 @@ class Plain(nn.Module):
         return loss
 
 
+class Unread(nn.Module):
+    """Labels that a data set brings, and the model does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.a(x).tanh().square().mean()
+        return loss
+
+
 BUILDS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "plain": lambda: (Plain(), {"x": torch.randn(SIZE, 4), "y": torch.randn(SIZE, 4)}),
+    "unread": lambda: (Unread(), {"labels": ids(SIZE), "x": torch.randn(SIZE, 4)}),
     "weighted": lambda: (
         Weighted(),
         {"x": torch.randn(SIZE, 4), "scale": torch.rand(6), "y": torch.randn(SIZE, 4)},
@@ -117,6 +130,7 @@ BUILDS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 }
 DIMS = {
     "plain": {"x": 0, "y": 0},
+    "unread": {"x": 0},
     "weighted": {"x": 0, "y": 0},
     "shared first": {"x": 0, "y": 0},
     "recurrent": {"ids": 1, "labels": 1},
@@ -269,3 +283,28 @@ def test_what_all_samples_share_is_the_same_on_all_ranks() -> None:
 
     with pytest.raises(InputError, match=r"input 'scale' differs between ranks 0 and 1"):
         rt.run_threads(program.mesh, body)
+
+
+@pytest.mark.parametrize("given", [(SIZE,), (SIZE // 4,), (3, 2), None])
+@pytest.mark.parametrize("local", [True, False])
+def test_an_entry_that_nothing_reads_may_be_anything(
+    given: tuple[int, ...] | None, local: bool
+) -> None:
+    program = programs("unread", {"x": 4}, None)
+    assert program.unread == ("labels",)
+    held = model("unread")
+
+    def body(comm: rt.Comm) -> float:
+        trainer = rt.Trainer(
+            program, held.tensors, comm=comm, sample_dims=DIMS["unread"],
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        )  # fmt: skip
+        x = held.batch["x"]
+        batch = {"x": x.chunk(4)[comm.rank] if local else x}
+        if given is not None:  # not even the same on all ranks
+            batch["labels"] = torch.full(given, comm.rank)
+        with pytest.raises(InputError, match="the batch has"):
+            trainer.step({**batch, "other": x}, local=local)
+        return float((trainer.step(batch, local=local).loss - held.expected.loss).abs())
+
+    assert max(rt.run_threads(program.mesh, body)) <= 1e-9

@@ -97,6 +97,24 @@ def test_one_rank_needs_no_launcher(factory: str) -> None:
     assert torch.equal(trainer.step(batch).loss, reference(**batch)[0].detach())
 
 
+def test_objects_in_place_of_functions_are_refused(factory: str) -> None:
+    plan = planned(factory, "1xcpu", "data_parallel")
+    model, batch = build()
+    made = adamw(list(model.named_parameters()))
+    schedule = torch.optim.lr_scheduler.StepLR(made, 1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"optimizer": made}, "optimizer is an AdamW, made before .*=lambda named: torch.optim.Ad"),
+        ({"optimizer": None}, "optimizer is a NoneType; give a function"),
+        ({"optimizer": "adamw"}, "optimizer is a str; give a function"),
+        ({"optimizer": lambda named: named}, "`optimizer` made a list, not an optimizer"),
+        ({"scheduler": schedule}, "scheduler is a StepLR, made before .*lambda optimizer: "),
+        ({"loss": batch["labels"]}, "loss is a Tensor; give a function: loss=lambda output"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(InputError, match=message):
+            api.parallelize(model, plan, **({"optimizer": adamw} | given))
+
+
 def test_refusals(factory: str) -> None:
     plan = planned(factory, "1xcpu", "data_parallel")
     model, _ = build()
@@ -153,21 +171,28 @@ def test_a_loss_function_that_is_left_out_is_told(tmp_path: Path) -> None:
 
 
 def test_where_nothing_fits_the_error_has_the_facts(factory: str) -> None:
-    fits = planned(factory, "4xcpu", "auto")
-    peaks = {a.peak_bytes: a.name for a in fits.alternatives}
-    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits in .*what would fit, ") as caught:
-        api.plan(
-            factory, cluster="4xcpu", dtype="float64", optimizer="adamw", memory=min(peaks) - 1
+    def limited(memory: int) -> Plan:
+        return api.plan(
+            factory, cluster="4xcpu", dtype="float64", optimizer="adamw", memory=memory
         )
+
+    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits in .*what would fit, ") as caught:
+        limited(1000)
     document = dict(caught.value.document)
-    assert document["limit_bytes"] == min(peaks) - 1
+    assert document["limit_bytes"] == 1000
     smallest = document["smallest"]
     assert isinstance(smallest, dict)
-    assert (smallest["name"], smallest["peak_bytes"]) == (peaks[min(peaks)], min(peaks))
     assert str(smallest["name"]) in str(caught.value)
     sizes = list(smallest["memory"].values())
     assert sizes == sorted(sizes, reverse=True)
     assert document["changes"]
+
+    fits = limited(smallest["peak_bytes"])
+    assert fits.prediction is not None
+    assert fits.prediction.peak_bytes == smallest["peak_bytes"]
+    with pytest.raises(InfeasibleError) as below:
+        limited(smallest["peak_bytes"] - 1)
+    assert dict(below.value.document)["smallest"] == smallest
 
 
 def test_a_model_that_cannot_be_evaluated_can_be_trained(

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
-    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -168,7 +167,6 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
         o, [LinearLR(o, 0.1, total_iters=2), MultiStepLR(o, [1, 3], 0.5)], [2]
     ),
     "lambda": lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
-    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
     "one_cycle": lambda o: OneCycleLR(o, 0.1, total_steps=20),
 }
 

@@ -358,3 +358,93 @@ def test_training_continues_under_another_plan(source: str, target: str) -> None
     for state in on_ranks(second, body, scheduler=halving):
         for name, value in state.items():
             assert torch.allclose(value, straight[name], rtol=0, atol=1e-9), name
+
+
+# Schedules.
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs"
+    )
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_schedules_of_epochs_and_of_a_validation_loss_are_stepped_by_the_user(storage: str) -> None:
+    """They are made from `trainer.optimizer`, and train as on one device."""
+    made = mlp.program(GRID, layout(storage))
+    validation, epochs, steps = mlp.batch(seed=9), 3, 2
+    whole = mlp.model()
+    single = mlp.adamw(list(whole.named_parameters()))
+    by_epoch, by_loss = torch.optim.lr_scheduler.StepLR(single, 2, 0.1), plateau(single)
+    for epoch in range(epochs):
+        for step in range(steps):
+            single.zero_grad()
+            whole(**mlp.batch(seed=epoch * steps + step)).backward()
+            single.step()
+        with torch.no_grad():
+            by_loss.step(whole(**validation).item())
+        by_epoch.step()
+
+    def body(one: rt.Trainer) -> tuple[float, dict[str, Tensor]]:
+        by_epoch = torch.optim.lr_scheduler.StepLR(one.optimizer, 2, 0.1)
+        by_loss = plateau(one.optimizer)
+        for epoch in range(epochs):
+            for step in range(steps):
+                one.step(mlp.batch(seed=epoch * steps + step))
+            by_loss.step(one.evaluate(validation).loss.item())
+            by_epoch.step()
+        return one.optimizer.param_groups[0]["lr"], one.state_dict()
+
+    for rate, state in on_ranks(made, body):
+        assert rate == single.param_groups[0]["lr"]
+        for name, tensor in whole.state_dict().items():
+            assert torch.allclose(state[name], tensor, rtol=1e-9, atol=1e-9), name
+
+
+class ToldTheLoss:
+    def step(self, loss: float, *rest: int) -> None:
+        """Look at a loss."""
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (plateau, r"ReduceLROnPlateau\.step needs metrics.*ReduceLROnPlateau\(trainer\.optimizer\)"),
+        (lambda o: ToldTheLoss(), "ToldTheLoss.step needs loss"),
+        (lambda o: None, "made a NoneType, which has no step"),
+        (lambda o: o.param_groups, "made a list, which has no step"),
+    ],
+    ids=["plateau", "own", "nothing", "groups"],
+)
+def test_a_scheduler_that_no_step_can_drive_is_refused(
+    scheduler: Callable[[torch.optim.Optimizer], Any], message: str
+) -> None:
+    made = mlp.program(rt.grid({}), mlp.Layout())
+    with pytest.raises(InputError, match=message):
+        trainer(rt.SingleComm(rt.grid({})), made, scheduler=scheduler)
+
+
+# What users hand over by mistake.
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    made, whole = mlp.program(rt.grid({}), mlp.Layout()), mlp.model()
+    comm = rt.SingleComm(rt.grid({}))
+    for wrong in (
+        lambda named: torch.optim.SGD(whole.parameters()),
+        lambda named: torch.optim.SGD([*(p for _, p in named), next(whole.parameters())]),
+    ):
+        with pytest.raises(InputError, match=r"SGD was made with \d+ tensors that are not the tr"):
+            trainer(comm, made, optimizer=wrong)
+    some = trainer(comm, made, optimizer=lambda named: torch.optim.SGD([named[0][1]], lr=0.1))
+    some.step(mlp.batch())
+
+
+def test_a_batch_in_several_arguments_is_refused() -> None:
+    made = mlp.program(rt.grid({}), mlp.Layout())
+    one = trainer(rt.SingleComm(rt.grid({})), made)
+    first, *others = mlp.batch().values()
+    for call in (one.step, one.evaluate):
+        with pytest.raises(InputError, match="local, is a Tensor.*pass one batch: a dict"):
+            call(first, others[0])  # type: ignore[arg-type]

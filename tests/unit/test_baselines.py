@@ -53,7 +53,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
         next(data_parallel(perceptron(batch=6), CLUSTER))
     assert str(caught.value) == (
         "batch tensor 'x' has 6 samples, which do not divide over 4 data-parallel ranks; take"
-        " 8 of them: --batch, or what the factory returns"
+        " 8 of them: --batch 8, or where a factory makes the batch, in the factory"
     )
 
 

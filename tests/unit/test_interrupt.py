@@ -1,8 +1,8 @@
 """Ctrl-C while modules are imported: exit code 130 and one line, from the first import on."""
 
-import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,4 +49,38 @@ def test_a_parent_that_ignores_the_signal_has_its_way() -> None:
     command = [sys.executable, "-c", program, "--version"]
     done = subprocess.run(command, check=False, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+SEARCH = """
+import os, signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "wave":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from parloom import __main__ as command
+from parloom.search import auto
+
+plays = auto._Hunt.run
+
+def run(hunt, meshes):
+    plays(hunt, meshes[:1])
+    exec("def late():\\n    import wave\\n    while True: pass", vars(auto))
+    auto.late()
+
+auto._Hunt.run = run
+sys.argv[1:] = ["plan", "zoo:mlp", "--cluster", "2xcpu", "--out", "out"]
+sys.exit(command.main())
+"""
+
+
+def test_an_import_in_a_search_ends_before_the_search_with_its_best_plan(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SEARCH]
+    done = subprocess.run(command, check=False, capture_output=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith(b"interrupted\n"), done.stderr
+    assert (tmp_path / "out" / "plan.json").is_file()

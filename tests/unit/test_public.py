@@ -34,7 +34,7 @@ def test_the_verbs_are_those_of_the_api() -> None:
         ({"microbatches": 0}, "microbatches: must be"),
         ({"microbatches": True}, "microbatches: must be"),
         ({"seed": -1}, "seed: must be a whole number from 0 on, got -1"),
-        ({"dtype": "fp16"}, "no dtype 'fp16'; did you mean"),
+        ({"dtype": "fp17"}, "no dtype 'fp17'; did you mean"),
         ({"method": "megatorn"}, "no method or plan file 'megatorn'; did you mean 'megatron'"),
         ({"memory": "70Gb"}, "memory: '70Gb' is ambiguous"),
         ({"memory": 0}, "memory: must be greater than zero"),

@@ -44,6 +44,23 @@ def test_ambiguous_bandwidth_shows_two_readings(text: str) -> None:
         units.parse_bandwidth(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20KB", 20_000), ("20kb", 20_000), ("3MB", 3 * 10**6), ("70gb", 70 * 10**9),
+        ("1.5 TB", 15 * 10**11), ("2tb", 2 * 10**12), ("8gib", 2**33), ("8GIB", 2**33),
+        ("4096b", 4096), ("1.5B", 1),
+    ],
+)  # fmt: skip
+def test_limits_are_read_in_either_case(text: str, size: int) -> None:
+    assert units.parse_bytes(text, down=True) == size
+
+
+def test_a_limit_that_may_be_bits_is_refused() -> None:
+    with pytest.raises(InputError, match="ambiguous"):
+        units.parse_bytes("80Gb", down=True)
+
+
 def test_ambiguous_size_shows_two_readings() -> None:
     with pytest.raises(InputError, match=r"'80Gb' is ambiguous.*write 80Gbit or 80GB"):
         units.parse_bytes("80Gb")

@@ -12,6 +12,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, Compute, Item, Movement, PValue
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
+from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import (
     DECISIONS,
     GRAPH,
@@ -92,6 +93,7 @@ BAD_DECISIONS: dict[str, Decisions] = {
         MEGATRON, activations=(ActivationDecision("up", "recompute"),)
     ),
     "decisions are executable": replace(MEGATRON, batch_norm="local"),
+    "gradients and masters keep their precision": replace(MEGATRON, reduce_dtype="bfloat16"),
 }
 
 
@@ -192,3 +194,10 @@ def test_a_bad_decision_is_caught(name: str) -> None:
 def test_a_damaged_program_is_caught(name: str) -> None:
     with pytest.raises(VerifyError, match=rf"\[{name}\]"):
         verify_pcg(BAD_PROGRAMS[name](lower(PERCEPTRON, MEGATRON)))
+
+
+def test_gradients_are_not_reduced_in_less_than_they_have() -> None:
+    text = print_graph(PERCEPTRON).replace("float32", "float64")
+    verify_decisions(PERCEPTRON, replace(MEGATRON, reduce_dtype="float32"))
+    with pytest.raises(VerifyError, match="does not hold gradients of"):
+        verify_decisions(parse_graph(text), replace(MEGATRON, reduce_dtype="float32"))

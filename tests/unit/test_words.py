@@ -6,7 +6,9 @@ from itertools import product
 import pytest
 
 from parloom.answer import ALL
+from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
+from parloom.ir.graph import Function, Graph
 from parloom.ir.mesh import Device, grid
 from parloom.ir.plan import (
     ActivationDecision,
@@ -122,6 +124,28 @@ def test_a_dtype_without_a_rate_is_priced_at_the_lowest() -> None:
     )
     known = replace(device, flops_per_s=(("float32", 1e12),))
     assert rate_words(perceptron(), known) == ()
+
+
+def test_float16_is_named_where_a_device_has_no_bfloat16() -> None:
+    """V100, T4 and 2080 Ti; a device that has neither is not told of it."""
+    low = replace(perceptron(), functions=(), main=narrow(perceptron(), "bfloat16"))
+    for name, rate in (("V100", "125"), ("T4", "65"), ("2080Ti", "53.8")):
+        (line,) = rate_words(low, find_device(name).device)
+        assert line.endswith(f"; --dtype fp16 computes at {rate} TFLOP/s")
+        half = replace(low, main=narrow(perceptron(), "float16"))
+        assert rate_words(half, find_device(name).device) == ()
+    assert "fp16" not in rate_words(low, find_device("cpu").device)[0]
+
+
+def narrow(graph: Graph, dtype: str) -> Function:
+    """Main, with results in another dtype."""
+    body = tuple(
+        replace(
+            item, results=tuple(replace(v, spec=replace(v.spec, dtype=dtype)) for v in item.results)
+        )
+        for item in graph.main.body
+    )
+    return replace(graph.main, body=body)
 
 
 def test_an_axis_that_splits_nothing_is_idle() -> None:

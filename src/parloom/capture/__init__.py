@@ -2,9 +2,9 @@
 
 from parloom.capture.build import capture, capture_flat, parameters_of
 from parloom.capture.check import remarks, scalars_apart
-from parloom.capture.compare import first_difference
-from parloom.capture.fingerprint import differences, fingerprint
-from parloom.capture.hugging_face import with_culprit
+from parloom.capture.compare import first_difference, has_loss_function
+from parloom.capture.fingerprint import cast_needed, differences, fingerprint
+from parloom.capture.hugging_face import set_for_training, with_culprit
 from parloom.capture.load import Loaded, load_abstract, load_model, sizes_of
 from parloom.capture.program import Loss, arguments_of, mode, named_tensors, select_loss
 from parloom.capture.spelling import decompositions
@@ -14,10 +14,12 @@ __all__ = [
     "capture_flat",
     "parameters_of",
     "remarks",
+    "cast_needed",
     "differences",
     "scalars_apart",
     "fingerprint",
     "first_difference",
+    "has_loss_function",
     "load_model",
     "load_abstract",
     "sizes_of",
@@ -25,6 +27,7 @@ __all__ = [
     "mode",
     "named_tensors",
     "select_loss",
+    "set_for_training",
     "decompositions",
     "with_culprit",
     "Loaded",

@@ -5,38 +5,60 @@ rank, world size, host, process, device or environment is noted where a module (
 function) asks. Libraries ask for reasons of their own, and so does a factory outside of modules.
 """
 
+import getpass
+import multiprocessing
 import os
 import platform
 import socket
+import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from types import FrameType, ModuleType
+from functools import cache, partial, wraps
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from parloom.capture.assertions import replaced
-from parloom.capture.blame import STANDARD_LIBRARY, current_frames, is_user_file, place
-from parloom.capture.code import is_library
+from parloom.capture.blame import current_frames, place
+from parloom.capture.owners import STANDARD_LIBRARY, is_library, is_user_file
+from parloom.capture.replace import replaced
 from parloom.errors import CaptureError
 
-ASKED = (
-    (os, "os", ("getpid", "getppid", "uname", "getlogin")),
-    (socket, "socket", ("gethostname", "getfqdn")),
-    (platform, "platform", ("node", "uname")),
-    (uuid, "uuid", ("getnode",)),
-    (torch.cuda, "torch.cuda", ("device_count", "current_device", "get_device_name")),
-    (dist, "torch.distributed", (
-        "get_rank", "get_world_size", "is_initialized", "get_backend", "get_node_local_rank",
-        "is_torchelastic_launched",
-    )),
+# Functions of these modules ask, but for those that are named: they read files, hold for every
+# rank, or tell nothing.
+ASKING: tuple[tuple[ModuleType, frozenset[str]], ...] = (
+    (platform, frozenset({"system", "python_version", "python_version_tuple",
+                          "python_implementation", "python_compiler", "python_build"})),
+    (socket, frozenset()),
+    (getpass, frozenset()),
+    (subprocess, frozenset()),
+    (dist, frozenset({"is_available"})),
+    *((module, frozenset({"is_available", "is_initialized", "synchronize", "empty_cache",
+                          "manual_seed", "manual_seed_all", "init"}))
+      for module in (torch.cuda, torch.xpu, torch.mps, torch.cpu, torch.accelerator)),
 )  # fmt: skip
+# Of other modules only some do.
+NAMED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (os, ("uname", "cpu_count", "process_cpu_count", "times", "sysconf", "confstr", "ctermid",
+          "ttyname", "popen", "system", "statvfs")),
+    (uuid, ("getnode", "uuid1")),
+    (threading, ("get_ident", "get_native_id")),
+    (multiprocessing, ("cpu_count", "current_process", "parent_process")),
+    (torch, ("get_num_threads", "get_num_interop_threads")),
+)  # fmt: skip
+ASKS_OF_OS = ("get", "sched_")  # how other names in `os` begin
+NOT_OF_OS = frozenset(
+    {"getcwd", "getcwdb", "getenv", "getenvb", "get_exec_path", "get_blocking", "get_inheritable",
+     "getxattr", "getrandom"}
+)  # fmt: skip
+OPTIONAL = ("psutil", "pynvml", "pwd", "grp", "resource")  # where the process has them
+FUNCTIONS = (FunctionType, BuiltinFunctionType, type(cache(id)))
 WAY_ON = (
     "every rank of a plan runs one program, on other machines than the one that plans: decide it"
     " outside of the model and pass it as an argument, the same on all ranks"
@@ -44,7 +66,8 @@ WAY_ON = (
 
 
 # Who is told; a module may keep a function that notes, and call it in a later trace.
-LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar("LISTENER", default=None)
+Listener = Callable[[str, Callable[[FrameType], bool]], None]
+LISTENER: ContextVar[Listener | None] = ContextVar("LISTENER", default=None)
 
 
 @contextmanager
@@ -55,14 +78,15 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
     """
     found: list[str] = []
 
-    def note(what: str) -> None:
+    def note(what: str, passes: Callable[[FrameType], bool]) -> None:
         stack = [entry for entry in current_frames() if entry[0].f_code.co_filename != __file__]
         modules = [i for i, (f, _) in enumerate(stack) if isinstance(_owner(f), nn.Module)]
         inside = stack[modules[0] :] if modules else []
         files = [f.f_code.co_filename for f, _ in inside]
         if found or not inside or any(file.startswith("<frozen importlib") for file in files):
             return  # outside of modules, or while a library is imported
-        caller = next((f for f, _ in reversed(inside) if not _is_standard(f)), None)
+        # Libraries ask for reasons of their own, those of the standard library among them.
+        caller = next((f for f, _ in reversed(inside) if not passes(f)), None)
         if caller is None or not _counts(caller):
             return
         built = model or _owner(stack[modules[-1]][0])
@@ -72,8 +96,8 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(LISTENER.reset, LISTENER.set(note))
-        for owner, name, value in _noting():
-            stack.enter_context(replaced(owner, name, value))
+        for enter in _noting():
+            stack.enter_context(enter)
         try:
             yield
         except Exception as error:
@@ -84,32 +108,135 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
         raise CaptureError(f"{found[0]}; {WAY_ON}")
 
 
-def _noting() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, value that notes) of all that can be asked, wherever it is imported."""
-
-    def noted(original: Callable[..., Any], label: str) -> Callable[..., Any]:
-        @wraps(original)
-        def asks(*args: Any, **kwargs: Any) -> Any:
-            note = LISTENER.get()
-            if note is not None:
-                note(f"os.environ[{args[1]!r}]" if label == "os.environ" else f"{label}()")
-            return original(*args, **kwargs)
-
-        return asks
-
+def _noting() -> Iterator[AbstractContextManager[None]]:
+    """Everything that can be asked notes it inside of these, wherever the user has imported it."""
     environment: Any = type(os.environ)
-    yield environment, "__getitem__", noted(environment.__getitem__, "os.environ")
+    for name in ("__getitem__", "__iter__"):
+        yield replaced(environment, name, _noted(getattr(environment, name), _variable))
     made: dict[int, Any] = {}
-    for module, prefix, names in ASKED:
-        for name in names:
-            original = getattr(module, name, None)
-            if original is not None:
-                made[id(original)] = noted(original, f"{prefix}.{name}")
-                yield module, name, made[id(original)]
-    for module in _files():
+    for module, name, original in _questions():
+        if id(original) not in made:
+            label = f"{module.__name__}.{name}()"
+            made[id(original)] = _noted(original, lambda *_, label=label: label, _is_between)
+        yield replaced(module, name, made[id(original)])
+    arguments = Arguments(sys.argv)
+    made[id(sys.argv)] = arguments
+    yield replaced(sys, "argv", arguments)
+    for file in _files():
+        yield from _aliases(vars(file), made, partial(replaced, file))
+
+
+def _questions() -> Iterator[tuple[Any, str, Any]]:
+    """(module, name, function) of all that can be asked; what a module imports is none of its."""
+    optional = ((sys.modules[name], frozenset[str]()) for name in OPTIONAL if name in sys.modules)
+    for module, harmless in (*ASKING, *optional):
+        own = module.__name__, "torch._C"
         for name, value in tuple(vars(module).items()):
-            if id(value) in made:
-                yield module, name, made[id(value)]
+            if type(value) not in FUNCTIONS or name in harmless or name.startswith("_"):
+                continue
+            origin = str(value.__module__)
+            if origin.removeprefix("_").startswith(own):
+                yield module, name, value
+                if (
+                    vars(sys.modules.get(origin, module)).get(name) is value
+                    and origin != module.__name__
+                ):
+                    yield sys.modules[origin], name, value
+    for name, value in tuple(vars(os).items()):
+        if name.startswith(ASKS_OF_OS) and name not in NOT_OF_OS and callable(value):
+            yield os, name, value
+    for module, names in NAMED:
+        yield from ((module, n, getattr(module, n)) for n in names if hasattr(module, n))
+
+
+def _aliases(
+    namespace: Mapping[str, Any],
+    made: Mapping[int, Any],
+    put: Callable[[str, Any], AbstractContextManager[None]],
+) -> Iterator[AbstractContextManager[None]]:
+    """Other names of what was made to note: of a file, its classes, containers and defaults."""
+    for name, value in tuple(namespace.items()):
+        if id(value) in made:
+            yield put(name, made[id(value)])
+        elif isinstance(value, partial) and id(value.func) in made:
+            yield put(name, partial(made[id(value.func)], *value.args, **value.keywords))
+        elif isinstance(value, type) and not is_library(value.__module__):
+            own = {n: getattr(v, "__func__", v) for n, v in vars(value).items()}
+            asks = {n: v for n, v in own.items() if id(v) in made or isinstance(v, FunctionType)}
+            yield from _aliases(asks, made, partial(_of_class, value))
+        elif isinstance(value, FunctionType) and value.__defaults__:
+            found = tuple(made.get(id(item), item) for item in value.__defaults__)
+            if any(id(item) in made for item in value.__defaults__):
+                yield _attribute(value, "__defaults__", found, value.__defaults__)
+        elif type(value) in (list, dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from (_item(value, k, made[id(v)]) for k, v in tuple(items) if id(v) in made)
+
+
+def _of_class(kind: type, name: str, value: Any) -> AbstractContextManager[None]:
+    """Another attribute of a class, for a while; functions of C are bound to no instance."""
+    return _attribute(kind, name, staticmethod(value), vars(kind)[name])
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any, old: Any) -> Iterator[None]:
+    """Another attribute of a class or function, for a while."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+@contextmanager
+def _item(container: Any, key: Any, value: Any) -> Iterator[None]:
+    """Another item of a list or dict, for a while."""
+    old = container[key]
+    container[key] = value
+    try:
+        yield
+    finally:
+        container[key] = old
+
+
+def _noted(
+    original: Callable[..., Any],
+    label: Callable[..., str],
+    passes: Callable[[FrameType], bool] | None = None,
+) -> Callable[..., Any]:
+    """A function that tells the listener that it was called, and by whom."""
+
+    @wraps(original)
+    def asks(*args: Any, **kwargs: Any) -> Any:
+        note = LISTENER.get()
+        if note is not None:
+            note(label(*args), passes or _is_standard)
+        return original(*args, **kwargs)
+
+    return asks
+
+
+def _variable(_: Any, *names: Any) -> str:
+    return f"os.environ[{names[0]!r}]" if names else "os.environ"
+
+
+def _argument(name: str) -> Any:
+    """A method of `sys.argv`."""
+    return _noted(getattr(list, name), lambda *_: "sys.argv")
+
+
+class Arguments(list[str]):
+    """`sys.argv`, which tells who reads it."""
+
+    __getitem__ = _argument("__getitem__")
+    __iter__ = _argument("__iter__")
+    __len__ = _argument("__len__")
+    __contains__ = _argument("__contains__")
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a frame is no caller's: the noting itself."""
+    return frame.f_code.co_filename in (current_frames.__code__.co_filename, __file__)
 
 
 def _files() -> Iterator[ModuleType]:

@@ -9,8 +9,7 @@ asked for, and a larger value is an index that is out of range.
 import ast
 import dis
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from linecache import getlines
 from types import FrameType
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules import transformer
+
+from parloom.capture.replace import replaced
 
 Span = tuple[int, int, int, int]  # first line, last line, first column, last column
 
@@ -47,6 +48,7 @@ class NothingRaised:
         def said(mask: Tensor | None, is_causal: bool | None = None, size: object = None) -> bool:
             return is_causal is True
 
+        asked.__name__ = "__bool__"  # as function modes see it
         self.changes = ExitStack()
         self.changes.enter_context(replaced(Tensor, "__bool__", asked))
         self.changes.enter_context(replaced(torch, "bincount", counted))
@@ -79,18 +81,6 @@ class NothingRaised:
             for node in ast.walk(statement.test)
         )
         return isinstance(statement, ast.Assert) is (turned % 2 == 0)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Another attribute of a class or module, for a while."""
-    own = name in vars(owner)
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old) if own else delattr(owner, name)
 
 
 def counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:

@@ -23,8 +23,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from parloom.capture.assertions import replaced
 from parloom.capture.blame import current_frames, place
+from parloom.capture.replace import replaced
 from parloom.errors import CaptureError
 
 CHECKPOINT = "parloom_checkpoint"
@@ -33,7 +33,7 @@ LIMIT = 1 << 22  # elements of the arguments that a function is checked on
 SCALES = ((1.0, 1.0), (1e-8, 1.0), (30.0, 1.0), (1e2, 1.0), (1e4, 1.0), (1.0, 1e4))
 REAL_CALLS = 4  # of a function that its real arguments are kept of
 TOLERANCE = 1e-4  # between single precision results of two formulas for the same derivative
-WAYS_ON = (
+ADVICE = (
     "let autograd derive it from plain operations: for a straight-through estimator that is"
     " x + (f(x) - x).detach(), for a scaled gradient x * scale + (x - x * scale).detach()"
 )
@@ -243,12 +243,12 @@ def check_derivatives(calls: list[CustomCall], real: list[RealCall]) -> None:
             reason = str(err).splitlines()[0] if str(err) else ""
             raise CaptureError(
                 f"cannot capture {name} could not be checked on random numbers:"
-                f" {type(err).__name__}: {reason}; {WAYS_ON}"
+                f" {type(err).__name__}: {reason}; {ADVICE}"
             ) from err
         if not error <= TOLERANCE:
             raise CaptureError(
                 f"cannot capture {name} has a backward that is not the derivative of its forward"
-                f" (gradients differ by {error:.0e}), which a plan would train with; {WAYS_ON}"
+                f" (gradients differ by {error:.0e}), which a plan would train with; {ADVICE}"
             )
 
 

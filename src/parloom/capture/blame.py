@@ -4,8 +4,8 @@ Absolute paths never leave this file: a source is `modeling_gpt2.py:123`.
 """
 
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from inspect import unwrap
 from linecache import getline
 from pathlib import Path
@@ -13,12 +13,11 @@ from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-TORCH_FOLDER = str(Path(torch.__file__).parent)
-STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-OWN_FOLDER = str(Path(__file__).parent)
+from parloom.capture.owners import is_user_file
+
 FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+)', re.MULTILINE)
 CALL_ORDINAL = re.compile(r"@\d+$")
 DATA_DEPENDENT = re.compile(
@@ -28,17 +27,23 @@ DATA_DEPENDENT = re.compile(
 # What an error says where tracing itself is the cause, rather than the model or its batch.
 TRACER = re.compile(r"fake ?tensor|\bexport|proxy|tracing|symbolic|SymInt", re.IGNORECASE)
 
-WAYS_ON = (
+BRANCH_ADVICE = (
     "use torch.where instead of the branch, move it out of forward, or make it depend on a Python"
     " value fixed at construction"
 )
-SELECTED = (
-    "give it a fixed size: weigh rows with zero instead of selecting them; for experts, multiply"
-    " each token and slot by a copy of its expert's matrix (torch.bmm with weights[expert]), which"
-    " is recognised, and run group by group"
+FIXED_SIZE = (
+    "give it a fixed size: multiply by the mask, or use torch.where, instead of selecting with it"
+    " (a mean over a selection is a masked sum divided by the sum of the mask)"
 )
+FIXED_EXPERTS = (
+    "; for experts, multiply each token and slot by a copy of its expert's matrix (torch.bmm with"
+    " weights[expert]), which is recognised, and run group by group"
+)
+EXPERTS = re.compile(r"expert|moe|mixtral|mixture|rout(?:e|ing)", re.IGNORECASE)
 SELECTS = re.compile(r"^for |nonzero|tolist|unique|masked_select|expert")
 LAYER_DROP = "skipping layers at random is no fixed program: set the layer drop to 0"
+# What torch.export says where two inputs of a graph lie in one memory, and one is written to.
+SHARED = "expected compiled_fn to be GraphModule"
 HIDDEN = "fake tensor in the exported program constant"  # what torch.export says of such tensors
 
 
@@ -46,13 +51,6 @@ def source_of(stack_trace: str | None) -> str:
     """`file.py:line` of the innermost frame of a recorded stack that is not torch's, or ``""``."""
     frames = FRAME.findall(stack_trace or "")
     return next((f"{Path(f).name}:{line}" for f, line in reversed(frames) if is_user_file(f)), "")
-
-
-def is_user_file(filename: str) -> bool:
-    """Whether a file is the user's or a model library's, rather than torch's or ours."""
-    if filename.startswith(("<", TORCH_FOLDER, OWN_FOLDER)):
-        return False
-    return "site-packages" in filename or not filename.startswith(STANDARD_LIBRARY)
 
 
 def module_path(stack: Mapping[str, tuple[str, Any]]) -> str:
@@ -84,15 +82,28 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
     text = str(err).strip()
     reason = text.splitlines()[0].strip() if text else type(err).__name__
     if DATA_DEPENDENT.search(f"{type(err).__name__} {text}"):
-        line = user_line(frames(err))
+        if averages(frames(err)):
+            return (
+                f"cannot capture {where}: a batch norm with momentum=None averages its statistics"
+                " over all calls, by a number that it takes from a tensor; set momentum to a"
+                " number (torch's own is 0.1)"
+            )
+        line, function = user_line(frames(err)), user_function(frames(err))
         return (
             f"cannot capture {where}: what it does next depends on the values of a tensor"
-            f" ({line or reason}); {ways_on(line)}"
+            f" ({line or reason}); {ways_on(line, f'{where} {function} {line}')}"
         )
     if HIDDEN in text:
         return (
             f"cannot capture {where}: a tensor reaches the loss around the trace; use .detach()"
             " instead of .data (a penalty on gradients cannot be captured)"
+        )
+    if SHARED in text:
+        names = " and ".join(shared_buffers(model)) or "two of the tensors that it uses"
+        return (
+            f"cannot capture {where}: {names} lie in the same memory, and forward writes to it"
+            " under one of the two names; keep one, a buffer, and read it under that name, or give"
+            " one of them a .clone()"
         )
     if ".numpy()" in text:
         return (
@@ -115,19 +126,56 @@ def explain(model: nn.Module, batch: Mapping[str, Tensor], err: BaseException) -
     )
 
 
-def ways_on(line: str) -> str:
-    """What to do instead of what a line does with the values of a tensor."""
+def shared_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Two buffers in one memory, in words; none where each has its own."""
+    found: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        other = found.setdefault(buffer.untyped_storage()._cdata, name)
+        if other != name:
+            return f"buffers {other!r}", f"{name!r}"
+    return ()
+
+
+def averages(stack: Iterable[tuple[FrameType, int]]) -> bool:
+    """Whether a batch norm that averages over all calls is on a stack."""
+    owners = (frame.f_locals.get("self") for frame, _ in stack)
+    return any(isinstance(m, _BatchNorm) and m.momentum is None for m in owners)
+
+
+def ways_on(line: str, around: str) -> str:
+    """What to do instead of what a line does with the values of a tensor; see `fixed_size`."""
     if "drop" in line:
         return LAYER_DROP
-    return SELECTED if SELECTS.search(line) else WAYS_ON
+    return fixed_size(around) if SELECTS.search(line) else BRANCH_ADVICE
+
+
+def fixed_size(around: str) -> str:
+    """What to do instead of selecting; `around` has the names of modules, files and functions."""
+    return FIXED_SIZE + (FIXED_EXPERTS if EXPERTS.search(around) else "")
 
 
 def forward_place(model: nn.Module) -> str:
     """`Model (file.py:line)` of a model's forward; without the line where it has no source."""
-    code = getattr(unwrap(type(model).forward), "__code__", None)
-    return place(model, ()) + (
-        f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
-    )
+    return place(model, ()) + definition(type(model).forward)
+
+
+def loss_place(loss: object) -> str:
+    """`the loss function focal (file.py:line)`; without the line where the user has no source."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    if isinstance(loss, nn.Module):
+        return f"the loss function {type(loss).__name__}{definition(type(loss).forward)}"
+    if hasattr(loss, "__name__"):
+        return f"the loss function {loss.__name__}{definition(loss)}"
+    return f"the loss function {type(loss).__name__}{definition(type(loss).__call__)}"
+
+
+def definition(function: Any) -> str:
+    """` (file.py:line)` where a function of the user's begins, or ``""``."""
+    code = getattr(unwrap(function), "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return ""
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def place(model: nn.Module, stack: Iterable[tuple[FrameType, int]]) -> str:
@@ -148,6 +196,12 @@ def user_line(stack: Iterable[tuple[FrameType, int]]) -> str:
     """The text of the innermost user line of a stack."""
     found = [(f.f_code.co_filename, n) for f, n in stack if is_user_file(f.f_code.co_filename)]
     return getline(*found[-1]).strip() if found else ""
+
+
+def user_function(stack: Iterable[tuple[FrameType, int]]) -> str:
+    """The name of the innermost user function of a stack, with that of its class."""
+    found = [f.f_code.co_qualname for f, _ in stack if is_user_file(f.f_code.co_filename)]
+    return found[-1] if found else ""
 
 
 def current_frames() -> Iterator[tuple[FrameType, int]]:

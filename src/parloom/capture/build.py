@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
@@ -156,7 +157,11 @@ def translator_for(traced: Traced, state: State, batch: Mapping[str, Tensor]) ->
         names[node] = name
         if isinstance(node.meta.get("val"), Tensor):
             specs[name] = spec_of(node.meta["val"])
-    return Translator(names, specs, traced.hidden)
+    translator = Translator(names, specs, traced.hidden, traced.loss_place)
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.CONSTANT_TENSOR and node.users:
+            translator.constant(node)
+    return translator
 
 
 def value_name(spec: InputSpec, state: State) -> str:
@@ -186,28 +191,37 @@ def inputs_of(
             yield Input(value, "buffer", target, False, aliases)
     for name, tensor in batch.items():
         yield Input(Value(f"batch:{name}", spec_of(tensor)), "batch", name)
-    for spec in traced.program.graph_signature.input_specs:
+    program = traced.program
+    for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False):
         if spec.kind is InputKind.CONSTANT_TENSOR:
             name = value_name(spec, state)
             target = without_wrapper(spec.target or "")
-            used = any(name in node.refs for node in translator.nodes)
-            data = constant_data(target, traced.program.constants[spec.target]) if used else None
+            used = any(name in made.refs for made in translator.nodes)
+            data = None
+            if used:
+                tensor = program.constants[spec.target]
+                try:
+                    data = constant_data(target, tensor)
+                except CaptureError as err:
+                    raise translator.refusal(next(iter(node.users)), str(err)) from None
             yield Input(Value(name, translator.specs[name]), "constant", target, data=data)
 
 
 def constant_data(target: str, tensor: Tensor) -> Arg:
-    """The values of a constant as nested tuples."""
+    """The values of a constant as nested tuples; complex ones are pairs."""
+    named = f"tensor {target!r} of {tensor.numel()} elements"
     if tensor.numel() > MAX_CONSTANT_ELEMENTS:
         raise CaptureError(
-            f"tensor {target!r} of {tensor.numel()} elements is neither parameter nor buffer;"
-            f" a constant may have {MAX_CONSTANT_ELEMENTS}: register it with register_buffer"
+            f"{named} is neither parameter nor buffer, and a constant may have"
+            f" {MAX_CONSTANT_ELEMENTS} elements: register it with register_buffer"
         )
-    if tensor.device.type == "meta" or tensor.is_complex():
+    if tensor.device.type == "meta":
         raise CaptureError(
-            f"tensor {target!r} ({tensor.dtype}, {tensor.device}) is neither parameter nor buffer"
-            " and has no plain values: register it with register_buffer"
+            f"{named} is neither parameter nor buffer, and on the meta device it has no values:"
+            " register it with register_buffer"
         )
-    return nested(tensor.detach().tolist())
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return nested(plain.detach().tolist())
 
 
 def nested(data: object) -> Arg:

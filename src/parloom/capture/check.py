@@ -30,6 +30,11 @@ def check_keys(model: nn.Module) -> None:
     todo, seen = [model], {model}
     while todo:
         module = todo.pop()
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{module.original_name} is compiled by torch.jit.script or torch.jit.trace, and"
+                " has no Python to capture; give the module that it was made from"
+            )
         for name in (*module._modules, *module._parameters, *module._buffers):
             if not isinstance(name, str) or not name or "." in name:
                 raise InputError(

@@ -24,6 +24,12 @@ from parloom.ir.graph import (
 
 NEAR = 64  # operators ahead in which one that is missing is looked for
 MISSING = object()
+LOSS = "the loss function (parallelize(..., loss=...))"
+
+
+def has_loss_function(graph: Graph) -> bool:
+    """Whether the loss is computed by a function beside the model."""
+    return any(map(_of_loss_function, graph.flat()))
 
 
 def first_difference(planned: Graph, found: Graph) -> str:
@@ -74,7 +80,7 @@ class _Comparison:
         left, right = _arguments(one), _arguments(other)
         for name in dict.fromkeys((*left, *right)):
             text = self.of_arguments(left.get(name, MISSING), right.get(name, MISSING))
-            if text.startswith("constant "):
+            if text.startswith("constant ") and " differs at [" in text:
                 yield f"{text} (read by {where})"
             elif text:
                 yield f"{where}: {name} {text}"
@@ -178,7 +184,7 @@ def _replaced(planned: tuple[FlatNode, ...], found: tuple[FlatNode, ...]) -> str
     if missing and not instead:
         return f"{_where(one)} is missing here"
     if _path(one) == _path(other):
-        place = _path(one) or "the model itself"
+        place = LOSS if _of_loss_function(other) else _path(one) or "the model itself"
         return f"{place}{_line(other)}: {one.node.op} in the plan, {other.node.op} here"
     return f"{_where(one)} in the plan, {_where(other)}{_line(other)} here"
 
@@ -200,8 +206,13 @@ def _path(flat: FlatNode) -> str:
 
 def _where(flat: FlatNode) -> str:
     """Module path and operator."""
-    path = _path(flat)
+    path = LOSS if _of_loss_function(flat) else _path(flat)
     return f"{path}: {flat.node.op}" if path else flat.node.op
+
+
+def _of_loss_function(flat: FlatNode) -> bool:
+    """Whether no module calls the operator: the model's own stand with a line of its forward."""
+    return not _path(flat) and not flat.node.source
 
 
 def _line(flat: FlatNode) -> str:

@@ -6,16 +6,23 @@ does not divide is to be found from both of its sides.
 """
 
 import json
+import math
 import re
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from parloom.errors import CaptureError, InputError, ParloomError
+from parloom.input_files import MIB, read_input
 from parloom.ir.json_text import line_and_column
 
-MOST_BYTES = 16 << 20  # of a config file
+MOST_BYTES = 16 * MIB
+MOST_S = 15.0  # to look for the key to blame
 # Numbers of things that the library makes one by one.
 COUNTED = re.compile(r"layers?$|depths?$|blocks?$|stages?$|num_labels|experts")
 MOST_COUNTED = 100_000
@@ -34,13 +41,7 @@ def read_values(path: Path) -> tuple[dict[str, Any], str]:
 
     Raises: InputError with the position of what is no JSON.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as err:
-        raise InputError(f"cannot read the config {path}: {reason_of(err)}") from None
-    if len(data) > MOST_BYTES:
-        raise InputError(f"{path}: more than {MOST_BYTES >> 20} MiB, which no config has")
+    data = read_input(path, "the config", MOST_BYTES)
     try:
         text = data.decode("utf-8")
         values = json.loads(text)
@@ -50,7 +51,9 @@ def read_values(path: Path) -> tuple[dict[str, Any], str]:
         raise InputError(
             f"{path}:{err.lineno}:{err.colno}: not a Hugging Face config: not JSON: {err.msg}"
         ) from None
-    except (ValueError, RecursionError) as err:
+    except RecursionError:
+        raise InputError(f"{path}: not a Hugging Face config: nested too deeply") from None
+    except ValueError as err:  # a number of thousands of digits
         raise InputError(f"{path}: not a Hugging Face config: {reason_of(err)}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}:1:1: not a Hugging Face config: expected an object in braces")
@@ -97,60 +100,92 @@ def reason_of(err: BaseException) -> str:
     return shown if len(shown) <= 400 else f"{shown[:400]}..."
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Whether a model works with other settings; nothing does after `end_s` of the monotonic clock.
+
+    A config may have thousands of keys, and an attempt builds the model.
+    """
+
+    attempt: Attempt
+    values: Mapping[str, Any]
+    end_s: float = math.inf
+
+    def works(
+        self, left_out: Sequence[Key], other: Mapping[str, Any] = MappingProxyType({})
+    ) -> bool:
+        """Whether the attempt succeeds without some keys and with other values of some."""
+        if time.monotonic() > self.end_s:
+            return False
+        tried = deepcopy({**self.values, **other})
+        for *outer, name in left_out:
+            owner = tried
+            for part in outer:
+                owner = owner[part]
+            del owner[name]
+        try:
+            self.attempt(tried)
+        except Exception:  # of the library, or of the model: which one does not matter
+            return False
+        return True
+
+    def repairs(self, key: str) -> bool:
+        """Whether another value of one key is enough."""
+        return self.works(((key,),)) or (type(self.values[key]) is int and self.works((), {key: 1}))
+
+    def inside(self, key: str) -> list[Key]:
+        """The keys to blame of a part of the config; the part itself where it has none."""
+        part = self.values[key]
+        inner = [(key, name) for name in part] if isinstance(part, dict) else []
+        return [path for path in inner if self.works((path,))] or [(key,)]
+
+    def together(self) -> list[Key]:
+        """As few keys as must be left out together; none where leaving out all is not enough.
+
+        The last of the shortest list of first keys that is enough is one of them, and so on.
+        """
+        keys = _keys(self.values)
+        candidates = [key for key in keys if key[0] not in KINDS]
+        while not self.works(candidates):
+            if len(candidates) == len(keys):
+                return []
+            candidates = keys[: len(candidates) + 1]
+        found: list[Key] = []
+        while not found or not self.works(found):
+            if not candidates:
+                return []  # the time is up
+            fewest = bisect_left(
+                range(1, len(candidates)),
+                True,
+                key=lambda n: self.works([*candidates[:n], *found]),
+            )
+            found.insert(0, candidates[fewest])
+            candidates = candidates[:fewest]
+        return found
+
+
 def faults(values: Mapping[str, Any], attempt: Attempt) -> list[Key]:
     """Keys to blame for the failure of `attempt(values)`; none where it does not fail alike.
 
-    First the keys another value of each of which is enough. Where there is none, several are bad:
-    then as few as must be left out together.
+    The keys another value of each of which is enough; where there is none, several are bad: then
+    as few as must be left out together. After `MOST_S`, those that are found by then.
     """
-    if works(attempt, values, ()):
+    if Trial(attempt, values).works(()):
         return []
-    keys = [*(k for k in values if k not in KINDS), *(k for k in KINDS if k in values)]
-    alone = [k for k in keys if _repairs(attempt, values, k)]
-    if alone:
-        named = [k for k in alone if k not in KINDS] or alone
-        return [inner for key in named for inner in _inside(values, key, attempt)]
-    left_out: list[Key] = []
-    for key in keys:
-        left_out.append((key,))
-        if works(attempt, values, left_out):
-            break
-    else:
-        return []
-    for candidate in tuple(left_out):
-        rest = [key for key in left_out if key != candidate]
-        if works(attempt, values, rest):
-            left_out = rest
-    return left_out
+    trial = Trial(attempt, values, time.monotonic() + MOST_S)
+    joint = trial.together()
+    alone = [key[0] for key in _keys(values) if joint == [key] or trial.repairs(key[0])]
+    if not alone:
+        return joint
+    named = [key for key in alone if key not in KINDS] or alone
+    return [inner for key in named for inner in trial.inside(key)]
 
 
-def _repairs(attempt: Attempt, values: Mapping[str, Any], key: str) -> bool:
-    """Whether the attempt succeeds with another value of one key."""
-    if works(attempt, values, ((key,),)):
-        return True
-    return type(values[key]) is int and works(attempt, {**values, key: 1}, ())
-
-
-def _inside(values: Mapping[str, Any], key: str, attempt: Attempt) -> list[Key]:
-    """The keys to blame of a part of the config; the part itself where it has none."""
-    part = values[key]
-    inner = [(key, name) for name in part] if isinstance(part, dict) else []
-    return [path for path in inner if works(attempt, values, (path,))] or [(key,)]
-
-
-def works(attempt: Attempt, values: Mapping[str, Any], left_out: Sequence[Key]) -> bool:
-    """Whether the attempt succeeds without some keys."""
-    tried = deepcopy(dict(values))
-    for *outer, name in left_out:
-        owner = tried
-        for part in outer:
-            owner = owner[part]
-        del owner[name]
-    try:
-        attempt(tried)
-    except Exception:  # of the library, or of the model: which one does not matter
-        return False
-    return True
+def _keys(values: Mapping[str, Any]) -> list[Key]:
+    """The keys of a config: first those that may make an attempt long, those in `KINDS` last."""
+    return sorted(
+        ((key,) for key in values), key=lambda key: (key[0] in KINDS, not COUNTED.search(key[0]))
+    )
 
 
 def blamed(
@@ -170,7 +205,8 @@ def blamed(
     shown = [f"{'.'.join(key)} is {_shown(values, key)}" for key in found[:3]]
     which = "this key"
     if len(found) > 1:
-        joint = len({key[0] for key in found}) == 1 or _repairs(attempt, values, found[0][0])
+        alone = Trial(attempt, values).repairs(found[0][0])
+        joint = len({key[0] for key in found}) == 1 or alone
         which = f"{'one' if joint else 'all'} of these keys"
     advice = f"the model works with another value of {which}"
     return InputError(f"{path}{position_of(text, found[0])}: {', '.join(shown)}: {said}; {advice}")

@@ -15,6 +15,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from parloom.capture.nodes import packet_of, written_by
+
 # Operators that read the shape of their operand alone.
 OF_SHAPE = frozenset(
     {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
@@ -25,7 +27,8 @@ FAILURES = (RuntimeError, TypeError, ValueError, LookupError, NotImplementedErro
 def fixed_values(graph: fx.Graph, root: Any, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
     """The fixed nodes of a graph with their values; `given` are those of placeholders.
 
-    Nothing is fixed where a value that is not is written into one that is.
+    One into which a value that is not fixed is written is fixed no longer, nor is what it may share
+    memory with.
     """
     known = {n: v for n, v in given.items() if n not in set(written(graph))}
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
@@ -39,16 +42,31 @@ def fixed_values(graph: fx.Graph, root: Any, given: Mapping[fx.Node, Tensor]) ->
                     found[node] = value_of(node, found)
                 except FAILURES:
                     continue
-            elif any(target in found for target in written_by(node)):
-                return {n: found[n] for n in known}
+            else:
+                for target in written_by(node):
+                    for other in related(target):
+                        found.pop(other, None)
     return found
+
+
+def related(node: fx.Node) -> set[fx.Node]:
+    """The nodes that may share memory with one: its first operands, and all computed from them."""
+    root = node
+    while packet_of(root) not in OF_SHAPE and root.args and isinstance(root.args[0], fx.Node):
+        root = root.args[0]
+    reached, left = {root}, [root]
+    while left:
+        new = [user for user in left.pop().users if user not in reached]
+        reached.update(new)
+        left += new
+    return reached
 
 
 def is_fixed(node: fx.Node, found: Mapping[fx.Node, Any]) -> bool:
     """Whether nothing that is not fixed reaches a node, and no draw."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return False
-    return name_of(node) in OF_SHAPE or all(n in found for n in node.all_input_nodes)
+    return packet_of(node) in OF_SHAPE or all(n in found for n in node.all_input_nodes)
 
 
 def value_of(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
@@ -89,24 +107,6 @@ def written(graph: fx.Graph) -> Iterator[fx.Node]:
         yield from (viewed.get(target, target) for target in written_by(node))
 
 
-def written_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a node writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
-    for argument in schema.arguments:
-        value = given.get(argument.name, node.kwargs.get(argument.name))
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (v for v in (value if isinstance(value, list | tuple) else [value])
-                        if isinstance(v, fx.Node))  # fmt: skip
-
-
-def name_of(node: fx.Node) -> str:
-    """`zeros_like` of `aten.zeros_like.default`."""
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-
-
 def attribute(root: Any, path: str) -> Any:
     """An attribute by its dotted path."""
     for name in path.split("."):
@@ -140,8 +140,14 @@ def same_tensor(one: Any, other: Any) -> bool:
     with _disable_current_modes(), torch.no_grad():
         if one.is_meta or other.is_meta:
             return True
-        holes = torch.equal(one.isnan(), other.isnan())
-        return holes and torch.equal(one.nan_to_num(), other.nan_to_num())
+        return torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in the order of its elements; 0.0 and -0.0 have others."""
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    plain = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def described(program: ExportedProgram) -> tuple[list[object], list[Any]]:
@@ -184,7 +190,7 @@ def live(graph: fx.Graph) -> list[fx.Node]:
     """Nodes that the output needs, and those that write."""
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in needed or node.op == "output" or any(True for _ in written_by(node)):
+        if node in needed or node.op == "output" or written_by(node):
             needed.add(node)
             needed.update(node.all_input_nodes)
     return [node for node in graph.nodes if node in needed]

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from parloom.capture.translate import dtype_name
@@ -59,6 +60,38 @@ def differences(
         if new:
             parts.append(f"{len(new)} {kind}s are not in the plan: {some(new)}")
     return "; ".join(parts)
+
+
+def cast_needed(model: nn.Module, graph: Graph) -> str:
+    """The line that casts a model whose tensors are as planned but in their dtypes, or nothing."""
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    planned = {i.target: i for k in ("parameter", "buffer") for i in graph.of_kind(k)}
+    if own.keys() != planned.keys():
+        return ""
+    dtypes = {name: getattr(torch, i.value.spec.dtype) for name, i in planned.items()}
+    if any(difference(_cast(own[n], dtypes[n]), i) for n, i in planned.items()):
+        return ""
+    saved = model.state_dict().keys()
+    wanted = {d for n, d in dtypes.items() if d.is_floating_point and n in saved}
+    if len(wanted) != 1:
+        return ""
+    (dtype,) = wanted
+    tables = {n: d for n, d in dtypes.items() if d.is_floating_point and d != dtype}
+    if not tables:
+        return f"cast it: model.to({dtype})"
+    built = "build it again, and " if any(own[n].dtype != d for n, d in tables.items()) else ""
+    return (
+        f"{built}cast all but computed tables ({some(list(tables))}): for t in"
+        f" model.state_dict(keep_vars=True).values(): t.data = t.data.to({dtype})"
+        " if t.is_floating_point() else t.data"
+    )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as it would be in a dtype, without values."""
+    both = tensor.is_floating_point() and dtype.is_floating_point
+    empty = torch.empty_like(tensor, dtype=dtype if both else None, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 def difference(tensor: Tensor | None, planned: Input) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from parloom.capture.blame import module_path, source_of
+from parloom.capture.nodes import packet_of, written_by
 from parloom.errors import CaptureError
 
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -26,6 +27,7 @@ READS_DATA = "parloom_data"  # marks what `tensor.data` gives
 SAME_TENSOR = frozenset({
     "to", "contiguous", "flatten", "positive", "resolve_conj", "resolve_neg", "conj", "real",
     "atleast_1d", "atleast_2d", "atleast_3d", "type_as", "pin_memory",
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
 })  # fmt: skip
 OVERWRITES = frozenset({
     "zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_",
@@ -376,18 +378,6 @@ def paths_in(found: Any) -> list[Path]:
     return [found] if isinstance(found, Path) else []
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that an operator writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.is_write:
-            given = node.args[position : position + 1] or (node.kwargs.get(argument.name),)
-            fx.node.map_arg(given, found.append)
-    return found
-
-
 def overwritten(node: fx.Node) -> bool:
     """Whether nothing is left of what was in the memory of a tensor that is written."""
     target = written_by(node)[0].meta.get("val")
@@ -434,10 +424,3 @@ def makes_new(name: str) -> bool:
 def cause(enabled: bool) -> str:
     """Why autograd does not see a write."""
     return "a detached alias" if enabled else "torch.no_grad"
-
-
-def packet_of(node: fx.Node) -> str:
-    """`add_` for `aten.add_.Tensor`."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return str(node.target)

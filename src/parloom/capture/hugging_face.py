@@ -89,7 +89,7 @@ def read_config(spec: str) -> Any:
     path = local_file(spec)
     if path is None:
         return _read_cached(spec)
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"no file {path}")
     values, text = read_values(path)
     refuse_outside_code(values, str(path))
@@ -201,9 +201,8 @@ def build_from_config(
     """
     label = type(config).__name__
     with refusing(f"cannot build {label}"):
-        config.use_cache = False
-        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+        for name, value in settings_of_training(config).items():
+            setattr(config, name, value)
         kind = architecture(config)
         label = label if kind is None else kind.__name__
     with refusing(f"cannot build {label} from its config"), few_modules():
@@ -214,11 +213,49 @@ def build_from_config(
     model.train()
     if empty := [name for name, p in model.named_parameters() if not p.numel()]:
         raise InputError(f"cannot build {label} from its config: {empty[0]} has no elements")
-    if "return_loss" in signature(model.forward).parameters:
-        # Models that compare two kinds of input have no labels to ask for the loss with.
-        model.forward = partial(model.forward, return_loss=True)
+    ask_for_loss(model)
     with refusing(f"cannot make a batch for {label}"):
         return model, make_batch(model, config, batch, seq)
+
+
+def settings_of_training(config: Any) -> dict[str, Any]:
+    """Settings that a model is planned with, whatever its config says: no generation caches."""
+    found: dict[str, Any] = {"use_cache": False}
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        found["decoder_start_token_id"] = getattr(config, "pad_token_id", None) or 0
+    return found
+
+
+def ask_for_loss(model: nn.Module) -> None:
+    """Models that compare two kinds of input have no labels to ask for the loss with."""
+    if "return_loss" in signature(model.forward).parameters:
+        model.forward = partial(model.forward, return_loss=True)
+
+
+@contextmanager
+def set_for_training(model: nn.Module) -> Iterator[None]:
+    """A script's model as `build_from_config` sets up its own, for a while.
+
+    Parts of a model may have copies of its config; configs of other classes are not touched.
+    """
+    own, parts = getattr(model, "config", None), model.modules()
+    if own is None or not isinstance(own, library().PreTrainedConfig):
+        yield
+        return
+    configs = {id(c): c for c in (getattr(part, "config", None) for part in parts)}
+    changed = [model, *(c for c in configs.values() if type(c) is type(own))]
+    kept = [dict(vars(each)) for each in changed]
+    settings = settings_of_training(own)
+    try:
+        for config in changed[1:]:
+            for name, value in settings.items():
+                setattr(config, name, value)
+        ask_for_loss(model)
+        yield
+    finally:
+        for each, values in zip(changed, kept, strict=True):
+            vars(each).clear()
+            vars(each).update(values)
 
 
 def architecture(config: Any) -> Any:

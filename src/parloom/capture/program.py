@@ -28,7 +28,7 @@ from torch.export import ExportedProgram
 
 from parloom.capture.ambient import refuse_around_capture
 from parloom.capture.asked import nothing_asked
-from parloom.capture.assertions import NothingRaised, replaced
+from parloom.capture.assertions import NothingRaised
 from parloom.capture.assigned import assignments_written
 from parloom.capture.autograd import (
     CustomCall,
@@ -39,12 +39,14 @@ from parloom.capture.autograd import (
     real_calls,
     refuse_hooks,
 )
-from parloom.capture.blame import explain, forward_place
+from parloom.capture.blame import explain, forward_place, loss_place
 from parloom.capture.check import check_loss
 from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
-from parloom.capture.spelling import decompositions, without_dropout_in_place
+from parloom.capture.replace import replaced
+from parloom.capture.spelling import decompositions, with_plain_dropout
 from parloom.capture.state_changes import refuse_classes, state_changes_refused
 from parloom.capture.steady import Watch
+from parloom.capture.wide_losses import widen_losses
 from parloom.errors import CaptureError, InputError
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -57,6 +59,8 @@ TRACE_FAILURES = (
 
 LARGEST_CALLED = 100_000_000  # parameters of a model that is run once to check custom functions
 
+# An attribute of weights that have an address and no values.
+VALUELESS = "_parloom_valueless"
 LOSS_RULE = "the loss function is called as loss(output, batch), batch being a dict"
 
 
@@ -65,12 +69,14 @@ class Traced:
     """A functional exported program, the names of its user outputs, and lost node metadata.
 
     The loss, when there is one, is the first output and named `""`. `hidden` holds, per autocast
-    region, the metadata of the nodes inside it, which decomposition drops.
+    region, the metadata of the nodes inside it, which decomposition drops. `loss_place` says which
+    function computes the loss, ``""`` where the model does.
     """
 
     program: ExportedProgram
     names: tuple[str, ...]
     hidden: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    loss_place: str = ""
 
 
 class OutputNames:
@@ -94,6 +100,12 @@ class LossProgram(nn.Module):
         self.keep_outputs = not training
         self.names = OutputNames()
         self.watch = Watch(model, loss)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Each module under its first name: torch takes a buffer of two names for two buffers."""
+        yield from super().named_modules(set() if memo is None else memo, prefix)
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, ...]:
         with state_changes_refused(self.model, training=not self.keep_outputs):
@@ -210,14 +222,16 @@ def trace(
             wrapper.watch.check(exported, lambda: export(wrapper, example)[0])
             if training and custom:
                 check_derivatives(custom, called_for_real(wrapper, example))
-            without_dropout_in_place(exported.graph_module)
+            with_plain_dropout(exported.graph_module)
+            widen_losses(exported.graph_module)
             with_gradients_stopped(exported.graph_module, type(model).__name__, training)
             keep_output_names(exported)
             hidden = autocast_metadata(exported.graph_module)
             functional = exported.run_decompositions(decompositions())
         except TRACE_FAILURES as err:
             raise CaptureError(explain(model, example, err)) from err
-    return Traced(functional, wrapper.names.found, hidden)
+    told = "" if loss is None else loss_place(loss)
+    return Traced(functional, wrapper.names.found, hidden, told)
 
 
 def export(
@@ -239,7 +253,8 @@ def called_for_real(wrapper: LossProgram, example: dict[str, Tensor]) -> list[Re
     None where it has no values, is large, or does not run by itself.
     """
     weights = list(wrapper.model.parameters())
-    if any(p.is_meta for p in weights) or sum(p.numel() for p in weights) > LARGEST_CALLED:
+    large = sum(p.numel() for p in weights) > LARGEST_CALLED
+    if large or any(p.is_meta or hasattr(p, VALUELESS) for p in weights):
         return []
     with torch.random.fork_rng(devices=[]), real_calls() as calls:
         try:

@@ -362,20 +362,32 @@ def comes_apart(schema: Any) -> bool:
     return namespace == "aten" and tensors and name not in OPS and name not in RECURRENT
 
 
-def without_dropout_in_place(module: fx.GraphModule) -> None:
-    """Dropout that writes to its argument as dropout and a copy.
+def with_plain_dropout(module: fx.GraphModule) -> None:
+    """Dropout that drops something alone, and with a result of its own.
 
-    Functional, it would come apart into a draw, a quotient and a product.
+    Otherwise it returns its argument, of which a trace makes a copy. What writes to its argument
+    would, functional, come apart into a draw, a quotient and a product.
     """
-    for node in list(module.graph.nodes):
-        if node.target is not aten.dropout_.default:
-            continue
-        with module.graph.inserting_before(node):
-            made = module.graph.call_function(aten.dropout.default, node.args, node.kwargs)
-            written = module.graph.call_function(aten.copy_.default, (node.args[0], made))
-        # Memory of its own: it is not what it is written to.
-        made.meta = node.meta | {"val": torch.empty_like(node.meta["val"])}
-        written.meta = dict(node.meta)
-        node.replace_all_uses_with(written)
-        module.graph.erase_node(node)
-    module.recompile()
+    for graph in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in list(graph.graph.nodes):
+            if node.target not in (aten.dropout.default, aten.dropout_.default):
+                continue
+            argument, p, train = node.args
+            if not p or not train:
+                node.replace_all_uses_with(argument)
+                graph.graph.erase_node(node)
+            elif node.target is aten.dropout_.default:
+                _copied_back(graph, node)
+        graph.recompile()
+
+
+def _copied_back(module: fx.GraphModule, node: fx.Node) -> None:
+    """Dropout in place as dropout and a copy."""
+    with module.graph.inserting_before(node):
+        made = module.graph.call_function(aten.dropout.default, node.args)
+        written = module.graph.call_function(aten.copy_.default, (node.args[0], made))
+    # Memory of its own: it is not what it is written to.
+    made.meta = node.meta | {"val": torch.empty_like(node.meta["val"])}
+    written.meta = dict(node.meta)
+    node.replace_all_uses_with(written)
+    module.graph.erase_node(node)

@@ -23,10 +23,11 @@ from torch.fx.traceback import annotate
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from parloom.capture.assertions import replaced
-from parloom.capture.blame import TORCH_FOLDER, current_frames, is_user_file, place
-from parloom.capture.code import LIBRARIES
+from parloom.capture import assertions
+from parloom.capture.blame import current_frames, place
 from parloom.capture.gradient_paths import READS_DATA
+from parloom.capture.owners import LIBRARIES, TORCH_FOLDER, is_user_file
+from parloom.capture.replace import replaced
 from parloom.errors import CaptureError
 
 SEEDS = (
@@ -116,7 +117,7 @@ BY_USERS_ONLY = frozenset({
 })  # fmt: skip
 ONLY_IN_TRAINING = frozenset({"grad_fn.__get__", "requires_grad", "saved_tensors_hooks"})
 # Files of torch that only hand on what they are called for.
-PASSING_ON = frozenset({contextlib.__file__, *(
+PASSING_ON = frozenset({contextlib.__file__, assertions.__file__, *(
     str(Path(TORCH_FOLDER, *parts))
     for parts in (("__init__.py",), ("overrides.py",), ("_tensor.py",), ("random.py",),
                   ("autograd", "__init__.py"), ("autograd", "graph.py"),
@@ -135,10 +136,22 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 SETTERS = ("set_default_dtype", "set_deterministic_algorithms", "set_float32_matmul_precision")
 
 
+# What turns a tensor, or a number that a trace took from one, into a number of Python.
+READS_VALUES = frozenset({
+    "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__contains__",
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
+})  # fmt: skip
+VALUES_OF_TRACES: Mapping[type, tuple[str, ...]] = MappingProxyType({
+    torch.SymBool: ("__bool__", "__int__"),
+    torch.SymFloat: ("__bool__", "__float__", "__int__"),
+    torch.SymInt: ("__bool__", "__int__", "__index__"),
+})  # fmt: skip
+
+
 class Calls(TorchFunctionMode):
     """Sees every torch function that Python code calls."""
 
-    def __init__(self, refuse: Callable[[str], None]) -> None:
+    def __init__(self, refuse: "Refusals") -> None:
         super().__init__()
         self.refuse = refuse
 
@@ -158,6 +171,8 @@ class Calls(TorchFunctionMode):
             self.refuse(name)
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             self.refuse("generator")
+        if name in READS_VALUES and called_by_user():
+            return self.refuse.noting(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -168,6 +183,7 @@ class Refusals:
     model: nn.Module
     training: bool
     first: CaptureError | None = field(default=None)
+    unread: Exception | None = field(default=None)
 
     def __call__(self, name: str) -> None:
         if name in ONLY_IN_TRAINING and not self.training:
@@ -177,6 +193,18 @@ class Refusals:
         error = CaptureError(f"cannot capture {where}: it {what}, and {why}")
         self.first = self.first or error
         raise error
+
+    def noting(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """`read`, which fails where a trace has no values: code that catches this does not know."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return read(*args, **kwargs)
+            except Exception as error:
+                self.unread = self.unread or error
+                raise
+
+        return noted
 
 
 class Untouched:
@@ -206,6 +234,8 @@ def state_changes_refused(model: nn.Module, training: bool) -> Iterator[None]:
                 refuse("hooks")
             if any(m.training != flag and reads_mode(type(m)) for m, flag in modes.items()):
                 refuse("training")
+        if refuse.unread is not None:
+            raise refuse.unread
     finally:
         if refuse.first is not None and not isinstance(sys.exception(), CaptureError):
             raise refuse.first
@@ -238,6 +268,9 @@ def replacements(model: nn.Module, refuse: Refusals) -> Iterator[tuple[Any, str,
             refuse("as_subclass")
         return self
 
+    for kind, names in VALUES_OF_TRACES.items():
+        for name in names:
+            yield kind, name, refuse.noting(getattr(kind, name))
     yield torch, "default_generator", default
     yield torch.random, "default_generator", default
     yield nn.Module, "__setattr__", set_attribute

@@ -10,50 +10,38 @@ Tensors that a trace leaves are put in place for the next one with their values 
 same in every call, as those of a mask are; others have no values then, and must not be read.
 """
 
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from parloom.capture.clocks import asked
 from parloom.capture.constants import fixed_values, same
-from parloom.capture.far import advance, ahead, distances
-from parloom.capture.reach import Held
-from parloom.capture.state import Change, Key, Snapshot, write
+from parloom.capture.left import (
+    History,
+    Left,
+    host_generators,
+    node_of,
+    parts_of,
+    put_back,
+    terms_in,
+    traced_tensors,
+    was_read,
+)
+from parloom.capture.state.clocks import FILES, asked
+from parloom.capture.state.far import MARKS, advance, ahead
+from parloom.capture.state.numbers import Reads
+from parloom.capture.state.paths import Path, Paths, State
+from parloom.capture.state.reach import Reached
+from parloom.capture.state.snapshot import Change, Snapshot, write
 from parloom.errors import CaptureError
 
 AHEAD_S = 100_000  # by which the clocks of a call are ahead of those of the one before
-CALLS = 4  # that are traced one after the other at most
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What a call left: the state before and after it, and the tensors in it that it made.
-
-    `made` are buffers that it registered, which go again; `values` are those of tensors, by
-    identity, that are the same in every call.
-    """
-
-    before: Snapshot
-    after: Snapshot
-    changed: Mapping[Key, Held]
-    made: tuple[tuple[nn.Module, str, Tensor], ...]
-    values: Mapping[int, Tensor]
-    drawn: frozenset[str]
-    ends: Mapping[str, object]
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether the next call finds what this one found."""
-        return not self.changed and not self.drawn and not self.made
+TRACES = 16  # of calls that find something else
 
 
 class Watch:
@@ -68,6 +56,7 @@ class Watch:
         self.buffers = dict(model.named_buffers())
         self.left: Left | None = None
         self.calls = 0
+        self.reads = Reads()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -75,20 +64,24 @@ class Watch:
         before = Snapshot.of(self.model, self.loss)
         buffers = {name: (b, b._version) for name, b in self.model.named_buffers()}
         generators = host_generators(before)
-        files = [held.owner for (_, style), held in before.held.items() if style == "global"]
         try:
-            with asked(files, AHEAD_S * self.calls) as clocks:
+            with asked(before, AHEAD_S * self.calls) as clocks:
+                self.reads.active = True
                 yield
             self.calls += 1
         except BaseException:
             after = Snapshot.of(self.model, self.loss)
             before.put(after.changes(before))
             raise
+        finally:
+            self.reads.active = False
         after = Snapshot.of(self.model, self.loss)
         # What is asked of the system is another answer every time.
         ends = host_generators(after) | {name: object() for name in clocks}
         drawn = frozenset(n for n, s in ends.items() if generators.get(n, s) != s) | clocks
         changed = after.changes(before)
+        terms, counted = terms_in(after)
+        terms_in(before)
         made = tuple(
             (module, name, tensor)
             for path, module in self.model.named_modules()
@@ -97,7 +90,7 @@ class Watch:
         )
         tensors = [*traced_tensors(after), *(t for _, _, t in made)] if changed or made else []
         values = self.values(tensors, buffers)
-        self.left = Left(before, after, changed, made, values, drawn, ends)
+        self.left = Left(before, after, changed, made, values, drawn, ends, terms, counted)
 
     def values(
         self, left: list[Tensor], buffers: Mapping[str, tuple[Tensor, int]]
@@ -128,12 +121,13 @@ class Watch:
         first = self.left
         if first is None or first.is_clean:
             return
-        touched: dict[Key, Held] = dict(first.changed)
         self.refuse_iterators(first)
+        history = History(first)
+        history.add(first)
         try:
-            self.next_calls(first, program, again, touched)
+            self.next_calls(history, program, again)
         finally:
-            put_back(first, touched)
+            history.put_back()
 
     def undo(self) -> None:
         """Put back what the call changed."""
@@ -141,35 +135,82 @@ class Watch:
             put_back(self.left, self.left.changed)
 
     def next_calls(
-        self,
-        first: Left,
-        program: ExportedProgram,
-        again: Callable[[], ExportedProgram],
-        touched: dict[Key, Held],
+        self, history: History, program: ExportedProgram, again: Callable[[], ExportedProgram]
     ) -> None:
-        """Trace the next calls, until one leaves what it found or only goes on counting."""
-        left = first
-        for _ in range(2, CALLS + 1):
-            self.compare(left, program, again, put_for_next(left), far=False)
+        """Trace the calls to come, as far as they do not take paths that are known."""
+        paths, left, far = Paths(), history.first, False
+        state = history.state(left)
+        lefts = {state.rest: left}
+        for _ in range(TRACES):
+            found = paths.unknown(state)
+            if found is None:
+                break
+            state, skipped = found
+            far = far or skipped > 0
+            reads = self.follow(history, lefts[state.rest], state, (program, again), far)
             assert self.left is not None
             left = self.left
-            touched |= left.changed
-            if not left.changed and not left.made:
-                return
-        for calls in distances(left.before, left.after, left.changed):
-            unread = put_for_next(left)
+            history.add(left)
+            after = history.state(left)
+            paths.known.append(Path(state, reads, history.terms(left, after), after.rest))
+            lefts[after.rest] = left
+            state = after
+        else:
+            raise self.too_many(left)
+        if not history.restless:
+            return
+        for calls in MARKS:
+            unread = history.put(left, state.values, None)
             for key, parts, content in ahead(left.before, left.after, left.changed, calls):
-                write(replace(left.after.held[key].aspect, content=content), parts)
+                held, now = left.after.held[key], left.after.parts[key]
+                restless = history.restless_parts(held, parts)
+                if restless is not None:
+                    write(replace(held.aspect, content=content), {**now, **restless})
             for (_, style), held in left.changed.items():
                 if style == "iterator":
                     advance(held.owner, calls)
-            self.compare(left, program, again, unread, far=True)
+            self.compare(left, program, self.traced(left, again, unread, True), unread, True)
+
+    def follow(
+        self,
+        history: History,
+        left: Left,
+        state: State,
+        programs: tuple[ExportedProgram, Callable[[], ExportedProgram]],
+        far: bool,
+    ) -> Reads:
+        """Trace the call that finds a state; what it reads of the numbers in it."""
+        program, again = programs
+        self.reads = reads = Reads()
+        unread = history.put(left, state.values, reads)
+        try:
+            found = again()
+        except Exception:  # also C code that takes no other class of numbers
+            unread = history.put(left, state.values, None)
+            self.reads = Reads()
+            reads = Reads([(itemgetter(n), value) for n, value in state.values.items()])
+            found = self.traced(left, again, unread, far)
+        self.compare(left, program, found, unread, far)
+        return reads
+
+    def traced(
+        self,
+        left: Left,
+        again: Callable[[], ExportedProgram],
+        unread: Mapping[int, Change],
+        far: bool,
+    ) -> ExportedProgram:
+        """The next call; one that raises an error is no repetition of the first one."""
+        try:
+            return again()
+        except Exception as err:
+            raise self.refusal(left, list(unread.values()), far) from err
 
     def compare(
         self,
         left: Left,
         program: ExportedProgram,
-        again: Callable[[], ExportedProgram],
+        found: ExportedProgram,
         unread: Mapping[int, Change],
         far: bool,
     ) -> None:
@@ -177,18 +218,23 @@ class Watch:
 
         `unread` are tensors without values, which it must not read.
         """
-        try:
-            found = again()
-        except Exception as err:
-            if far and not unread:
-                return  # the program ends there, and says so
-            raise self.refusal(left, list(unread.values()), far) from err
         if self.left is not None:
             self.refuse_draws(left, self.left)
         held = {id(t) for t in found.constants.values()}
         read = [change for key, change in unread.items() if key in held]
         if read or not same(program, found):
             raise self.refusal(left, read, far)
+
+    def too_many(self, left: Left) -> CaptureError:
+        """The error for state of which too many values make a difference to the code."""
+        where, what = next(self.named(*part) for part in parts_of(left))
+        who = "the loss function" if what.startswith("loss") else "forward"
+        return CaptureError(
+            f"cannot capture {where}: {who} changes {what} and then reads another value of it in"
+            f" each of {TRACES} calls, so that nothing proves that all calls compute the same; read"
+            " it in comparisons alone, keep it in a buffer (register_buffer), or decide outside of"
+            " forward"
+        )
 
     def refusal(self, left: Left, read: Collection[Change], far: bool) -> CaptureError:
         """The error for state that changes the program: what is read, or all that changed."""
@@ -208,7 +254,7 @@ class Watch:
             " (register_buffer) or decide outside of forward"
         )
 
-    def named(self, held: Held, part: Any) -> tuple[str, str]:
+    def named(self, held: Reached, part: Any) -> tuple[str, str]:
         """Where a part is, `Net.inner`, and how it is called there, `self.calls`."""
         model = type(self.model).__name__
         held, part = held.attribute(part)
@@ -220,14 +266,19 @@ class Watch:
         return model, label
 
     def refuse_iterators(self, left: Left) -> None:
-        """Raise `CaptureError` for an iterator that was advanced and cannot be put back."""
+        """Raise `CaptureError` for what a call changed that cannot be put back."""
         for (_, style), held in left.changed.items():
-            if style == "iterator" and left.before.copy_of(held) is None:
-                where, what = self.named(held, "")
+            where, what = self.named(held, "")
+            if (style == "iterator" and left.before.copy_of(held) is None) or was_read(left, held):
                 raise CaptureError(
                     f"cannot capture {where}: forward advances the iterator {what}, and every step"
                     " of a plan would repeat what it gave while it was captured; give what it gives"
                     " in the batch, or count in a buffer (register_buffer)"
+                )
+            if style in ("array", "tensor") and held.aspect.content is None:
+                raise CaptureError(
+                    f"cannot capture {where}: forward writes to {what}, which is too large to be"
+                    " put back after the capture; keep it in a buffer (register_buffer)"
                 )
 
     def refuse_draws(self, first: Left, second: Left) -> None:
@@ -235,7 +286,9 @@ class Watch:
         free = sorted(
             name
             for name in first.drawn
-            if not name.startswith("time.") and second.ends.get(name) != first.ends[name]
+            if not name.startswith(("time.", "datetime."))
+            and second.ends.get(name) != first.ends[name]
+            and (name not in FILES or name in second.drawn)
         )
         if free:
             raise CaptureError(
@@ -244,85 +297,3 @@ class Watch:
                 " it was captured; draw in the data loader and give the result in the batch, draw"
                 " with torch.rand, or switch it off (layer drop, masking)"
             )
-
-
-def parts_of(left: Left) -> Iterator[Change]:
-    """All parts that a call changed."""
-    for key in left.changed:
-        for part in left.after.changed_parts(left.before, key):
-            yield left.after.held[key], part
-    for module, name, _ in left.made:
-        yield left.after.held[id(module), "attributes"], name
-
-
-def put_for_next(left: Left) -> dict[int, Change]:
-    """Put what a call left in place for the next one; the tensors that got no values.
-
-    Those are on the meta device: nothing can be computed of them together with others.
-    """
-    left.after.put(left.changed)
-    known = {id(t) for t in traced_tensors(left.before)}
-    empty: dict[int, Change] = {}
-    kept: dict[int, Tensor] = {}
-
-    def real(value: Any, held: Held, part: Any) -> Any:
-        if isinstance(value, tuple):
-            made = [real(v, held, part) for v in value]
-            if all(m is v for m, v in zip(made, value, strict=True)):
-                return value
-            return type(value)(made) if type(value) is tuple else type(value)(*made)
-        if not isinstance(value, FakeTensor) or id(value) in known:
-            return value
-        if id(value) not in kept:
-            found = left.values.get(id(value))
-            sizes = [int(n) for n in value.shape]
-            made_ = torch.zeros(sizes, dtype=value.dtype, device="meta")
-            kept[id(value)] = made_ if found is None else found.to(value.device)
-            if found is None:
-                empty[id(made_)] = held, part
-        return kept[id(value)]
-
-    for key, held in left.after.held.items():
-        if key in left.before.held and key not in left.changed:
-            continue
-        parts = left.after.parts[key]
-        now = {name: real(value, held, name) for name, value in parts.items()}
-        if any(now[name] is not value for name, value in parts.items()):
-            write(held.aspect, now)
-    for module, name, tensor in left.made:
-        held = left.after.held[id(module), "attributes"]
-        module._buffers[name] = real(tensor, held, name)
-    return empty
-
-
-def put_back(first: Left, touched: Mapping[Key, Held]) -> None:
-    """Make everything as it was before the first call."""
-    first.before.put(touched)
-    for module, name, _ in first.made:
-        module._buffers.pop(name, None)
-    for (_, style), held in touched.items():
-        if style == "iterator":
-            first.before.put_copy(held)
-
-
-def traced_tensors(state: Snapshot) -> Iterator[Tensor]:
-    """Tensors that a trace made, outside of parameters and buffers."""
-    for key, parts in state.parts.items():
-        if key[1] != "weights":
-            yield from (v for v in parts.values() if isinstance(v, FakeTensor))
-
-
-def node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
-    """The node of a trace that made a tensor."""
-    found: Any = get_proxy_slot(tensor, tracer, None)
-    return None if found is None else found.proxy.node
-
-
-def host_generators(state: Snapshot) -> dict[str, object]:
-    """The states of the generators that Python code draws from: global ones, and all in reach."""
-    numpy_state: Any = numpy.random.get_state(legacy=False)
-    found: dict[str, object] = {"random": random.getstate(), "numpy.random": repr(numpy_state)}
-    for (_, style), held in state.held.items():
-        if style == "draws":
-            found[held.found] = held.aspect.fixed
-    return found

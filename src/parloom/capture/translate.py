@@ -15,7 +15,13 @@ from torch import Tensor, fx
 
 from parloom.capture.attention import CAUSAL, FixedMasks, grouped_source
 from parloom.capture.autograd import CHECKPOINT
-from parloom.capture.blame import SELECTED, WAYS_ON, module_path, source_of, without_wrapper
+from parloom.capture.blame import (
+    BRANCH_ADVICE,
+    fixed_size,
+    module_path,
+    source_of,
+    without_wrapper,
+)
 from parloom.capture.operators import ADVICE, is_custom
 from parloom.capture.spelling import RECURRENT
 from parloom.errors import CaptureError, one_line
@@ -29,6 +35,7 @@ NOISE = frozenset({
 # Where a result lies, and what need not be checked: here it is checked.
 DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "non_blocking", "unsafe"})
 ALIASES = frozenset({"alias", "lift_fresh_copy", "lift_fresh", "lift", "detach_copy"})
+PAIRS = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "view_copy"})
 # Where a lookup says that its gradient is sparse; a plan's are not.
 SPARSE = MappingProxyType({"embedding": 4, "embedding_bag": 5})
@@ -50,7 +57,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape and dtype; raises where a dim is symbolic."""
     if not all(isinstance(size, int) for size in tensor.shape):
         known = ", ".join(str(n) if isinstance(n, int) else "?" for n in tensor.shape)
-        raise CaptureError(f"a shape, [{known}], depends on the values of a tensor; {SELECTED}")
+        raise CaptureError(f"a shape, [{known}], depends on the values of a tensor")
     return TensorSpec(tuple(int(size) for size in tensor.shape), dtype_name(tensor.dtype))
 
 
@@ -63,10 +70,12 @@ class Translator:
     """Translates nodes in order; `names` maps what has been seen to value names."""
 
     def __init__(self, names: Mapping[fx.Node, str], specs: Mapping[str, TensorSpec],
-                 hidden: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:  # fmt: skip
+                 hidden: Mapping[str, Mapping[str, Mapping[str, Any]]],
+                 loss_place: str = "") -> None:  # fmt: skip
         self.names: dict[fx.Node, str | tuple[str, ...]] = dict(names)
         self.specs = dict(specs)
         self.hidden = hidden
+        self.loss_place = loss_place
         self.nodes: list[Node] = []
         self.classes: dict[str, str] = {}
         self.masks = FixedMasks()
@@ -82,10 +91,20 @@ class Translator:
                 continue
             overload = node.target
             if not isinstance(overload, torch._ops.OpOverload):
-                raise self.refusal(node, f"{overload} is not a plain tensor operator; {WAYS_ON}")
+                raise self.refusal(
+                    node, f"{overload} is not a plain tensor operator; {BRANCH_ADVICE}"
+                )
             name = packet_name(overload)
             if name not in NOISE:
                 self.operator(node, overload, name)
+
+    def constant(self, node: fx.Node) -> None:
+        """A complex constant comes as pairs: text has real numbers alone."""
+        name = self.value(node)
+        spec = self.specs[name]
+        if spec.dtype in PAIRS:
+            self.specs[name] = TensorSpec((*spec.shape, 2), PAIRS[spec.dtype])
+            self.append(node, "view_as_complex", (Ref(name),), (), (node.meta["val"],), None)
 
     def value(self, node: fx.Node) -> str:
         """The name of a node's single result."""
@@ -165,7 +184,12 @@ class Translator:
         try:
             return spec_of(tensor)
         except CaptureError as err:
-            raise self.refusal(node, str(err)) from err
+            raise self.refusal(node, f"{err}; {self.fixed_size(node)}") from err
+
+    def fixed_size(self, node: fx.Node) -> str:
+        """The advice for a node whose size depends on data."""
+        stack = self.metadata(node).get("nn_module_stack") or {}
+        return fixed_size(f"{list(stack.values())} {self.origin(node)}")
 
     def shape(self, node: fx.Node) -> Arg:
         """The resolved shape of a node's result."""
@@ -211,6 +235,10 @@ class Translator:
         else:
             args, kept = node.args, (0,)
         results = tuple(values[i] for i in kept)
+        if name == BATCH_NORM:
+            # Of the buffers' dtype, as torch has it where there is memory; a trace says float32.
+            buffers: Any = node.args[3:5]
+            results = values[0], *(buffer.meta["val"] for buffer in buffers)
         self.append(node, "batch_norm", self.arguments(node, args), (), results, kept)
 
     def attention(self, node: fx.Node, overload: torch._ops.OpOverload) -> None:
@@ -298,7 +326,8 @@ class Translator:
         name = self.names.get(arg)
         if isinstance(arg.meta.get("val"), NUMBERS):
             reason = "it takes a Python number from the values of a tensor; keep it a tensor"
-            raise self.refusal(node, f"{reason} (torch.where for a branch); for a size, {SELECTED}")
+            ways = f"(torch.where for a branch); for a size, {self.fixed_size(node)}"
+            raise self.refusal(node, f"{reason} {ways}")
         if name is None:
             raise self.refusal(node, f"it depends on {arg.target}, which is no tensor")
         return Ref(name) if isinstance(name, str) else tuple(Ref(n) for n in name)
@@ -346,6 +375,9 @@ class Translator:
         """The error for a node that cannot be translated: where it is and why."""
         path, source = self.origin(node)
         where = ".".join(part for part in (self.classes.get("", "the loss"), path) if part)
+        if self.loss_place and len(self.metadata(node).get("nn_module_stack") or ()) == 1:
+            # Only the wrapper is around it; the stacks of traces have modules' lines alone.
+            where = self.loss_place.split(" (")[0] if source else self.loss_place
         line = f" ({source})" if source else ""
         return CaptureError(f"cannot capture {where}{line}: {reason}")
 

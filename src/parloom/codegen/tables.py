@@ -3,7 +3,7 @@
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import Layout, digits
 from parloom.ir.mesh import Mesh
-from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue
+from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue, operands_of
 from parloom.ir.schedules import schedule
 from parloom.ir.step_program import EACH_STEP, StepNode, step_program
 from parloom.rewrite.pad import valid_rows
@@ -21,10 +21,13 @@ def tables(pcg: PCG) -> str:
     lines += ["    )", ")", "", "PROGRAM = rt.Program(", f"    name={pcg.graph.name!r},"]
     lines.append("    mesh=MESH,")
     batch = {v.name: v for v in pcg.main.inputs}
+    read = _read(pcg)
+    entries = pcg.graph.of_kind("batch")
     lines += _block(
         "inputs",
-        [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("batch")],
+        [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in entries if i.value.name in read],
     )
+    lines += _block("unread", [repr(i.target) for i in entries if i.value.name not in read])
     lines += _block(
         "buffers",
         [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("buffer")],
@@ -43,6 +46,14 @@ def tables(pcg: PCG) -> str:
         lines.append("    prologue=prologue,")
     lines.append(")")
     return "\n".join(lines)
+
+
+def _read(pcg: PCG) -> set[str]:
+    """The names of values of main that something reads."""
+    left = [value for _, value in (*pcg.outputs, *pcg.updates, *pcg.hoisted)]
+    items = (*pcg.prologue, *pcg.main.body)
+    found = {value.name for item in items for value in operands_of(item)}
+    return found | {value.name for value in (*left, *pcg.main.outputs)}
 
 
 def _block(name: str, entries: list[str]) -> list[str]:

@@ -20,10 +20,12 @@ from parloom.cost.devices import (
     torus_shape,
 )
 from parloom.errors import InputError
+from parloom.input_files import read_input
 from parloom.ir.mesh import Cluster, Level
 
 # Where a device has no usual network: one port of 100 Gbit/s for each node.
 NETWORK_BYTES_PER_S = 12.5e9
+MOST_BYTES = 64 << 10  # of a cluster file; a megabyte of YAML takes seconds
 
 _SPEC = re.compile(r"(?:(\d{1,7})x)?(\d{1,7})x([A-Za-z][^\\]*)")
 
@@ -205,15 +207,11 @@ def _link_line(where: str, level: Level) -> str:
 
 
 def _from_file(path: Path) -> LoadedCluster:
+    data = read_input(path, "the cluster file", MOST_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
+        return _from_text(data.decode("utf-8"), str(path))
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a text file in UTF-8") from None
-    except ValueError:
-        raise InputError(f"{str(path)!r} is no path") from None
-    except OSError as error:
-        raise InputError(f"cannot read the cluster file {path}: {error.strerror}") from None
-    return _from_text(text, str(path))
 
 
 def _from_text(text: str, where: str) -> LoadedCluster:

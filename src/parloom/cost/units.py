@@ -27,11 +27,14 @@ MOST_DOLLARS = 1e6
 
 
 def parse_bytes(text: str, *, down: bool = False) -> int:
-    """Bytes from `80GiB`, `70GB`, `640Gbit`, `4096B`; a fraction of a byte is refused, or with
-    `down` left out.
+    """Bytes from `80GiB`, `70GB`, `640Gbit`, `4096B`; a fraction of a byte is refused.
+
+    With `down`, for limits, a fraction is left out; `70gb` and `20KB` are read as 70GB and 20kB.
     """
     expected = "a size such as 80GiB, 70GB or 4096B"
     number, unit = _split(text, expected)
+    if down and unit in (unit.lower(), unit.upper()):  # Gb may be bits
+        unit = {f"{prefix}B".lower(): f"{prefix}B" for prefix in PREFIXES}.get(unit.lower(), unit)
     size = _bits_or_bytes(number, unit, "")
     if size is None:
         raise _unknown(text, unit, expected, "B", "bit")

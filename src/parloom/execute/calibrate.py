@@ -32,12 +32,14 @@ from parloom.errors import InputError, LaunchError
 from parloom.execute import measure
 from parloom.execute.doctor import num_cores
 from parloom.execute.measure_collectives import collectives, overlap
+from parloom.input_files import MIB, read_input
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 
 Say = Callable[[str], None]
 M = TypeVar("M", Product, Stream, Timed)
 T = TypeVar("T")
+MOST_BYTES = 16 * MIB
 EVERY_S = 5.0  # between lines of progress
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 # Ways in which drivers and kernels name a processor, in files of Linux.
@@ -188,11 +190,5 @@ def _agreed(times: list[float]) -> list[float]:
 
 def read_calibration(path: Path) -> Calibration:
     """The calibration in a file; raises `InputError`."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"cannot read the calibration {path}: {error.strerror or error}; make one with"
-            " `parloom calibrate --out FILE`"
-        ) from None
-    return from_json(data, str(path))
+    advice = "make one with `parloom calibrate --out FILE`"
+    return from_json(read_input(path, "the calibration", MOST_BYTES, advice), str(path))

@@ -11,14 +11,14 @@ state of Python's; a deep copy would share closures.
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from parloom.capture import capture
 from parloom.errors import CaptureError
 from parloom.execute.eager_compare import NOT_COMPARED, EagerReport
-from parloom.execute.eager_process import Apart, Build
+from parloom.execute.eager_process import Build, ForkServer
 from parloom.ir.factors import site_of
 from parloom.ir.graph import Call as BlockCall
 from parloom.ir.graph import Graph, Node
@@ -26,59 +26,82 @@ from parloom.ir.ops import op_of
 from parloom.ir.plan import ModelSource
 from parloom.ir.text import print_graph
 
-# Of one forward pass: three training calls on both sides take seconds on one core.
-MAX_FLOPS = 10e9
-VERIFY_FLOPS = 200e9  # in a proof, which itself takes minutes then
-PLAN_TIMEOUT_S, VERIFY_TIMEOUT_S = 50.0, 600.0
-MAX_WEIGHTS = 50_000_000  # elements of parameters and buffers, of which there are ten copies
-WAYS_ON = (
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is compared in its own sizes: operations of one forward pass, and elements of parameters
+    and buffers, of which there are ten copies.
+    """
+
+    flops: float
+    weights: int
+    timeout_s: float
+
+
+# Three training calls on both sides take seconds on one core; a proof itself takes minutes.
+PLAN = Limits(10e9, 50_000_000, 50.0)
+VERIFY = Limits(200e9, 200_000_000, 600.0)
+ADVICE = (
     "what capture does not see is most often state that forward keeps for a later call, a gradient"
     " that is cut or changed by hand, or a write to a tensor that shares memory: write it as plain"
     " operations on tensors, parameters and buffers"
 )
 
 
-def begin(apart: Apart, build: Build, model: nn.Module) -> None:
+def begin(server: ForkServer, build: Build, model: nn.Module, limits: Limits) -> None:
     """Start the calls that `check` needs, unless `model`, built here as `build` says, is large."""
     tensors = (*model.parameters(), *model.buffers())
-    if sum(t.numel() for t in tensors) <= MAX_WEIGHTS:
-        apart.begin(build)
+    if sum(t.numel() for t in tensors) <= limits.weights:
+        server.begin(build)
 
 
 def check(
-    apart: "Apart", source: ModelSource, seed: int, graph: Graph, evaluation: str,
-    max_flops: float = MAX_FLOPS,
+    server: "ForkServer", source: ModelSource, seed: int, graph: Graph, evaluation: str,
+    limits: Limits,
 ) -> EagerReport:  # fmt: skip
     """Compare the module that `source` names with `graph` and `evaluation`, captured from it.
 
-    A model of more than `max_flops` in a forward pass is compared in small sizes.
+    A larger model is compared in small sizes.
     """
-    timeout_s = PLAN_TIMEOUT_S if max_flops <= MAX_FLOPS else VERIFY_TIMEOUT_S
-    if is_small(graph, max_flops):
-        return apart.compare(Build(source, seed), graph, evaluation, timeout_s)
-    apart.stop()
+    if is_small(graph, limits):
+        return server.compare(Build(source, seed), graph, evaluation, limits.timeout_s)
+    server.stop()
     build = Build(source, seed, small=True)
     found = build.copy()
     if found is None:
-        return EagerReport(NOT_COMPARED, "it is large, and has no small copy")
+        return EagerReport(NOT_COMPARED, f"{_size(graph)} and no small copy; {_most(limits)}")
     small, text = found
-    apart.begin(build)
+    server.begin(build)
     try:
         graph = capture(small.model, small.batch, loss=small.loss)
     except CaptureError as error:
         return EagerReport(NOT_COMPARED, f"the small copy: {error}", shrunk=text)
-    if not is_small(graph, max_flops):
-        return EagerReport(NOT_COMPARED, "it is large, and so is its small copy", shrunk=text)
+    if not is_small(graph, limits):
+        why = f"{_size(graph)} in its small copy; {_most(limits)}"
+        return EagerReport(NOT_COMPARED, why, shrunk=text)
     evaluation = ""
     with suppress(CaptureError):  # a model may have no evaluation program
         evaluation = print_graph(capture(small.model, small.batch, loss=small.loss, training=False))
-    return replace(apart.compare(build, graph, evaluation, timeout_s), shrunk=text)
+    return replace(server.compare(build, graph, evaluation, limits.timeout_s), shrunk=text)
 
 
-def is_small(graph: Graph, max_flops: float = MAX_FLOPS) -> bool:
-    """Whether training calls of the program take seconds at most."""
-    weights = sum(i.value.spec.num_elements for i in graph.inputs if i.kind != "batch")
-    return flops(graph) <= max_flops and weights <= MAX_WEIGHTS
+def is_small(graph: Graph, limits: Limits) -> bool:
+    """Whether training calls of the program are compared in its own sizes."""
+    return flops(graph) <= limits.flops and num_weights(graph) <= limits.weights
+
+
+def num_weights(graph: Graph) -> int:
+    """Elements of parameters, buffers and constants."""
+    return sum(i.value.spec.num_elements for i in graph.inputs if i.kind != "batch")
+
+
+def _size(graph: Graph) -> str:
+    return f"it has {num_weights(graph) / 1e6:.0f} M weights, {flops(graph) / 1e9:.0f} GFLOP a pass"
+
+
+def _most(limits: Limits) -> str:
+    most = f"at most {limits.weights / 1e6:.0f} M and {limits.flops / 1e9:.0f} are compared"
+    return most if limits is VERIFY else f"{most} here, more in `parloom verify`"
 
 
 def flops(graph: Graph) -> float:

@@ -20,7 +20,7 @@ from parloom.capture import (
     select_loss,
 )
 from parloom.errors import ParloomError
-from parloom.execute.draws import Draw, Recorder
+from parloom.execute.replay import Draw, Recorder
 
 CALLS = 3
 STEP = 1e-2  # of a parameter's largest element, between two calls

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parloom.execute.draws import Replay, ReplayError
 from parloom.execute.eager_calls import Call
 from parloom.execute.reference import evaluate
-from parloom.execute.relative import relative_difference
+from parloom.execute.relative import Compared, Difference, judged, relative_difference
+from parloom.execute.replay import Replay, ReplayError
 from parloom.ir.graph import Graph
 from parloom.ir.text import parse_graph
 
@@ -103,28 +103,6 @@ def compare(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first tensor that differs; `error` is relative."""
-
-    tensor: str
-    error: float
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.tensor} ({self.detail or f'relative difference {self.error:.1e}'})"
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The largest relative difference of one call, and the first that is above the tolerance."""
-
-    worst: float
-    worst_tensor: str
-    first: Difference | None
-    num_tensors: int
-
-
 def compare_call(graph: Graph, call: Call, where: str, tolerance: float) -> Compared:
     """The captured program on the numbers of `call`, beside what the module made of them.
 
@@ -163,25 +141,20 @@ def compare_call(graph: Graph, call: Call, where: str, tolerance: float) -> Comp
         for n, t in call.after.items()
         if n in kinds
     ]
-    named = [(f"{name} {where}", expected, got, floor) for name, expected, got, floor in pairs]
-    return _judged(named, tolerance, replay)
-
-
-def _judged(pairs: list[Pair], tolerance: float, replay: Replay) -> Compared:
-    worst, worst_tensor, first = 0.0, "", None
-    for name, expected, got, floor in pairs:
-        if (expected is None) != (got is None):
-            had = "the module has none" if expected is None else "the captured program has none"
-            difference = Difference(name, float("inf"), had)
-        else:
-            difference = Difference(name, _error(expected, got, floor))
-        if not difference.error <= worst:
-            worst, worst_tensor = difference.error, name
-        if first is None and not difference.error <= tolerance:
-            first = difference
-    if first is not None and replay.num_left:
+    differences = (
+        _difference(f"{name} {where}", expected, got, floor) for name, expected, got, floor in pairs
+    )
+    compared = judged(differences, tolerance)
+    if compared.first is not None and replay.num_left:
         raise ReplayError(f"{replay.num_left} draws of the module are not in the program")
-    return Compared(worst, worst_tensor, first, len(pairs))
+    return compared
+
+
+def _difference(name: str, expected: Tensor | None, got: Tensor | None, floor: float) -> Difference:
+    if (expected is None) != (got is None):
+        had = "the module has none" if expected is None else "the captured program has none"
+        return Difference(name, float("inf"), had)
+    return Difference(name, _error(expected, got, floor))
 
 
 def _error(expected: Tensor | None, got: Tensor | None, floor: float) -> float:

@@ -67,14 +67,14 @@ class Build:
         return small_model(source, loaded, seed=self.seed)
 
 
-class Apart(AbstractContextManager["Apart"]):
+class ForkServer(AbstractContextManager["ForkServer"]):
     """A process that has seen nothing of the model; each module runs in a fork of it.
 
     Enter it before the model is built. A fork copies the calling thread only, and the module
     computes on one thread.
     """
 
-    def __enter__(self) -> "Apart":
+    def __enter__(self) -> "ForkServer":
         self._process: BaseProcess | None = None
         self._begun: Make | None = None
         if "fork" not in multiprocessing.get_all_start_methods():

@@ -8,12 +8,14 @@ from pathlib import Path
 from parloom.cost.clusters import read_cluster
 from parloom.errors import InputError, ParloomError
 from parloom.execute.consistent import check_results
+from parloom.input_files import MIB, read_input
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
 
 ELSEWHERE = "choose another folder with --out"
+MOST_PLAN_BYTES = 64 * MIB  # a program of a thousand layers has two
 
 
 def check_folder(folder: Path) -> None:
@@ -72,12 +74,7 @@ def read_plan(path: Path) -> Plan:
     Its programs are checked: a file may say anything.
     """
     file = path / "plan.json" if path.is_dir() else path
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"cannot read the plan {file}: {error.strerror or error}; make one with `parloom plan`"
-        ) from None
+    data = read_input(file, "the plan", MOST_PLAN_BYTES, "make one with `parloom plan`")
     plan = plan_from_json(data, str(file))
     devices, ranks = read_cluster(plan.cluster).cluster.num_devices, plan.decisions.mesh.num_ranks
     if devices != ranks:

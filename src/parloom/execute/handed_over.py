@@ -2,21 +2,32 @@
 
 The module no longer trains, so that what it computes, holds or saves is not what is trained. Every
 module in it gets a class of the same name, whose calls, weights and attributes raise `InputError`
-with the trainer's call to use; it still prints.
+with the trainer's call to use. Its weights are freed: tensors without memory stand for them where
+the module prints itself, counts them or says its dtype.
 """
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from parloom.errors import InputError
 
 # What a module is asked for, and the call of the trainer that answers it.
-STATE = "trainer.state_dict() has the trained weights, trainer.export(PATH) writes them"
+STATE = (
+    "trainer.state_dict() has the trained weights, trainer.export(PATH) writes them, and"
+    " trainer.device is where they are"
+)
 RUN = "trainer.step(batch) trains and trainer.evaluate(batch) gives loss and outputs"
 LOAD = "trainer.load_state_dict(...) loads whole tensors"
 MADE = "the trainer runs what was planned: change the model before parallelize, and plan again"
+FLAT = "_flat_weights"  # of recurrent modules: their parameters once more
+ANSWERED = ("num_parameters", "get_memory_footprint")  # Hugging Face's: counts, no values
 
 
 def refuse_handed_over(model: nn.Module) -> None:
@@ -30,18 +41,12 @@ def refuse_handed_over(model: nn.Module) -> None:
             )
 
 
-def hand_over(model: nn.Module) -> "Untouched":
-    """Make `model` and all its modules raise; what notices later changes of their tensors."""
+def hand_over(model: nn.Module, device: torch.device) -> "Original":
+    """Make `model` and all its modules raise, and free its weights, which are on `device` now."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     if not model.training:  # it is trained in training mode
         model.train()
-    for module in tuple(model.modules()):
-        kind = type(module)
-        for name in ("_parameters", "_buffers"):
-            module.__dict__[name] = Weights(module.__dict__[name])
-        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": None}
-        module.__class__ = type(kind.__name__, (HandedOver, kind), body)
-    return Untouched(tensors)
+    return Original(model, device, Untouched(tensors))
 
 
 class Untouched:
@@ -61,6 +66,84 @@ class Untouched:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module of the model: its own class and the one that raises."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    raising: type[nn.Module]
+
+
+class Original:
+    """The script's model, which raises but inside of `restored`."""
+
+    def __init__(self, model: nn.Module, device: torch.device, untouched: Untouched) -> None:
+        self.model = model
+        self.device = device
+        self.untouched = untouched
+        made: dict[type, type[nn.Module]] = {}
+        empty: dict[int, Tensor] = {}
+        parts = []
+        for module in tuple(model.modules()):
+            kind = type(module)
+            if kind not in made:
+                made[kind] = self._raising(kind)
+            parts.append(Part(module, kind, made[kind]))
+            own = vars(module)
+            for name in ("_parameters", "_buffers"):
+                own[name] = Weights((n, _empty(t, empty)) for n, t in own[name].items())
+            if FLAT in own:
+                own[FLAT] = [_empty(t, empty) for t in own[FLAT]]
+            object.__setattr__(module, "__class__", made[kind])
+        self.parts = tuple(parts)
+
+    def _raising(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """A class of the same name; no code of the user's metaclass runs."""
+        body: dict[str, Any] = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": None,
+            "_original": self,
+        }
+        for name, value in (("device", lambda _: self.device), ("dtype", _dtype)):
+            if isinstance(getattr_static(kind, name, None), property):
+                body[name] = property(value)
+        body |= {name: _answered(name) for name in ANSWERED if hasattr(kind, name)}
+        made: type[nn.Module] = type.__new__(type(kind), kind.__name__, (HandedOver, kind), body)
+        return made
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The modules as the script made them, with weights on the meta device."""
+        kept = [(vars(p.module)["_parameters"], vars(p.module)["_buffers"]) for p in self.parts]
+        if any(type(part.module) is not part.raising for part in self.parts):
+            yield  # already
+            return
+        for part, (parameters, buffers) in zip(self.parts, kept, strict=True):
+            vars(part.module).update(_parameters=dict.copy(parameters), _buffers=dict.copy(buffers))
+            object.__setattr__(part.module, "__class__", part.kind)
+        try:
+            yield
+        finally:
+            for part, (parameters, buffers) in zip(self.parts, kept, strict=True):
+                vars(part.module).update(_parameters=parameters, _buffers=buffers)
+                object.__setattr__(part.module, "__class__", part.raising)
+
+    def keeps(self, module: nn.Module, mode: bool) -> bool:
+        """Whether `module.train(mode)` would leave all modes as they are, as in many loops.
+
+        A model may keep parts of it in evaluation mode, frozen batch norms for example.
+        """
+        with self.restored():
+            before = [part.module.training for part in self.parts]
+            module.train(mode)
+            after = [part.module.training for part in self.parts]
+            for part, training in zip(self.parts, before, strict=True):
+                vars(part.module)["training"] = training
+        return before == after
+
+
 def _raising(what: str, way: str) -> Any:
     """A method that raises, whatever it is given."""
 
@@ -70,17 +153,26 @@ def _raising(what: str, way: str) -> Any:
     return method
 
 
+def _answered(name: str) -> Callable[..., Any]:
+    """A method of the user's class, which needs no values of weights."""
+
+    def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with module._original.restored():
+            return getattr(module, name)(*args, **kwargs)
+
+    return method
+
+
+def _dtype(module: Any) -> Any:
+    """What a module says of its weights."""
+    with module._original.restored():
+        return module.dtype
+
+
 class Weights(dict[str, Any]):
-    """The tensors of a module that was handed over; only its own printing may look at them."""
+    """The tensors of a module that was handed over: nobody may look at them."""
 
-    shown = False
-
-    def __getitem__(self, name: str) -> Any:
-        if self.shown:
-            return super().__getitem__(name)
-        raise _error(f"its tensor {name!r} was asked for", STATE)
-
-    get = items = values = copy = _raising("its tensors were asked for", STATE)
+    __getitem__ = get = items = values = copy = _raising("its tensors were asked for", STATE)
     __setitem__ = update = setdefault = _raising("a tensor of it was set", LOAD)
     __delitem__ = pop = popitem = clear = _raising("a tensor of it was deleted", MADE)
 
@@ -88,6 +180,7 @@ class Weights(dict[str, Any]):
 class HandedOver(nn.Module):
     """Comes before the user's class in the classes of modules that were handed over."""
 
+    _original: Original
     __call__ = forward = _raising("it was called", RUN)
     state_dict = parameters = named_parameters = _raising("its weights were asked for", STATE)
     buffers = named_buffers = _raising("its buffers were asked for", STATE)
@@ -111,20 +204,25 @@ class HandedOver(nn.Module):
         raise _error(f"its attribute {name!r} was deleted", MADE)
 
     def train(self, mode: bool = True) -> Any:
-        """Allowed where it changes nothing, as at the head of many loops."""
-        if any(module.training != mode for module in self.modules()):
+        """Allowed where it changes nothing."""
+        if not self._original.keeps(self, mode):
             raise _error(f"it was put into {'training' if mode else 'evaluation'} mode", RUN)
         return self
 
     def __repr__(self) -> str:
-        own = (vars(self)["_parameters"], vars(self)["_buffers"])
-        for tensors in own:
-            tensors.shown = True
-        try:
-            return super().__repr__()
-        finally:
-            for tensors in own:
-                tensors.shown = False
+        with self._original.restored():
+            return repr(self)
+
+
+def _empty(tensor: Any, made: dict[int, Tensor]) -> Any:
+    """A tensor of the same kind without memory; one for each, as of tied weights."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta:
+        return tensor
+    if id(tensor) not in made:
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        parameter = isinstance(tensor, nn.Parameter)
+        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+    return made[id(tensor)]
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import InputError
 from parloom.ir.plan import Prediction
+from parloom.runtime.loss_scale import BACKOFF_FACTOR
 
 NUM_COMPARED = 3  # lines with the predicted time; the file has it for every step
 
@@ -37,7 +38,8 @@ class StepRecord:
     `predicted_s` is compared with it on the line where `calibrated`: data sheets may be off by many
     times. `memory_bytes` is the peak so far of `memory_of`: this process, or its tensors on a GPU.
     `lr` is the learning rate that the step used, of the first parameter group; `grad_norm` is the
-    norm before clipping, where it clips.
+    norm before clipping, where it clips. `loss_scale` is the scale of a float16 step's gradients;
+    where they overflowed, the step was `skipped`.
     """
 
     step: int
@@ -51,6 +53,8 @@ class StepRecord:
     calibrated: bool = False
     lr: float | None = None
     grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
 
     @property
     def items_per_s(self) -> float:
@@ -81,6 +85,12 @@ def prediction_line(prediction: Prediction) -> str:
         f"predicted {format_seconds(prediction.step_s)} a step{band} nine times in ten: from data"
         " sheets, not calibrated, so that steps are not compared with it (`parloom calibrate`)"
     )
+
+
+def skip_line(step: int, scale: float) -> str:
+    """`step 12 skipped: gradients overflowed at loss scale 65536; now 32768`."""
+    now = scale * BACKOFF_FACTOR
+    return f"step {step} skipped: gradients overflowed at loss scale {scale:g}; now {now:g}"
 
 
 class StepLog:
@@ -142,6 +152,9 @@ class StepLog:
         """Log one step."""
         if not self.writes:
             return
+        if record.skipped and record.loss_scale is not None:
+            line = skip_line(record.step, record.loss_scale)
+            print(line, file=self._console or sys.stdout, flush=True)
         if record.step % self._every == 0:
             line = step_line(record, compare=self._to_compare > 0)
             self._to_compare -= 1

@@ -7,6 +7,7 @@ from inspect import signature
 
 import torch
 from torch.optim import Optimizer as TorchOptimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from parloom.errors import FingerprintError, InputError, nearest
 from parloom.ir.plan import Optimizer, Plan
@@ -60,7 +61,9 @@ def checked(plan: Plan, maker: Maker) -> Maker:
     """`maker`, refused with `FingerprintError` where it makes another class than was planned.
 
     At once where the class can be told without a call, else as soon as `maker` has been called.
+    Raises `InputError` for an optimizer that is made already, and for what makes none.
     """
+    check_maker("optimizer", maker, "lambda named: torch.optim.AdamW(named, lr=1e-3)")
     known = class_of(maker)
     if known is not None and issubclass(known, TorchOptimizer):
         _require(plan, known)
@@ -68,10 +71,23 @@ def checked(plan: Plan, maker: Maker) -> Maker:
 
     def make_checked(named: NamedParameters) -> TorchOptimizer:
         optimizer = maker(named)
+        if not isinstance(optimizer, TorchOptimizer):
+            raise InputError(f"`optimizer` made a {type(optimizer).__name__}, not an optimizer")
         _require(plan, type(optimizer))
         return optimizer
 
     return make_checked
+
+
+def check_maker(argument: str, given: object, example: str) -> None:
+    """Raise `InputError` where an argument of `parallelize` is no function."""
+    if not callable(given):
+        made = isinstance(given, TorchOptimizer | LRScheduler)
+        why = ", made before with other parameters than the trainer's" if made else ""
+        raise InputError(
+            f"{argument} is {'an' if type(given).__name__[0] in 'AEIO' else 'a'}"
+            f" {type(given).__name__}{why}; give a function: {argument}={example}"
+        )
 
 
 def _require(plan: Plan, given: type[TorchOptimizer]) -> None:

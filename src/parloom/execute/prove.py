@@ -1,5 +1,6 @@
 """The proof of a saved plan: its model is built anew, captured, and compared with its program."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,8 @@ from parloom.capture import load_abstract, parameters_of
 from parloom.capture.ambient import check_settings
 from parloom.cost.units import format_bytes
 from parloom.errors import LaunchError
-from parloom.execute.eager import MAX_FLOPS, VERIFY_FLOPS, begin, check
-from parloom.execute.eager_process import Apart, Build
+from parloom.execute.eager import PLAN, VERIFY, begin, check
+from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.ranks import RankError
 from parloom.execute.same_model import check_program, check_tensors
 from parloom.execute.shrink import require_memory, shrink
@@ -28,12 +29,12 @@ def prove(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> Verify
 
     Raises `FingerprintError` where the model has changed since the plan was made.
     """
-    with Apart() as apart:
-        return _prove(plan, apart, small=small, progress=progress)
+    with ForkServer() as server:
+        return _prove(plan, server, small=small, progress=progress)
 
 
 def _prove(
-    plan: Plan, apart: Apart, *, small: bool, progress: Callable[[str], None]
+    plan: Plan, server: ForkServer, *, small: bool, progress: Callable[[str], None]
 ) -> VerifyReport:
     source = plan.source
     progress(f"building {source.spec}")
@@ -47,13 +48,16 @@ def _prove(
     graph = parse_graph(plan.graph)
     check_settings(plan.settings)
     check_tensors(loaded.model, plan, graph, loaded.batch)
-    begin(apart, Build(source, plan.seed), loaded.model)
+    limits = PLAN if small else VERIFY
+    begin(server, Build(source, plan.seed), loaded.model, limits)
     torch.set_num_threads(1)  # the ranks are forked
     progress("capturing it")
+    start = time.perf_counter()
     check_program(loaded.model, loaded.batch, loaded.loss, plan, graph)
+    progress(f"captured in {time.perf_counter() - start:.1f} s: it is the planned one")
     progress("comparing it with the module itself")
-    max_flops = MAX_FLOPS if small else VERIFY_FLOPS
-    eager = check(apart, source, plan.seed, graph, plan.evaluation_graph, max_flops)
+    eager = check(server, source, plan.seed, graph, plan.evaluation_graph, limits)
+    progress(f"compared in {eager.seconds:.1f} s")
     text = ""
     if small:
         progress("building a small copy")

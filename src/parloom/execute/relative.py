@@ -1,7 +1,40 @@
-"""How far two tensors are apart, on their own scale."""
+"""How far tensors are apart, on their own scale, and the first that is too far."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The relative difference of one tensor from its reference; `detail` says it in words."""
+
+    tensor: str
+    error: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.tensor} ({self.detail or f'relative difference {self.error:.1e}'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The largest difference of several tensors, and the first that is above the tolerance."""
+
+    worst: float
+    worst_tensor: str
+    first: Difference | None
+    num_tensors: int
+
+
+def judged(differences: Iterable[Difference], tolerance: float) -> Compared:
+    """The largest and the first of all; one that is no number is above every tolerance."""
+    every = list(differences)
+    worst = max(every, key=lambda d: (d.error != d.error, d.error))
+    first = next((d for d in every if not d.error <= tolerance), None)
+    return Compared(worst.error, worst.tensor, first, len(every))
 
 
 def relative_difference(expected: Tensor | None, got: Tensor | None, floor: float) -> float:

@@ -1,29 +1,42 @@
 """Whether a model is the one that was planned: it is captured again, and programs are compared.
 
 Rank 0 captures the script's model and tells the others what it found, so that all of them end
-alike. Each rank also compares a key over everything that its model's code can reach with rank 0's:
-a rank that built another model would run the plan's program with it.
+alike. Each rank also compares everything that its model's code can reach with rank 0's; where a
+rank's differs (a rank, a time stamp, an address), it captures its model too.
 """
 
 import random
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import deterministic as _deterministic
 
-from parloom.capture import Loss, capture_flat, differences, first_difference
+from parloom.capture import (
+    Loss,
+    capture_flat,
+    cast_needed,
+    differences,
+    first_difference,
+    has_loss_function,
+    set_for_training,
+)
 from parloom.capture.autograd import refuse_hooks
-from parloom.capture.reach import key
-from parloom.errors import CaptureError, FingerprintError, InputError, LaunchError
+from parloom.capture.program import VALUELESS
+from parloom.capture.ranges import drawn_batch
+from parloom.capture.state.reach import Place, described_parts, key_of, path_of
+from parloom.errors import CaptureError, FingerprintError, ParloomError
+from parloom.execute.handed_over import FLAT
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
-from parloom.runtime import Comm, differ_from_the_first, told_by_the_first
+from parloom.runtime import Comm, told_by_all, told_by_the_first
+
+SHOWN = 100  # characters of a value in a message
 
 
 def check_tensors(
@@ -32,7 +45,8 @@ def check_tensors(
     """Raise `FingerprintError` where parameters, buffers or `batch` are not as planned."""
     what = differences(model, graph, batch or {})
     if what:
-        raise FingerprintError(f"the plan was made for another model: {what}; {_advice(plan)}")
+        advice = cast_needed(model, graph) or _advice(plan)
+        raise FingerprintError(f"the plan was made for another model: {what}; {advice}")
 
 
 def check_program(
@@ -52,58 +66,122 @@ def check_program(
         except CaptureError as error:
             raise FingerprintError(
                 f"the plan was made for another model{where}: {error}"
-                f"{_without_loss(plan, loss)}; {_advice(plan)}"
+                f"{_without_loss(graph, loss)}; {_advice(plan)}"
             ) from error
         what = first_difference(planned, found)
         if what:
             raise FingerprintError(
                 f"the plan was made for another model{where}: {what}"
-                f"{_without_loss(plan, loss)}; {_advice(plan)}"
+                f"{_without_loss(graph, loss)}; {_advice(plan)}"
             )
 
 
-def check_on_ranks(
-    model: nn.Module,
-    loss: Loss | None,
-    plan: Plan,
-    graph: Graph,
-    comm: Comm,
-    device: torch.device,
-) -> None:
-    """`check_program` on rank 0, timed and told on stderr; every rank raises what it raised.
+def check_again(model: nn.Module, loss: Loss | None, plan: Plan) -> None:
+    """`check_program` of a model whose weights may have no values; generators stay as they are.
 
-    Where a rank's model differs from rank 0's in what its code can reach, that is named too.
+    Raises `FingerprintError` also where the model cannot be captured.
     """
-    # First: a trace may fill caches of the model.
-    mine = key(model, loss)
-    error: Exception | None = None
-    if comm.rank == 0:
-        start = time.perf_counter()
-        try:
-            with same_draws(), on_the_host(model):
-                check_program(model, _batch(model, graph), loss, plan, graph)
-        except CaptureError as raised:
-            error = FingerprintError(f"the plan was made for another model: {raised}")
-        except Exception as raised:  # whatever it is: the other ranks wait for an answer
-            error = raised
-        else:
+    graph = parse_graph(plan.graph)
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    batch = drawn_batch(graph, plan.ranges, device)
+    try:
+        settings = set_for_training(model) if plan.source.is_config else nullcontext()
+        with same_draws(), on_the_host(model), settings:
+            check_program(model, batch, loss, plan, graph)
+    except CaptureError as error:
+        raise FingerprintError(f"the plan was made for another model: {error}") from error
+
+
+def check_on_ranks(
+    model: nn.Module, loss: Loss | None, plan: Plan, comm: Comm, device: torch.device
+) -> None:
+    """`check_again` on rank 0, and on ranks whose model is not rank 0's in all that its code can
+    reach; timed, and told on stderr. Every rank raises where one does.
+    """
+    with agreed(comm, device):
+        # First: a trace may fill caches of the model.
+        parts = tuple(described_parts(model, loss))
+        if comm.rank == 0:
+            start = time.perf_counter()
+            check_again(model, loss, plan)
             took = time.perf_counter() - start
             line = f"captured the script's model again in {took:.1f} s: it is the planned one"
             print(line, file=sys.stderr, flush=True)
+    keys = told_by_all(comm, key_of(parts), device)
+    others = [rank for rank, key in enumerate(keys) if key != keys[0]]
+    if others:
+        _check_others(model, loss, plan, comm, device, parts, others)
+
+
+def _check_others(
+    model: nn.Module,
+    loss: Loss | None,
+    plan: Plan,
+    comm: Comm,
+    device: torch.device,
+    parts: tuple[tuple[Place, str], ...],
+    others: list[int],
+) -> None:
+    """`check_again` on ranks whose model differs from rank 0's; the first of them says how."""
+    texts = told_by_the_first(comm, "\0".join(text for _, text in parts), device).split("\0")
+    found = ""
+    if comm.rank in others:
+        what = _first_unlike(texts, parts, comm.rank)
+        start = time.perf_counter()
+        try:
+            check_again(model, loss, plan)
+        except Exception as error:  # whatever it is: the other ranks wait for an answer
+            found = f"rank {comm.rank} built another model than rank 0: {what}: {error}"
+        if not found and comm.rank == others[0]:
+            more = f", and on {len(others) - 1} more ranks" if others[1:] else ""
+            line = f"{what}; captured the model there too{more}, in"
+            line += f" {time.perf_counter() - start:.1f} s: it is the planned one all the same"
+            print(line, file=sys.stderr, flush=True)
+    for text in filter(None, told_by_all(comm, found, device)):
+        raise FingerprintError(
+            f"{text}; build the model alike on every rank, without asking for rank, host, process"
+            " or environment"
+        )
+
+
+def _first_unlike(texts: list[str], parts: tuple[tuple[Place, str], ...], rank: int) -> str:
+    """The first part that is not as rank 0's, whose `texts` are in the same order."""
+    for there, (place, here) in zip(texts, parts, strict=False):
+        if there != here:
+            one, other = (_value(text) for text in (there, here))
+            return f"{path_of(place)} is {other} on rank {rank} and {one} on rank 0"
+    return "one of the two reaches more"
+
+
+def _value(text: str) -> str:
+    """A part's value, without its name."""
+    value = text.partition("=")[2] or text
+    return value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+
+
+@contextmanager
+def agreed(comm: Comm, device: torch.device) -> Iterator[None]:
+    """Every rank raises at the end where one raised inside: its own error, or the first rank's.
+
+    Otherwise the others would wait for a rank that is gone.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
     text = "" if error is None else f"{type(error).__name__}\n{error}"
-    kind, _, text = told_by_the_first(comm, text, device).partition("\n")
+    texts = told_by_all(comm, text, device)
     if error is not None:
         raise error
-    if kind:
-        kinds = {"FingerprintError": FingerprintError, "InputError": InputError}
-        raise kinds.get(kind, LaunchError)(text if kind in kinds else f"on rank 0: {kind}: {text}")
-    others = differ_from_the_first(comm, mine, device)
-    if others:
-        raise FingerprintError(
-            f"rank {others[0]} built another model than rank 0: an attribute, a closure, a global"
-            " or a function that its code reaches differs; build the model alike on every rank,"
-            " without asking for rank, host, process or environment"
-        )
+    for rank, text in enumerate(texts):
+        if text:
+            kind, _, message = text.partition("\n")
+            where = f"on rank {rank}: " if rank else ""
+            kinds = {known.__name__: known for known in ParloomError.__subclasses__()}
+            if kind in kinds:
+                raise kinds[kind](f"{where}{message}")
+            raise RuntimeError(f"{where}{kind}: {message}")
 
 
 @contextmanager
@@ -112,8 +190,7 @@ def on_the_host(model: nn.Module) -> Iterator[None]:
 
     Nothing reads them or writes to them, so that they take addresses and no memory.
     """
-    everything = [d for m in model.modules() for d in (m._parameters, m._buffers)]
-    places = [(d, n, t) for d in everything for n, t in d.items() if t is not None and t.is_meta]
+    places = [(d, n, t) for d, n, t in _places(model) if isinstance(t, Tensor) and t.is_meta]
     if places:
         refuse_hooks(model)  # those of parameters, which their stand-ins have not
     deterministic: Any = _deterministic
@@ -127,12 +204,13 @@ def on_the_host(model: nn.Module) -> Iterator[None]:
                 trained = meta.requires_grad
                 parameter = isinstance(meta, nn.Parameter)
                 made[id(meta)] = nn.Parameter(empty, trained) if parameter else empty
-            tensors[name] = made[id(meta)]  # type: ignore[assignment]
+                setattr(made[id(meta)], VALUELESS, True)
+            tensors[name] = made[id(meta)]
         yield
     finally:
         deterministic.fill_uninitialized_memory = filled
         for tensors, name, meta in places:
-            tensors[name] = meta  # type: ignore[assignment]
+            tensors[name] = meta
 
 
 @contextmanager
@@ -151,21 +229,20 @@ def same_draws() -> Iterator[None]:
                 numpy.random.set_state(legacy)
 
 
-def _batch(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
-    """Zeros in the planned shapes: no value of a batch is looked at."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    specs = {i.target: i.value.spec for i in graph.of_kind("batch")}
-    return {
-        name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        for name, spec in specs.items()
-    }
+def _places(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
+    """(container, name, tensor) of all parameters and buffers."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            yield from ((tensors, name, tensor) for name, tensor in tensors.items())
+        flat = vars(module).get(FLAT, [])
+        yield from ((flat, index, tensor) for index, tensor in enumerate(flat))
 
 
 def _advice(plan: Plan) -> str:
     return f"build the model that was planned, or plan again: {plan.command()}"
 
 
-def _without_loss(plan: Plan, loss: Loss | None) -> str:
-    if loss is not None or not plan.source.is_factory:
+def _without_loss(graph: Graph, loss: Loss | None) -> str:
+    if loss is not None or not has_loss_function(graph):
         return ""
     return " (a factory's loss function is given as parallelize(..., loss=...))"

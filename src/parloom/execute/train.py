@@ -24,12 +24,13 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import SPEC
 from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
-from parloom.execute.handed_over import Untouched, hand_over, refuse_handed_over
+from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
 from parloom.execute.launch import check_world_size
 from parloom.execute.log import RunRecord, StepLog, StepRecord
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
-from parloom.execute.same_model import check_on_ranks, check_tensors
+from parloom.execute.same_model import agreed, check_again, check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
+from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
@@ -113,7 +114,8 @@ class Trainer(RuntimeTrainer):
             blocks=CompiledBlocks(run.compile_backend) if run.compile_backend else None,
         )
         self.run = run
-        self._model: Untouched | None = None
+        self._model: Original | None = None
+        self._unchanged: Unchanged | None = None
         self.log = StepLog(comm.rank, run.log_path)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         begun = RunRecord(_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
@@ -125,7 +127,8 @@ class Trainer(RuntimeTrainer):
         """Train on one batch (see the runtime's trainer) and log one line.
 
         On a GPU the line comes one step late, or with the next `evaluate` or `save`: nothing here
-        waits for the step that it has queued. Raises `FingerprintError` under other settings of
+        waits for the step that it has queued (in float16 all wait, to know whether gradients
+        overflowed). Raises `FingerprintError` under other settings of
         torch than were planned with, `InputError` under autocast, a mode or no_grad, and where the
         script's model was written to after `parallelize`.
         """
@@ -139,14 +142,21 @@ class Trainer(RuntimeTrainer):
         # Before the scheduler's turn; a tensor would change under it.
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
-        result = super().step(batch, local)
+        try:
+            result = super().step(batch, local)
+        except NotImplementedError as error:
+            raise LaunchError(_no_kernel(error, self.device)) from error
         if reading is not None:
             numbers: dict[str, Tensor | float] = {"loss": result.loss, "lr": rate}
             if result.grad_norm is not None:
                 numbers["grad_norm"] = result.grad_norm
+            if result.loss_scale is not None:
+                numbers["loss_scale"] = result.loss_scale
             reading.stop(numbers)
             memory_bytes = _memory_bytes(self.device)
-            self.log.later(partial(_record, self.run, self.steps_done, reading, memory_bytes))
+            self.log.later(
+                partial(_record, self.run, self.steps_done, reading, memory_bytes, result.skipped)
+            )
             if reading.ready:
                 self.log.flush()
         return result
@@ -163,15 +173,24 @@ class Trainer(RuntimeTrainer):
         self.log.flush()
         return super().evaluate(batch, local)
 
-    def take_over(self, model: nn.Module) -> None:
-        """Make `model`, whose weights this trainer has, refuse to be used in its place."""
-        self._model = hand_over(model)
+    def take_over(self, model: nn.Module, loss: Loss | None) -> None:
+        """Make `model`, whose weights this trainer has, refuse to be used in its place; watch what
+        it and the loss function can reach.
+        """
+        self._model = original = hand_over(model, self.device)
+
+        def compare() -> None:
+            with original.restored():
+                check_again(model, loss, self.run.plan)
+
+        self._unchanged = Unchanged(original, loss, compare)
 
     def _check_surroundings(self, call: str) -> None:
         refuse_around_step(call)
         check_settings(self.run.plan.settings)
-        if self._model is not None:
-            self._model.check()
+        if self._model is not None and self._unchanged is not None:
+            self._model.untouched.check()
+            self._unchanged.check()
 
     def save(
         self, folder: str | os.PathLike[str], *, asynchronous: bool = False
@@ -216,10 +235,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     exact_random: bool = False,
 ) -> Trainer:
     """A trainer for this rank of `plan`; `parloom.parallelize` says what the arguments are."""
-    refuse_handed_over(model)
-    optimizer = optimizers.checked(plan, optimizer)
     graph = parse_graph(plan.graph)
-    check_tensors(model, plan, graph)
     device = _device(plan)
     ranks = plan.decisions.mesh.num_ranks
     if ranks > 1 or "RANK" in os.environ:
@@ -232,11 +248,18 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         if dist.is_initialized()
         else SingleComm(program.mesh)
     )
-    check_on_ranks(model, loss, plan, graph, comm, device)
-    source = _values(model, graph, weights_path)
-    if weights_path is None:
-        names = (i.target for i in graph.inputs if i.kind in ("parameter", "buffer"))
-        check_same_values(comm, ((name, source(name)) for name in names), device)
+    with agreed(comm, device):
+        refuse_handed_over(model)
+        optimizer = optimizers.checked(plan, optimizer)
+        _check_functions(scheduler, loss)
+        check_tensors(model, plan, graph)
+    check_on_ranks(model, loss, plan, comm, device)
+    with agreed(comm, device):
+        source = _values(model, graph, weights_path)
+        names = [i.target for i in graph.inputs if i.kind in ("parameter", "buffer")]
+        values = [] if weights_path else [(name, source(name)) for name in names]
+    check_same_values(comm, values, device)
+    del values
     say_of_draws(graph, comm, exact_random)
     samples = sample_dims(factorize(graph))
     run = Run(
@@ -261,8 +284,17 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         scheduler=scheduler,
         evaluation=evaluation.program if evaluation else None,
     )
-    trainer.take_over(model)
+    trainer.take_over(model, loss)
     return trainer
+
+
+def _check_functions(scheduler: object, loss: object) -> None:
+    """Raise `InputError` for an object where a function that makes or takes one belongs."""
+    if scheduler is not None:
+        example = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        optimizers.check_maker("scheduler", scheduler, example)
+    if loss is not None:
+        optimizers.check_maker("loss", loss, "lambda output, batch: ...")
 
 
 def say_of_draws(graph: Graph, comm: Comm, exact_random: bool) -> None:
@@ -337,7 +369,7 @@ def _items(graph: Graph, samples: Mapping[str, int]) -> tuple[int, str]:
     return spec.shape[samples.get(batch[0].target, 0)], "samples"
 
 
-def _record(run: Run, step: int, reading: Reading, memory_bytes: int) -> StepRecord:
+def _record(run: Run, step: int, reading: Reading, memory_bytes: int, skipped: bool) -> StepRecord:
     numbers, step_s = reading.read()
     prediction = run.plan.prediction
     of = "tensors" if run.device.type == "cuda" else "process"
@@ -350,7 +382,16 @@ def _record(run: Run, step: int, reading: Reading, memory_bytes: int) -> StepRec
         memory_of=of,
         predicted_s=prediction.step_s if prediction else None,
         calibrated=prediction is not None and prediction.source != SPEC,
+        skipped=skipped,
         **numbers,
+    )
+
+
+def _no_kernel(error: NotImplementedError, device: torch.device) -> str:
+    """Torch has no kernel of an operator for a dtype, as some in float16 on CPUs."""
+    return (
+        f"an operator of the program cannot run on {device.type} ({str(error).splitlines()[0]});"
+        " plan with another --dtype, or for devices that have it"
     )
 
 

@@ -6,7 +6,6 @@ every gradient of the first step, and every weight and buffer at the end (DESIGN
 masks are drawn for the global tensors. The reference never touches generated code.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,10 +18,11 @@ from parloom.execute.optimizers import make
 from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.reference import evaluate
-from parloom.execute.relative import relative_difference
+from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.ir.graph import Graph, widened
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.text import parse_graph
+from parloom.ir.verify import verify_decisions
 from parloom.runtime import (
     Box,
     DistributedComm,
@@ -125,6 +125,7 @@ def verify(
     batch. Raises `LaunchError` where a rank fails, `InputError` where the model's own numbers are
     not finite.
     """
+    verify_decisions(parse_graph(plan.graph), plan.decisions)
     graph = widened(parse_graph(plan.graph))
     plain = replace(plan.decisions, master_dtype=None, reduce_dtype=None)  # all is float64 here
     plan = replace(plan, decisions=plain)
@@ -319,39 +320,41 @@ def compare(
     largest = max(
         (float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0
     )
-    worst, worst_name, first, count = 0.0, "loss of step 1", None, 0
-
-    def judge(name: str, expected: Tensor | None, got: Tensor | None, floor: float) -> None:
-        nonlocal worst, worst_name, first, count
-        count += 1
-        error = relative_difference(expected, got, floor)
-        if error > worst or math.isnan(error):
-            worst, worst_name = error, name
-        if not error <= tolerance and first is None:
-            first = f"{name} (relative difference {error:.1e})"
-
-    losses = list(zip(reference.losses, parallel.losses, strict=True))
-    judge("loss of step 1", *losses[0], 1e-2)
-    for name in sorted(reference.gradients.keys() | parallel.gradients.keys()):
-        judge(
+    losses = [
+        Difference(f"loss of step {step}", relative_difference(expected, got, 1e-2))
+        for step, (expected, got) in enumerate(
+            zip(reference.losses, parallel.losses, strict=True), 1
+        )
+    ]
+    gradients = [
+        Difference(
             f"gradient of {name}",
-            reference.gradients.get(name),
-            parallel.gradients.get(name),
-            GRADIENT_FLOOR * largest,
+            relative_difference(
+                reference.gradients.get(name),
+                parallel.gradients.get(name),
+                GRADIENT_FLOOR * largest,
+            ),
         )
-    for step, (a, b) in enumerate(losses[1:]):
-        judge(f"loss of step {step + 2}", a, b, 1e-2)
-    for name in sorted(parallel.state):
-        kind = "weight" if name in reference.gradients else "state"
-        floor = LEARNING_RATE * STEPS
-        judge(
-            f"{kind} {name} after {STEPS} steps",
-            reference.state.get(name),
-            parallel.state[name],
-            floor,
+        for name in sorted(reference.gradients.keys() | parallel.gradients.keys())
+    ]
+    state = [
+        Difference(
+            f"{'weight' if name in reference.gradients else 'state'} {name} after {STEPS} steps",
+            relative_difference(reference.state.get(name), got, LEARNING_RATE * STEPS),
         )
+        for name, got in sorted(parallel.state.items())
+    ]
+    found = judged([*losses[:1], *gradients, *losses[1:], *state], tolerance)
+    first = None if found.first is None else str(found.first)
     if parallel.replicas and first is None:
         first = f"{parallel.replicas[0]} differs between ranks that hold the same part"
     return VerifyReport(
-        first is None, worst, worst_name, first, tolerance, count, num_ranks, STEPS
-    )  # fmt: skip
+        first is None,
+        found.worst,
+        found.worst_tensor,
+        first,
+        tolerance,
+        found.num_tensors,
+        num_ranks,
+        STEPS,
+    )

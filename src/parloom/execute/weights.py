@@ -33,9 +33,11 @@ from parloom.execute.safetensors_storage import (
     open_safetensors,
     write_safetensors,
 )
+from parloom.input_files import MIB, read_input
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_INDEX_BYTES = 64 * MIB
 # How the trainer names the states of its optimizer: `optimizer/exp_avg/wte.weight`.
 OPTIMIZER = "optimizer/"
 # What transformers cuts at; a shard is then a unit that downloads and retries well.
@@ -200,7 +202,9 @@ class _Index(BaseModel):
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        return _Index.model_validate_json(path.read_bytes()).weight_map
+        return _Index.model_validate_json(
+            read_input(path, "the index", MOST_INDEX_BYTES)
+        ).weight_map
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "document"

@@ -189,6 +189,12 @@ class Graph:
         calls = {item.prefix for item in self.main.body if isinstance(item, Call)}
         return tuple(prefix for prefix in self.recompute if prefix in calls)
 
+    @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """Of all values that there are."""
+        functions = (self.main, *self.functions)
+        return frozenset(spec.dtype for f in functions for spec in f.specs().values())
+
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.kind == kind)
 

@@ -27,7 +27,9 @@ VERSION = "1.0"
 # What a note ends with where a search was stopped.
 INTERRUPTED = "interrupted; this is the best of what was found until then"
 # What a model can be cast to, by the name of the flag.
-DTYPES = MappingProxyType({"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"})
+DTYPES = MappingProxyType(
+    {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+)
 
 
 def _sorted(items: tuple[T, ...], key: Callable[[T], str], where: str) -> tuple[T, ...]:
@@ -46,6 +48,9 @@ def _natural(name: str) -> tuple[str | int, ...]:
     """Text and numbers alternate, so that equal positions compare equal types."""
     parts = re.split(r"([0-9]+)", name)
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
+
+
+WIDE_DTYPES = ("float32", "float64")  # of masters and of the reduction of gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,11 @@ class ModelSource:
         """Whether a user's function makes the batch, so that --batch and --seq are refused."""
         return ":" in self.spec and not self.spec.startswith("zoo:")
 
+    @property
+    def is_config(self) -> bool:
+        """Whether the model is built from a Hugging Face config."""
+        return ":" not in self.spec
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -214,6 +224,7 @@ class Plan:
     `graph` is the captured training program as text (`ir.text`), so that no rank captures again;
     `evaluation_graph` the one captured in evaluation mode, empty where that is not possible.
     `settings` are the process's settings of torch that were not its defaults: (name, value).
+    `ranges` are the least and largest value of inputs: (input, least, largest).
     """
 
     source: ModelSource
@@ -234,6 +245,7 @@ class Plan:
     evaluation_graph: str = ""
     constraints: tuple[Constraint, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
+    ranges: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def interrupted(self) -> bool:

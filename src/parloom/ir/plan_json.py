@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from parloom.errors import InputError, VerifyError, nearest
 from parloom.ir import plan_schema as schema
-from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.json_text import line_and_column, render, with_controls
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import (
     FORMAT,
     VERSION,
+    WIDE_DTYPES,
     ActivationDecision,
     Alternative,
     Constraint,
@@ -69,6 +69,7 @@ def plan_to_json(plan: Plan) -> str:
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),
         **({"settings": dict(plan.settings)} if plan.settings else {}),
+        **({"ranges": {name: ends for name, *ends in plan.ranges}} if plan.ranges else {}),
         "decisions": _decisions(plan.decisions),
         "graphs_sha256": _digest(plan.graph, plan.evaluation_graph),
         "graph": plan.graph.split("\n"),
@@ -233,6 +234,7 @@ class _Reader:
             version=document.version,
             notes=tuple(document.notes),
             settings=tuple(document.settings.items()),
+            ranges=tuple((name, low, high) for name, (low, high) in document.ranges.items()),
         )
 
     def _syntax(self) -> dict[str, Any]:
@@ -282,8 +284,8 @@ class _Reader:
         mesh = self._mesh(document.mesh)
         for role in ("master_dtype", "reduce_dtype"):
             dtype = getattr(document, role)
-            if dtype is not None and dtype not in DTYPE_BYTES:
-                message = f"unknown dtype {dtype!r}{nearest(dtype, DTYPE_BYTES)}"
+            if dtype is not None and dtype not in WIDE_DTYPES:
+                message = f"it is one of {', '.join(WIDE_DTYPES)}, got {dtype!r:.60}"
                 raise self.error(("decisions", role), message)
         return Decisions(
             mesh=mesh,

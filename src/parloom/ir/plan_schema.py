@@ -25,6 +25,13 @@ AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=
 # A setting of torch (`torch.set_default_dtype`) and its value (`torch.float64`).
 Setting = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$", max_length=100)]
 
+# The least and largest value of an input.
+End = (
+    Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
+    | Annotated[float, Field(allow_inf_nan=False)]
+)
+Range = Annotated[list[End], Field(min_length=2, max_length=2)]
+
 
 class Document(BaseModel):
     """Base of every object in a plan file."""
@@ -151,6 +158,7 @@ class PlanDocument(Document):
     assumptions: list[str]
     notes: list[str]
     settings: dict[Setting, Setting] = {}
+    ranges: dict[Name, Range] = {}
     decisions: DecisionsDocument
     graphs_sha256: str
     graph: list[str]

@@ -29,9 +29,10 @@ MIN_BUCKETS = 4
 class StepNode:
     """`kind` over `axes` for `parameters`, at the times `when` says.
 
-    Kinds: all_gather, reduce_scatter, all_reduce (collectives over `axes`); gradient_norm (for
-    clipping, each element counted once) and update (the optimizer on owned chunks), which are about
-    all trained parameters and list none. `unit` is the block call (or "" for main) for which
+    Kinds: all_gather, reduce_scatter, all_reduce (collectives over `axes`); unscale (divide
+    by the loss scale and check for overflow, where the program computes in float16), gradient_norm
+    (for clipping, each element counted once) and update (the optimizer on owned chunks), which are
+    about all trained parameters and list none. `unit` is the block call (or "" for main) for which
     weights are gathered and after whose backward pass their gradients are reduced; None where
     gradients leave in buckets of `bucket_bytes` as they arrive. A gradient runs through its nodes
     in order.
@@ -56,11 +57,14 @@ def step_program(pcg: PCG) -> tuple[StepNode, ...]:
     """All nodes in the order in which a step runs them."""
     units = _units(pcg)
     trained = tuple(p for p in pcg.parameters if p.input.trainable)
-    norm = StepNode("STEP", "gradient_norm", tuple(a.name for a in pcg.mesh.axes if a.name != TIME))
+    space = tuple(a.name for a in pcg.mesh.axes if a.name != TIME)
+    # A backward pass in float16 is one of a scaled loss.
+    scaled = ("unscale",) if "float16" in pcg.graph.dtypes else ()
+    checks = (StepNode("STEP", kind, space) for kind in (*scaled, "gradient_norm"))
     update = StepNode("STEP", "update", ())
     reductions = (_in_buckets(node, pcg) for node in _reductions(trained, units))
     publications = (_in_buckets(node, pcg) for node in _publications(trained))
-    return (*_gathers(units), *reductions, norm, update, *publications)
+    return (*_gathers(units), *reductions, *checks, update, *publications)
 
 
 def block_weights(pcg: PCG) -> dict[str, tuple[bool, ...]]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from parloom.errors import LayoutError, VerifyError, nearest
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import Call, Function, Graph, TensorSpec
+from parloom.ir.graph import DTYPE_BYTES, Call, Function, Graph, TensorSpec
 from parloom.ir.layout import check
 from parloom.ir.moves import ADJOINTS, State, state
 from parloom.ir.ops import op_of
@@ -25,7 +25,7 @@ from parloom.ir.pcg import (
     operands_of,
     results_of,
 )
-from parloom.ir.plan import Decisions, ParameterDecision, Stage
+from parloom.ir.plan import WIDE_DTYPES, Decisions, ParameterDecision, Stage
 
 KINDS = ("parameter", "buffer", "batch", "constant")
 POLICIES = ("keep", "recompute")
@@ -257,6 +257,23 @@ def _executable(planned: Planned) -> Problems:
             yield f"{node.key}: operators on a submesh are not yet executable"
 
 
+def _precision(planned: Planned) -> Problems:
+    """The proof computes in float64 whatever these fields say, so they are checked here."""
+    factored, decisions = planned
+    for name in ("master_dtype", "reduce_dtype"):
+        dtype = getattr(decisions, name)
+        if dtype not in (None, *WIDE_DTYPES):
+            yield f"{name} {dtype!r} is not one of {', '.join(WIDE_DTYPES)}"
+        elif dtype and name == "reduce_dtype":
+            for entry in factored.graph.of_kind("parameter"):
+                own = entry.value.spec.dtype
+                if entry.trainable and (
+                    own.startswith("complex") or DTYPE_BYTES[own] > DTYPE_BYTES[dtype]
+                ):
+                    yield f"{name} {dtype!r} does not hold gradients of {entry.target} ({own})"
+                    break
+
+
 DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
     {
         "decisions name operators of the model": _known_operators,
@@ -264,6 +281,7 @@ DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
         "storage is a ZeRO level": _storage,
         "activation policies name blocks": _activations,
         "decisions are executable": _executable,
+        "gradients and masters keep their precision": _precision,
     }
 )
 

@@ -3,13 +3,13 @@
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.collectives import Collective, collective
 from parloom.cost.devices import known_devices
 from parloom.cost.units import format_bytes, format_rate, format_seconds
 from parloom.ir.mesh import Cluster, Level, Link
+from parloom.report.rows import Rows
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 JOINS = "joins: so many devices, or groups of the level in the line above"
@@ -142,7 +142,7 @@ def _chosen(cluster: Cluster) -> list[RenderableType]:
     found = _collectives(cluster)
     if not found:
         return []
-    table = Table(box=None, pad_edge=False)
+    table = Rows(box=None, pad_edge=False)
     table.add_column("over all devices")
     for size in SIZES:
         table.add_column(format_bytes(size))
@@ -159,7 +159,7 @@ def _price(cluster: Cluster) -> list[RenderableType]:
 
 def _table(levels: tuple[Level, ...]) -> list[RenderableType]:
     """A row a level, and what its columns mean where that is not plain."""
-    table = Table(box=None, pad_edge=False)
+    table = Rows(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in LEFT else "right")
     for level in levels:

@@ -89,7 +89,17 @@ def rate_words(graph: Graph, device: Device) -> tuple[str, ...]:
         if value.spec.is_float and value.spec.dtype not in rates
     }
     at = f"at {format_rate(rates[lowest], 'FLOP/s')}, its rate for {lowest}, the lowest it lists"
-    return tuple(f"{device.name} lists no rate for {dtype}: priced {at}" for dtype in sorted(found))
+    return tuple(
+        f"{device.name} lists no rate for {dtype}: priced {at}{_half(dtype, rates)}"
+        for dtype in sorted(found)
+    )
+
+
+def _half(dtype: str, rates: Mapping[str, float]) -> str:
+    """The other half precision, where a device has that one only."""
+    if dtype != "bfloat16" or "float16" not in rates:
+        return ""
+    return f"; --dtype fp16 computes at {format_rate(rates['float16'], 'FLOP/s')}"
 
 
 def checkpoint_words(graph: Graph) -> tuple[str, ...]:

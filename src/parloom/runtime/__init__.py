@@ -4,6 +4,7 @@ from parloom.runtime.comm import Comm, DistributedComm, Group, SingleComm, Work
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.experts import collect, dispatch, expert_rows, grouped_mm
+from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.mesh import Axis, Mesh, grid
 from parloom.runtime.moves import (
     PRIMITIVES,
@@ -59,7 +60,7 @@ from parloom.runtime.random import (
 )
 from parloom.runtime.same import (
     check_same_values,
-    differ_from_the_first,
+    told_by_all,
     told_by_the_first,
 )
 from parloom.runtime.sharding import Box, boxes, chunk, indices, put, take, untake
@@ -78,6 +79,7 @@ __all__ = [
     "DistributedComm",
     "Evaluation",
     "Group",
+    "LossScale",
     "Mesh",
     "ParameterSpec",
     "Program",
@@ -102,7 +104,7 @@ __all__ = [
     "boxes",
     "causal_mask",
     "check_same_values",
-    "differ_from_the_first",
+    "told_by_all",
     "told_by_the_first",
     "chunk",
     "collect",

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm, Work
-from parloom.runtime.held import Held
 from parloom.runtime.program import StepNode
+from parloom.runtime.sharded_parameter import ShardedParameter
 
 Path = tuple[StepNode, ...]
 
@@ -22,7 +22,7 @@ class ChunkedReduction:
     """
 
     def __init__(
-        self, helds: list[Held], nodes: Path, comm: Comm, pool: Pool, dtype: torch.dtype
+        self, helds: list[ShardedParameter], nodes: Path, comm: Comm, pool: Pool, dtype: torch.dtype
     ) -> None:
         axes = {node.kind: node.axes for node in nodes}
         self.helds = helds

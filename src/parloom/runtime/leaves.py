@@ -22,7 +22,7 @@ from parloom.errors import VerifyError
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool
 from parloom.runtime.comm import Comm, Work
-from parloom.runtime.held import Held
+from parloom.runtime.sharded_parameter import ShardedParameter
 
 FIRST_BUCKET_BYTES = 1 << 20  # as torch's DDP: a small one first, to start early
 
@@ -34,7 +34,7 @@ class _Leaf:
     `place` is in the reduce dtype; where that is the weight's own, it is also `weight.grad`.
     """
 
-    held: Held
+    held: ShardedParameter
     weight: Tensor
     dtype: torch.dtype
     path: Path
@@ -89,7 +89,7 @@ class LeafGradients:
 
     def __init__(
         self,
-        helds: Sequence[Held],
+        helds: Sequence[ShardedParameter],
         paths: Mapping[str, Path],
         comm: Comm,
         pool: Pool,
@@ -218,7 +218,7 @@ def _collect(leaf: _Leaf, weight: Tensor) -> None:
     leaf.collect()
 
 
-def _hand_over(held: Held, home: Tensor) -> None:
+def _hand_over(held: ShardedParameter, home: Tensor) -> None:
     held.owned.grad = held.part(home).to(held.owned.dtype)
 
 

@@ -4,7 +4,7 @@ An optimizer that treats every element alike computes on a shard what it compute
 that looks at a tensor as a matrix, or at all of them as one vector, does not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -77,6 +77,19 @@ def check_elementwise(optimizer: Optimizer) -> None:
                 f"{kind.__name__} cannot update shards: {known.why_whole};"
                 " use an elementwise optimizer such as AdamW or SGD"
             )
+
+
+def check_given(optimizer: Optimizer, owned: Sequence[Tensor]) -> None:
+    """Raise `InputError` for an optimizer of other parameters than the `owned` ones."""
+    known = {id(parameter) for parameter in owned}
+    others = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
+    if others:
+        raise InputError(
+            f"{type(optimizer).__name__} was made with {len(others)} tensors that are not the"
+            " trainer's: make it from the (name, parameter) pairs that `optimizer` is called with,"
+            " this rank's parts of the model's parameters:"
+            f" optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)"
+        )
 
 
 def state_tensors(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:

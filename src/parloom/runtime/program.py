@@ -69,6 +69,7 @@ class StepNode:
     |---|---|---|---|
     | GATHER | all_gather | forward and backward | chunked weights, for the call `unit` ("": main) |
     | REDUCE | reduce_scatter, all_reduce | microbatch, step | gradients become whole |
+    | STEP | unscale | step | float16 gradients lose the loss scale and are checked |
     | STEP | gradient_norm, update | step | clipping and the optimizer, for all trained parameters |
     | GATHER | all_gather | step | whole weights of which each rank updated a chunk |
 
@@ -111,7 +112,7 @@ class Program:
     `step` is the step program, in the order of one step; units stand in order of first use.
     `actions` is the schedule. `groups` are the axis tuples that the passes communicate over.
     `prologue` computes values of the inputs only, which are summed over microbatches
-    and handed to every `forward`.
+    and handed to every `forward`. `unread` are entries of the planned batch that no pass reads.
     """
 
     name: str
@@ -127,10 +128,16 @@ class Program:
     groups: tuple[tuple[str, ...], ...] = ()
     prologue: Prologue | None = None
     reduce_dtype: str | None = None
+    unread: tuple[str, ...] = ()
 
     def nodes(self, action: str, when: str = "step") -> tuple[StepNode, ...]:
         """The step program's nodes of one action and time, in order."""
         return tuple(n for n in self.step if (n.action, n.when) == (action, when))
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are computed from a scaled loss, as in float16."""
+        return any(node.kind == "unscale" for node in self.nodes("STEP"))
 
     def reductions(self) -> dict[str, tuple[StepNode, ...]]:
         """The nodes that each gradient passes until it is whole, by parameter name."""

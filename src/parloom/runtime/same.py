@@ -97,16 +97,26 @@ def told_by_the_first(comm: Comm, text: str, device: torch.device) -> str:
     return bytes(data.tolist()).decode()
 
 
-def differ_from_the_first(comm: Comm, text: str, device: torch.device) -> list[int]:
-    """The ranks whose `text` is not rank 0's, in ascending order."""
+def told_by_all(comm: Comm, text: str, device: torch.device) -> list[str]:
+    """The `text` of every rank, by rank."""
     group = comm.group(comm.mesh.space)
-    digest = hashlib.sha256(text.encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    everyone = mine.new_empty(group.size, 1)
-    group.all_gather(everyone, mine).wait()
-    found = everyone.flatten().tolist()
+    data = text.encode()
+    size = torch.tensor([len(data)], device=device)
+    sizes = size.new_empty(group.size, 1)
+    group.all_gather(sizes, size).wait()
+    counts = sizes.flatten().tolist()
+    mine = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = mine.new_empty(group.size, max(counts))
+    if max(counts):
+        group.all_gather(rows, mine).wait()
     ranks = comm.mesh.group(comm.mesh.space, comm.rank)
-    return sorted(rank for rank, one in zip(ranks, found, strict=True) if one != found[0])
+    found = zip(ranks, rows.cpu(), counts, strict=True)
+    return [bytes(row[:count].tolist()).decode() for _, row, count in sorted(found, key=_rank)]
+
+
+def _rank(row: tuple[int, Tensor, int]) -> int:
+    return row[0]
 
 
 def _differs(first: int, second: int, local: bool) -> str:

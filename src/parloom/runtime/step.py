@@ -1,9 +1,10 @@
 """One training step: the program's action list, run by one rank.
 
 `F0 B0 F1 B1 .. REDUCE STEP GATHER`: forward and backward passes accumulate gradients over the
-microbatches; REDUCE makes them whole; STEP clips and updates the owned chunks; GATHER makes the
-weights whole again. The loss that a forward pass returns is its share of the global loss, so
-gradients and losses are summed, never averaged. Buffers are written once a step.
+microbatches; REDUCE makes them whole; STEP unscales, clips and updates the owned chunks, or leaves
+them alone where a scaled gradient overflowed; GATHER makes the weights whole again. The loss that a
+forward pass returns is its share of the global loss, so gradients and losses are summed, never
+averaged. Buffers are written once a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,11 @@ from torch.optim import Optimizer
 from parloom.errors import InputError, VerifyError
 from parloom.runtime.comm import Comm, Work
 from parloom.runtime.context import Context
-from parloom.runtime.held import Held
+from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.program import Program, Result
 from parloom.runtime.same import check_same_batch
 from parloom.runtime.samples import SampleDims, local_dims
+from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.sharding import global_shape, take
 from parloom.runtime.store import Store
 
@@ -28,10 +30,16 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The global loss before the update, and the gradient norm before clipping if one was asked."""
+    """The global loss before the update, and the gradient norm before clipping if one was asked.
+
+    `loss_scale` is the scale that the step's gradients had, where the program scales its loss;
+    where they overflowed, the step was `skipped`: no parameter was updated.
+    """
 
     loss: Tensor
     grad_norm: Tensor | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 class Batches:
@@ -80,20 +88,33 @@ class Batches:
 
 
 def _check_names(program: Program, batch: Batch) -> None:
-    """Raise `InputError` unless `batch` has a tensor for each of the program's inputs."""
+    """Raise `InputError` unless `batch` has a tensor for each of the program's inputs.
+
+    Entries that nothing reads may be given in any form, or left out.
+    """
     names = {spec.name for spec in program.inputs}
     if not isinstance(batch, Mapping):
         raise InputError(
             f"the batch is a {type(batch).__name__}; pass a dict of tensors by the names of the"
             f" model's arguments: {sorted(names)}"
         )
-    if names != set(batch):
+    if names != set(batch) - set(program.unread):
         raise InputError(
             f"the batch has {sorted(batch)}, the program takes {sorted(names)}; they must agree"
+            f"{_leave_out(sorted(set(batch) - names - set(program.unread)))}"
         )
     for name in sorted(names):
         if not isinstance(batch[name], Tensor):
             raise InputError(f"input {name!r} is a {type(batch[name]).__name__}, not a tensor")
+
+
+def _leave_out(names: list[str]) -> str:
+    if not names:
+        return ""
+    return (
+        f": leave out what changes nothing (batch.pop({names[0]!r}), as of a mask without padding),"
+        " or plan from a factory that returns a batch with it (file.py:factory)"
+    )
 
 
 def _way_on(given: Tensor, shape: tuple[int, ...], dtype: str) -> str:
@@ -150,19 +171,23 @@ class Step:
         store: Store,
         optimizer: Optimizer | None,
         clip_norm: float | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._program = program
         self._ctx = ctx
         self._store = store
         self._optimizer = optimizer
         self._clip_norm = clip_norm
+        self._loss_scale = loss_scale
         self._results: dict[int, Result] = {}
         self._hoisted: tuple[Tensor, ...] = ()
         self._losses = Losses(ctx.comm)
         self._grad_norm: Tensor | None = None
+        self._skipped = False
 
     def train(self, batches: Batches) -> StepResult:
         """Run the whole action list."""
+        scale = None if self._loss_scale is None else self._loss_scale.scale
         self._store.begin_step()
         self._hoisted = hoist(self._program, self._ctx, batches)
         backwards = [action for action in self._program.actions if action.startswith("B")]
@@ -181,7 +206,7 @@ class Step:
                 self._backward(int(action[1:]), last=action == backwards[-1])
             else:
                 raise VerifyError(f"unknown action {action!r} in {self._program.actions}")
-        return StepResult(self._losses.total(), self._grad_norm)
+        return StepResult(self._losses.total(), self._grad_norm, scale, self._skipped)
 
     def _forward(self, microbatch: int, batches: Batches) -> None:
         self._ctx.microbatch = microbatch
@@ -197,7 +222,8 @@ class Step:
         self._store.begin_backward(last)
         if last:
             self._losses.launch()
-        torch.autograd.backward(result.loss)
+        scale = self._loss_scale
+        torch.autograd.backward(result.loss if scale is None else scale.scaled(result.loss))
         self._store.end_backward()
         # Once a step, after all passes: every microbatch, and a block that is recomputed, reads
         # the buffers of the start of the step, as one pass over the global batch would.
@@ -207,15 +233,27 @@ class Step:
                 self._store.buffers[name] = value.detach().clone()
 
     def _update(self) -> None:
-        helds = list(self._store.helds.values())
-        nodes = self._program.nodes("STEP")
-        if "update" not in [node.kind for node in nodes]:
+        kinds = [node.kind for node in self._program.nodes("STEP")]
+        if "update" not in kinds:
             raise VerifyError(f"{self._program.name}: the step program never updates parameters")
-        for node in nodes:
-            if node.kind == "gradient_norm" and self._clip_norm is not None:
-                self._grad_norm = clip(helds, self._ctx.comm, self._clip_norm, self._ctx.device)
-            elif node.kind == "update" and self._optimizer is not None:
-                self._optimizer.step()
+        gradients = Gradients(list(self._store.helds.values()), self._ctx.comm, self._ctx.device)
+        scale = self._loss_scale
+        max_norm = self._clip_norm if "gradient_norm" in kinds else None
+        if scale is not None:
+            gradients.unscale(scale)
+        if scale is not None or max_norm is not None:
+            gradients.agree(with_norm=max_norm is not None)
+        if scale is not None:
+            self._skipped = gradients.overflowed
+            scale.update(self._skipped)
+        if max_norm is not None:
+            self._grad_norm = gradients.norm
+        if self._skipped:
+            return
+        if max_norm is not None:
+            gradients.clip(max_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
         self._store.publish()
 
 
@@ -232,32 +270,53 @@ def hoist(program: Program, ctx: Context, batches: Batches) -> tuple[Tensor, ...
     return totals
 
 
-def grad_norm(helds: Sequence[Held], comm: Comm, device: torch.device) -> Tensor:
-    """The 2-norm of all gradients as one vector, each element counted once.
+class Gradients:
+    """The gradients of all owned chunks, and what all ranks agree on about them."""
 
-    A chunk that n ranks hold counts 1/n on each of them, so one all-reduce over all ranks does.
-    """
-    mesh = comm.mesh
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    shares: dict[int, list[Tensor]] = {}
-    for held in helds:
-        if held.owned.grad is not None and held.owned.numel():
-            copies = mesh.num_ranks // mesh.size(held.axes)
-            shares.setdefault(copies, []).append(held.owned.grad)
-    for copies, gradients in shares.items():
-        norms = torch.stack([n.to(total.dtype) for n in torch._foreach_norm(gradients)])
-        total = total + norms.square().sum() / copies
-    comm.group(mesh.space).all_reduce(total).wait()
-    return total.sqrt()
+    def __init__(self, helds: Sequence[ShardedParameter], comm: Comm, device: torch.device) -> None:
+        self._helds = [held for held in helds if held.owned.grad is not None]
+        self._comm = comm
+        # The sum of squares, and the number of ranks that found a gradient that is not finite.
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
+    @property
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients as one vector, each element counted once."""
+        return self._sums[0].sqrt()
 
-def clip(helds: Sequence[Held], comm: Comm, max_norm: float, device: torch.device) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; the norm before.
+    @property
+    def overflowed(self) -> bool:
+        """Whether any rank has a gradient that is not finite; waits for the device."""
+        return bool(self._sums[1].item())
 
-    The arithmetic of torch.nn.utils.clip_grad_norm_.
-    """
-    norm = grad_norm(helds, comm, device)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in [held.owned.grad for held in helds if held.owned.grad is not None]:
-        gradient.mul_(scale.to(gradient.dtype))
-    return norm
+    def unscale(self, scale: LossScale) -> None:
+        """Divide by the scale, and note whether all gradients of this rank are finite."""
+        self._sums[1] = scale.unscale(self._all(), self._sums.device)
+
+    def agree(self, *, with_norm: bool) -> None:
+        """One all-reduce over all ranks for both sums.
+
+        A chunk that n ranks hold counts 1/n on each of them.
+        """
+        mesh = self._comm.mesh
+        shares: dict[int, list[Tensor]] = {}
+        for held, gradient in zip(self._helds, self._all(), strict=True):
+            if with_norm and gradient.numel():
+                copies = mesh.num_ranks // mesh.size(held.axes)
+                shares.setdefault(copies, []).append(gradient)
+        for copies, gradients in shares.items():
+            norms = torch.stack([n.to(self._sums.dtype) for n in torch._foreach_norm(gradients)])
+            self._sums[0] += norms.square().sum() / copies
+        self._comm.group(mesh.space).all_reduce(self._sums).wait()
+
+    def clip(self, max_norm: float) -> None:
+        """Scale all gradients so that their norm is at most `max_norm`.
+
+        The arithmetic of torch.nn.utils.clip_grad_norm_.
+        """
+        scale = torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)
+        for gradient in self._all():
+            gradient.mul_(scale.to(gradient.dtype))
+
+    def _all(self) -> list[Tensor]:
+        return [held.owned.grad for held in self._helds if held.owned.grad is not None]

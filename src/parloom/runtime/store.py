@@ -8,6 +8,7 @@ gathers.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from parloom.errors import InputError, VerifyError
+from parloom.errors import InputError, LaunchError, VerifyError
 from parloom.runtime.chunked import Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm, Work
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
-from parloom.runtime.held import Held, hold
 from parloom.runtime.leaves import LeafGradients
 from parloom.runtime.program import ParameterSpec, Program, TensorSpec
+from parloom.runtime.same import check_same_values
+from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import take
 from parloom.runtime.units import Flat, Unit, Units
 
@@ -173,7 +175,18 @@ class Store:
             self._pool.give(staging)
 
     def load(self, source: Source) -> None:
-        """Overwrite all parameters and buffers from full tensors by the user's names."""
+        """Overwrite all parameters and buffers from full tensors by the user's names.
+
+        Raises `InputError` where ranks were given different ones.
+        """
+        given = chain(
+            ((spec.name, _find(source, spec)) for spec in self._program.parameters),
+            ((spec.name, _find_buffer(source, spec)) for spec in self._program.buffers),
+        )
+        try:
+            check_same_values(self._comm, given, self._pool.device)
+        except LaunchError as error:
+            raise InputError(f"load_state_dict: {error}") from None
         for held in self.helds.values():
             held.load(_find(source, held.spec), self._comm)
         for spec in self._program.buffers:
@@ -183,7 +196,7 @@ class Store:
 class _Gather:
     """Weights whose chunks are updated apart (ZeRO-1 and 2), gathered in one collective."""
 
-    def __init__(self, helds: list[Held], axes: tuple[str, ...]) -> None:
+    def __init__(self, helds: list[ShardedParameter], axes: tuple[str, ...]) -> None:
         self._helds, self._axes = helds, axes
         self._parts = helds[0].parts
         self._dtype = helds[0].stored.dtype
@@ -205,11 +218,11 @@ class _Gather:
             section.unpack(buffer, held.weight.detach())
 
 
-def _gathers(program: Program, helds: Mapping[str, Held]) -> list[_Gather]:
+def _gathers(program: Program, helds: Mapping[str, ShardedParameter]) -> list[_Gather]:
     """The buckets of the GATHER nodes at the end of a step."""
     buckets: list[_Gather] = []
     for node in program.nodes("GATHER"):
-        filling: list[Held] = []
+        filling: list[ShardedParameter] = []
         for name in node.parameters:
             if helds[name].parts > 1:
                 filling.append(helds[name])
@@ -253,11 +266,15 @@ def _find(source: Source, spec: ParameterSpec) -> Tensor:
     raise InputError(f"no tensor named {spec.name} was given, nor any alias of it {spec.aliases}")
 
 
-def _buffer(spec: TensorSpec, source: Source, comm: Comm, device: torch.device) -> Tensor:
+def _find_buffer(source: Source, spec: TensorSpec) -> Tensor:
     try:
-        full = source(spec.name)
+        return source(spec.name)
     except KeyError:
         raise InputError(f"no tensor named {spec.name} was given") from None
+
+
+def _buffer(spec: TensorSpec, source: Source, comm: Comm, device: torch.device) -> Tensor:
+    full = _find_buffer(source, spec)
     if tuple(full.shape) != spec.shape:
         raise InputError(f"{spec.name} has shape {tuple(full.shape)}, the plan: {spec.shape}")
     local = take(full.detach(), spec.dims, comm.mesh, comm.mesh.coordinates(comm.rank))

@@ -7,28 +7,31 @@ layout: full tensors (`state_dict`), or the boxes of them that this rank holds (
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from parloom.errors import InputError
+from parloom.errors import InputError, VerifyError
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
+from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.optimizer import (
-    check_elementwise,
     load_optimizer_state,
     optimizer_state,
     state_tensors,
 )
 from parloom.runtime.program import Program, TensorSpec
+from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
 from parloom.runtime.sharding import Box, axes_of, boxes, put, untake
 from parloom.runtime.step import Batch, Batches, Losses, Step, StepResult, hoist
 from parloom.runtime.store import Source, Store
+from parloom.runtime.whole_shapes import make_optimizer
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -60,11 +63,13 @@ class Trainer:
     """One rank's training run; every rank makes the same calls in the same order.
 
     `tensors` gives full parameters and buffers by the user's names, `optimizer` makes the optimizer
-    from (name, parameter) pairs, where the parameters are this rank's shards; `scheduler` makes the
-    learning-rate scheduler, stepped once after each step. A schedule that counts epochs is not for
-    `scheduler`: make it from `trainer.optimizer`, step it yourself, and save its state yourself.
+    from (name, parameter) pairs, where the parameters are this rank's shards (it is called with
+    stand-ins of the whole shapes, too); `scheduler` makes the learning-rate scheduler, stepped once
+    after each step. A schedule that counts epochs, or is told a loss, is not for `scheduler`: make
+    it from `trainer.optimizer`, step it yourself, and save its state yourself.
     `sample_dims` says which dim of which inputs counts samples, dim 0 if not given. `watch` is told
-    what this rank does next; `blocks` compiles the program's block functions.
+    what this rank does next; `blocks` compiles the program's block functions. A program that
+    unscales its gradients has a `loss_scale`, made with torch's defaults if not given.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per choice of the run
@@ -83,6 +88,7 @@ class Trainer:
         sample_dims: SampleDims | None = None,
         watch: Callable[[str], None] = lambda text: None,
         blocks: CompiledBlocks | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         source = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.program = program
@@ -90,13 +96,15 @@ class Trainer:
         self.comm = comm
         self.device = device or torch.device("cpu")
         self.store = Store(program, source, comm, self.device, blocks)
-        self.optimizer = optimizer([(h.name, h.owned) for h in self.store.helds.values()])
-        check_elementwise(self.optimizer)
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        self.optimizer, self._untouched = make_optimizer(optimizer, self.store.helds, comm)
+        self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
         self.clip_norm = clip_norm
+        self.loss_scale = (loss_scale or LossScale()) if program.scales_loss else None
+        _check_masters(program)
         self.samples_seen = 0
         self._samples = first_dims(program) if sample_dims is None else sample_dims
         self._compared = False
+        self._since_loaded = 0
         self._ctx = Context(
             comm,
             self.device,
@@ -132,20 +140,30 @@ class Trainer:
         and whole inputs where all samples share them.
 
         Raises `InputError` when the batch is not what the plan was made for, and in the first step
-        when ranks that share samples were given different ones.
+        when ranks that share samples were given different ones; in the first step, and after 1, 2,
+        4, 8, ..., also when ranks have different settings (options of the optimizer, schedule,
+        clip_norm, seed). Where gradients overflow, the
+        update, and the scheduler's turn, are skipped on all ranks; raises `InputError` where no
+        loss scale is left to try.
         """
-        own = sample_axes(self.program, self._samples) if local else ()
+        self._untouched.check(self.optimizer)
+        own = self._own(local)
         batches = Batches(self.program, self._ctx, batch, self._samples, own)
         if not self._compared:
             batches.check_same()
             self._compared = True
-        step = Step(self.program, self._ctx, self.store, self.optimizer, self.clip_norm)
+        if due(self._since_loaded):
+            check_same_settings(self.comm, self._settings(local), self.device)
+        step = Step(
+            self.program, self._ctx, self.store, self.optimizer, self.clip_norm, self.loss_scale
+        )
         result = step.train(batches)
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(result.loss.item())
+        if result.skipped:
+            self._check_scale(result)
         elif self.scheduler is not None:
             self.scheduler.step()
         self._ctx.step += 1
+        self._since_loaded += 1
         self._ctx.watch(f"between steps, after step {self._ctx.step}")
         self.samples_seen += num_samples(self.program, self._samples)
         return result
@@ -155,7 +173,7 @@ class Trainer:
         program = self.evaluation
         if program is None:
             raise InputError("the trainer was made without an evaluation program")
-        own = sample_axes(self.program, self._samples) if local else ()
+        own = self._own(local)
         if not set(own) <= set(sample_axes(program, self._samples)):
             raise InputError(
                 f"the plan cuts samples over {', '.join(own)} in training and not in evaluation;"
@@ -202,7 +220,7 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load full parameters and buffers; every rank passes the same.
 
-        Raises `InputError` for a tensor that is missing or has another shape.
+        Raises `InputError` for a tensor that is missing, has another shape, or differs on ranks.
         """
         self.store.load(state.__getitem__)
 
@@ -245,10 +263,12 @@ class Trainer:
             "seed": self._ctx.seed,
             "optimizer": optimizer_state(self.optimizer, names),
             "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
         }
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `extra_state` gave, under this or another plan."""
+        self._since_loaded = 0
         self._ctx.step = state["step"]
         self._ctx.seed = state["seed"]
         self.samples_seen = state["samples_seen"]
@@ -257,6 +277,60 @@ class Trainer:
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
             self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
+        # Checkpoints of other dtypes, and older ones, have none.
+        if self.loss_scale is not None and state.get("loss_scale") is not None:
+            self.loss_scale.load(state["loss_scale"])
+
+    def _own(self, local: bool) -> tuple[str, ...]:
+        """The axes along which the ranks give samples of their own."""
+        if not isinstance(local, bool):
+            raise InputError(
+                f"the argument after the batch, local, is a {type(local).__name__}, not True or"
+                " False; pass one batch: a dict of tensors by the names of the model's arguments"
+            )
+        return sample_axes(self.program, self._samples) if local else ()
+
+    def _settings(self, local: bool) -> dict[str, str]:
+        """All that ranks must train alike with, by what an error calls it."""
+        names = {id(held.owned): held.name for held in self.store.helds.values()}
+        own = {
+            "clip_norm": self.clip_norm,
+            "seed": self._ctx.seed,
+            "exact_random": self._ctx.exact_random,
+            "the number of steps done": self._ctx.step,
+            "local": local,
+        }
+        # Whatever has a `step` may be a scheduler.
+        schedule: Mapping[str, Any] = getattr(self.scheduler, "state_dict", dict)()
+        scale = {} if self.loss_scale is None else self.loss_scale.state()
+        return {
+            "the scheduler's class": type(self.scheduler).__name__,
+            **settings_of(self.optimizer, names),
+            **settings_in("", own),
+            **settings_in("the scheduler's ", schedule),
+            **settings_in("the loss scale's ", scale),
+        }
+
+    def _check_scale(self, result: StepResult) -> None:
+        """Raise `InputError` where steps would be skipped forever."""
+        scale = self.loss_scale
+        if scale is None or not scale.exhausted:
+            return
+        bad = (
+            held.name
+            for held in self.store.helds.values()
+            if held.owned.grad is not None and not held.owned.grad.isfinite().all()
+        )
+        name = next(bad, None)
+        where = f", that of {name} on this rank," if name else ""
+        raise InputError(
+            f"step {self._ctx.step + 1}: the last {scale.num_skipped} steps were skipped, because"
+            f" gradients{where} are infinite or NaN in float16 at every loss scale down to"
+            f" {result.loss_scale:.3g} (the loss of this step is {result.loss.item():.4g}):"
+            " nothing is trained any more. Numbers above 65504 overflow in float16: look for large"
+            " weights, inputs and sums, or train in float32 or bfloat16 (--dtype fp32, --dtype"
+            " bf16)"
+        )
 
     def _primary(self, axes: tuple[str, ...]) -> bool:
         coordinates = self.comm.mesh.coordinates(self.comm.rank)
@@ -277,6 +351,45 @@ class Trainer:
             outputs[spec.name] = local.new_empty(spec.shape)
         for shard, rank in zip(stacked, mesh.group(axes, self.comm.rank), strict=True):
             put(outputs[spec.name], shard, spec.dims, mesh, mesh.coordinates(rank, microbatch))
+
+
+def _stepped(scheduler: LRScheduler) -> LRScheduler:
+    """The scheduler; raises `InputError` unless it can be stepped after each optimizer step.
+
+    One that is told a loss, as ReduceLROnPlateau, is made for that of a validation.
+    """
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise InputError(
+            f"`scheduler` made a {type(scheduler).__name__}, which has no step(); make a"
+            " torch.optim.lr_scheduler: scheduler=lambda optimizer: StepLR(optimizer, 10)"
+        )
+    told = [
+        name
+        for name, parameter in signature(step).parameters.items()
+        if parameter.default is Parameter.empty
+        and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    if told:
+        name = type(scheduler).__name__
+        raise InputError(
+            f"{name}.step needs {', '.join(told)}, and `scheduler` is stepped after each optimizer"
+            " step without: leave it out, make it after parallelize, as in schedule ="
+            f" {name}(trainer.optimizer), and call schedule.step(...) yourself, with the loss of"
+            " trainer.evaluate, for example"
+        )
+    return scheduler
+
+
+def _check_masters(program: Program) -> None:
+    """Raise `VerifyError` where float16 weights would be updated in float16: small steps vanish."""
+    for spec in program.parameters:
+        if (
+            program.scales_loss
+            and spec.trainable
+            and (spec.master_dtype or spec.dtype) == "float16"
+        ):
+            raise VerifyError(f"{spec.name} is trained in float16 without a float32 master weight")
 
 
 def _plain(value: Any) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm, Work
-from parloom.runtime.held import Held, hold
 from parloom.runtime.program import ParameterSpec
+from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import local_shape
 
 
@@ -270,7 +270,7 @@ def _reductions(
     unit: Unit, paths: Mapping[str, Path], comm: Comm, pool: Pool, dtype: str | None
 ) -> list[ChunkedReduction]:
     """One reduction per flat and path through the step program."""
-    groups: dict[tuple[int, Path], list[Held]] = {}
+    groups: dict[tuple[int, Path], list[ShardedParameter]] = {}
     for index, flat in enumerate(unit.flats):
         for held in flat.helds:
             if held.spec.trainable:

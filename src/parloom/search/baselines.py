@@ -72,8 +72,8 @@ def batch_seeds(graph: Graph, mesh: Mesh, axis: str = DATA) -> dict[str, Layout]
             near = max(ranks, round(shape[0] / ranks) * ranks)
             raise InputError(
                 f"batch tensor {entry.target!r} has {shape[0]} samples, which do not divide over"
-                f" {ranks} data-parallel ranks; take {near} of them:"
-                " --batch, or what the factory returns"
+                f" {ranks} data-parallel ranks; take {near} of them: --batch {near}, or where a"
+                " factory makes the batch, in the factory"
             )
         seeds[entry.value.name] = Layout((Shard(axis, 0, shape[0] // ranks),))
     return seeds

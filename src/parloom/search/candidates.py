@@ -212,10 +212,15 @@ def _proposed(question: Question, name: str, say: Say) -> Iterator[Candidate]:
 
 
 def _with_dtypes(graph: Graph, decisions: Decisions) -> Decisions:
-    """Weights of low precision are updated, and their gradients reduced, in float32."""
-    if any(i.value.spec.dtype in LOW_PRECISION for i in graph.of_kind("parameter")):
-        return replace(decisions, master_dtype="float32", reduce_dtype="float32")
-    return decisions
+    """Weights of low precision are updated in float32, and their gradients reduced in it.
+
+    All gradients are reduced in one dtype: float64 where weights have it.
+    """
+    dtypes = {i.value.spec.dtype for i in graph.of_kind("parameter")}
+    if dtypes.isdisjoint(LOW_PRECISION):
+        return decisions
+    reduce_dtype = "float64" if "float64" in dtypes else "float32"
+    return replace(decisions, master_dtype="float32", reduce_dtype=reduce_dtype)
 
 
 def _name(method: str, mesh: Mesh) -> str:

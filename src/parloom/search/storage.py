@@ -12,7 +12,7 @@ from math import ceil, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.cost.tasks import Links, picoseconds
+from parloom.cost.tasks import LONGEST_S, Links, picoseconds
 from parloom.cost.walk import Walker
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
@@ -251,9 +251,10 @@ class StoragePrices:
     def _busy(self, kind: str, axes: Axes) -> NDArray[np.float64]:
         """Picoseconds that links are busy for a byte, at least."""
         if (kind, axes) not in self.busy:
-            exchanges = [self.walker.exchange(kind, axes, size) for size in SIZES]
-            busy = [np.array(busy_ps(e, self.links)) for e in exchanges]
-            rates = [b / size for b, size in zip(busy, SIZES, strict=True)]
+            exchanges = {size: self.walker.exchange(kind, axes, size) for size in SIZES}
+            # Over a slow link, the largest messages would take longer than can be counted.
+            known = [s for s, e in exchanges.items() if e.seconds <= LONGEST_S] or SIZES[:1]
+            rates = [np.array(busy_ps(exchanges[s], self.links)) / s for s in known]
             self.busy[kind, axes] = np.min(rates, axis=0)
         return self.busy[kind, axes]
 

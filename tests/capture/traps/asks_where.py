@@ -1,21 +1,37 @@
 """Modules that ask where they run, in the constructor, in forward or in the loss function."""
 
+import argparse
+import functools
+import getpass
+import logging
+import multiprocessing
 import os
 import platform
 import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable
 from os import getpid
 from socket import gethostname
+from sys import argv
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import get_world_size, is_initialized
+from torch.distributed import distributed_c10d, get_world_size, is_initialized
 
 from tests.capture.traps.corpus import equal, refused
 from tests.capture.traps.nets import Net
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 WHERE = r"asks_where\.py:\d+\)"
+ASKS = {"who": os.getpid}
+LISTED = [platform.node]
+BOUND = functools.partial(os.getenv, "RANK")
+PROCESS = functools.partial(os.getpid)
 
 
 def batch() -> dict[str, Tensor]:
@@ -134,3 +150,191 @@ def a_factory_that_asks() -> Made:
     scale = float(os.environ.get("PARLOOM_TEST_SCALE", "2")) + 0 * os.getpid()
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Net(lambda net, x: net.a(x).square().mean() * (scale + rank)), batch()
+
+
+class Asks:
+    """Names of a class for functions that ask."""
+
+    pid: Any = os.getpid
+    node = staticmethod(platform.node)
+
+
+def by_default(ask: Callable[[], int] = os.getpid) -> int:
+    return ask()
+
+
+def parsed() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=4)
+    return int(parser.parse_known_args()[0].width)
+
+
+def swallowed(ask: Callable[[], object]) -> str:
+    try:
+        return str(ask())
+    except (AssertionError, RuntimeError, ValueError):
+        return ""
+
+
+@refused(r"constructor asks for torch\.cuda\.get_device_capability\(\)")
+def capability() -> Made:
+    return asking(lambda: swallowed(torch.cuda.get_device_capability))
+
+
+@refused(r"constructor asks for torch\.cuda\.get_device_properties\(\)")
+def properties() -> Made:
+    return asking(lambda: swallowed(lambda: torch.cuda.get_device_properties(0)))
+
+
+@refused(r"constructor asks for torch\.cuda\.mem_get_info\(\)")
+def memory_of_the_device() -> Made:
+    return asking(lambda: swallowed(torch.cuda.memory.mem_get_info))
+
+
+@refused(r"constructor asks for torch\.cuda\.is_bf16_supported\(\)")
+def precision_of_the_device() -> Made:
+    return asking(lambda: swallowed(torch.cuda.is_bf16_supported))
+
+
+@refused(r"constructor asks for torch\.accelerator\.\w+\(\)")
+def accelerator() -> Made:
+    return asking(torch.accelerator.device_count)
+
+
+@refused(r"constructor asks for os\.cpu_count\(\)")
+def cores() -> Made:
+    return asking(os.cpu_count)
+
+
+@refused(r"constructor asks for multiprocessing\.cpu_count\(\)")
+def cores_of_multiprocessing() -> Made:
+    return asking(multiprocessing.cpu_count)
+
+
+@refused(r"forward asks for torch\.get_num_threads\(\)")
+def threads_in_forward() -> Made:
+    return forward(torch.get_num_threads)
+
+
+@refused(r"constructor asks for os\.getuid\(\)")
+def user() -> Made:
+    return asking(os.getuid)
+
+
+@refused(r"constructor asks for getpass\.getuser\(\)")
+def user_by_name() -> Made:
+    return asking(getpass.getuser)
+
+
+@refused(r"constructor asks for threading\.get_native_id\(\)")
+def thread() -> Made:
+    return asking(threading.get_native_id)
+
+
+@refused(r"constructor asks for uuid\.getnode\(\)")
+def network_card() -> Made:
+    return asking(uuid.getnode)
+
+
+@refused(r"constructor asks for platform\.machine\(\)")
+def kind_of_machine() -> Made:
+    return asking(platform.machine)
+
+
+@refused(r"constructor asks for subprocess\.check_output\(\)")
+def another_process() -> Made:
+    return asking(lambda: subprocess.check_output(["uname", "-n"]))
+
+
+@refused(r"constructor asks for sys\.argv")
+def arguments() -> Made:
+    return asking(lambda: sys.argv[1:])
+
+
+@refused(r"constructor asks for sys\.argv")
+def arguments_by_name() -> Made:
+    return asking(lambda: "--wide" in argv)
+
+
+@refused(r"constructor asks for sys\.argv")
+def parsed_arguments() -> Made:
+    return asking(parsed)
+
+
+@refused(r"constructor asks for os\.environ")
+def all_of_the_environment() -> Made:
+    return asking(lambda: dict(os.environ))
+
+
+@refused(r"forward asks for os\.getpid\(\)")
+def in_a_dict() -> Made:
+    return forward(lambda: [ASKS["who"]()])
+
+
+@refused(r"constructor asks for platform\.node\(\)")
+def in_a_list() -> Made:
+    return asking(lambda: [ask() for ask in LISTED])
+
+
+@refused(r"constructor asks for os\.environ\['RANK'\]")
+def bound_to_its_argument() -> Made:
+    return asking(BOUND)
+
+
+@refused(r"constructor asks for os\.getpid\(\)")
+def a_partial() -> Made:
+    return asking(PROCESS)
+
+
+@refused(r"constructor asks for os\.getpid\(\)")
+def of_a_class() -> Made:
+    return asking(lambda: Asks().pid())
+
+
+@refused(r"constructor asks for platform\.node\(\)")
+def static_of_a_class() -> Made:
+    return asking(lambda: Asks().node())
+
+
+@refused(r"forward asks for os\.getpid\(\)")
+def a_default() -> Made:
+    return forward(by_default)
+
+
+@refused(r"constructor asks for os\.getpid\(\)")
+def by_getattr() -> Made:
+    return asking(getattr(os, "get" + "pid"))
+
+
+@refused(r"constructor asks for os\.getpid\(\)")
+def mapped() -> Made:
+    return asking(lambda: [*map(lambda ask: ask(), [os.getpid])])
+
+
+@refused(r"forward asks for torch\.distributed\.get_rank\(\)")
+def by_the_inner_module() -> Made:
+    return forward(lambda: swallowed(distributed_c10d.get_rank))
+
+
+@refused(r"forward asks for torch\.distributed\.is_torchelastic_launched\(\)")
+def launched() -> Made:
+    return forward(dist.is_torchelastic_launched)
+
+
+@equal
+def harmless_questions() -> Made:
+    def ask() -> str:
+        logging.getLogger("asks_where").debug("built by %s", "a model")
+        found = (platform.system(), platform.python_version(), os.getcwd(), os.path.exists("/"))
+        return str((torch.cuda.is_available(), dist.is_available(), found))[:3]
+
+    return asking(ask)
+
+
+@equal
+def logging_in_forward() -> Made:
+    def ask() -> str:
+        logging.getLogger("asks_where").warning("called")
+        return "abc"
+
+    return forward(ask)

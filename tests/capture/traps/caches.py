@@ -56,6 +56,46 @@ def a_mask_written_in_place() -> Made:
 
 
 @equal
+def a_mask_beside_a_written_slice() -> Made:
+    def body(self: Any, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        if self.mask is None:
+            self.mask = torch.ones(3, 4).tril() == 0
+        moved = torch.zeros_like(h)
+        moved[..., 1:] = h.masked_fill(self.mask, 0.0)[..., :-1]
+        return (h + moved).square().mean()  # type: ignore[no-any-return]
+
+    return net(body, mask=None)
+
+
+@refused(NEXT)
+def a_table_whose_view_is_written() -> Made:
+    def body(self: Any, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(4, 4)
+            row = self.table.view(-1)[4:].view(3, 4)[0]
+        else:
+            row = torch.zeros(4)
+        h = self.b(self.a(x)) @ self.table
+        row.copy_(x.detach().mean(0))
+        return h.square().mean()  # type: ignore[no-any-return]
+
+    return net(body, table=None)
+
+
+@refused(NEXT)
+def a_table_of_what_was_written() -> Made:
+    def body(self: Any, x: Tensor) -> Tensor:
+        if self.table is None:
+            rows = torch.ones(2, 4)
+            rows[0] = x.detach().mean(0)
+            self.table = torch.cat([rows, torch.ones(2, 4)])
+        return (self.b(self.a(x)) @ self.table).square().mean()  # type: ignore[no-any-return]
+
+    return net(body, table=None)
+
+
+@equal
 def a_rotary_table_in_an_object() -> Made:
     def body(self: Any, x: Tensor) -> Tensor:
         cos, sin = self.tables.get(x.shape[1], x.device)

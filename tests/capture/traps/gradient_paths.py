@@ -423,3 +423,39 @@ def in_place_with_a_gradient(net: Net, x: Tensor) -> Any:
     with nullcontext():
         out.t()[0] = 1
     return net.b(out).sum()
+
+
+@equal
+@forward
+def dropout_of_nothing_without_gradients(net: Net, x: Tensor) -> Any:
+    """It returns its operand, whose gradient goes on."""
+    h = net.a(x)
+    with torch.no_grad():
+        same = F.dropout(h, 0.0)
+    return net.b(same).pow(2).sum()
+
+
+@equal
+@forward
+def other_dropouts_of_nothing_without_gradients(net: Net, x: Tensor) -> Any:
+    h = net.a(x)
+    with torch.no_grad():
+        same = F.dropout1d(F.alpha_dropout(F.feature_alpha_dropout(h, 0.0), 0.0)[:, None], 0.0)
+    return net.b(h + same[:, 0]).pow(2).sum()
+
+
+@equal
+@forward
+def dropout_of_nothing_written_to(net: Net, x: Tensor) -> Any:
+    h = net.a(x)
+    F.dropout(h, 0.0).mul_(2)
+    return net.b(h).pow(2).sum()
+
+
+@refused(BY_MODE)
+@forward
+def dropout_of_nothing_written_to_without_gradients(net: Net, x: Tensor) -> Any:
+    h = net.a(x)
+    with torch.no_grad():
+        F.dropout(h, 0.0).mul_(2)
+    return net.b(h).pow(2).sum()

@@ -66,9 +66,11 @@ def _mean(e: Emission) -> str:
         return e.call("torch.mean")
     count = prod(e.site.operands[0].shape[d] for d in gone)
     keep = len(e.site.results[0].shape) == len(e.site.operands[0].shape)
-    dtype = e.site.node.kwarg("dtype")
-    extra = f", dtype={e.code(dtype)}" if dtype else ""
-    return f"{e.arg(0)}.sum({e.code(gone)}, keepdim={keep}{extra}) / {count}"
+    dtype = e.site.node.kwarg("dtype") or Dtype(e.site.operands[0].dtype)
+    sums_in = Dtype("float32") if dtype == Dtype("float16") else dtype  # a mean may fit, not a sum
+    extra = f", dtype={e.code(sums_in)}" if sums_in != Dtype(e.site.operands[0].dtype) else ""
+    mean = f"{e.arg(0)}.sum({e.code(gone)}, keepdim={keep}{extra}) / {count}"
+    return mean if sums_in == dtype else f"({mean}).to({e.code(dtype)})"
 
 
 def _softmax_rule(site: Site) -> Rule:

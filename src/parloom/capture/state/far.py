@@ -7,26 +7,11 @@ from typing import Any
 
 import numpy
 
-from parloom.capture.parts import OfKey
-from parloom.capture.state import Key, Snapshot
+from parloom.capture.state.aspects import OfKey
+from parloom.capture.state.snapshot import Key, Snapshot
 
-# Numbers of calls that decide something: thresholds, and multiples of many periods.
-MARKS = (10, 100, 1000, 720_720, 1_000_000)
+MARKS = (10, 100, 1000)  # calls after which to look
 LONGEST = 100_000  # items that a container is made to have
-
-
-def distances(before: Snapshot, after: Snapshot, changed: Mapping[Key, object]) -> tuple[int, ...]:
-    """After how many more calls to look: such that counts, or the next ones, are round numbers."""
-    found: set[int] = set()
-    for key in changed:
-        for name, new in after.parts.get(key, {}).items():
-            old = before.parts[key].get(name, 0)
-            if type(new) is int and type(old) is int and new != old:
-                step = new - old
-                marks = [mark if step > 0 else -mark for mark in MARKS]
-                found.update((mark - new) // step - 1 for mark in marks)
-                found.update((mark - new) // step for mark in marks[-2:])
-    return tuple(sorted(n for n in found if n > 0)) or MARKS[:-2]
 
 
 def ahead(
@@ -36,6 +21,8 @@ def ahead(
     for key in changed:
         old, new = before.parts.get(key, {}), after.parts.get(key, {})
         one, other = before.held[key].aspect, after.held[key].aspect
+        if key[1] in ("list", "dict") and other.content is not None:
+            continue  # large, and plain
         if key[1] == "array" and one.content is not None and other.content is not None:
             yield key, {}, array_later(one, other, calls)
         elif key[1] in ("list", "deque", "set") or (key[1] == "dict" and len(new) > len(old)):

@@ -1,8 +1,11 @@
 """Snapshots of all mutable state that a call can reach: what it changed, and how to put it back."""
 
+import array
+import marshal
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
+from ctypes import addressof, memmove, sizeof
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -14,11 +17,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parloom.capture.code import ABSENT
-from parloom.capture.parts import NOT_OF_CLASSES, Aspect, OfKey, is_plain, own_names, text_of
-from parloom.capture.reach import Held, walk
+from parloom.capture.state.aspects import (
+    DATA_OF_C,
+    NOT_OF_CLASSES,
+    Aspect,
+    OfKey,
+    is_plain,
+    own_names,
+    text_of,
+)
+from parloom.capture.state.bytecode import ABSENT
+from parloom.capture.state.reach import Reached, Walk, walk
 
-LARGEST = 1 << 22  # bytes of a tensor or array that are compared
+LARGEST = 1 << 22  # bytes of a tensor or array that are kept
 IMMUTABLE = ("tuple", "frozen", "of", "closure", "opaque", "weights", "draws")
 ORDERED = ("dict", "hooks", "modules")
 # Iterators of which a copy goes on alone.
@@ -27,22 +38,22 @@ ITERATED: tuple[Any, ...] = (
 )  # fmt: skip
 COPIED = (count, *(type(iter(value)) for value in ITERATED))
 Key = tuple[int, str]  # identity of an object, style of an aspect
-Change = tuple[Held, Any]  # an aspect and a part of it
+Change = tuple[Reached, Any]  # an aspect and a part of it
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Every aspect that can be reached, by its object; `kept` keeps the objects alive."""
 
-    held: Mapping[Key, Held]
-    parts: Mapping[Key, Mapping[Any, Any]]
+    held: Mapping[Key, Reached]
+    parts: Mapping[Key, dict[Any, Any]]
     copies: Mapping[int, Any]
-    kept: object
+    kept: Walk
 
     @classmethod
     def of(cls, model: nn.Module, loss: object) -> "Snapshot":
         """The state as it is now, also inside of a trace."""
-        held: dict[Key, Held] = {}
+        held: dict[Key, Reached] = {}
         parts: dict[Key, dict[Any, Any]] = {}
         copies: dict[int, Any] = {}
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -59,7 +70,7 @@ class Snapshot:
                         copies[id(aspect.owner)] = copy(aspect.owner)
         return cls(held, parts, copies, found)
 
-    def changes(self, before: "Snapshot") -> dict[Key, Held]:
+    def changes(self, before: "Snapshot") -> dict[Key, Reached]:
         """Mutable aspects of objects that were there before and are not as they were."""
         return {
             key: before.held[key]
@@ -81,14 +92,14 @@ class Snapshot:
         found = [n for n in names if token(old.get(n, ABSENT)) != token(new.get(n, ABSENT))]
         return found or [""]
 
-    def copy_of(self, held: Held) -> Any:
+    def copy_of(self, held: Reached) -> Any:
         """A copy of an iterator where it is, if it can be put in the place of the other one."""
         above = held.above
         if above is None or above.aspect.style in (*IMMUTABLE, "iterator"):
             return None
         return self.copies.get(id(held.owner))
 
-    def put_copy(self, held: Held) -> None:
+    def put_copy(self, held: Reached) -> None:
         """Put the copy of an iterator into what holds it."""
         above = held.above
         assert above is not None
@@ -123,6 +134,9 @@ def token(value: Any) -> tuple[str, object]:
 def write(aspect: Aspect, parts: Mapping[Any, Any]) -> None:
     """Make one aspect of an object hold `parts`, and its own content."""
     owner, style = aspect.owner, aspect.style
+    if style in ("list", "dict") and aspect.content is not None:
+        items = marshal.loads(aspect.content)
+        parts = dict(items) if style == "dict" else dict(enumerate(items))
     if style in ("attributes", "global"):
         own = owner if style == "global" else vars(owner)
         extra = own.keys() - parts.keys() - own_names(owner) if style == "attributes" else ()
@@ -181,10 +195,17 @@ def fill(owner: Any, style: str, items: list[Any]) -> None:
 
 def write_content(owner: Any, aspect: Aspect) -> None:
     """Other values in arrays and tensors, another position in a file, an empty cache."""
-    style, content = aspect.style, aspect.content
-    if style == "bytes":
+    style, content = aspect.style, aspect.content or b""
+    if style == "bytes" and isinstance(owner, DATA_OF_C):
+        memmove(addressof(owner), content, sizeof(owner))
+    elif style == "bytes" and isinstance(owner, array.array):
+        del owner[:]
+        owner.frombytes(content)
+    elif style == "bytes" and isinstance(owner, memoryview) and not owner.readonly:
+        owner.cast("B")[:] = content
+    elif style == "bytes" and not isinstance(owner, memoryview):
         owner[:] = content
-    elif style == "array" and content is not None:
+    elif style == "array" and aspect.content is not None:
         owner[...] = numpy.frombuffer(content, owner.dtype).reshape(owner.shape)
     elif style == "tensor" and content:
         flat = torch.frombuffer(bytearray(content), dtype=owner.dtype)
@@ -192,4 +213,8 @@ def write_content(owner: Any, aspect: Aspect) -> None:
     elif style == "cache":
         owner.cache_clear()
     elif style == "file" and aspect.fixed is not None:
+        for _, written in aspect.parts:
+            owner.seek(0)
+            owner.truncate()
+            owner.write(written)
         owner.seek(aspect.fixed)

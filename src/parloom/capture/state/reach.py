@@ -8,7 +8,7 @@ are functions of others that were put into them.
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from types import CodeType, FunctionType, ModuleType
@@ -18,8 +18,9 @@ import numpy
 import torch
 from torch import nn
 
-from parloom.capture.code import ABSENT, foreign, is_library
-from parloom.capture.parts import ITEMS, NAMED, PLAIN_KINDS, Aspect, Look, is_plain, text_of
+from parloom.capture.owners import foreign, is_library
+from parloom.capture.state.aspects import ITEMS, NAMED, PLAIN_KINDS, Aspect, Look, is_plain, text_of
+from parloom.capture.state.bytecode import ABSENT
 
 # Aspects that are told by what holds the object.
 INSIDE = (
@@ -39,14 +40,14 @@ TRANSIENT = ("draws", "cache", "file", "variable")  # aspects whose `fixed` move
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Reached:
     """An aspect of an object (its attributes, its items, its closure), and where it was found.
 
     `above` is the aspect that has the object as its part `name`; None for a root, with its name.
     """
 
     aspect: Aspect
-    above: "Held | None"
+    above: "Reached | None"
     name: Any
 
     @property
@@ -77,12 +78,22 @@ class Held:
         """How an error calls the object itself."""
         return str(self.name) if self.above is None else self.above.label(self.name)
 
-    def attribute(self, part: Any) -> tuple["Held", Any]:
+    def attribute(self, part: Any) -> tuple["Reached", Any]:
         """The part, or the attribute, global or variable whose container it is in."""
         held, name = self, part
         while held.above is not None and held.aspect.style in INSIDE:
             held, name = held.above, held.name
         return held, name
+
+
+Place = tuple[Reached | None, Any]  # what holds an object, and as which part
+
+
+def path_of(place: Place) -> str:
+    """How an error calls what is there, outside of the model's class."""
+    held, name = place
+    label = str(name) if held is None else held.label(name)
+    return f"model{label[4:]}" if label == "self" or label.startswith("self.") else label
 
 
 @dataclass(slots=True)
@@ -94,22 +105,22 @@ class Walk:
     numbers: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)  # so that no other object gets one of these ids
 
-    def __iter__(self) -> Iterator[Held]:
-        for _, found in self.steps():
+    def __iter__(self) -> Iterator[Reached]:
+        for _, _, found in self.steps():
             yield from found or ()
 
-    def steps(self) -> Iterator[tuple[Any, tuple[Held, ...] | None]]:
-        """Every object that is not plain with its aspects; None where it was met before."""
-        waiting: deque[tuple[Any, Held | None, Any]] = deque((v, None, n) for n, v in self.roots)
+    def steps(self) -> Iterator[tuple[Place, Any, tuple[Reached, ...] | None]]:
+        """Every object that is not plain, where it is, and its aspects; None where met before."""
+        waiting: deque[tuple[Any, Reached | None, Any]] = deque((v, None, n) for n, v in self.roots)
         while waiting:
             value, above, name = waiting.popleft()
             if id(value) in self.numbers:
-                yield value, None
+                yield (above, name), value, None
                 continue
             self.numbers[id(value)] = len(self.numbers)
             self.kept.append(value)
-            found = tuple(Held(a, above, name) for a in self.look.aspects(value))
-            yield value, found
+            found = tuple(Reached(a, above, name) for a in self.look.aspects(value))
+            yield (above, name), value, found
             for held in found:
                 waiting.extend(
                     (v, held, n) for n, v in held.aspect.parts if type(v) not in PLAIN_KINDS
@@ -119,7 +130,7 @@ class Walk:
 def walk(model: nn.Module, loss: object = None, limit: int | None = None) -> Walk:
     """All that a call of the model and of the loss function can reach.
 
-    Tensors and arrays of more than `limit` bytes are met, and not read.
+    Of tensors and arrays of more than `limit` bytes the hash is told; of weights nothing.
     """
     hooks = [
         (f"torch {name}", list(value.values()))
@@ -127,11 +138,27 @@ def walk(model: nn.Module, loss: object = None, limit: int | None = None) -> Wal
         if name in EVERYWHERE and value
     ]
     functions = [("torch.nn.functional", dict(foreign(vars(torch.nn.functional))))]
-    return Walk((("self", model), ("loss", loss), *hooks, *functions), Look(limit))
+    roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
+    weights = frozenset(id(t) for root in roots for t in (*root.parameters(), *root.buffers()))
+    look = Look(limit, weights)
+    return Walk((("self", model), ("loss", loss), *hooks, *functions), look)
 
 
 def key(model: nn.Module, loss: object = None) -> str:
-    """A SHA-256, in hex, of all that a call of the model and of the loss function can reach.
+    """A SHA-256, in hex, of `described_parts`: equal where nothing that is told there differs."""
+    return key_of(described_parts(model, loss))
+
+
+def key_of(parts: Iterable[tuple[Place, str]]) -> str:
+    """A SHA-256, in hex, of what parts are; where they are may differ."""
+    digest = sha256()
+    for _, text in parts:
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()
+
+
+def described_parts(model: nn.Module, loss: object = None) -> Iterator[tuple[Place, str]]:
+    """(place, text) of all that a call of the model and of the loss function can reach.
 
     Attributes, closures, defaults, globals, settings, bytecode and class names count, and the
     values of tensors and arrays; of the model's parameters and buffers name, shape, dtype and
@@ -142,30 +169,31 @@ def key(model: nn.Module, loss: object = None) -> str:
     """
     versions = [list(sys.version_info[:2]), torch.__version__, numpy.__version__]
     versions += [str(getattr(sys.modules.get("transformers"), "__version__", ""))]
-    digest = sha256(repr(versions).encode())
+    yield (None, "versions of Python, torch, numpy, transformers"), repr(versions)
     found = walk(model, loss)
-    roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
-    weights = {id(t) for root in roots for t in (*root.parameters(), *root.buffers())}
-    for value, aspects in found.steps():
+    for where, value, aspects in found.steps():
         if aspects is None:
-            digest.update(f"again {found.numbers[id(value)]}\n".encode())
+            yield where, f"again {found.numbers[id(value)]}"
             continue
-        digest.update(f"{name_of(value)}\n".encode())
+        yield where, name_of(value)
         for held in aspects:
-            digest.update(described(held.aspect, model.training).encode())
-            if held.aspect.content is not None and id(value) not in weights:
-                digest.update(held.aspect.content)
-    return digest.hexdigest()
+            yield from told(held, model.training, values=id(value) not in found.look.weights)
 
 
-def described(aspect: Aspect, training: bool) -> str:
-    """What an aspect holds that is not an object of its own."""
+def told(held: Reached, training: bool, values: bool) -> Iterator[tuple[Place, str]]:
+    """What an aspect holds that is not an object of its own, and with `values` its content."""
+    aspect = held.aspect
     fixed = None if aspect.style in TRANSIENT else aspect.fixed
     if aspect.style == "weights":
         # A model that is not in training mode is put into it, with all that is in it.
         fixed = bool(fixed) or not training
-    parts = [f"{token(name)}={token(value)}" for name, value in aspect.parts if name not in UNREAD]
-    return f"{aspect.style} {fixed!r} {' '.join(parts)}\n"
+    itself = held.above, held.name
+    yield itself, f"{aspect.style} {fixed!r}"
+    for name, value in aspect.parts:
+        if name not in UNREAD:
+            yield (held, name), f"{token(name)}={token(value)}"
+    if values and aspect.content is not None:
+        yield itself, f"values with SHA-256 {sha256(aspect.content).hexdigest()}"
 
 
 def token(value: Any) -> str:

@@ -1,16 +1,15 @@
-"""Whose code a thing is, and which globals code names."""
+"""Which globals code names."""
 
 import builtins
 import dis
 import sys
-import sysconfig
 from collections.abc import Iterator
 from importlib.util import resolve_name
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-LIBRARIES = frozenset({"torch", "numpy", "transformers"})
-STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+from parloom.capture.owners import is_library
+
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 MEMBERS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 NAMESPACES = frozenset({"globals", "vars", "eval", "exec"})  # builtins that read any global
@@ -23,54 +22,6 @@ UNREAD = frozenset(
 
 Namespace = dict[str, Any]
 Chain = tuple[str, ...]
-
-
-def is_library(module: object) -> bool:
-    """Whether a module of that name is torch's, numpy's, transformers', standard, or ours.
-
-    A user's `torchish.py` is not torch's, and neither is a `calendar.py` beside a script the
-    standard library's. The zoo's models are as a user's.
-    """
-    if not isinstance(module, str):
-        return False
-    top = module.partition(".")[0]
-    if top == "parloom":
-        return not module.startswith("parloom.zoo")
-    if top in LIBRARIES or top == "builtins":
-        return True
-    if top not in sys.stdlib_module_names or top == "__main__":
-        return False
-    file = getattr(sys.modules.get(top), "__file__", None)
-    return file is None or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file)
-
-
-def is_foreign(thing: object) -> bool:
-    """Whether a function or class is not a library's."""
-    if isinstance(thing, staticmethod | classmethod):
-        thing = thing.__func__
-    elif isinstance(thing, property):
-        thing = thing.fget
-    if isinstance(thing, FunctionType):
-        # `__module__` may be copied from what a function wraps.
-        return not is_library(thing.__globals__.get("__name__"))
-    return isinstance(thing, type) and not is_library(thing.__module__)
-
-
-def foreign(namespace: Namespace) -> Iterator[tuple[str, Any]]:
-    """Functions and classes of others in a library's class or file, and in its registries."""
-    for name, value in tuple(namespace.items()):
-        if is_foreign(value):
-            yield name, value
-        registry = getattr(value, "_global_mapping", value) if is_named(value) else None
-        if type(registry) is dict:
-            for key, item in tuple(registry.items()):
-                if is_foreign(item):
-                    yield f"{name}[{key!r}]", item
-
-
-def is_named(value: object) -> bool:
-    """Whether a value is a dict, or an instance of a class of transformers."""
-    return type(value) is dict or type(value).__module__.startswith("transformers.")
 
 
 def names_in(code: CodeType) -> tuple[Chain, ...]:

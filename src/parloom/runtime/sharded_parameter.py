@@ -13,7 +13,7 @@ from parloom.runtime.sharding import Box, axes_of, boxes, chunk, local_shape, ta
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ShardedParameter:
     """One rank's memory of a parameter.
 
     `owned` is what the optimizer updates, in the master dtype when there is one. `stored` is the
@@ -132,7 +132,7 @@ def home_shard(spec: ParameterSpec, full: Tensor, comm: Comm) -> Tensor:
 
 def hold(
     spec: ParameterSpec, full: Tensor, comm: Comm, device: torch.device, shard: Tensor | None
-) -> Held:
+) -> ShardedParameter:
     """Take over a parameter; `shard` is the memory of its chunk when the weight is stored so."""
     home = local_shape(spec.dims)
     group = comm.group(owner_axes(spec))
@@ -154,6 +154,6 @@ def hold(
         weight = owned
     elif weight is not None:
         weight.requires_grad_(spec.trainable)
-    held = Held(spec, home, group.index, group.size, owned, stored, weight, has_master)
+    held = ShardedParameter(spec, home, group.index, group.size, owned, stored, weight, has_master)
     held.load(full, comm)
     return held

@@ -4,15 +4,22 @@ An object of C whose state nothing tells (neither attributes nor slots nor a way
 nothing here: it is known by its class alone.
 """
 
+import array
 import gc
 import io
+import marshal
 import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from ctypes import Array, Structure, Union, addressof, c_char, sizeof, string_at
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
+from hashlib import sha256
 from itertools import count
+from mmap import mmap
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import PurePath
 from random import Random, SystemRandom
 from types import (
@@ -37,21 +44,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from parloom.capture.code import ABSENT, UNREAD, Chain, foreign, is_library, names_in, resolved
+from parloom.capture.owners import foreign, is_library
+from parloom.capture.state.bytecode import ABSENT, UNREAD, Chain, names_in, resolved
+from parloom.capture.state.numbers import Number
 
 PLAIN = (
     bool, int, float, complex, str, bytes, range, type(None), type(...), type(NotImplemented),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, CodeType,
 )  # fmt: skip
-PLAIN_KINDS = frozenset(PLAIN)
+PLAIN_KINDS = frozenset((*PLAIN, Number))
 OWN = frozenset(vars(nn.Module()))  # parameters, hooks and the like
 FLAT = frozenset({"_flat_weights", "_flat_weight_refs"})  # parameters once more
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Known by their classes: nothing in them says what a forward does, or they change all the time.
 CLOSED = frozenset(
     {"logging", "threading", "_thread", "typing", "inspect", "abc", "importlib", "ctypes",
-     "concurrent", "multiprocessing", "subprocess", "socket", "asyncio", "_frozen_importlib",
-     "_frozen_importlib_external", "unittest", "warnings", "zipimport"}
+     "_ctypes", "concurrent", "multiprocessing", "subprocess", "socket", "asyncio",
+     "_frozen_importlib", "_frozen_importlib_external", "unittest", "warnings", "zipimport"}
 )  # fmt: skip
 NAMED = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket, torch.library.Library)
 TRACED = (FakeTensor, FakeTensorMode, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
@@ -62,6 +71,8 @@ NOT_OF_CLASSES = UNREAD | {
     "__dataclass_fields__", "__dataclass_params__", "__slots__",
 }  # fmt: skip
 ITEMS = ("list", "deque", "tuple", "dict", "set", "frozen")
+FLAT_KINDS = frozenset({str, int, float, bool, bytes, complex, type(None)})
+DATA_OF_C: Any = (Array, Structure, Union, c_char.__mro__[1])
 HEAP_TYPE = 1 << 9  # flag of classes made in Python
 LONGEST = 1000  # items of an iterator's list that are looked at
 DEEPEST = 8  # of what iterators are made of
@@ -93,9 +104,13 @@ class Aspect:
 
 @dataclass(slots=True)
 class Look:
-    """Looks into objects; tensors and arrays of more than `limit` bytes stay closed."""
+    """Looks into objects; of tensors and arrays of more than `limit` bytes the hash is told.
+
+    Weights are as large as a model: those of more bytes stay closed.
+    """
 
     limit: int | None = None
+    weights: frozenset[int] = frozenset()
     chains: dict[CodeType, tuple[Chain, ...]] = field(default_factory=dict)
     slots: dict[type, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)  # of libraries, searched for what is foreign
@@ -111,7 +126,10 @@ class Look:
                 named = {n: v for n, v in vars(value).items() if n not in UNREAD}
                 yield Aspect(vars(value), "global", by_name(named))
             return
-        if isinstance(value, NAMED + TRACED) or top_of(kind) in CLOSED:
+        if isinstance(value, NAMED + TRACED):
+            return
+        if top_of(kind) in CLOSED:
+            yield from of_memory(value)
             return
         if isinstance(value, nn.Module):
             yield from of_module(value)
@@ -129,11 +147,17 @@ class Look:
         if isinstance(value, FunctionType):
             yield from self.of_function(value)
         elif isinstance(value, Tensor):
-            content = tensor_bytes(value, self.limit)
-            fixed = (tuple(map(str, value.shape)), str(value.dtype), value.requires_grad)
-            yield Aspect(value, "tensor", (), fixed, content)
+            content = tensor_bytes(value)
+            fixed: Any = (tuple(map(str, value.shape)), str(value.dtype), value.requires_grad)
+            if content is not None and self.limit is not None and content.nbytes > self.limit:
+                closed = id(value) in self.weights or isinstance(value, nn.Parameter)
+                fixed = fixed if closed else (*fixed, sha256(content).digest())
+                content = None
+            yield Aspect(value, "tensor", (), fixed, None if content is None else bytes(content))
         elif isinstance(value, numpy.ndarray):
             yield of_array(value, self.limit)
+        elif isinstance(value, DATA_OF_C):
+            yield from of_c(value)
         elif not isinstance(value, nn.Module):
             found = of_container(value) or of_callable(value) or of_source(value)
             if found is not None:
@@ -255,17 +279,42 @@ def of_module(module: nn.Module) -> Iterator[Aspect]:
         yield Aspect(hooks, "hooks", tuple(hooks.items()))
 
 
+def of_memory(value: Any) -> Iterator[Aspect]:
+    """Values that threads and processes share or have each for themselves, and those of C."""
+    if isinstance(value, threading.local):
+        yield Aspect(value, "attributes", by_name(vars(value)))
+    elif isinstance(value, SynchronizedBase):
+        yield Aspect(value, "of", (("value", value.get_obj()),))
+    else:
+        yield from of_c(value)
+
+
+def of_c(value: Any) -> Iterator[Aspect]:
+    """The bytes of an object of C; what they point to is not known."""
+    if isinstance(value, DATA_OF_C):
+        yield Aspect(value, "bytes", (), None, string_at(addressof(value), sizeof(value)))
+
+
 def of_array(array: Any, limit: int | None) -> Aspect:
     """Shape, dtype and values."""
     fixed = (array.shape, str(array.dtype))
     if array.dtype.hasobject:
         return Aspect(array, "list", tuple(enumerate(array.ravel().tolist())), fixed)
-    small = limit is None or array.nbytes <= limit
-    return Aspect(array, "array", (), fixed, array.tobytes() if small else None)
+    if limit is None or array.nbytes <= limit:
+        return Aspect(array, "array", (), fixed, array.tobytes())
+    whole: Any = numpy.ascontiguousarray(array).view(numpy.uint8).reshape(-1)
+    return Aspect(array, "array", (), (*fixed, sha256(whole).digest()))
 
 
 def of_container(value: Any) -> Aspect | None:
     """Items of a container, subclasses included."""
+    if isinstance(value, list | tuple | dict) and len(value) > LONGEST:
+        items_ = list(value.items()) if isinstance(value, dict) else list(value)
+        if all(map(is_flat, items_)):
+            # Version 2 writes every string in full, however often it comes.
+            content = marshal.dumps(items_, 2)
+            style = next(k.__name__ for k in (list, tuple, dict) if isinstance(value, k))
+            return Aspect(value, style, (), len(items_), content)
     if isinstance(value, Mapping | OrderedDict) and isinstance(value, dict | MappingProxyType):
         items = tuple(value.items())
         objects = tuple((OfKey(i), k) for i, (k, _) in enumerate(items) if not is_plain(k))
@@ -278,9 +327,17 @@ def of_container(value: Any) -> Aspect | None:
     if isinstance(value, set | frozenset):
         style = "set" if isinstance(value, set) else "frozen"
         return Aspect(value, style, tuple(enumerate(sorted(value, key=shallow))))
-    if isinstance(value, bytearray):
-        return Aspect(value, "bytes", (), None, bytes(value))
+    if isinstance(value, bytearray | array.array | mmap):
+        return Aspect(value, "bytes", (), None, bytes(memoryview(value).cast("B")))
+    if isinstance(value, memoryview):
+        return Aspect(value, "bytes", (), None, value.tobytes())
     return None
+
+
+def is_flat(item: object) -> bool:
+    """Whether an item is plain and can be written as bytes, or a tuple of such."""
+    kind = type(item)
+    return kind in FLAT_KINDS or (kind is tuple and all(type(i) in FLAT_KINDS for i in item))  # type: ignore[attr-defined]
 
 
 def of_callable(value: Any) -> Aspect | None:
@@ -305,7 +362,9 @@ def of_callable(value: Any) -> Aspect | None:
     if isinstance(value, staticmethod | classmethod):
         return Aspect(value, "of", (("__func__", value.__func__),))
     if isinstance(value, _lru_cache_wrapper):
-        return Aspect(value, "cache", (("__wrapped__", value.__wrapped__),), value.cache_info())
+        # What is found in it again is not counted: nothing is kept then.
+        entries = value.cache_info()[1:]
+        return Aspect(value, "cache", (("__wrapped__", value.__wrapped__),), entries)
     return None
 
 
@@ -332,9 +391,15 @@ def of_source(value: Any) -> Aspect | None:
         return Aspect(value, "variable", (("value", value.get(ABSENT)),))
     if isinstance(value, numpy.generic | numpy.dtype | PurePath):
         return Aspect(value, "opaque", (), repr(value))
-    if isinstance(value, io.IOBase):
-        return Aspect(value, "file", (), position_in(value))
-    return None
+    return of_file(value) if isinstance(value, io.IOBase) else None
+
+
+def of_file(file: io.IOBase) -> Aspect:
+    """Where in a file the next read begins, and what is written in one that is in memory."""
+    position = position_in(file)
+    if isinstance(file, io.StringIO | io.BytesIO) and position is not None:
+        return Aspect(file, "file", (("written", file.getvalue()),), position)
+    return Aspect(file, "file", (), position)
 
 
 def referents(value: Any) -> Parts:
@@ -395,14 +460,12 @@ def shallow(value: Any) -> tuple[str, str]:
     return kind.__qualname__, text_of(name)
 
 
-def tensor_bytes(tensor: Tensor, limit: int | None) -> bytes | None:
-    """The values of a tensor; None where it has none, or too many."""
+def tensor_bytes(tensor: Tensor) -> memoryview | None:
+    """The values of a tensor; None where it has none."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return None
-    if limit is not None and tensor.numel() * tensor.element_size() > limit:
-        return None
     try:
-        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return bytes(plain.numpy().tobytes())
+        plain: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return memoryview(plain)
     except (RuntimeError, TypeError):  # a layout of its own
         return None

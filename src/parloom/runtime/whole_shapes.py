@@ -1,0 +1,231 @@
+"""The user's function that makes an optimizer, where ranks hold parts of the parameters.
+
+Its groups and options may depend on shapes, so it is called with stand-ins that have the whole
+shapes and no memory, too. Hooks, frozen parameters and written values are refused: on parts they
+would compute something else than on the whole.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from parloom.errors import InputError
+from parloom.runtime.comm import Comm
+from parloom.runtime.optimizer import check_elementwise, check_given
+from parloom.runtime.sharded_parameter import ShardedParameter
+
+Maker = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+OF_GROUP = ("params", "param_names")
+
+
+def make_optimizer(
+    maker: Maker, helds: Mapping[str, ShardedParameter], comm: Comm
+) -> tuple[Optimizer, "Untouched"]:
+    """The optimizer of this rank's parts, with the options that the whole parameters would get.
+
+    Raises `InputError` where the parts get other groups than the whole parameters would, where
+    `maker` reads values, and where it does to a part what it may not (see `Untouched`).
+    """
+    parts = [(held.name, held.owned) for held in helds.values()]
+    sharded = _sharded(helds, comm)
+    untouched = Untouched(
+        {name: (part, _hooks(part), part.requires_grad) for name, part in parts}, sharded
+    )
+    versions = {name: part._version for name, part in parts}
+    optimizer = _of_parts(maker, parts, helds) if sharded else maker(list(parts))
+    check_elementwise(optimizer)
+    check_given(optimizer, [part for _, part in parts])
+    for name in (name for name, part in parts if part._version != versions[name]):
+        if sharded:
+            raise InputError(
+                f"optimizer= writes to {name}, of which ranks may hold parts; change weights before"
+                " parallelize, or with trainer.load_state_dict"
+            )
+        with torch.no_grad():
+            helds[name].publish()
+    untouched.check(optimizer)
+    return optimizer, untouched
+
+
+@dataclass(frozen=True, slots=True)
+class Untouched:
+    """The parameters with the hooks and `requires_grad` that the runtime gave them.
+
+    `sharded` names one of which ranks hold parts, empty where there is none.
+    """
+
+    parameters: Mapping[str, tuple[nn.Parameter, list[int], bool]]
+    sharded: str
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise `InputError` for hooks and switched `requires_grad`, which a step cannot honor."""
+        for name, (parameter, hooks, trained) in self.parameters.items():
+            if parameter.requires_grad != trained:
+                raise InputError(
+                    f"requires_grad of {name} was set to {not trained}, and the plan was made for"
+                    f" {trained}; "
+                    + (
+                        "leave the parameter out of the optimizer's groups by its name, or"
+                        if trained
+                        else "train it: call requires_grad_(True) in the factory, or freeze it:"
+                    )
+                    + " call requires_grad_(False) in the factory and plan again"
+                )
+            if _hooks(parameter) != hooks:
+                raise InputError(
+                    f"{name} was given a hook: it would see the gradient of a part of the"
+                    " parameter or of the batch, or be left out; to clip, pass"
+                    " parallelize(..., clip_norm=...), to scale a gradient, scale the learning rate"
+                    " of its group"
+                )
+        if self.sharded and _step_hooks(optimizer):
+            raise InputError(
+                f"{type(optimizer).__name__} has a hook of its step, which would see parts of"
+                f" parameters and gradients (of {self.sharded}, for example); to clip, pass"
+                " parallelize(..., clip_norm=...); run other code after trainer.step"
+            )
+
+
+class _Touched(TorchFunctionMode):
+    """Notes which stand-in was read last."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.last = "a parameter"
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = (self.names[id(a)] for a in tree_leaves((args, kwargs)) if id(a) in self.names)
+        self.last = next(found, self.last)
+        return func(*args, **(kwargs or {}))
+
+
+def _of_parts(
+    maker: Maker, parts: list[tuple[str, nn.Parameter]], helds: Mapping[str, ShardedParameter]
+) -> Optimizer:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        wholes = [(name, _whole(held)) for name, held in helds.items()]
+    touched = _Touched({id(whole): name for name, whole in wholes})
+    expected, failure = None, None
+    try:
+        with torch.random.fork_rng(devices=[]), touched:
+            expected = maker(list(wholes))
+    except Exception as error:
+        failure = error
+    try:
+        optimizer = maker(list(parts))
+    except Exception as error:
+        if failure is not None:
+            raise
+        raise InputError(
+            f"optimizer= fails with this rank's parts of the parameters, some of which may be empty"
+            f" ({type(error).__name__}: {error}); decide by name, or by the shapes of the script's"
+            " module"
+        ) from error
+    if failure is not None:
+        raise _reads(touched.last) from failure
+    if isinstance(expected, Optimizer) and isinstance(optimizer, Optimizer):
+        _take_options(optimizer, dict(parts), expected, dict(wholes))
+    return optimizer
+
+
+def _take_options(
+    optimizer: Optimizer,
+    parts: Mapping[str, nn.Parameter],
+    expected: Optimizer,
+    wholes: Mapping[str, nn.Parameter],
+) -> None:
+    """Give the optimizer of the parts the options of that of the wholes."""
+    mine, theirs = _groups(optimizer, parts), _groups(expected, wholes)
+    for name in parts:
+        if mine.get(name) != theirs.get(name):
+            raise InputError(
+                f"optimizer= puts {name} in {_told(theirs.get(name))} by its whole shape"
+                f" {list(wholes[name].shape)}, and in {_told(mine.get(name))} by this rank's part"
+                f" {list(parts[name].shape)}; decide by name, or by the shapes of the script's"
+                " module"
+            )
+    for group, whole in zip(optimizer.param_groups, expected.param_groups, strict=False):
+        for key, value in whole.items():
+            if key in OF_GROUP:
+                continue
+            if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
+                raise _reads(next((n for n, i in theirs.items() if whole is _at(expected, i)), key))
+            if not _same(group.get(key), value):
+                group[key] = value
+
+
+def _reads(name: str) -> InputError:
+    return InputError(
+        f"optimizer= reads values of {name}; ranks hold parts of them; compute such settings from"
+        " the module before parallelize"
+    )
+
+
+def _at(optimizer: Optimizer, index: int) -> dict[str, Any]:
+    group: dict[str, Any] = optimizer.param_groups[index]
+    return group
+
+
+def _told(index: int | None) -> str:
+    return "no group" if index is None else f"group {index}"
+
+
+def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The group of each parameter, by name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {
+        names[id(parameter)]: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
+
+
+def _same(left: object, right: object) -> bool:
+    """Whether two options are equal; a tensor is as good as another of its values."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, tuple | list) and isinstance(right, tuple | list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def _whole(held: ShardedParameter) -> nn.Parameter:
+    """A stand-in for the whole parameter; made under a fake mode it has no memory."""
+    owned = held.owned
+    empty = torch.empty(held.spec.user_shape, dtype=owned.dtype, device=owned.device)
+    return nn.Parameter(empty, requires_grad=owned.requires_grad)
+
+
+def _sharded(helds: Mapping[str, ShardedParameter], comm: Comm) -> str:
+    """A parameter of which some rank holds another shape than the user's."""
+    for held in helds.values():
+        if comm.mesh.size(held.axes) > 1 or held.spec.shape != held.spec.user_shape:
+            return held.name
+    return ""
+
+
+def _hooks(parameter: nn.Parameter) -> list[int]:
+    """The ids of the hooks on a parameter's gradient."""
+    found = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [key for hooks in found for key in hooks or ()]
+
+
+def _step_hooks(optimizer: Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
