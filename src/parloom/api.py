@@ -40,7 +40,7 @@ from parloom.execute.consistent import check_results
 from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
-from parloom.execute.files import read_plan, write_atomic
+from parloom.execute.files import read_plan, uninterrupted, write_atomic
 from parloom.execute.machine import machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
@@ -316,11 +316,12 @@ def _evaluation(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[str,
 def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
     """Write `plan.json` and the generated `program.py` into `folder`; their paths."""
     folder = Path(folder)
-    source = training_program(plan).source
-    return {
-        "plan": write_atomic(folder / "plan.json", plan_to_json(plan)),
-        "source": write_atomic(folder / "program.py", source),
-    }
+    with uninterrupted():  # a search may have taken hours
+        source = training_program(plan).source
+        return {
+            "plan": write_atomic(folder / "plan.json", plan_to_json(plan)),
+            "source": write_atomic(folder / "program.py", source),
+        }
 
 
 def load(path: str | Path) -> Plan:

@@ -219,6 +219,26 @@ def _on_a_rank(spec: str, plan: Plan) -> str:
     return str(caught.value)
 
 
+def test_an_optimizer_made_before_is_refused(spec: str, plan: Plan) -> None:
+    model, batch = made(spec)
+    early = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other = nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    trainer = trainer_of(model, plan)
+    first = trainer.step(batch).loss
+    with pytest.raises(InputError, match=r"AdamW\.step\(\) would update scale.*trainer\.step"):
+        early.step()
+    assert trainer.step(batch).loss != first
+    # An optimizer of other weights is fine, and one that has some of the model's as wrong.
+    torch.autograd.backward(other.weight.sum())
+    torch.optim.SGD([other.weight], lr=0.1).step()
+    assert not torch.equal(before, other.weight)
+    groups = [{"params": [other.weight]}, {"params": early.param_groups[0]["params"][1:2]}]
+    mixed = torch.optim.SGD(groups, lr=1.0)
+    with pytest.raises(InputError, match="SGD"):
+        mixed.step()
+
+
 def test_on_many_ranks_too(spec: str) -> None:
     plan = api.plan(spec, cluster="2xcpu", method="data_parallel", optimizer="sgd")
     told = fork_ranks(2, _on_a_rank, spec, plan)

@@ -1,10 +1,14 @@
 """Ctrl-C while modules are imported: exit code 130 and one line, from the first import on."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from parloom.execute.files import uninterrupted
 
 # Sends the signal to itself when a module is looked for.
 PROGRAM = """
@@ -84,3 +88,22 @@ def test_an_import_in_a_search_ends_before_the_search_with_its_best_plan(tmp_pat
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith(b"interrupted\n"), done.stderr
     assert (tmp_path / "out" / "plan.json").is_file()
+
+
+def test_what_is_saved_is_saved_whole_before_the_signal_counts() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    saved = []
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
+            os.kill(os.getpid(), signal.SIGINT)
+            saved.append("plan")
+        assert saved == ["plan"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with uninterrupted():
+            saved.append("source")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert saved == ["plan", "source"]

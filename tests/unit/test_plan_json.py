@@ -224,6 +224,7 @@ def node(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d["decisions"]["activations"].update(a="burn"), r"activations.a: "),
         (lambda d: d["prediction"].update(step_s=-1), r"prediction.step_s: "),
         (lambda d: d.update(graph="x"), r"graph: .*valid list"),
+        (lambda p: p.update(ranges={"x": [3, 1]}), r"ranges\.x: .*least value, 3, is above.*1"),
     ],
 )
 def test_hand_edited_nonsense_is_refused(

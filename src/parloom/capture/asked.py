@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parloom.capture.blame import current_frames, place
-from parloom.capture.owners import STANDARD_LIBRARY, is_library, is_user_file
+from parloom.capture.owners import STANDARD_LIBRARY, is_a, is_library, is_user_file
 from parloom.capture.replace import replaced
 from parloom.errors import CaptureError
 
@@ -80,7 +80,7 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
 
     def note(what: str, passes: Callable[[FrameType], bool]) -> None:
         stack = [entry for entry in current_frames() if entry[0].f_code.co_filename != __file__]
-        modules = [i for i, (f, _) in enumerate(stack) if isinstance(_owner(f), nn.Module)]
+        modules = [i for i, (f, _) in enumerate(stack) if is_a(_owner(f), nn.Module)]
         inside = stack[modules[0] :] if modules else []
         files = [f.f_code.co_filename for f, _ in inside]
         if found or not inside or any(file.startswith("<frozen importlib") for file in files):
@@ -158,18 +158,18 @@ def _aliases(
     for name, value in tuple(namespace.items()):
         if id(value) in made:
             yield put(name, made[id(value)])
-        elif isinstance(value, partial) and id(value.func) in made:
+        elif is_a(value, partial) and id(value.func) in made:
             yield put(name, partial(made[id(value.func)], *value.args, **value.keywords))
-        elif isinstance(value, type) and not is_library(value.__module__):
+        elif is_a(value, type) and not is_library(value.__module__):
             own = {n: getattr(v, "__func__", v) for n, v in vars(value).items()}
             asks = {n: v for n, v in own.items() if id(v) in made or isinstance(v, FunctionType)}
             yield from _aliases(asks, made, partial(_of_class, value))
-        elif isinstance(value, FunctionType) and value.__defaults__:
+        elif is_a(value, FunctionType) and value.__defaults__:
             found = tuple(made.get(id(item), item) for item in value.__defaults__)
             if any(id(item) in made for item in value.__defaults__):
                 yield _attribute(value, "__defaults__", found, value.__defaults__)
         elif type(value) in (list, dict):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            items = value.items() if is_a(value, dict) else enumerate(value)
             yield from (_item(value, k, made[id(v)]) for k, v in tuple(items) if id(v) in made)
 
 
@@ -242,7 +242,7 @@ def _is_between(frame: FrameType) -> bool:
 def _files() -> Iterator[ModuleType]:
     """The modules that the user wrote."""
     for name, module in tuple(sys.modules.items()):
-        if isinstance(module, ModuleType) and not is_library(name):
+        if is_a(module, ModuleType) and not is_library(name):
             file = getattr(module, "__file__", None) or ""
             if is_user_file(file) and "site-packages" not in file:
                 yield module

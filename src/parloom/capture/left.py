@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
+from parloom.capture.owners import is_a
 from parloom.capture.state.aspects import ITEMS, OfKey, is_plain, tensor_bytes
 from parloom.capture.state.numbers import Number, Reads, Term, is_number
 from parloom.capture.state.paths import State
@@ -115,16 +116,16 @@ class History:
 
     def canonical(self, left: Left, value: Any) -> object:
         """A value that is equal where the next call finds the same."""
-        if isinstance(value, Tensor):
+        if is_a(value, Tensor):
             known = left.values.get(id(value))
-            if known is None and not isinstance(value, FakeTensor) and not value.is_meta:
+            if known is None and not is_a(value, FakeTensor) and not value.is_meta:
                 known = value
             found = None if known is None else tensor_bytes(known)
             content = None if found is None else bytes(found)
             return "tensor", tuple(map(int, value.shape)), value.dtype, content
         if type(value) is tuple:
             return value
-        if is_plain(value) or isinstance(value, numpy.generic):
+        if is_plain(value) or is_a(value, numpy.generic):
             return token(value)
         known_before = id(value) in self.first.before.kept.numbers
         return ("object", id(value)) if known_before else ("new", type(value).__qualname__)
@@ -194,7 +195,7 @@ class Made:
 
     def real(self, route: Route, value: Any, change: Change) -> Any:
         """One value: a number that notes what is read of it, a tensor that is none of a trace."""
-        if isinstance(value, tuple):
+        if is_a(value, tuple):
             return with_items(
                 value, [self.real((*route, ("tuple", i)), v, change) for i, v in enumerate(value)]
             )
@@ -204,7 +205,7 @@ class Made:
                 return value
             found = self.values[number]
             return found if self.reads is None else Number.variable(number, found, self.reads)
-        if not isinstance(value, FakeTensor) or id(value) in self.known:
+        if not is_a(value, FakeTensor) or id(value) in self.known:
             return value
         if id(value) not in self.kept:
             known = self.left.values.get(id(value))
@@ -249,7 +250,7 @@ def route_of(held: Reached) -> Route:
 
 def flat(route: Route, value: Any) -> Iterator[tuple[Route, Any]]:
     """A part, or the items of a tuple."""
-    if not isinstance(value, tuple) or isinstance(value, torch.Size):
+    if not is_a(value, tuple) or is_a(value, torch.Size):
         yield route, value
         return
     for index, item in enumerate(value):
@@ -266,7 +267,7 @@ def terms_in(state: Snapshot) -> tuple[dict[Route, Term], frozenset[Key]]:
             found[route] = value.term
             counted.add(key)
             return value.value
-        if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        if is_a(value, tuple) and not is_a(value, torch.Size):
             items = [bare((*route, ("tuple", i)), item, key) for i, item in enumerate(value)]
             return with_items(value, items)
         return value

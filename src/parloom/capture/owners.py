@@ -43,16 +43,33 @@ def is_library(module: object) -> bool:
     return file is None or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file)
 
 
-def is_foreign(thing: object) -> bool:
+def is_a(value: object, kinds: Any) -> bool:
+    """Whether a value's class is one of `kinds`; `isinstance` asks `value.__class__`, too.
+
+    That may be code of the value's class: a proxy that loads what it stands for, or that raises.
+    """
+    return issubclass(type(value), kinds)
+
+
+def attributes_of(value: object) -> Namespace | None:
+    """The `__dict__` of an object that has one, whatever its class's own `__getattr__` does."""
+    try:
+        found = type(value).__getattribute__(value, "__dict__")
+    except Exception:  # a property of the user's
+        return None
+    return found if type(found) is dict else None
+
+
+def is_foreign(thing: Any) -> bool:
     """Whether a function or class is not a library's."""
-    if isinstance(thing, staticmethod | classmethod):
+    if is_a(thing, staticmethod | classmethod):
         thing = thing.__func__
-    elif isinstance(thing, property):
+    elif is_a(thing, property):
         thing = thing.fget
-    if isinstance(thing, FunctionType):
+    if is_a(thing, FunctionType):
         # `__module__` may be copied from what a function wraps.
         return not is_library(thing.__globals__.get("__name__"))
-    return isinstance(thing, type) and not is_library(thing.__module__)
+    return is_a(thing, type) and not is_library(thing.__module__)
 
 
 def foreign(namespace: Namespace) -> Iterator[tuple[str, Any]]:

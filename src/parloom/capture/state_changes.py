@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from parloom.capture import assertions
 from parloom.capture.blame import current_frames, place
 from parloom.capture.gradient_paths import READS_DATA
-from parloom.capture.owners import LIBRARIES, TORCH_FOLDER, is_user_file
+from parloom.capture.owners import LIBRARIES, TORCH_FOLDER, is_a, is_user_file
 from parloom.capture.replace import replaced
 from parloom.errors import CaptureError
 
@@ -305,7 +305,7 @@ def refuse_classes(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
           if isinstance(tensor, Tensor)),
         *(("tensor", f"{path}.{name}" if path else name, value)
           for path, module in model.named_modules()
-          for name, value in vars(module).items() if isinstance(value, Tensor)),
+          for name, value in vars(module).items() if is_a(value, Tensor)),
     ]  # fmt: skip
     for kind, name, tensor in named:
         found = type(tensor)

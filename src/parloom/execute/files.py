@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from parloom.cost.clusters import read_cluster
 from parloom.errors import InputError, ParloomError
 from parloom.execute.consistent import check_results
+from parloom.execute.optimizers import named_optimizer
 from parloom.input_files import MIB, read_input
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json
@@ -83,6 +87,13 @@ def read_plan(path: Path) -> Plan:
             f" numbers {ranks} ranks. If the file was edited by hand, undo that; `parloom plan"
             " --cluster` plans for another one"
         )
+    wanted = named_optimizer(plan.optimizer.name)
+    if plan.optimizer != wanted:
+        raise InputError(
+            f"{file}: optimizer: {wanted.name} keeps {wanted.num_states} states of each weight, and"
+            f" the plan says {plan.optimizer.name!r} with {plan.optimizer.num_states}. If the file"
+            " was edited by hand, undo that; `parloom plan --optimizer` plans for another one"
+        )
     for what, text in (("graph", plan.graph), ("evaluation_graph", plan.evaluation_graph)):
         try:
             if text:
@@ -90,3 +101,20 @@ def read_plan(path: Path) -> Plan:
         except ParloomError as error:
             raise InputError(f"{file}: {what}: {error}") from error
     return plan
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C in the main thread waits until what is done here is done."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # it comes to another thread, or is ignored
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        before(signal.SIGINT, None)

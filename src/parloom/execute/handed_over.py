@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parloom.errors import InputError
+from parloom.runtime.taken import take
 
 # What a module is asked for, and the call of the trainer that answers it.
 STATE = (
@@ -44,6 +45,8 @@ def refuse_handed_over(model: nn.Module) -> None:
 def hand_over(model: nn.Module, device: torch.device) -> "Original":
     """Make `model` and all its modules raise, and free its weights, which are on `device` now."""
     tensors = (*model.named_parameters(), *model.named_buffers())
+    for name, weight in model.named_parameters():
+        take(weight, name)
     if not model.training:  # it is trained in training mode
         model.train()
     return Original(model, device, Untouched(tensors))

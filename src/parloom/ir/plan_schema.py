@@ -7,7 +7,7 @@ default.
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -25,12 +25,22 @@ AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=
 # A setting of torch (`torch.set_default_dtype`) and its value (`torch.float64`).
 Setting = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$", max_length=100)]
 
+
+def least_before_largest(ends: list[float]) -> list[float]:
+    """The range as it is; raises `ValueError` where its ends are the wrong way round."""
+    if ends[0] > ends[1]:
+        raise ValueError(f"the least value, {ends[0]}, is above the largest, {ends[1]}")
+    return ends
+
+
 # The least and largest value of an input.
 End = (
     Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
     | Annotated[float, Field(allow_inf_nan=False)]
 )
-Range = Annotated[list[End], Field(min_length=2, max_length=2)]
+Range = Annotated[
+    list[End], Field(min_length=2, max_length=2), AfterValidator(least_before_largest)
+]
 
 
 class Document(BaseModel):

@@ -21,6 +21,7 @@ from parloom.errors import InputError
 from parloom.runtime.comm import Comm
 from parloom.runtime.optimizer import check_elementwise, check_given
 from parloom.runtime.sharded_parameter import ShardedParameter
+from parloom.runtime.taken import refuse_taken
 
 Maker = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 OF_GROUP = ("params", "param_names")
@@ -226,6 +227,6 @@ def _step_hooks(optimizer: Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
+        or [h for h in torch_optimizer._global_optimizer_pre_hooks.values() if h != refuse_taken]
         or torch_optimizer._global_optimizer_post_hooks
     )

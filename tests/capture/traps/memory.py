@@ -1,6 +1,7 @@
 """State in memory that threads, processes and C share, in files, and in large containers."""
 
 import array
+import builtins
 import contextvars
 import ctypes
 import functools
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 
 from tests.capture.traps.attributes import Made, Policy, net, scaled
@@ -25,6 +27,31 @@ CALLS = contextvars.ContextVar("CALLS", default=0)
 
 class Local(threading.local):
     count = 0
+
+
+class Unwilling:
+    """As lazy proxies and placeholders do, raises whatever it is asked for."""
+
+    __slots__ = ("count",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"nobody may ask for {name}")
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("nobody may ask for the class")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None: ...
+
+
+class Loading(dict[str, float]):
+    """Loads in another way whenever it is walked."""
+
+    def items(self) -> Any:
+        raise RuntimeError("nothing is loaded yet")
+
+    __iter__ = __len__ = keys = values = items
 
 
 class Pair(ctypes.Structure):
@@ -172,6 +199,35 @@ def in_a_text_that_is_read() -> Made:
     )
 
 
+@refused(r"forward changes torch\._calls" + THEN)
+def in_an_attribute_of_torch() -> Made:
+    def body(self: Any, x: Tensor) -> Tensor:
+        torch._calls += 1  # type: ignore[attr-defined]
+        return scaled(self, x, 2.0 if torch._calls == 9 else 1.0)  # type: ignore[attr-defined]
+
+    torch._calls = 0  # type: ignore[attr-defined]
+    return net(body)
+
+
+@refused(r"forward changes torch\.nn\.functional\._policy.*count" + THEN)
+def in_an_object_that_a_file_of_torch_holds() -> Made:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return scaled(self, x, torch.nn.functional._policy.step())  # type: ignore[attr-defined]
+
+    torch.nn.functional._policy = Policy()  # type: ignore[attr-defined]
+    return net(body)
+
+
+@refused(r"forward changes builtins\.calls" + THEN)
+def in_a_builtin() -> Made:
+    def body(self: Any, x: Tensor) -> Tensor:
+        builtins.calls += 1  # type: ignore[attr-defined]
+        return scaled(self, x, builtins.calls)  # type: ignore[attr-defined]
+
+    builtins.calls = 0  # type: ignore[attr-defined]
+    return net(body)
+
+
 @refused(r"draws from open")
 def in_a_file_that_is_read_anew() -> Made:
     def body(self: Any, x: Tensor) -> Tensor:
@@ -208,6 +264,36 @@ def a_vocabulary_beside_a_counter() -> Made:
         return scaled(self, x, self.words["7"])
 
     return net(body, calls=0, words={str(i): i for i in range(50_000)})
+
+
+@equal
+def a_placeholder_that_raises() -> Made:
+    part: Any = Unwilling()
+    part.count = 0
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        part.count += 1
+        return scaled(self, x, 2.0)
+
+    return net(body)
+
+
+@refused(r"forward changes .*part\.count" + THEN)
+def in_a_placeholder_that_raises() -> Made:
+    part: Any = Unwilling()
+    part.count = 0
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        part.count += 1
+        return scaled(self, x, part.count)
+
+    return net(body)
+
+
+@equal
+def a_dict_that_raises() -> Made:
+    words = Loading(a=2.0)
+    return net(lambda self, x: scaled(self, x, words["a"]))
 
 
 @equal

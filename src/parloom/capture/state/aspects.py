@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from parloom.capture.owners import foreign, is_library
+from parloom.capture.owners import attributes_of, foreign, is_a, is_library
 from parloom.capture.state.bytecode import ABSENT, UNREAD, Chain, names_in, resolved
 from parloom.capture.state.numbers import Number
 
@@ -117,25 +117,25 @@ class Look:
 
     def aspects(self, value: Any) -> Iterator[Aspect]:
         """What a value that is not plain holds."""
-        if isinstance(value, type):
+        if is_a(value, type):
             yield from self.of_class(value)
             return
         kind = type(value)
-        if isinstance(value, ModuleType):
+        if is_a(value, ModuleType):
             if not is_library(value.__name__):
                 named = {n: v for n, v in vars(value).items() if n not in UNREAD}
                 yield Aspect(vars(value), "global", by_name(named))
             return
-        if isinstance(value, NAMED + TRACED):
+        if is_a(value, NAMED + TRACED):
             return
         if top_of(kind) in CLOSED:
             yield from of_memory(value)
             return
-        if isinstance(value, nn.Module):
+        if is_a(value, nn.Module):
             yield from of_module(value)
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            yield Aspect(value, "attributes", by_name(value.__dict__))
-        slots = () if isinstance(value, PurePath) else self.slots_of(kind)
+        elif (own := attributes_of(value)) is not None:
+            yield Aspect(value, "attributes", by_name(own))
+        slots = () if is_a(value, PurePath) else self.slots_of(kind)
         if slots:
             yield Aspect(value, "slots", tuple((n, slot(d, value)) for n, d in slots))
         yield from self.special(value)
@@ -144,9 +144,9 @@ class Look:
 
     def special(self, value: Any) -> Iterator[Aspect]:
         """What objects hold in ways that their kind alone has."""
-        if isinstance(value, FunctionType):
+        if is_a(value, FunctionType):
             yield from self.of_function(value)
-        elif isinstance(value, Tensor):
+        elif is_a(value, Tensor):
             content = tensor_bytes(value)
             fixed: Any = (tuple(map(str, value.shape)), str(value.dtype), value.requires_grad)
             if content is not None and self.limit is not None and content.nbytes > self.limit:
@@ -154,15 +154,15 @@ class Look:
                 fixed = fixed if closed else (*fixed, sha256(content).digest())
                 content = None
             yield Aspect(value, "tensor", (), fixed, None if content is None else bytes(content))
-        elif isinstance(value, numpy.ndarray):
+        elif is_a(value, numpy.ndarray):
             yield of_array(value, self.limit)
-        elif isinstance(value, DATA_OF_C):
+        elif is_a(value, DATA_OF_C):
             yield from of_c(value)
-        elif not isinstance(value, nn.Module):
+        elif not is_a(value, nn.Module):
             found = of_container(value) or of_callable(value) or of_source(value)
             if found is not None:
                 yield found
-            elif not self.slots_of(type(value)) and not hasattr(value, "__dict__"):
+            elif not self.slots_of(type(value)) and attributes_of(value) is None:
                 yield reduced(value)
 
     def of_function(self, function: FunctionType) -> Iterator[Aspect]:
@@ -262,9 +262,9 @@ def slot(member: Any, value: Any) -> Any:
 
 def own_names(value: object) -> frozenset[str]:
     """The attributes that torch's own modules keep of themselves."""
-    if isinstance(value, nn.RNNBase):
+    if is_a(value, nn.RNNBase):
         return OWN | FLAT
-    return OWN if isinstance(value, nn.Module) else frozenset()
+    return OWN if is_a(value, nn.Module) else frozenset()
 
 
 def of_module(module: nn.Module) -> Iterator[Aspect]:
@@ -281,9 +281,9 @@ def of_module(module: nn.Module) -> Iterator[Aspect]:
 
 def of_memory(value: Any) -> Iterator[Aspect]:
     """Values that threads and processes share or have each for themselves, and those of C."""
-    if isinstance(value, threading.local):
+    if is_a(value, threading.local):
         yield Aspect(value, "attributes", by_name(vars(value)))
-    elif isinstance(value, SynchronizedBase):
+    elif is_a(value, SynchronizedBase):
         yield Aspect(value, "of", (("value", value.get_obj()),))
     else:
         yield from of_c(value)
@@ -291,7 +291,7 @@ def of_memory(value: Any) -> Iterator[Aspect]:
 
 def of_c(value: Any) -> Iterator[Aspect]:
     """The bytes of an object of C; what they point to is not known."""
-    if isinstance(value, DATA_OF_C):
+    if is_a(value, DATA_OF_C):
         yield Aspect(value, "bytes", (), None, string_at(addressof(value), sizeof(value)))
 
 
@@ -307,31 +307,38 @@ def of_array(array: Any, limit: int | None) -> Aspect:
 
 
 def of_container(value: Any) -> Aspect | None:
-    """Items of a container, subclasses included."""
-    if isinstance(value, list | tuple | dict) and len(value) > LONGEST:
-        items_ = list(value.items()) if isinstance(value, dict) else list(value)
-        if all(map(is_flat, items_)):
-            # Version 2 writes every string in full, however often it comes.
-            content = marshal.dumps(items_, 2)
-            style = next(k.__name__ for k in (list, tuple, dict) if isinstance(value, k))
-            return Aspect(value, style, (), len(items_), content)
-    if isinstance(value, Mapping | OrderedDict) and isinstance(value, dict | MappingProxyType):
-        items = tuple(value.items())
+    """Items of a container; of a subclass, without what its own methods do."""
+    if is_a(value, list | tuple | dict):
+        kind: Any = next(k for k in (list, tuple, dict) if is_a(value, k))
+        if kind.__len__(value) > LONGEST:
+            long = items_of(value) if kind is dict else [*kind.__iter__(value)]
+            if all(map(is_flat, long)):
+                # Version 2 writes every string in full, however often it comes.
+                return Aspect(value, kind.__name__, (), len(long), marshal.dumps(long, 2))
+    if is_a(value, dict | MappingProxyType):
+        items = items_of(value)
         objects = tuple((OfKey(i), k) for i, (k, _) in enumerate(items) if not is_plain(k))
-        style = "dict" if isinstance(value, dict) else "frozen"
+        style = "dict" if is_a(value, dict) else "frozen"
         return Aspect(value, style, (*items, *objects))
-    for kind, style in ((list, "list"), (tuple, "tuple"), (deque, "deque")):
-        if isinstance(value, kind):
-            fixed = value.maxlen if isinstance(value, deque) else None
-            return Aspect(value, style, tuple(enumerate(iter(value))), fixed)
-    if isinstance(value, set | frozenset):
-        style = "set" if isinstance(value, set) else "frozen"
+    for kind in (list, tuple, deque):
+        if is_a(value, kind):
+            fixed = deque.maxlen.__get__(value) if kind is deque else None
+            return Aspect(value, kind.__name__, tuple(enumerate(kind.__iter__(value))), fixed)
+    if is_a(value, set | frozenset):
+        style = "set" if is_a(value, set) else "frozen"
         return Aspect(value, style, tuple(enumerate(sorted(value, key=shallow))))
-    if isinstance(value, bytearray | array.array | mmap):
+    if is_a(value, bytearray | array.array | mmap):
         return Aspect(value, "bytes", (), None, bytes(memoryview(value).cast("B")))
-    if isinstance(value, memoryview):
+    if is_a(value, memoryview):
         return Aspect(value, "bytes", (), None, value.tobytes())
     return None
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a dict, of a subclass of it, or of a view of one."""
+    # An ordered dict has an order of its own, which `dict.items` does not know.
+    kind: Any = next((k for k in (OrderedDict, dict) if is_a(value, k)), type(value))
+    return [*kind.items(value)]
 
 
 def is_flat(item: object) -> bool:
@@ -342,26 +349,26 @@ def is_flat(item: object) -> bool:
 
 def of_callable(value: Any) -> Aspect | None:
     """What a callable object calls and is bound to, and what a descriptor wraps."""
-    if isinstance(value, CellType):
+    if is_a(value, CellType):
         try:
             return Aspect(value, "cell", (("cell_contents", value.cell_contents),))
         except ValueError:
             return Aspect(value, "cell", (("cell_contents", ABSENT),))
-    if isinstance(value, MethodType):
+    if is_a(value, MethodType):
         return Aspect(value, "of", (("__func__", value.__func__), ("__self__", value.__self__)))
-    if isinstance(value, BuiltinFunctionType | MethodWrapperType):
+    if is_a(value, BuiltinFunctionType | MethodWrapperType):
         bound = value.__self__
-        unbound = isinstance(bound, ModuleType | type | None)
+        unbound = is_a(bound, ModuleType | type | None)
         return Aspect(value, "of", () if unbound else (("__self__", bound),), value.__qualname__)
-    if isinstance(value, partial):
+    if is_a(value, partial):
         return Aspect(
             value, "of", (("func", value.func), ("args", value.args), ("keywords", value.keywords))
         )
-    if isinstance(value, property):
+    if is_a(value, property):
         return Aspect(value, "of", (("fget", value.fget), ("fset", value.fset)))
-    if isinstance(value, staticmethod | classmethod):
+    if is_a(value, staticmethod | classmethod):
         return Aspect(value, "of", (("__func__", value.__func__),))
-    if isinstance(value, _lru_cache_wrapper):
+    if is_a(value, _lru_cache_wrapper):
         # What is found in it again is not counted: nothing is kept then.
         entries = value.cache_info()[1:]
         return Aspect(value, "cache", (("__wrapped__", value.__wrapped__),), entries)
@@ -370,28 +377,28 @@ def of_callable(value: Any) -> Aspect | None:
 
 def of_source(value: Any) -> Aspect | None:
     """The state of generators and files, and what references refer to."""
-    if isinstance(value, SystemRandom):
+    if is_a(value, SystemRandom):
         return Aspect(value, "opaque")
-    if isinstance(value, Random):
+    if is_a(value, Random):
         return Aspect(value, "draws", (), value.getstate())
-    if isinstance(value, numpy.random.Generator):
+    if is_a(value, numpy.random.Generator):
         return Aspect(value, "draws", (), repr(value.bit_generator.state))
-    if isinstance(value, numpy.random.RandomState):
+    if is_a(value, numpy.random.RandomState):
         return Aspect(value, "draws", (), repr(value.get_state(legacy=False)))
-    if isinstance(value, numpy.random.BitGenerator):
+    if is_a(value, numpy.random.BitGenerator):
         return Aspect(value, "draws", (), repr(value.state))
-    if isinstance(value, torch.Generator):
+    if is_a(value, torch.Generator):
         return Aspect(value, "opaque")
-    if isinstance(value, GeneratorType):
+    if is_a(value, GeneratorType):
         position = None if value.gi_frame is None else value.gi_frame.f_lasti
         return Aspect(value, "iterator", referents(value), position)
-    if isinstance(value, ReferenceType):
+    if is_a(value, ReferenceType):
         return Aspect(value, "of", (("target", value()),))
-    if isinstance(value, ContextVar):
+    if is_a(value, ContextVar):
         return Aspect(value, "variable", (("value", value.get(ABSENT)),))
-    if isinstance(value, numpy.generic | numpy.dtype | PurePath):
+    if is_a(value, numpy.generic | numpy.dtype | PurePath):
         return Aspect(value, "opaque", (), repr(value))
-    return of_file(value) if isinstance(value, io.IOBase) else None
+    return of_file(value) if is_a(value, io.IOBase) else None
 
 
 def of_file(file: io.IOBase) -> Aspect:
@@ -404,7 +411,7 @@ def of_file(file: io.IOBase) -> Aspect:
 
 def referents(value: Any) -> Parts:
     """The variables of a generator, and iterators of its loops, which no variable names."""
-    found = (v for v in gc.get_referents(value) if not isinstance(v, FrameType))
+    found = (v for v in gc.get_referents(value) if not is_a(v, FrameType))
     return tuple((f"variable {i}", v) for i, v in enumerate(found))
 
 
@@ -433,13 +440,13 @@ def reduced(value: Any) -> Aspect:
         if depth < DEEPEST and type(item) in (tuple, list, dict) and len(item) <= LONGEST:
             items = item.items() if isinstance(item, dict) else item
             return tuple(flat(i, depth + 1) for i in items)
-        if depth < DEEPEST and hasattr(item, "__next__") and is_reducible(item):
+        if depth < DEEPEST and hasattr(type(item), "__next__") and is_reducible(item):
             return flat(reduction(item), depth + 1)
         objects.append(item)
         return next(numbers)
 
     fixed = flat(reduction(value)) if is_reducible(value) else None
-    style = "iterator" if hasattr(value, "__next__") else "opaque"
+    style = "iterator" if hasattr(type(value), "__next__") else "opaque"
     return Aspect(value, style, tuple((f"part {i}", o) for i, o in enumerate(objects)), fixed)
 
 
@@ -462,7 +469,7 @@ def shallow(value: Any) -> tuple[str, str]:
 
 def tensor_bytes(tensor: Tensor) -> memoryview | None:
     """The values of a tensor; None where it has none."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if is_a(tensor, FakeTensor) or tensor.is_meta:
         return None
     try:
         plain: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

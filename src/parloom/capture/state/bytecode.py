@@ -9,10 +9,12 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from parloom.capture.owners import is_library
+from parloom.capture.state.numbers import Number
 
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 MEMBERS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 NAMESPACES = frozenset({"globals", "vars", "eval", "exec"})  # builtins that read any global
+NUMBERS_AND_TEXT = frozenset({bool, int, float, complex, str, Number})
 ABSENT = object()  # in the place of a global or slot that has no value
 # What a file says of itself: a script is `__main__`, and elsewhere its path is another one.
 UNREAD = frozenset(
@@ -80,8 +82,17 @@ def resolved(chain: Chain, namespace: Namespace) -> Iterator[tuple[Namespace, st
 
 
 def members_of(module: ModuleType, members: list[str]) -> Iterator[tuple[Namespace, str]]:
-    """What is read of a module: one member, or everything."""
+    """What is read of a module: one member, or everything; of a library's, values that users set.
+
+    Those are numbers and text, which the library may have, too, and instances of users' classes.
+    """
     if is_library(module.__name__):
+        name, *further = members or ("",)
+        value = vars(module).get(name)
+        if isinstance(value, ModuleType):
+            yield from members_of(value, further)
+        elif type(value) in NUMBERS_AND_TEXT or not is_library(type(value).__module__):
+            yield vars(module), name
         return
     if not members:
         yield from whole(vars(module))

@@ -20,8 +20,9 @@ from threading import get_ident
 from types import CellType
 from typing import Any
 
-from parloom.capture.owners import is_library
+from parloom.capture.owners import attributes_of, is_library
 from parloom.capture.replace import replaced
+from parloom.capture.state.aspects import items_of
 from parloom.capture.state.snapshot import Snapshot
 
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -166,14 +167,14 @@ def exchanged(owner: Any, style: str, instead: Mapping[int, Any]) -> Iterator[No
     if isinstance(owner, CellType):
         namespace: Any = {"": owner.cell_contents} if filled(owner) else {}
     else:
-        namespace = vars(owner) if style == "attributes" else owner
-    old = {name: value for name, value in namespace.items() if id(value) in instead}
+        namespace = attributes_of(owner) if style == "attributes" else owner
+    old = {name: value for name, value in items_of(namespace) if id(value) in instead}
 
     def put(name: Any, value: Any) -> None:
         if isinstance(owner, CellType):
             owner.cell_contents = value
         else:
-            namespace[name] = value
+            dict.__setitem__(namespace, name, value)
 
     for name, value in old.items():
         put(name, instead[id(value)])
@@ -181,7 +182,7 @@ def exchanged(owner: Any, style: str, instead: Mapping[int, Any]) -> Iterator[No
         yield
     finally:
         for name, value in old.items():
-            now = owner.cell_contents if isinstance(owner, CellType) else namespace.get(name)
+            now = owner.cell_contents if isinstance(owner, CellType) else dict.get(namespace, name)
             if now is instead[id(value)]:
                 put(name, value)
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import nn
 
-from parloom.capture.owners import foreign, is_library
+from parloom.capture.owners import foreign, is_a, is_library
 from parloom.capture.state.aspects import ITEMS, NAMED, PLAIN_KINDS, Aspect, Look, is_plain, text_of
 from parloom.capture.state.bytecode import ABSENT
 
@@ -198,10 +198,10 @@ def told(held: Reached, training: bool, values: bool) -> Iterator[tuple[Place, s
 
 def token(value: Any) -> str:
     """A plain value; the class of another one."""
-    if isinstance(value, CodeType):
+    if is_a(value, CodeType):
         return code_text(value)
-    if isinstance(value, torch.device):
-        return value.type  # each rank has another one, and a plan places tensors itself
+    if is_a(value, torch.device):
+        return str(value.type)  # each rank has another one, and a plan places tensors itself
     if value is ABSENT:
         return "absent"
     return text_of(value) if is_plain(value) else f"<{class_name(type(value))}>"
@@ -217,26 +217,26 @@ def code_text(code: CodeType) -> str:
     )  # fmt: skip
 
 
-def constant_text(value: object) -> str:
+def constant_text(value: Any) -> str:
     """A constant of bytecode; sets in an order of their own."""
-    if isinstance(value, tuple | frozenset):
+    if is_a(value, tuple | frozenset):
         items = [constant_text(item) for item in value]
-        return repr(items if isinstance(value, tuple) else sorted(items))
-    plain = is_plain(value) or isinstance(value, CodeType)
+        return repr(items if is_a(value, tuple) else sorted(items))
+    plain = is_plain(value) or is_a(value, CodeType)
     return token(value) if plain else repr(value)
 
 
 def name_of(value: Any) -> str:
     """A class, function or module of a library by its name, everything else by its class."""
-    if isinstance(value, type):
+    if is_a(value, type):
         return f"class {class_name(value)}"
-    if isinstance(value, ModuleType):
+    if is_a(value, ModuleType):
         return f"module {value.__name__}" if is_library(value.__name__) else "module"
-    if isinstance(value, FunctionType):
+    if is_a(value, FunctionType):
         file = value.__globals__.get("__name__")
         where = f"{file}." if is_library(file) else ""
         return f"function {where}{value.__qualname__}"
-    if isinstance(value, NAMED):
+    if is_a(value, NAMED):
         return f"operator {value}"
     return f"object {class_name(type(value))}"
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from parloom.capture.owners import attributes_of, is_a
 from parloom.capture.state.aspects import (
     DATA_OF_C,
     NOT_OF_CLASSES,
@@ -126,7 +127,7 @@ def contents(parts: Mapping[Any, Any], style: str) -> object:
 
 def token(value: Any) -> tuple[str, object]:
     """A plain value, or the identity of another."""
-    if is_plain(value) or isinstance(value, numpy.generic):
+    if is_plain(value) or is_a(value, numpy.generic):
         return type(value).__name__, value if isinstance(value, str) else text_of(value)
     return "object", id(value)
 
@@ -138,7 +139,7 @@ def write(aspect: Aspect, parts: Mapping[Any, Any]) -> None:
         items = marshal.loads(aspect.content)
         parts = dict(items) if style == "dict" else dict(enumerate(items))
     if style in ("attributes", "global"):
-        own = owner if style == "global" else vars(owner)
+        own: Any = owner if style == "global" else attributes_of(owner)
         extra = own.keys() - parts.keys() - own_names(owner) if style == "attributes" else ()
         named({**dict.fromkeys(extra, ABSENT), **parts}, own.__setitem__, own.__delitem__, own)
     elif style == "class":
@@ -181,7 +182,7 @@ def named(
 
 def fill(owner: Any, style: str, items: list[Any]) -> None:
     """Other items in a list, deque or set, whatever its subclass does when it is written to."""
-    if isinstance(owner, numpy.ndarray):
+    if is_a(owner, numpy.ndarray):
         owner.ravel()[:] = items
     elif style == "list":
         list.__setitem__(owner, slice(None), items)
@@ -196,14 +197,14 @@ def fill(owner: Any, style: str, items: list[Any]) -> None:
 def write_content(owner: Any, aspect: Aspect) -> None:
     """Other values in arrays and tensors, another position in a file, an empty cache."""
     style, content = aspect.style, aspect.content or b""
-    if style == "bytes" and isinstance(owner, DATA_OF_C):
+    if style == "bytes" and is_a(owner, DATA_OF_C):
         memmove(addressof(owner), content, sizeof(owner))
-    elif style == "bytes" and isinstance(owner, array.array):
+    elif style == "bytes" and is_a(owner, array.array):
         del owner[:]
         owner.frombytes(content)
-    elif style == "bytes" and isinstance(owner, memoryview) and not owner.readonly:
+    elif style == "bytes" and is_a(owner, memoryview) and not owner.readonly:
         owner.cast("B")[:] = content
-    elif style == "bytes" and not isinstance(owner, memoryview):
+    elif style == "bytes" and not is_a(owner, memoryview):
         owner[:] = content
     elif style == "array" and aspect.content is not None:
         owner[...] = numpy.frombuffer(content, owner.dtype).reshape(owner.shape)
