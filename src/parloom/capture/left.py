@@ -304,7 +304,7 @@ def traced_tensors(state: Snapshot) -> Iterator[Tensor]:
     """Tensors that a trace made, outside of parameters and buffers."""
     for key, parts in state.parts.items():
         if key[1] != "weights":
-            yield from (v for v in parts.values() if isinstance(v, FakeTensor))
+            yield from (v for v in parts.values() if is_a(v, FakeTensor))
 
 
 def node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
