@@ -133,8 +133,11 @@ def changed_plan(document: Any, rng: random.Random) -> Any:
         return document
     if part == "decisions":
         return {**document, part: changed(document[part], rng)[0]}
+    programs = [document.get(name, []) for name in ("graph", "evaluation_graph")]
+    if not all(isinstance(p, list) and all(isinstance(line, str) for line in p) for p in programs):
+        return document  # it was changed before
     lines = document[part]
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines) or not lines:
+    if not lines:
         return document
     document = {**document, part: changed_program(lines, rng)}
     texts = ["\n".join(document.get(name, [])) for name in ("graph", "evaluation_graph")]
