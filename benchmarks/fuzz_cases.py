@@ -119,7 +119,7 @@ def plan_case(rng: random.Random, base: Path) -> Made:
     elif verb < 0.5:
         words = ("first", "weight", "head", "blocks.0", "x", "linear#0", "nothing")
         commands = [("explain", name, rng.choice(words)), ("explain", name, "--versus", "fsdp")]
-    named = (name, "graph", "invalid plan", "no operator, parameter")
+    named = (name, "graph", "invalid plan", "no operator, parameter", "can be shrunk")
     return tuple(commands), ((name, data),), named
 
 

@@ -282,9 +282,9 @@ def test_missing_gpus_are_refused(
         launch.run(plan, [script(tmp_path, "")], say=said)
 
 
-@pytest.mark.parametrize("argv", [[], ["-m"], ["none.py"]])
+@pytest.mark.parametrize("argv", [[], ["-m"], ["none.py"], ["-m", "none"], ["-m", "none.train"]])
 def test_no_script(argv: list[str], said: Said) -> None:
-    with pytest.raises(InputError, match="no training script"):
+    with pytest.raises(InputError, match=r"no (training script|module 'none)"):
         launch.run(PLAN, argv, say=said)
 
 

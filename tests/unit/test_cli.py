@@ -541,6 +541,9 @@ def test_verify_refuses_damaged_plans(
     path.write_text(whole.replace('"cluster": "6xcpu"', '"cluster": "7xcpu"'), encoding="utf-8")
     assert cli.main(["verify", str(path)]) == 2
     assert "7xcpu has 7 devices, and the mesh of the plan numbers 6" in capsys.readouterr().err
+    path.write_text(whole.replace('"cluster": "6xcpu"', '"cluster": "6xcpux"'), encoding="utf-8")
+    assert cli.main(["simulate", str(path)]) == 2
+    assert f"{path}: cluster: unknown device 'cpux'" in capsys.readouterr().err
     path.write_text(whole.replace('"num_states": 2', '"num_states": 9'), encoding="utf-8")
     assert cli.main(["verify", str(path)]) == 2
     assert "adamw keeps 2 states of each weight, and the plan says" in capsys.readouterr().err

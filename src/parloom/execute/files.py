@@ -80,7 +80,11 @@ def read_plan(path: Path) -> Plan:
     file = path / "plan.json" if path.is_dir() else path
     data = read_input(file, "the plan", MOST_PLAN_BYTES, "make one with `parloom plan`")
     plan = plan_from_json(data, str(file))
-    devices, ranks = read_cluster(plan.cluster).cluster.num_devices, plan.decisions.mesh.num_ranks
+    try:
+        devices = read_cluster(plan.cluster).cluster.num_devices
+    except InputError as error:
+        raise InputError(f"{file}: cluster: {error}") from error
+    ranks = plan.decisions.mesh.num_ranks
     if devices != ranks:
         raise InputError(
             f"{file}: cluster: {plan.cluster} has {devices} devices, and the mesh of the plan"

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,13 @@ def _extra(failure: ProcessFailure) -> dict[str, Any]:
 def _check_script(argv: Sequence[str]) -> None:
     if not argv or list(argv) == ["-m"]:
         raise InputError("no training script: write `parloom run PLAN -- train.py ...`")
-    if argv[0] != "-m" and not Path(argv[0]).is_file():
+    if argv[0] == "-m":
+        package = argv[1].partition(".")[0]
+        if package not in sys.modules and not PathFinder.find_spec(
+            package, [str(Path.cwd()), *sys.path]
+        ):
+            raise InputError(f"no module {argv[1]!r} in {Path.cwd()} or on sys.path")
+    elif not Path(argv[0]).is_file():
         raise InputError(f"no training script {argv[0]!r} in {Path.cwd()}")
 
 
