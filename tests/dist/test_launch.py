@@ -82,12 +82,15 @@ def test_every_rank_runs_the_script_with_its_arguments(tmp_path: Path, said: Sai
 def test_a_script_ends_as_it_would_alone(tmp_path: Path, said: Said) -> None:
     """Threads are waited for, exit handlers run, what was printed is written, the code is kept."""
     text = (
-        "import atexit, threading\n"
+        "import atexit, os, threading\n"
         "def late(what):\n"
         "    time.sleep(0.2)\n"
         "    open(sys.argv[1] + what + str(RANK), 'w').write(what)\n"
         "atexit.register(late, 'handler')\n"
         "threading.Thread(target=late, args=('thread',)).start()\n"
+        # The first rank that fails ends the others: it waits for what rank 0 writes at its end.
+        "while RANK and not all(os.path.exists(sys.argv[1] + w) for w in ('handler0', 'thread0')):\n"
+        "    time.sleep(0.05)\n"
         "sys.exit(RANK and 3)\n"
     )
     prefix = str(tmp_path / "out-")
