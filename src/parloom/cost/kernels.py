@@ -159,8 +159,9 @@ class Kernels:
             found = self.measured.seconds(operator)
             if found is not None:
                 return found
-        if operator.op in PRODUCTS and operator.flops:
-            return self._product(operator)
+        factors = factors_of(operator.op, len(operator.operands))
+        if factors is not None and operator.flops:
+            return self._product(operator, factors)
         if operator.op == ATTENTION:
             return self._attention(operator)
         return self._moves(operator)
@@ -224,9 +225,9 @@ class Kernels:
                 best = max(best, share * used * busy)
         return best * k / (k + TILE_ENDS)
 
-    def _product(self, operator: LocalOperator) -> Seconds:
+    def _product(self, operator: LocalOperator, factors: tuple[int, int]) -> Seconds:
         """One product forward, and one for each gradient."""
-        first, second = PRODUCTS[operator.op]
+        first, second = factors
         a, b, out = operator.operands[first], operator.operands[second], operator.results[0]
         batch, m, n, k = product_sizes(operator)
         sizes = a.num_bytes, b.num_bytes, out.num_bytes
@@ -353,6 +354,15 @@ def _local(value: PValue, mesh: Mesh) -> TensorSpec:
     for dim, below, above in value.halo:
         shape[dim] += below + above
     return TensorSpec(tuple(shape), value.spec.dtype)
+
+
+def factors_of(op: str, num_operands: int) -> tuple[int, int] | None:
+    """Which two operands an operator multiplies; None where it multiplies none.
+
+    An einsum of a single operand adds up or permutes, and one of three is priced by the first two.
+    """
+    factors = PRODUCTS.get(op)
+    return factors if factors is not None and max(factors) < num_operands else None
 
 
 def product_sizes(operator: LocalOperator) -> tuple[float, float, float, float]:

@@ -19,11 +19,11 @@ from parloom.cost.calibration import Calibration, Fingerprint, Timed, key_of, li
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
     MEASURED,
-    PRODUCTS,
     SPEC,
     Kernels,
     LocalOperator,
     Seconds,
+    factors_of,
     local_operator,
     product_sizes,
 )
@@ -102,16 +102,17 @@ class Table:
         if akin is not None:
             return akin
         curve = self._curves.get(operator.dtype)
-        if operator.op not in PRODUCTS or not operator.flops or curve is None:
+        factors = factors_of(operator.op, len(operator.operands))
+        if factors is None or not operator.flops or curve is None:
             return None
         _, m, n, k = product_sizes(operator)
         each = 2.0 * m * n * k
         rate = max(1.0, _between(curve, math.log(max(each, 1.0)))) / self._slowdown
         work = operator.flops / rate
-        factors = sum(index in operator.wanted for index in PRODUCTS[operator.op])
+        gradients = sum(index in operator.wanted for index in factors)
         launch = self._launch_s
-        weights = (work + launch) if PRODUCTS[operator.op][1] in operator.wanted else 0.0
-        return Seconds(work + launch, factors * (work + launch), weights, CALIBRATED)
+        weights = (work + launch) if factors[1] in operator.wanted else 0.0
+        return Seconds(work + launch, gradients * (work + launch), weights, CALIBRATED)
 
     def _as_its_kin(self, operator: LocalOperator, sizes: "_Sizes") -> Seconds | None:
         """From the time beyond the launch of the same operator at the nearest shapes."""
@@ -166,8 +167,9 @@ def _sizes(key: str) -> _Sizes:
     ]
     num_bytes = tuple(width * math.prod(shape) for width, shape in shapes)
     work = float(max(1, sum(num_bytes)))
-    if op in PRODUCTS:
-        first, second = PRODUCTS[op]
+    factors = factors_of(op, len(shapes) - 1)
+    if factors is not None:
+        first, second = factors
         result = shapes[-1][1]
         batch = math.prod(result[:-2]) if op in ("bmm", "matmul", "baddbmm") else 1
         # [m, k] [k, n] -> [m, n]: the sizes' product is (m n k)^2.
@@ -178,7 +180,8 @@ def _sizes(key: str) -> _Sizes:
 
 def _of_weights(operator: LocalOperator, backward_s: float) -> float:
     """The part of a backward pass that is the gradient of a product's second factor."""
-    both = operator.op in PRODUCTS and len(operator.wanted) > 1
+    factors = factors_of(operator.op, len(operator.operands))
+    both = factors is not None and len(operator.wanted) > 1
     return backward_s / 2 if both else 0.0
 
 

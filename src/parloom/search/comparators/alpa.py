@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.cost.kernels import ATTENTION, PRODUCTS
+from parloom.cost.kernels import ATTENTION, factors_of
 from parloom.cost.walk import Walker
 from parloom.errors import InputError
 from parloom.ir.factors import factorize, follow
@@ -154,7 +154,11 @@ def heavy(program: Program) -> frozenset[int]:
 
 def multiplies(operator: Operator) -> bool:
     """Whether it is a product of two of its operands."""
-    return operator.node.op in PRODUCTS or operator.node.op == ATTENTION
+    return operator.node.op == ATTENTION or _factors(operator) is not None
+
+
+def _factors(operator: Operator) -> tuple[int, int] | None:
+    return factors_of(operator.node.op, len(operator.rule.operands))
 
 
 def _samples_first(
@@ -188,7 +192,7 @@ def _batch(operator: Operator) -> frozenset[str]:
     """Factors that both matrices and their product have."""
     if not multiplies(operator):
         return frozenset()
-    first, second = PRODUCTS.get(operator.node.op, (0, 1))
+    first, second = _factors(operator) or (0, 1)
     rule = operator.rule
     tensors = rule.operands[first], rule.operands[second], rule.results[0]
     return frozenset.intersection(*(frozenset(f for d in dims for f in d) for dims in tensors))
