@@ -436,6 +436,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         if stop.code == 130:
             _say("interrupted")
+        if stop.code == 2 and own in ([], ["cluster"]):
+            _say("error: no command was given; the help lists them")
         if isinstance(stop.__context__, BrokenPipeError):
             return 0  # whoever reads has enough, and the help is all there is
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -606,6 +606,16 @@ def test_cluster_show_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["cluster", "check", "4xcpu"]) == 0
 
 
+@pytest.mark.parametrize("arguments", [[], ["cluster"]])
+def test_no_command_is_help_and_an_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    assert "Usage" in said.out
+    assert said.err == "error: no command was given; the help lists them\n"
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"parloom {parloom.__version__}\n"
