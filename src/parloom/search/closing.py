@@ -4,7 +4,7 @@ Mixtures of layouts cost less than any of them, so the bound of the linear progr
 the layouts themselves are followed (`fronts`) under several worths at once: what a layout costs is
 the largest of what it costs under any. Those that seem to undercut the best answer are priced
 exactly, one after the other, and what they show is added: the worth that is right for them, what
-movements for several readers cost together, exact ways. What is left over proves the bound.
+movements for several readers cost together. What is left over proves the bound.
 """
 
 from collections.abc import Iterable
@@ -171,25 +171,20 @@ class _Closing:
         there was anything to better.
         """
         layouts = [tuple(map(int, row)) for row in rows]
-        sharpened = [self.problem.sharpen(values) for values in layouts]
-        if any(sharpened):
-            self.sums.clear()
         joined = [self._join(values) for values in layouts]
         new = 0
         # What goes a thousandth beyond the limit costs as much as the whole step.
         penalty = self.best / (MISSED * self.search.limit_bytes)
-        for values, bound, *known in zip(
-            layouts, bounds[: len(layouts)], sharpened, joined, strict=True
-        ):
+        for values, bound, known in zip(layouts, bounds[: len(layouts)], joined, strict=True):
             cost, worth = self._relaxed(values, penalty)
             if cost < self.best:
                 self._polish([values])
             far = cost - bound > self.tolerance / 2 * self.best
             room = new < ADDED and len(self.worths) < WORTHS
-            if far and not any(known) and room and worth not in self.worths:
+            if far and not known and room and worth not in self.worths:
                 self.worths.append(worth)
                 new += 1
-        return any(sharpened) or any(joined) or new > 0
+        return any(joined) or new > 0
 
     def _relaxed(self, values: tuple[int, ...], penalty: float) -> tuple[float, Worth]:
         """See `relaxed`, for layouts with policies."""

@@ -2,9 +2,7 @@
 read, and what all of it costs.
 
 Costs are sums over operators, ways and weights, each a vector (`prices`, `storage`). Under given
-multipliers they are numbers, and elimination finds the least sum. Ways are priced exactly only
-where a minimum uses them: as long as it uses an optimistic price, that price is replaced and the
-minimum sought again, so that the last one is a minimum under the true prices.
+multipliers they are numbers, and elimination finds the least sum.
 
 A value that several operators of one call read is brought to each wanted state once. The minimum
 counts a share of a movement for each reader, which is never more than the truth (`shares`).
@@ -112,7 +110,7 @@ class LayoutProblem:
         self.solved: dict[object, tuple[int, ...]] = {}  # the minima sought last
         self.decided: dict[tuple[str, int], NodeDecision] = {}
         reading = Reading(program, self.prices, self.menus, self.homes, self.variable)
-        self.ways_of = [tuple(reading.ways(i, flow)) for i, flow in enumerate(program.flows)]
+        self.ways_of = reading.ways()
         self.ways = [way for ways in self.ways_of for way in ways]
 
     def solve(
@@ -163,20 +161,16 @@ class LayoutProblem:
             if bound >= enough or not found.values:
                 return Minimum(bound, () if bound >= enough else best.values)
             self.solved[multipliers.counts] = found.values
-            sharpened = self.sharpen(found.values)
-            if sharpened:
-                factors = [*fixed, *self._moving(multipliers)]
             cost = cost_of(factors, found.values) + self.unpaid(found.values, multipliers)
             best = min(best, Minimum(cost, found.values), key=lambda some: some.cost)
             near = best.cost - bound <= share * abs(bound)
             if near or (decides and best.cost < enough):
                 return Minimum(bound, best.values)
-            if not sharpened:
-                if min(best.cost - bound, bound - before) <= GROWS * abs(bound):
-                    return Minimum(bound, best.values)
-                before = bound
-                self.balance(multipliers)
-                factors = [*fixed, *self._moving(multipliers)]
+            if min(best.cost - bound, bound - before) <= GROWS * abs(bound):
+                return Minimum(bound, best.values)
+            before = bound
+            self.balance(multipliers)
+            factors = [*fixed, *self._moving(multipliers)]
 
     def near(
         self, multipliers: Multipliers, limit: float, at_most: int
@@ -185,15 +179,10 @@ class LayoutProblem:
         `at_most`.
         """
         sizes, apart = self.domains(multipliers), self.apart(multipliers)
-        while True:
-            factors = self.factors(multipliers)
-            found = near_within(sizes, factors, limit, at_most, apart)
-            # What only optimistic prices of movements let in is gone the next time.
-            if found is None or not any([self.sharpen(values) for values in found]):
-                return found
+        return near_within(sizes, self.factors(multipliers), limit, at_most, apart)
 
     def factors(self, multipliers: Multipliers) -> list[Factor]:
-        """The whole cost as tables; ways as exact as they are."""
+        """The whole cost as tables."""
         return [*self._fixed(multipliers), *self._moving(multipliers)]
 
     def domains(self, multipliers: Multipliers) -> list[int]:
@@ -263,7 +252,7 @@ class LayoutProblem:
     def _way_factor(self, way: Way, multipliers: Multipliers) -> Factor:
         """A way as a table over the choices at both ends, and the policies of its calls."""
         costs = way.flow.count * way.paid(multipliers.passes)
-        plain = way.factor(np.where(way.ways.legal[way.source_index], costs, np.inf))
+        plain = way.factor(np.where(way.table.legal[way.source_index], costs, np.inf))
         policies = self.receiving[way.number]
         once = way.factor(way.paid(again(multipliers.passes))).costs if policies else None
         adding = [(p, once) for p in policies if once is not None]
@@ -291,7 +280,7 @@ class LayoutProblem:
         pools: dict[Pool, list[Way]] = {}
         for ways in self.ways_of:
             for flows in (False, True):
-                some = [way for way in ways if way.pair and way.ways.flows == flows]
+                some = [way for way in ways if way.pair and way.table.request.flows == flows]
                 if len(some) > 1:
                     payers = [self._payer(way, multipliers) for way in some]
                     pools[Pool(payers, len(some) / len(ways))] = some
@@ -306,9 +295,10 @@ class LayoutProblem:
         policies = (self.policies[position] for position in self.receiving[way.number])
         forced = sum(policy.least for policy in policies)
         counted = way.flow.count * multipliers.passes + forced * again(multipliers.passes)
-        prices = np.where(way.ways.legal[way.source_index], way.unshared(counted), 0.0)
+        prices = np.where(way.table.legal[way.source_index], way.unshared(counted), 0.0)
         # Where no gradient comes back, whatever reaches the layout will do.
-        states = [s if way.ways.flows else s.layout for s in way.ways.targets]
+        asked = way.table.request
+        states = [s if asked.flows else s.layout for s in asked.targets]
         return Payer(*way.pair, way.target_index, states, prices, way.share)
 
     def _weight_factors(self, multipliers: Multipliers) -> Iterator[Factor]:
@@ -388,13 +378,6 @@ class LayoutProblem:
         self.work.spend()
         return regrets([len(k) for k in kept], restricted(self.factors(multipliers), kept))
 
-    def sharpen(self, values: Sequence[int]) -> bool:
-        """Price the ways that `values` use; whether any was optimistic."""
-        changed = False
-        for way in self.ways:
-            changed |= way.ways.sharpen(*way.states(values))
-        return changed
-
     def ends(self, index: int, multipliers: Multipliers) -> frozenset[int]:
         """The variables on which it depends what a flow costs."""
         ends = (end for way in self.ways_of[index] for end in (way.source, way.target))
@@ -405,14 +388,14 @@ class LayoutProblem:
     def beyond(
         self, index: int, values: Sequence[int], multipliers: Sequence[Multipliers]
     ) -> list[float]:
-        """What a flow costs in all calls beyond what its readers pay, under each of `multipliers`,
-        as far as prices are known; never below zero.
+        """What a flow costs in all calls beyond what its readers pay, under each of `multipliers`;
+        never below zero.
         """
-        whole = self._moved(index, values, exact=False).astype(float)
+        whole = self._moved(index, values).astype(float)
         for way in self.ways_of[index]:
             source, target = way.states(values)
             share = way.share[way.source_value(values), target]
-            whole[:KEPT] -= share * way.ways.parts[:KEPT, source, target]
+            whole[:KEPT] -= share * way.table.parts[:KEPT, source, target]
         found = []
         for some in multipliers:
             calls = sum(self.counts(p, values, some)[0] for p in self.receiving[index])
@@ -433,23 +416,22 @@ class LayoutProblem:
         shared = (index for index, ways in enumerate(self.ways_of) if len(ways) > 1)
         return sum(self.beyond(index, values, [multipliers])[0] for index in shared)
 
-    def _moved(self, index: int, values: Sequence[int], exact: bool = True) -> Totals:
+    def _moved(self, index: int, values: Sequence[int]) -> Totals:
         """What it costs to bring a value to all its readers in a call, equal wishes once."""
         found = np.zeros(PARTS, dtype=np.int64)
         wanted: set[State] = set()
         layouts: set[Layout] = set()
         for way in self.ways_of[index]:
             source, target = way.states(values)
-            if exact:
-                way.ways.sharpen(source, target)
-            state = way.ways.targets[target]
+            asked, parts = way.table.request, way.table.parts
+            state = asked.targets[target]
             found[KEPT] += way.kept[source, target]
             # A reader that returns no gradient takes whatever reaches the layout.
-            known = state in wanted if way.ways.flows else state.layout in layouts
+            known = state in wanted if asked.flows else state.layout in layouts
             if not known:
-                found[:KEPT] += way.ways.parts[:KEPT, source, target]
-                found[LINKS] += way.ways.parts[LINKS, source, target]
-            if way.ways.flows:
+                found[:KEPT] += parts[:KEPT, source, target]
+                found[LINKS] += parts[LINKS, source, target]
+            if asked.flows:
                 wanted.add(state)
             layouts.add(state.layout)
         return found

@@ -35,12 +35,9 @@ Price = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Known:
-    """Prices that hold on every mesh: of operators by local sizes, of moving one axis by what it is
-    made of.
-    """
+    """Prices that hold on every mesh: of operators by local sizes."""
 
     operators: dict[object, Price] = field(default_factory=dict)
-    axes: dict[object, Price | None] = field(default_factory=dict)
 
 
 class Prices:

@@ -15,7 +15,7 @@ from parloom.search.eliminate import Factor, Table
 from parloom.search.homes import Home
 from parloom.search.prices import KEPT, LINKS, Prices
 from parloom.search.program import Flow, Program, Reader, State
-from parloom.search.ways import Ways
+from parloom.search.redistribution import Redistribution, Request, redistributions
 
 WHOLE = State(Layout())
 
@@ -33,7 +33,7 @@ class Way:
     source_index: NDArray[np.intp]
     target: int | None
     target_index: NDArray[np.intp]
-    ways: Ways
+    table: Redistribution
     kept: NDArray[np.int64]
     share: Table
 
@@ -64,9 +64,9 @@ class Way:
 
     def unshared(self, passes: NDArray[np.float64]) -> Table:
         """What it costs in one call, whoever pays: [value of the source, state of the reader]."""
-        costs = np.tensordot(passes[:KEPT], self.ways.parts[:KEPT], axes=1)
+        costs = np.tensordot(passes[:KEPT], self.table.parts[:KEPT], axes=1)
         if passes[LINKS].any():
-            costs += np.tensordot(passes[LINKS], self.ways.parts[LINKS], axes=1)
+            costs += np.tensordot(passes[LINKS], self.table.parts[LINKS], axes=1)
         found: Table = costs[self.source_index]
         return found
 
@@ -93,19 +93,38 @@ class Reading:
     ) -> None:
         self.program, self.prices, self.menus = program, prices, menus
         self.homes, self.variable = homes, variable
-        self.tables: dict[object, Ways] = {}
 
-    def ways(self, number: int, flow: Flow) -> Iterator[Way]:
-        source, index, states = self._source(flow)
-        kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
-        has = self.program.is_there(flow)
-        readers = [r for r in flow.readers if r != flow.like or flow.outside]
-        count = len(readers) + flow.whole
-        for reader in readers:
+    def ways(self) -> list[tuple[Way, ...]]:
+        """Those of each flow."""
+        asked = [list(self._requests(flow)) for flow in self.program.flows]
+        wanted = tuple(dict.fromkeys(request for some in asked for request in some))
+        tables = dict(zip(wanted, redistributions(self.prices, wanted), strict=True))
+        return [
+            tuple(self._ways(number, flow, [tables[request] for request in some]))
+            for number, (flow, some) in enumerate(zip(self.program.flows, asked, strict=True))
+        ]
+
+    def _readers(self, flow: Flow) -> list[Reader]:
+        return [r for r in flow.readers if r != flow.like or flow.outside]
+
+    def _requests(self, flow: Flow) -> Iterator[Request]:
+        """What is asked of redistributions: for each reader, and for what is written back."""
+        _, _, states = self._source(flow)
+        for reader in self._readers(flow):
             operator = self.program.operators[reader.operator]
             flows = flow.differentiable and op_of(operator.node).differentiable
             distinct = self.menus[reader.operator].operands[reader.operand]
-            table = self._prices(flow, flows, states, distinct.values)
+            yield Request(flow.spec, flows, states, distinct.values)
+        if flow.whole:
+            yield Request(flow.spec, flow.differentiable, states, (WHOLE,))
+
+    def _ways(self, number: int, flow: Flow, tables: Sequence[Redistribution]) -> Iterator[Way]:
+        source, index, states = self._source(flow)
+        kept = sum(self.program.keeps(flow, reader) for reader in flow.readers)
+        has = self.program.is_there(flow)
+        count = len(tables)
+        for reader, table in zip(self._readers(flow), tables, strict=False):
+            distinct = self.menus[reader.operator].operands[reader.operand]
             sizes = [self.prices.held_bytes(flow.spec, s) for s in distinct.values]
             held = np.array(sizes, dtype=np.int64) * self.program.keeps(flow, reader)
             twice = np.array([[has and s.layout == t.layout for t in distinct.values]
@@ -114,9 +133,8 @@ class Reading:
                        np.where(twice, 0, held // max(kept, 1)),
                        np.full((len(index), len(distinct.values)), 1 / count))  # fmt: skip
         if flow.whole:
-            table = self._prices(flow, flow.differentiable, states, (WHOLE,))
             none, nothing = np.zeros(1, dtype=np.intp), np.zeros((len(states), 1), dtype=np.int64)
-            yield Way(flow, number, None, source, index, None, none, table, nothing,
+            yield Way(flow, number, None, source, index, None, none, tables[-1], nothing,
                        np.full((len(index), 1), 1 / count))  # fmt: skip
 
     def _source(self, flow: Flow) -> tuple[int | None, NDArray[np.intp], tuple[State, ...]]:
@@ -133,11 +151,3 @@ class Reading:
             found = self.menus[flow.like.operator].operands[flow.like.operand]
             return flow.like.operator, found.index, found.values
         return None, np.zeros(1, dtype=np.intp), (WHOLE,)
-
-    def _prices(
-        self, flow: Flow, flows: bool, sources: tuple[State, ...], targets: tuple[State, ...]
-    ) -> Ways:
-        key = flow.spec, flows, sources, targets
-        if key not in self.tables:
-            self.tables[key] = Ways(self.prices, flow.spec, flows, sources, targets)
-        return self.tables[key]

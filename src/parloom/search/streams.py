@@ -44,14 +44,13 @@ def least_step_ps(problem: LayoutProblem, enough: float = inf) -> int:
         if not found.values:
             break
         bound = max(bound, found.cost)
-        changed = problem.sharpen(found.values)
         solution = problem.evaluate(found.values, multipliers)
         passes = solution.passes
         known.append(solution.weights[MEASURES].copy())
         known[-1][0] += passes[FORWARD] + passes[BACKWARD]
         known[-1][1:] += passes[LINKS]
         cost, shares = _shares(known)
-        if not changed and bound >= cost * (1 - TOLERANCE):
+        if bound >= cost * (1 - TOLERANCE):
             break
     return int(bound)
 

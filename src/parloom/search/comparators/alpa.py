@@ -285,7 +285,6 @@ class Answer:
 
 def solve(problem: LayoutProblem, followed: Followed, max_nodes: int) -> Answer | None:
     """The least communication in `max_nodes` branches; None where none was found."""
-    _sharpen(problem, followed)
     factors = [_led(f, followed) for f in problem.factors(communicated())]
     leaders = sorted(set(followed.leader))
     place = {leader: i for i, leader in enumerate(leaders)}
@@ -307,18 +306,3 @@ def _led(factor: Factor, followed: Followed) -> Factor:
     if len(set(scope)) < len(scope):
         return Factor(scope[:1], factor.costs[tuple(maps)])
     return Factor(scope, factor.costs[np.ix_(*maps)] if maps else factor.costs)
-
-
-def _sharpen(problem: LayoutProblem, followed: Followed) -> None:
-    """Exact prices of all ways that some answer uses."""
-    for way in problem.ways:
-        ends = []
-        for variable, index in ((way.source, way.source_index), (way.target, way.target_index)):
-            ends.append(index if variable is None else index[followed.values[variable]])
-        leaders = {followed.leader[v] for v in (way.source, way.target) if v is not None}
-        if way.source is not None and way.target is not None and len(leaders) == 1:
-            pairs = set(zip(ends[0].tolist(), ends[1].tolist(), strict=True))
-        else:
-            pairs = {(s, t) for s in set(ends[0].tolist()) for t in set(ends[1].tolist())}
-        for source, target in sorted(pairs):
-            way.ways.sharpen(source, target)
