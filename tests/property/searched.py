@@ -80,9 +80,6 @@ def every_plan(problem: LayoutProblem) -> list[tuple[Totals, Totals]]:
     """What passes and weights cost under every layout with every storage of its weights, without
     recomputation.
     """
-    for way in problem.ways:
-        for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
-            way.ways.sharpen(*ends)
     factors = problem.factors(multipliers(Worth()))
     every = []
     for values in product(*map(range, problem.sizes)):

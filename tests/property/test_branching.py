@@ -28,9 +28,6 @@ Steps = dict[tuple[int, ...], float]
 
 def every_step(problem: LayoutProblem, limit: float) -> Steps:
     """What all layouts cost that are possible, with the best storage."""
-    for way in problem.ways:
-        for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
-            way.ways.sharpen(*ends)
     factors = problem.factors(multipliers(Worth()))
     found = {}
     for values in product(*map(range, problem.sizes)):

@@ -75,9 +75,6 @@ def every_plan(problem: LayoutProblem) -> Iterator[NDArray[np.int64]]:
     """Rows of (step in ps, bytes held) for every layout that is possible, with every storage of
     its weights and every count of calls that recompute.
     """
-    for way in problem.ways:
-        for ends in product(range(len(way.ways.sources)), range(len(way.ways.targets))):
-            way.ways.sharpen(*ends)
     factors = problem.factors(multipliers(Worth()))
     for values in product(*map(range, problem.sizes)):
         if np.isfinite(cost_of(factors, values)):

@@ -95,7 +95,6 @@ def test_tables_of_a_mesh_are_never_above_the_truth(seed: int, one: float, other
     problem.balance(some_multipliers[0])
     for _ in range(20):
         values = tuple(rng.randrange(size) for size in problem.sizes)
-        problem.sharpen(values)
         for some, bound in zip(some_multipliers, bounds, strict=True):
             counted = cost_of(problem.factors(some), values)
             if np.isfinite(counted):
