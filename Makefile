@@ -1,6 +1,7 @@
 # make demo   plan, prove and train a small GPT-2 on four processes (about five minutes, no GPU)
 # make test   the tests
-# make nightly  the property tests with other examples in every run, and more of them
+# make nightly  the property tests with other examples in every run, and more of them; random modules
+#             and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
 # make lint   ruff, mypy, import contracts
 #
 # Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
@@ -12,6 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Extra arguments: make test ARGS="-k zoo"
 ARGS ?=
+SEED ?= $(shell date +%Y%m%d)
 
 # One thread per process: the tests and the demo start several processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -28,6 +30,8 @@ test: $(STAMP)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile nightly tests/property $(ARGS)
+	PYTHONPATH=. $(BIN)/python benchmarks/random_modules.py --count 500 --seed $(SEED) --jobs 2
+	PYTHONPATH=. $(BIN)/python benchmarks/fuzz.py --kind all --count 2000 --seed $(SEED) --jobs 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
