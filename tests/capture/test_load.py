@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from parloom.capture import fingerprint, load_model
+from parloom.capture.load import cast_model
 from parloom.errors import InputError, NotYetError
 from tests.capture import models
 
@@ -79,6 +80,18 @@ def test_dtype_casts_floats_and_their_batch_only() -> None:
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float64}
     assert {t.dtype for t in loaded.batch.values()} == {torch.int64}
     assert load_model("zoo:mlp", batch=2, dtype="bf16").batch["x"].dtype == torch.bfloat16
+
+
+def test_a_dtype_leaves_complex_tensors_complex() -> None:
+    """`Module.to` would drop the imaginary parts of weights and tables."""
+    model = nn.Linear(4, 4)
+    model.waves = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    model.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+    for dtype in (torch.bfloat16, torch.float64):
+        cast_model(model, dtype)
+        assert model.weight.dtype == dtype
+        assert model.waves.dtype == model.get_buffer("turns").dtype == torch.complex64
+        assert model.waves.imag.abs().max() > 0
 
 
 def test_hugging_face_config(tmp_path: Path) -> None:

@@ -249,3 +249,55 @@ def test_autocast_inside_of_a_float32_model_is_scaled_too() -> None:
     graph = capture(Cast(), batch)
     made = compile_pcg(lower(graph, decisions_of_32(graph)), "test").program
     assert made.scales_loss
+
+
+class Fed(nn.Module):
+    """A float32 model that is fed halves, with a table and a frozen layer in float16."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).half().requires_grad_(False)
+        self.register_buffer("scale", torch.rand(8).half())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.linear(self.frozen(x).float()) * self.scale.float(), y.float())
+
+
+def test_halves_that_have_no_gradient_scale_nothing() -> None:
+    """As in eager PyTorch, a step whose gradients are not finite is taken."""
+    batch = halves(8, 8)
+    graph = capture(Fed(), batch)
+    made = compile_pcg(lower(graph, decisions_of_32(graph)), "test").program
+    assert not made.scales_loss
+    batch["x"][0, 0] = float("nan")
+    tensors = parameters_of(Fed(), graph)
+
+    def body(comm: rt.Comm) -> tuple[rt.StepResult, dict[str, Tensor]]:
+        one = rt.Trainer(made, tensors, optimizer=sgd, comm=comm)
+        return one.step(batch), one.state_dict()
+
+    for result, state in rt.run_threads(made.mesh, body):
+        assert (result.skipped, result.loss_scale) == (False, None)
+        assert state["linear.weight"].isnan().all()
+
+
+def test_halves_of_which_one_has_a_gradient_scale_the_loss() -> None:
+    class Last(Fed):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.frozen(self.linear(x.float()).half()).float(), y.float())
+
+    graph = capture(Last(), halves(8, 8))
+    assert compile_pcg(lower(graph, decisions_of_32(graph)), "test").program.scales_loss
+
+
+def test_complex_gradients_are_unscaled() -> None:
+    """Both of their parts; one that is not finite is found."""
+    scale, device = rt.LossScale(scale=4.0), torch.device("cpu")
+    gradients = [torch.tensor([4 + 8j, 2j]), torch.tensor([1.0, 2.0])]
+    assert not scale.unscale(gradients, device)
+    assert gradients[0].tolist() == [1 + 2j, 0.5j]
+    assert gradients[1].tolist() == [0.25, 0.5]
+    assert scale.unscale([torch.tensor([complex(0, float("inf"))])], device)

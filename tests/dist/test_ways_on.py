@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parloom import api
 from parloom.capture import Loaded, load_model
-from parloom.errors import FingerprintError
+from parloom.errors import FingerprintError, InputError
 from parloom.ir.plan import Plan
 
 MODEL = """
@@ -73,6 +73,51 @@ def test_a_model_of_another_dtype_is_cast_as_told(tmp_path: Path, dtype: str, sa
         assert "; build it again, and cast all but computed tables (table)" in refused(
             narrow, plan, made.loss
         )
+
+
+class Turned(nn.Module):
+    """A complex table, or a complex weight, beside real weights."""
+
+    turns: Tensor
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        turns = torch.polar(torch.ones(4), torch.arange(4.0))
+        if trained:
+            self.turns = nn.Parameter(turns)
+        else:
+            self.register_buffer("turns", turns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.layer(x).float() * self.turns).real.square().mean()
+        return loss
+
+
+def turned_table() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Turned(False), {"x": torch.randn(8, 4)}
+
+
+def turned_weight() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Turned(True), {"x": torch.randn(8, 4)}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_complex_tables_stay_complex_and_the_cast_that_is_told_keeps_them(dtype: str) -> None:
+    spec = f"{__name__}:turned_table"
+    plan = planned(spec, dtype=dtype)
+    assert "turns: complex64[4]" in plan.graph
+    made = load_model(spec)
+    line = re.split(r"; cast .*?: ", refused(made, plan, None))[1]
+    exec(line, {"model": made.model, "torch": torch})
+    parallelized(made, plan, None).step(load_model(spec, dtype=dtype).batch)
+
+
+def test_complex_weights_beside_halves_are_refused_by_name() -> None:
+    spec = f"{__name__}:turned_weight"
+    with pytest.raises(InputError, match=r"turns is complex64 beside weights in half precision"):
+        planned(spec, dtype="bf16")
+    assert "turns: complex64[4]" in planned(spec, dtype="fp32").graph
 
 
 def test_another_model_of_another_dtype_is_not_only_cast(tmp_path: Path) -> None:

@@ -11,6 +11,15 @@ from torch import Tensor, nn
 from parloom.capture.translate import dtype_name
 from parloom.ir.graph import Graph, Input
 
+CASTS: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float64: "double",
+        torch.float32: "float",
+        torch.float16: "half",
+        torch.bfloat16: "bfloat16",
+    }
+)
+
 
 def fingerprint(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
     """16 hex digits of a SHA-256 over parameters, buffers and batch.
@@ -78,7 +87,8 @@ def cast_needed(model: nn.Module, graph: Graph) -> str:
     (dtype,) = wanted
     tables = {n: d for n, d in dtypes.items() if d.is_floating_point and d != dtype}
     if not tables:
-        return f"cast it: model.to({dtype})"
+        mixed = any(t.is_complex() for t in own.values())  # `to` would make them real
+        return f"cast it: model.{CASTS[dtype]}()" if mixed else f"cast it: model.to({dtype})"
     built = "build it again, and " if any(own[n].dtype != d for n, d in tables.items()) else ""
     return (
         f"{built}cast all but computed tables ({some(list(tables))}): for t in"

@@ -329,11 +329,14 @@ def torch_dtype(name: str) -> torch.dtype:
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast in place; computed tables (non-persistent buffers) are never narrowed.
 
-    Rotary frequencies in bfloat16 would move positions; libraries keep them in float32 too.
+    Rotary frequencies in bfloat16 would move positions; libraries keep them in float32 too. Complex
+    tensors stay as they are, of which `Module.to` would drop the imaginary part.
     """
     saved = set(model.state_dict(keep_vars=True))
     tables = {n: b for n, b in model.named_buffers() if n not in saved and b.is_floating_point()}
-    model.to(dtype)
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda t: t.to(dtype) if t.is_floating_point() else t
+    )
     for name, table in tables.items():
         if table.element_size() > dtype.itemsize:
             owner, _, leaf = name.rpartition(".")

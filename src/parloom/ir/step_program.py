@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from parloom.ir.graph import DTYPE_BYTES
-from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of
+from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of, results_of
 
 K = TypeVar("K")
 
@@ -59,12 +59,21 @@ def step_program(pcg: PCG) -> tuple[StepNode, ...]:
     trained = tuple(p for p in pcg.parameters if p.input.trainable)
     space = tuple(a.name for a in pcg.mesh.axes if a.name != TIME)
     # A backward pass in float16 is one of a scaled loss.
-    scaled = ("unscale",) if "float16" in pcg.graph.dtypes else ()
+    scaled = ("unscale",) if _gradients_in_half(pcg) else ()
     checks = (StepNode("STEP", kind, space) for kind in (*scaled, "gradient_norm"))
     update = StepNode("STEP", "update", ())
     reductions = (_in_buckets(node, pcg) for node in _reductions(trained, units))
     publications = (_in_buckets(node, pcg) for node in _publications(trained))
     return (*_gathers(units), *reductions, *checks, update, *publications)
+
+
+def _gradients_in_half(pcg: PCG) -> bool:
+    """Whether a gradient passes a value in float16; batches and tables in float16 have none."""
+    return any(
+        value.differentiable and value.spec.dtype == "float16"
+        for function in (pcg.main, *pcg.functions)
+        for value in (*function.inputs, *(v for item in function.body for v in results_of(item)))
+    )
 
 
 def block_weights(pcg: PCG) -> dict[str, tuple[bool, ...]]:

@@ -51,7 +51,8 @@ class LossScale:
         inverse = torch.tensor(1.0 / self.scale, device=device)
         alike: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
-            alike.setdefault(gradient.dtype, []).append(gradient)
+            parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            alike.setdefault(parts.dtype, []).append(parts)
         for tensors in alike.values():
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
         return found

@@ -214,11 +214,19 @@ def _proposed(question: Question, name: str, say: Say) -> Iterator[Candidate]:
 def _with_dtypes(graph: Graph, decisions: Decisions) -> Decisions:
     """Weights of low precision are updated in float32, and their gradients reduced in it.
 
-    All gradients are reduced in one dtype: float64 where weights have it.
+    All gradients are reduced in one dtype: float64 where weights have it. Raises `InputError` where
+    others are complex.
     """
     dtypes = {i.value.spec.dtype for i in graph.of_kind("parameter")}
     if dtypes.isdisjoint(LOW_PRECISION):
         return decisions
+    for entry in graph.of_kind("parameter"):
+        if entry.trainable and entry.value.spec.dtype.startswith("complex"):
+            raise InputError(
+                f"{entry.target} is {entry.value.spec.dtype} beside weights in half precision, and"
+                " all gradients are reduced in one dtype; train in float32 (--dtype fp32), or keep"
+                " the weight as pairs of real numbers and use torch.view_as_complex"
+            )
     reduce_dtype = "float64" if "float64" in dtypes else "float32"
     return replace(decisions, master_dtype="float32", reduce_dtype=reduce_dtype)
 
