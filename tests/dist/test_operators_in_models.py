@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from parloom.capture import capture
 from parloom.cost.clusters import load_cluster
 from parloom.ir.lower import lower
+from parloom.ir.mesh import grid
 from parloom.ir.pcg_text import print_pcg
+from parloom.ir.plan import Decisions, NodeDecision
 from parloom.search.baselines import METHODS, random_plan
 from tests.capture.models import assert_equal
 from tests.dist.lowered import MESHES, of
@@ -248,3 +250,35 @@ def test_rows_looked_up_by_sample_stay_with_their_samples() -> None:
     plan = next(METHODS["data_parallel"](graph, load_cluster("4xcpu"), 1, 0))
     assert {"parloom.index_each"} <= {node.key.split(":")[1].split("#")[0] for node in plan.nodes}
     assert " combine " not in print_pcg(lower(graph, plan))
+
+
+class Choices(nn.Module):
+    """Classes that a mask leaves; some samples have none, and no label either."""
+
+    def __init__(self, smoothing: float, weighted: bool) -> None:
+        super().__init__()
+        self.head, self.smoothing = nn.Linear(6, 12), smoothing
+        self.weight = nn.Buffer(torch.rand(12) + 0.5) if weighted else None
+
+    def forward(self, x: Tensor, closed: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(x).masked_fill(closed, float("-inf"))
+        return F.cross_entropy(logits, labels, self.weight, label_smoothing=self.smoothing)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["", "smoothed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("axes", ["x", "y", "xy"])
+def test_what_is_ignored_counts_nothing_though_it_is_infinite(
+    axes: str, weighted: bool, smoothing: float
+) -> None:
+    """With the classes over all ranks, or over some and the samples over the others."""
+    torch.manual_seed(0)
+    closed, labels = torch.zeros(12, 12, dtype=torch.bool), torch.arange(12)
+    closed[[2, 3, 7]], labels[[2, 3, 7]] = True, -100
+    batch = {"x": torch.rand(12, 6), "closed": closed, "labels": labels}
+    model = of(Choices(smoothing, weighted), batch)
+    split = {"c": tuple(axes)} | ({} if axes == "xy" else {"n": ("y" if axes == "x" else "x",)})
+    (node,) = [n for _, n in model.graph.unfolded() if n.op == "cross_entropy_loss"]
+    plan = Decisions(grid({"x": 2, "y": 2}), (NodeDecision(node.key, tuple(split.items())),))
+    error, where = model.error(plan)
+    assert error <= TOLERANCE, where

@@ -352,11 +352,12 @@ def forward(
     cross_entropy_loss_parloom_pick_9 = rt.pick(cross_entropy_loss_sub_4, view_2, ctx, ('tensor', 12))  # [2/data·44] partial(tensor)
     cross_entropy_loss_parloom_pick_9__reduce_tensor = rt.reduce(cross_entropy_loss_parloom_pick_9, ctx, ('tensor',), backward="identity")  # [2/data·44]
     cross_entropy_loss_sub_10 = cross_entropy_loss_log_8 - cross_entropy_loss_parloom_pick_9__reduce_tensor  # [2/data·44]
-    cross_entropy_loss_mul_11 = cross_entropy_loss_sub_10 * cross_entropy_loss_to_copy_1  # [2/data·44]
-    cross_entropy_loss_sum_12 = torch.sum(cross_entropy_loss_to_copy_1)  # [] partial(data)
-    cross_entropy_loss_sum_13 = torch.sum(cross_entropy_loss_mul_11)  # [] partial(data)
-    cross_entropy_loss_sum_12__reduce_data = rt.reduce(cross_entropy_loss_sum_12, ctx, ('data',), backward="identity")  # []
-    cross_entropy_loss = cross_entropy_loss_sum_13 / cross_entropy_loss_sum_12__reduce_data  # [] partial(data)
+    cross_entropy_loss_eq_11 = view_2 == -100  # [2/data·44]
+    cross_entropy_loss_masked_fill_12 = cross_entropy_loss_sub_10.masked_fill(cross_entropy_loss_eq_11, 0.0)  # [2/data·44]
+    cross_entropy_loss_sum_13 = torch.sum(cross_entropy_loss_to_copy_1)  # [] partial(data)
+    cross_entropy_loss_sum_14 = torch.sum(cross_entropy_loss_masked_fill_12)  # [] partial(data)
+    cross_entropy_loss_sum_13__reduce_data = rt.reduce(cross_entropy_loss_sum_13, ctx, ('data',), backward="identity")  # []
+    cross_entropy_loss = cross_entropy_loss_sum_14 / cross_entropy_loss_sum_13__reduce_data  # [] partial(data)
     return rt.Result(loss=cross_entropy_loss, partial=('data',))
 
 

@@ -130,6 +130,16 @@ class _Classes:
         weights = body.add("index", self.row, self.weight, (Ref(inside),))
         return self.add("mul", weights, count)
 
+    def known(self, losses: str) -> str:
+        """`losses` with 0 where the target is ignored, whatever the logits are there.
+
+        Their loss may be infinite or NaN, as where a mask leaves a row no class.
+        """
+        ignored = self.site.integer(4, "ignore_index", IGNORED)
+        spec = TensorSpec(self.row.shape, "bool")
+        unknown = self.body.add("eq", spec, self.target, ignored)
+        return self.add("masked_fill", losses, unknown, 0.0)
+
     def finish(self, losses: str, divisor: str | float | None) -> Function:
         """Sum the samples' losses, or not, and divide."""
         site, body = self.site, self.body
@@ -167,23 +177,20 @@ def _hard_losses(p: _Classes, count: str) -> str:
     body, classes = p.body, p.full.shape[1]
     shifted, log_total = p.log_weights()
     losses = p.add("sub", log_total, p.picked(shifted))
-    losses = p.add("mul", losses, count)
+    if p.weight is not None:
+        losses = p.add("mul", losses, count)
     if not p.smoothing:
-        return losses
+        return p.known(losses)
     # all classes alike: the mean over classes of weight x (log of the total - x)
     if p.weight is None:
         every = p.add("sub", log_total, p.over_classes("mean", shifted))
-        known = count
     else:
         total = body.add("sum", p.scalar, p.weight)
         every = p.add("mul", log_total, total)
         every = p.add("sub", every, p.over_classes("sum", p.by_class(shifted)))
         every = p.add("div", every, float(classes))
-        seen = body.add("ne", TensorSpec(p.row.shape, "bool"), p.target,
-                        p.site.integer(4, "ignore_index", IGNORED))  # fmt: skip
-        known = body.add("_to_copy", p.row, seen, dtype=Dtype(p.row.dtype))
-    smooth = p.add("mul", p.add("mul", every, known), p.smoothing)
-    return p.add("add", p.add("mul", losses, 1.0 - p.smoothing), smooth)
+    smooth = p.add("mul", every, p.smoothing)
+    return p.known(p.add("add", p.add("mul", losses, 1.0 - p.smoothing), smooth))
 
 
 def _soft_losses(p: _Classes) -> str:
