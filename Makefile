@@ -25,7 +25,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
+# Tests start many processes, some where nothing may be written: compiled once, not in each.
 test: $(STAMP)
+	$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 nightly: $(STAMP)

@@ -1,5 +1,6 @@
 """Settings that hold for every test; they must be made before torch is imported."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("parloom")
+# A trace makes many values and few cycles, beside all that torch keeps: looks for cycles are rare.
+gc.set_threshold(10_000, 20, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="Rewrite the files in tests/golden/data."
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is there for good (modules, torch's tables, tests) is in no cycle that is looked for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

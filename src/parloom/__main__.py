@@ -5,6 +5,7 @@ modules turn it into errors of their own. The process ends then, as nothing that
 exists; but a search has plans, so it gets the exception when the import has ended.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -12,10 +13,13 @@ from types import FrameType
 
 INTERRUPTED = 130
 AGAIN_S = 0.02
+# Imports, traces and searches make many values and few cycles: looks for cycles are rare.
+COLLECT = 10_000, 20, 50
 
 
 def main() -> int:
     """Run the command; its exit code."""
+    gc.set_threshold(*COLLECT)
     # A parent that ignores the signal, as `nohup` does, has its way.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)

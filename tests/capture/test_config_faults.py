@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parloom import api
-from parloom.capture import config_faults, load_model
+from parloom.capture import config_faults, hugging_face, load_model
 from parloom.capture.batches import MOST_ELEMENTS
 from parloom.capture.config_faults import MOST_BYTES, faults, read_values
 from parloom.errors import CaptureError, InputError
@@ -87,8 +87,14 @@ def planned(document: Any, folder: Path, seq: int | None = 8) -> None:
     ids=str,
 )
 def test_a_bad_value_is_named(
-    config: dict[str, Any], key: str, value: object, tmp_path: Path
+    config: dict[str, Any],
+    key: str,
+    value: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Far above these models of one layer; fifty thousand modules take seconds in every attempt.
+    monkeypatch.setattr(hugging_face, "MOST_MODULES", 1000)
     with pytest.raises(InputError) as refused:
         planned({**config, key: value}, tmp_path, None if config is VIT else 8)
     said = str(refused.value)
@@ -217,6 +223,6 @@ def test_one_of_many_keys_is_blamed_alone() -> None:
 def test_thousands_of_keys_that_nobody_knows_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_faults, "MOST_S", 10.0)
+    monkeypatch.setattr(config_faults, "MOST_S", 5.0)
     with pytest.raises(InputError, match=r"n_head is 3"):
         planned({**GPT, "n_head": 3, **{f"k{i}": 1 for i in range(3000)}}, tmp_path)

@@ -88,7 +88,6 @@ def whole(model: str, method: str) -> tuple[Tensor, Tensor]:
     [
         ("hf_gpt2", "fsdp", 1),
         ("hf_gpt2", "data_parallel", 6),
-        ("hf_llama", "megatron", 1),
         ("hf_mixtral", "megatron", 1),
     ],
 )

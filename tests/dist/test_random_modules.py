@@ -20,7 +20,7 @@ def benchmark() -> Iterator[ModuleType]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_random_module_is_equal_or_refused(
     benchmark: ModuleType, tmp_path: Path, seed: int
 ) -> None:
@@ -34,7 +34,8 @@ def test_a_check_that_is_missing_is_found(
     benchmark: ModuleType, tmp_path: Path, fault: str
 ) -> None:
     trap = benchmark.FAULTS[fault].trap
-    rows = (benchmark.examine(seed, trap, fault, tmp_path) for seed in range(20))
+    # The first modules do not read what they change.
+    rows = (benchmark.examine(seed, trap, fault, tmp_path) for seed in range(2, 20))
     assert any(row["outcome"] == benchmark.SILENT for row in rows)
 
 

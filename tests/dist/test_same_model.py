@@ -307,6 +307,11 @@ def plan(folder: Path) -> Plan:
     return planned(written(folder, "planned"))
 
 
+@pytest.fixture(scope="module")
+def plan_2(folder: Path) -> Plan:
+    return planned(written(folder, "two"), "2xcpu")
+
+
 @pytest.mark.parametrize("number", range(len(EDITS)), ids=lambda n: f"{n}:{EDITS[n]}")
 def test_an_edited_model_is_told_from_the_planned_one(
     plan: Plan, folder: Path, number: int
@@ -368,18 +373,9 @@ def test_every_rank_ends_with_what_rank_0_found(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_rank_with_another_model_is_named(folder: Path, edit: Edit) -> None:
-    name = f"two_{abs(hash(edit))}"
-    same = written(folder, name)
-    plan = planned(same, "2xcpu")
-    path = Path(same.partition(":")[0])
-    beside = folder / f"beside_{name}.py"
-    other = folder / f"other_{name}.py"
-    assert edit.old in path.read_text() + beside.read_text()
-    (folder / f"beside_other_{name}.py").write_text(beside.read_text().replace(edit.old, edit.new))
-    changed = path.read_text().replace(edit.old, edit.new)
-    other.write_text(changed.replace(f"beside_{name}", f"beside_other_{name}"))
-    told = told_on_each(plan, (same, f"{other}:factory"))
+def test_a_rank_with_another_model_is_named(plan_2: Plan, folder: Path, edit: Edit) -> None:
+    other = written(folder, f"other_{abs(hash(edit))}", edit)
+    told = told_on_each(plan_2, (plan_2.source.spec, other))
     assert told == [told[0]] * 2
     assert told[0].startswith("5 FingerprintError: rank 1 built another model than rank 0: ")
     assert " on rank 1 and " in told[0]
@@ -441,6 +437,13 @@ LLAMA = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def llama_plan(folder: Path) -> Plan:
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return api.plan(str(path), cluster="1xcpu", method="data_parallel", batch=2, seq=8)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -457,17 +460,15 @@ LLAMA = {
     ],
     ids=str,
 )
-def test_a_changed_config_is_told(tmp_path: Path, change: dict[str, Any], told: str) -> None:
-    paths = []
-    for name, values in (("planned", LLAMA), ("script", {**LLAMA, **change})):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(values))
-        paths.append(str(tmp_path / name / "config.json"))
-    plan = api.plan(paths[0], cluster="1xcpu", method="data_parallel", batch=2, seq=8)
-    made = load_model(paths[1], batch=2, seq=8)
+def test_a_changed_config_is_told(
+    llama_plan: Plan, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    plan, path = llama_plan, tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **change}))
+    made = load_model(str(path), batch=2, seq=8)
     if not told:  # it is in a buffer, and buffers are the script's
         trainer = api.parallelize(made.model, plan, optimizer=torch.optim.AdamW)
-        eager = load_model(paths[1], batch=2, seq=8)
+        eager = load_model(str(path), batch=2, seq=8)
         expected = eager.model.eval()(**eager.batch).loss.detach()
         torch.testing.assert_close(trainer.evaluate(made.batch).loss, expected)
         return

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from parloom import api
 from parloom.errors import FingerprintError, ParloomError
 from parloom.execute import launch
-from parloom.execute.ranks import fork_ranks
+from parloom.execute.ranks import RankError, fork_ranks
 from parloom.execute.train import Trainer
 from parloom.ir.plan import Plan
 
@@ -338,7 +338,6 @@ from parloom import api
 from tests.dist.test_unchanged import Loss, build, sgd, SimpleNamespace
 rank = int(os.environ["RANK"])
 model, batch, loss = build()
-kept = model.a.weight
 trainer = api.parallelize(model, os.environ["PARLOOM_PLAN"], optimizer=sgd, loss=loss)
 for step in range(3):
     if step == 1 and rank == 1:
@@ -355,7 +354,24 @@ IN_A_STEP = {
 }
 
 
+def _changed_in_a_step(plan: Plan, change: str) -> None:
+    model, batch, loss = build()
+    kept = model.a.weight
+    trainer = api.parallelize(model, plan, optimizer=sgd, loss=loss)
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 1:
+            exec(change, globals(), locals() | {"kept": kept})
+        trainer.step(batch)
+
+
 @pytest.mark.parametrize("change", IN_A_STEP)
+def test_a_rank_raises_in_a_step(plan_2: Plan, change: str) -> None:
+    _, told = IN_A_STEP[change]
+    with pytest.raises(RankError, match=rf"rank 1 of 2 failed: .*{re.escape(told)}"):
+        fork_ranks(2, _changed_in_a_step, plan_2, change)
+
+
+@pytest.mark.parametrize("change", ["loss.w = 0.5", "model(**batch)"])
 def test_a_rank_that_raises_in_a_step_ends_all(
     plan_2: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:

@@ -153,7 +153,7 @@ def test_rules_divide_the_shapes_they_are_given() -> None:
                 assert product == extent, (example.id, factors, extent)
 
 
-@settings(max_examples=120)
+@settings(max_examples=70)
 @given(any_case())
 def test_calls_of_any_shape(example: Case) -> None:
     error, where = worst(example, 4)

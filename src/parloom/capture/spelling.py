@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._export.utils import _collect_all_valid_cia_ops, _get_decomp_for_cia
+from torch._export.utils import (
+    _collect_all_valid_cia_ops_for_aten_namespace,
+    _get_decomp_for_cia,
+)
 
 from parloom.capture.draws import DRAWS
 from parloom.ir.ops import OPS
@@ -349,7 +352,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """What to trace instead of an operator; torch's composite ones without an entry come apart."""
     composite = {
         op: _get_decomp_for_cia(op)
-        for op in _collect_all_valid_cia_ops()
+        for op in _collect_all_valid_cia_ops_for_aten_namespace()
         if isinstance(op, torch._ops.OpOverload) and comes_apart(op._schema)
     }
     return composite | dict(LOWER) | dict(DECOMPOSITIONS) | dict(DRAWS)
