@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parloom.capture.operators import check_operators
 from parloom.codegen.source import generate, printable
+from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, without_gradients
 from parloom.ir.lower import lower
@@ -67,7 +68,11 @@ def lowered(plan: Plan, graph: Graph | None = None) -> PCG:
     graph = rewritten(verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites)
     factored = factorize(graph)
     verify_decisions(graph, plan.decisions, factored)
-    return verify_pcg(lower(graph, plan.decisions, factored=factored))
+    try:
+        return verify_pcg(lower(graph, plan.decisions, factored=factored))
+    except LayoutError as error:
+        made = f"made for {plan.source.spec} on {plan.cluster}"
+        raise LayoutError(f"invalid plan, {made}: {error}; plan again") from error
 
 
 def evaluation_program(plan: Plan, training: PCG) -> Compiled | None:
