@@ -39,6 +39,11 @@ def norms() -> list[Case]:
                  label="plain"),
             updates=(1, 2),
         ),
+        replace(
+            case("batch_norm", image, None, None, buffer(4), buffer(4), True, 1, 1e-5,
+                 label="integer_momentum"),
+            updates=(1, 2),
+        ),
         case("_weight_norm_interface", real(4, 6, 3), real(4, 1, 1)),
         case("_weight_norm_interface", real(4, 6), real(1, 6), 1, label="last"),
         case("group_norm", real(4, 12, 6), 3, real(12), real(12), 1e-5),

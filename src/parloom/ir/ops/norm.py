@@ -129,7 +129,7 @@ def expand_batch_norm(site: Site, sharded: frozenset[str]) -> Function:
         if position not in given:
             continue
         fresh = body.add("view", flat, body.add("detach", column, statistic), (channels,))
-        assert isinstance(momentum, float)
+        assert isinstance(momentum, int | float)
         old = body.cast(given[position], site.spec(site.arg(position)), flat)
         kept = body.add("mul", flat, old, 1.0 - momentum)
         new = body.add("add", flat, kept, body.add("mul", flat, fresh, momentum * factor))
