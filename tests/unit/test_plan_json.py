@@ -28,6 +28,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import print_graph
+from parloom.rewrite.pad import parse_padding
 from tests.unit.graphs import perceptron
 
 AXES = ("x", "y")
@@ -89,6 +90,19 @@ def test_one_device() -> None:
     mesh = Mesh((MeshAxis("data", (PrimeAxis(1, 1, 0),)),))
     plan = replace(example(), decisions=Decisions(mesh))
     assert plan_from_json(plan_to_json(plan), "plan.json") == plan
+
+
+def test_numbers_in_names_have_any_length() -> None:
+    """Python reads no text of more than 4,300 digits as a number."""
+    long = "9" * 5000
+    names = [f"h.{long}.w", "h.10.w", "h.9.w", "h.010.v", f"h.1{long}.w"]
+    decided = tuple(ParameterDecision(name) for name in names)
+    ordered = [p.name for p in Decisions(grid({"x": 2}), parameters=decided).parameters]
+    assert ordered == ["h.9.w", "h.010.v", "h.10.w", f"h.{long}.w", f"h.1{long}.w"]
+    with pytest.raises(InputError, match="unknown rewrite"):
+        parse_padding(f"pad w 5 {long}")
+    with pytest.raises(InputError, match="unknown rewrite"):
+        parse_padding("pad w 5 ²")
 
 
 def test_text_is_readable() -> None:

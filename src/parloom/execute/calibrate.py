@@ -7,6 +7,7 @@ over ranks.
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ PROCESSORS, NVIDIA = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
 def world_size() -> int:
     """Ranks that a launcher has started; 1 without one."""
     given = os.environ.get("WORLD_SIZE", "1")
-    if not given.isdigit() or not int(given):
+    if not re.fullmatch("[0-9]{1,9}", given) or not int(given):
         raise LaunchError(f"WORLD_SIZE is {given!r}; start ranks with torchrun")
     return int(given)
 

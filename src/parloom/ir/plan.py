@@ -44,10 +44,13 @@ def _sorted(items: tuple[T, ...], key: Callable[[T], str], where: str) -> tuple[
 
 
 @cache
-def _natural(name: str) -> tuple[str | int, ...]:
-    """Text and numbers alternate, so that equal positions compare equal types."""
-    parts = re.split(r"([0-9]+)", name)
-    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
+def _natural(name: str) -> tuple[str | tuple[int, str], ...]:
+    """Text and numbers alternate, so that equal positions compare equal types.
+
+    A number is its length and digits: Python reads no more than 4,300 of them.
+    """
+    parts = re.split(r"0*([0-9]+)", name)
+    return tuple((len(part), part) if i % 2 else part for i, part in enumerate(parts))
 
 
 WIDE_DTYPES = ("float32", "float64")  # of masters and of the reduction of gradients

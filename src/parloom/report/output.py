@@ -37,7 +37,7 @@ def show(what: str | RenderableType, columns: str) -> None:
         elif console.is_terminal:
             console.print(_Visible(what))
         else:
-            width = int(columns) if columns.isdigit() and int(columns) else WIDTH
+            width = int(columns) if re.fullmatch("[1-9][0-9]{0,8}", columns) else WIDTH
             print(rendered(what, width))
 
 

@@ -1,6 +1,7 @@
 """A plan's decisions in words that need no knowledge of rules and factors."""
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from parloom.rewrite.pad import rewritten
 
 WARNING = "warning: "
 MEMORY = "--memory "
+BYTES = re.compile("[0-9]{1,18}")
 MOST = 6
 MOST_WAYS = 3
 SAMPLES, OUTPUTS, INPUTS = "samples", "output features", "input features"
@@ -314,7 +316,10 @@ def memory_limit(plan: Plan, device_bytes: int) -> int:
     """Bytes of a device that `plan` may use: those of the device, or fewer if --memory said so."""
     given = [c.text.partition(" ")[2] for c in plan.constraints if c.text.startswith(MEMORY)]
     return min(
-        [device_bytes, *(int(g) if g.isdigit() else parse_bytes(g, down=True) for g in given)]
+        [
+            device_bytes,
+            *(int(g) if BYTES.fullmatch(g) else parse_bytes(g, down=True) for g in given),
+        ]
     )
 
 

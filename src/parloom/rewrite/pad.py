@@ -10,6 +10,7 @@ the same way.
 As text, in a plan: `pad transformer.wte.weight 50257 50260`.
 """
 
+import re
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -27,6 +28,7 @@ from parloom.ir.graph import (
     rename_node,
 )
 
+PADDING = re.compile(r"pad ([^ ]+) ([0-9]{1,18}) ([0-9]{1,18})")
 # Operators that a padded last dim passes through as it is.
 PASSING = frozenset({"_to_copy", "clone", "alias"})
 
@@ -45,10 +47,10 @@ class Padding:
 
 def parse_padding(text: str) -> Padding:
     """The inverse of `str`; raises `InputError`."""
-    parts = text.split(" ")
-    if len(parts) != 4 or parts[0] != "pad" or not (parts[2] + parts[3]).isdigit():
+    found = PADDING.fullmatch(text)
+    if found is None:
         raise InputError(f"unknown rewrite {text!r}; there is: pad PARAMETER ROWS PADDED_ROWS")
-    return Padding(parts[1], int(parts[2]), int(parts[3]))
+    return Padding(found[1], int(found[2]), int(found[3]))
 
 
 def paddings(graph: Graph, multiple: int) -> tuple[Padding, ...]:

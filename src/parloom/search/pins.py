@@ -28,7 +28,7 @@ MESH = "mesh"
 # What of a parameter is stored, by the names that plans print, and by the attribute of a decision.
 ROLES = MappingProxyType({"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"})
 DIM = re.compile(r"dim([0-9]+)")
-WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,9}")
 LAYOUTS = "FACTOR:AXIS, dim0:AXIS, replicated, sharded, weights:sharded, keep, recompute"
 HINT = f"LAYOUT is one of {LAYOUTS}; as in layers.0=n:x, or mesh=2x4"
 
