@@ -58,6 +58,9 @@ def written_middle(x: Tensor) -> Tensor:
     [
         written_row,
         written_middle,
+        lambda x: F.cosine_similarity(x, x.flip(0), eps=1.0),  # norms above it and below
+        lambda x: F.cosine_similarity(x * torch.tensor([[0.0], [1.0], [9.0], [1e-9]]), x.exp()),
+        lambda x: F.cosine_similarity(x, torch.arange(4), dim=0),
         lambda x: x.double().square().type_as(x),
         lambda x: x.repeat_interleave(3, 1),
         lambda x: x.repeat_interleave(2),

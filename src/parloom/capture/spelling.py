@@ -254,6 +254,17 @@ def _moments(
     return mean, (x.var(dims, correction=0, keepdim=keepdim) + eps).rsqrt()
 
 
+def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """As torch's kernel: it raises small norms to `eps` where autograd does not see it."""
+    dtype = torch.result_type(x, y)
+    x, y = torch.broadcast_tensors(x.to(dtype), y.to(dtype))
+    units = []
+    for one in (x, y):
+        norm = torch.linalg.vector_norm(one, 2, dim, keepdim=True)
+        units.append(one / torch.where(norm < eps, norm - norm.detach() + eps, norm))
+    return (units[0] * units[1]).sum(dim)
+
+
 def softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`_softmax` and `_log_softmax`, which may widen half precision."""
 
@@ -342,6 +353,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         aten.masked_scatter.default: masked_scatter,
         aten.index_put.default: index_put,
         aten.rrelu.default: rrelu,
+        aten.cosine_similarity.default: cosine_similarity,
         aten.rand_like.default: like(torch.rand),
         aten.randn_like.default: like(torch.randn),
     }
