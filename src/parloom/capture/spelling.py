@@ -257,7 +257,8 @@ def _moments(
 def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """As torch's kernel: it raises small norms to `eps` where autograd does not see it."""
     dtype = torch.result_type(x, y)
-    x, y = torch.broadcast_tensors(x.to(dtype), y.to(dtype))
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    x, y = x.to(dtype).expand(shape), y.to(dtype).expand(shape)
     units = []
     for one in (x, y):
         norm = torch.linalg.vector_norm(one, 2, dim, keepdim=True)
