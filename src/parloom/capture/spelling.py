@@ -257,10 +257,8 @@ def _moments(
 def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """As torch's kernel: it raises small norms to `eps` where autograd does not see it."""
     dtype = torch.result_type(x, y)
-    shape = torch.broadcast_shapes(x.shape, y.shape)
-    x, y = x.to(dtype).expand(shape), y.to(dtype).expand(shape)
     units = []
-    for one in (x, y):
+    for one in broadcast_tensors([x.to(dtype), y.to(dtype)]):
         norm = torch.linalg.vector_norm(one, 2, dim, keepdim=True)
         units.append(one / torch.where(norm < eps, norm - norm.detach() + eps, norm))
     return (units[0] * units[1]).sum(dim)
