@@ -40,10 +40,12 @@ from parloom.ir.plan_json import plan_to_json
 from parloom.ir.samples import sample_dims
 from parloom.ir.text import parse_graph
 from parloom.runtime import (
+    Axis,
     Comm,
     CompiledBlocks,
     DistributedComm,
     Evaluation,
+    Mesh,
     Program,
     SingleComm,
     StepResult,
@@ -240,19 +242,15 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     ranks = plan.decisions.mesh.num_ranks
     if ranks > 1 or "RANK" in os.environ:
         _join(plan, device)
-    training = training_program(plan, graph)
-    evaluation = evaluation_program(plan, training.pcg)
-    program = training.program
-    comm = (
-        DistributedComm(program.mesh, program.groups)
-        if dist.is_initialized()
-        else SingleComm(program.mesh)
-    )
-    with agreed(comm, device):
+    with agreed(_comm(Mesh((Axis("all", ranks, ((ranks, 1),)),))), device):
         refuse_handed_over(model)
         optimizer = optimizers.checked(plan, optimizer)
         _check_functions(scheduler, loss)
         check_tensors(model, plan, graph)
+    training = training_program(plan, graph)
+    evaluation = evaluation_program(plan, training.pcg)
+    program = training.program
+    comm = _comm(program.mesh, program.groups)
     check_on_ranks(model, loss, plan, comm, device)
     with agreed(comm, device):
         source = _values(model, graph, weights_path)
@@ -330,6 +328,11 @@ def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str]
         return own[name]
 
     return read
+
+
+def _comm(mesh: Mesh, groups: tuple[tuple[str, ...], ...] = ()) -> Comm:
+    """The ranks that were started, or this one alone."""
+    return DistributedComm(mesh, groups) if dist.is_initialized() else SingleComm(mesh)
 
 
 def _device(plan: Plan) -> torch.device:

@@ -23,6 +23,7 @@ from parloom.ir.graph import Graph, widened
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions
+from parloom.rewrite.pad import rewritten
 from parloom.runtime import (
     Box,
     DistributedComm,
@@ -125,7 +126,8 @@ def verify(
     batch. Raises `LaunchError` where a rank fails, `InputError` where the model's own numbers are
     not finite.
     """
-    verify_decisions(parse_graph(plan.graph), plan.decisions)
+    given = rewritten(parse_graph(plan.graph), plan.decisions.rewrites)
+    verify_decisions(given, plan.decisions)  # before what is decided of dtypes is left out
     graph = widened(parse_graph(plan.graph))
     plain = replace(plan.decisions, master_dtype=None, reduce_dtype=None)  # all is float64 here
     plan = replace(plan, decisions=plain)
