@@ -248,3 +248,22 @@ def test_paths_say_where() -> None:
     model = Net(types.SimpleNamespace(steps=[None, Slotted(3)]))
     found = {held.label(name) for held in walk(model) for name, _ in held.aspect.parts}
     assert {"self.part.steps[1].count", f"{__name__}.SCALE", "self.a.in_features"} <= found
+
+
+def test_what_a_rewriter_of_assertions_names_is_not_walked() -> None:
+    """pytest puts itself into the globals of a file with `assert`, under names of its own."""
+
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[0] > 1, x.shape
+            return x * SCALE
+
+    rewritten = [name for name in globals() if not name.isidentifier()]
+    assert rewritten, "this file is one"
+    owners = {
+        held.aspect.owner.get("__name__")
+        for held in walk(Checked())
+        if held.aspect.style == "global"
+    }
+    assert __name__ in owners
+    assert not {name for name in owners if str(name).startswith("_pytest")}

@@ -73,7 +73,7 @@ def resolved(chain: Chain, namespace: Namespace) -> Iterator[tuple[Namespace, st
     if first in NAMESPACES and first not in namespace:
         yield from whole(namespace)
         return
-    if first in UNREAD or (first not in namespace and hasattr(builtins, first)):
+    if not is_read(first) or (first not in namespace and hasattr(builtins, first)):
         return
     yield namespace, first
     value = namespace.get(first)
@@ -102,7 +102,12 @@ def members_of(module: ModuleType, members: list[str]) -> Iterator[tuple[Namespa
 
 def whole(namespace: Namespace) -> Iterator[tuple[Namespace, str]]:
     """Every name."""
-    return ((namespace, name) for name in tuple(namespace) if name not in UNREAD)
+    return ((namespace, name) for name in tuple(namespace) if is_read(name))
+
+
+def is_read(name: str) -> bool:
+    """Whether a global counts; what no source can name, pytest put there as it rewrote `assert`."""
+    return name not in UNREAD and name.isidentifier()
 
 
 def imported_module(name: str, namespace: Namespace) -> ModuleType | None:
