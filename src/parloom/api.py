@@ -49,9 +49,11 @@ from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
 from parloom.explain import Answer
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
+from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
     DTYPES,
@@ -221,6 +223,8 @@ def search(
     graph = captured.graph
     there = machine.cluster.device.memory_bytes
     limit = arguments.memory_bytes(memory) or there
+    if microbatches is not None:
+        legal_microbatches(factorize(graph)).check(microbatches)
     asked = Plan(
         captured.source,
         machine.loaded.spec,

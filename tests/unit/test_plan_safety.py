@@ -68,7 +68,7 @@ def test_a_sound_plan_is_generated() -> None:
 def test_microbatches_that_do_not_divide_are_told_of_the_plan() -> None:
     document = victim()
     document["decisions"]["num_microbatches"] = 7919
-    told = r"^invalid plan, made for zoo:mlp on 2xcpu: .*does not divide into 7919 microbatches"
+    told = r"^invalid plan, made for zoo:mlp on 2xcpu: .*do not divide into 7919 microbatches"
     with pytest.raises(LayoutError, match=told):
         source(document)
 

@@ -6,7 +6,7 @@ same walk: a value that an operator lacks a sharded factor of has a partial grad
 movement in front of the operator carries the adjoint that makes it whole again. Parameters are the
 exception: their gradients stay partial and are reduced by the step program.
 
-Microbatches are a mesh axis in time, outermost on the batch. No movement may cross it, with two
+Microbatches are a mesh axis in time, outermost on the samples. No movement may cross it, with two
 exceptions: the loss, summed by the executor, and reductions of values that depend on the batch
 alone (counts of valid tokens), which move to the prologue.
 """
@@ -22,13 +22,13 @@ from parloom.ir.graph import (
     FlatNode,
     Graph,
     Node,
-    TensorSpec,
     Value,
     node_key,
 )
 from parloom.ir.layout import Layout, Shard
-from parloom.ir.lower_body import Assignment, Body, Hoist
+from parloom.ir.lower_body import WAY_ON, Assignment, Body, Hoist
 from parloom.ir.mesh import Mesh, MeshAxis
+from parloom.ir.microbatches import divisors, expanded, nearest_counts
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import (
     PCG,
@@ -41,6 +41,7 @@ from parloom.ir.pcg import (
     results_of,
 )
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision
+from parloom.ir.samples import sample_dims
 
 Homes = Mapping[str, Layout]
 
@@ -77,11 +78,20 @@ class _Lowering:
         self.policies = {a.prefix: a.policy for a in decisions.activations}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
+        self.samples = sample_dims(self.factored) if self.steps > 1 else {}
         if len(decisions.stages) > 1:
             raise NotYetError("pipeline stages are not yet executable; use one stage")
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
         self.parameters = _parameters(self, homes)
+        self.layouts = {
+            i.value.name: self.input_layout(i.kind, i.target, i.value)
+            for i in graph.inputs
+            if i.kind != "parameter"
+        }
+        shards = {name: layout.shard(TIME) for name, layout in self.layouts.items()}
+        given = {name: shard for name, shard in shards.items() if shard is not None}
+        self.cuts = expanded(self.factored, given, self.steps, self.divides) if given else {}
 
     def run(self) -> PCG:
         inputs = []
@@ -95,8 +105,8 @@ class _Lowering:
                     )
                 )
             else:
-                layout = self.input_layout(entry.kind, value)
                 # What another stage made is an entry of the batch, and wants its gradient.
+                layout = self.layouts[value.name]
                 inputs.append(PValue(value.name, value.spec, layout, (), entry.trainable))
         body = Body(self, self.graph.main, "", tuple(inputs), top=True)
         body.run()
@@ -105,7 +115,7 @@ class _Lowering:
             found = body.values[self.graph.loss]
             kept = tuple(p for p in found.layout.partial if p[1] == "sum")
             if self.steps > 1 and TIME not in found.layout.partial_axes:
-                raise LayoutError("the loss does not sum over microbatches; use one microbatch")
+                raise LayoutError(f"the loss {self.graph.loss!r} is no sum over samples; {WAY_ON}")
             loss = body.move(found, Layout((), kept), ())
         updates = tuple((n, body.move(body.values[v], Layout(), ())) for n, v in self.graph.updates)
         outputs = tuple(
@@ -136,12 +146,12 @@ class _Lowering:
             tuple(self.hoist.values),
         )
 
-    def input_layout(self, kind: str, value: Value) -> Layout:
+    def input_layout(self, kind: str, target: str, value: Value) -> Layout:
         """Layout in which an input arrives: batch tensors as their first consumer wants them."""
         if kind != "batch":
             return Layout()
-        wanted = self.first_use(value.name)
-        return _time_outermost(wanted, value.spec, self.mesh) if self.steps > 1 else wanted
+        wanted, dim = self.first_use(value.name), self.samples.get(target)
+        return wanted if dim is None else _time_outermost(wanted, target, value, dim, self.mesh)
 
     def first_use(self, name: str) -> Layout:
         """The layout that the first operator reading main's value `name` asks for."""
@@ -152,15 +162,15 @@ class _Lowering:
     def wanted(self, flat: FlatNode, index: int) -> Layout:
         """The layout in which an operator reads its operand `index`."""
         rule = self.factored.rule(flat.function, flat.node)
-        assignment = self.assignment(flat.prefix, flat.node)
+        assignment = self.chosen(flat.prefix, flat.node)
         return rule.operand_layout(index, assignment, self.decisions.mesh)
 
     def decision(self, prefix: str, node: Node) -> NodeDecision:
         key = node_key(prefix, node)
         return self.by_key.get(key) or NodeDecision(key)
 
-    def assignment(self, prefix: str, node: Node) -> Assignment:
-        """Factor -> axes of a node, without the empty ones."""
+    def chosen(self, prefix: str, node: Node) -> Assignment:
+        """Factor -> axes over ranks of a node, without the empty ones."""
         place = prefix, node.key
         if place not in self.assigned:
             decision = self.decision(prefix, node)
@@ -168,6 +178,17 @@ class _Lowering:
                 raise NotYetError(f"{decision.key}: operators on a submesh are not yet executable")
             self.assigned[place] = {f: axes for f, axes in decision.factors if axes}
         return self.assigned[place]
+
+    def assignment(self, prefix: str, node: Node) -> Assignment:
+        """`chosen`, with the axis in time where the node makes each microbatch its own part."""
+        chosen, factor = self.chosen(prefix, node), self.cuts.get((prefix, node.key))
+        return chosen if factor is None else chosen | {factor: (TIME, *chosen.get(factor, ()))}
+
+    def divides(self, flat: FlatNode, factor: str) -> bool:
+        """Whether a factor divides into microbatches beside the axes that are on it."""
+        axes = self.chosen(flat.prefix, flat.node).get(factor, ())
+        size = self.factored.rule(flat.function, flat.node).size(factor)
+        return size % (self.steps * self.decisions.mesh.size(axes)) == 0
 
     def variant_name(self, kind: str) -> str:
         """A name for the next variant of a block kind that no other function has."""
@@ -211,17 +232,22 @@ def _without(hoisted: list[Item], items: list[Item], ends: set[str]) -> tuple[It
     return tuple(reversed(kept))
 
 
-def _time_outermost(layout: Layout, spec: TensorSpec, mesh: Mesh) -> Layout:
-    steps = mesh[TIME].size
-    if not spec.shape or spec.shape[0] % steps:
+def _time_outermost(layout: Layout, target: str, value: Value, dim: int, mesh: Mesh) -> Layout:
+    """`layout` with its shards of the samples in dim `dim` inside each microbatch."""
+    steps, size = mesh[TIME].size, value.spec.shape[dim]
+    ranks = mesh.size(tuple(s.axis for s in layout.of_dim(dim)))
+    if size % (steps * ranks):
+        over = f" x {ranks} data-parallel ranks" if ranks > 1 else ""
+        each = size // ranks if size % ranks == 0 else 1
         raise LayoutError(
-            f"a batch tensor of shape {spec.shape} does not divide into {steps} microbatches"
+            f"the {size} samples of input {target!r} (dim {dim}) do not divide into {steps}"
+            f" microbatches{over}; {nearest_counts(steps, divisors(each))}"
+            f"{f' ({each} samples per rank)' if ranks > 1 else ''}"
         )
-    size = spec.shape[0]
     inner = tuple(
-        Shard(s.axis, s.dim, s.stride // steps) if s.dim == 0 else s for s in layout.shards
+        Shard(s.axis, s.dim, s.stride // steps) if s.dim == dim else s for s in layout.shards
     )
-    return Layout((Shard(TIME, 0, size // steps), *inner))
+    return Layout((Shard(TIME, dim, size // steps), *inner))
 
 
 def _parameters(owner: _Lowering, homes: Homes) -> dict[str, PParameter]:
@@ -259,7 +285,7 @@ def _demanded(owner: _Lowering) -> dict[str, set[str]]:
     for flat in reversed(flats):
         if not derived.intersection(flat.operands):
             continue
-        assignment = owner.assignment(flat.prefix, flat.node)
+        assignment = owner.chosen(flat.prefix, flat.node)
         rule = owner.factored.rule(flat.function, flat.node)
         used = {a for axes in assignment.values() for a in axes}
         passed = {a for r in flat.results for a in demanded.get(r, ())} - used

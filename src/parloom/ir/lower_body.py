@@ -33,6 +33,10 @@ from parloom.ir.pcg import (
 )
 
 Assignment = dict[str, tuple[str, ...]]
+WAY_ON = (
+    "use one microbatch, or --batch-semantics microbatch, where each microbatch is computed by"
+    " itself, as gradient accumulation does"
+)
 
 
 class Owner(Protocol):
@@ -184,14 +188,15 @@ class Body:
         self, node: Node, rule: Rule, assignment: Assignment, sources: tuple[PValue, ...]
     ) -> Assignment:
         """Put the time axis where the operands carry it; it is never a choice."""
-        if self.owner.steps == 1:
+        if self.owner.steps == 1 or any(TIME in axes for axes in assignment.values()):
             return assignment
         lying = follow(rule, tuple(_only_time(v.layout) for v in sources), self.mesh)
         carried = any(v.layout.shard(TIME) for v in sources)
         if carried and not lying:
             raise LayoutError(
-                f"{node_key(self.prefix, node)} ({node.source}): operator {node.op!r} mixes the"
-                " samples of different microbatches; use one microbatch"
+                f"{node_key(self.prefix, node)} ({node.source}): operator {node.op!r} mixes"
+                f" samples, or has groups of them that {self.owner.steps} microbatches do not"
+                f" divide; {WAY_ON}"
             )
         return assignment | {f: (TIME, *assignment.get(f, ())) for f in lying}
 
@@ -280,8 +285,8 @@ class Body:
         for step in steps:
             if TIME in step.axes and not step.row.startswith("partition"):
                 raise LayoutError(
-                    f"{self.at}: value {value.name!r} must cross microbatches ({step.row}); use one"
-                    " microbatch"
+                    f"{self.at}: {value.name!r} is needed for the samples of all microbatches"
+                    f" ({step.row}); {WAY_ON}"
                 )
             if step.row == "reduce" and step.reduction != "sum" and value.differentiable:
                 raise LayoutError(f"{value.name!r}: a {step.reduction} over shards has no gradient")
@@ -309,8 +314,7 @@ class Body:
         if not self.top or value.differentiable or value.name not in self.pure:
             why = "depends on parameters" if value.differentiable or self.top else "is in a block"
             raise LayoutError(
-                f"{self.at}: value {value.name!r} is reduced over microbatches and {why}; use one"
-                " microbatch"
+                f"{self.at}: value {value.name!r} is reduced over microbatches and {why}; {WAY_ON}"
             )
         kept = ((TIME, "sum"),)
         items = _ancestors(self.items, value.name)
@@ -319,8 +323,7 @@ class Body:
         if kept[0] not in value.layout.partial or chained:
             what = "depends on another such sum" if chained else "is no sum"
             raise LayoutError(
-                f"{self.at}: value {value.name!r} combines all microbatches and {what}; use one"
-                " microbatch"
+                f"{self.at}: value {value.name!r} combines all microbatches and {what}; {WAY_ON}"
             )
         steps = plan_moves(
             value.layout,

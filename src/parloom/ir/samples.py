@@ -1,9 +1,9 @@
 """Which dim of each batch tensor counts samples, from the factors that operators join.
 
 Dims that a rule gives one factor are one class, through views, blocks and losses. Samples are a
-class that no operator mixes with itself, as attention does positions, and that no weight has; of
-these the one that most batch tensors have, and then the one that comes first: the batch of
-`[batch, positions]` and of `[positions, batch]`.
+class that no weight has and, if there is one, that no operator mixes with itself, as attention does
+positions; of these the one that most batch tensors have, and then the one that comes first: the
+batch of `[batch, positions]` and of `[positions, batch]`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -75,7 +75,7 @@ def _chosen(
     for name, value in entries.items():
         for dim in range(len(value.spec.shape)):
             root = _outermost(graph, classes, value.name, dim)
-            if root is not None:
+            if root is not None and root not in weights:
                 candidates.setdefault(root, {}).setdefault(name, dim)
     if not candidates:
         return {}

@@ -19,7 +19,7 @@ from parloom.ir.ops.window import Halo, Slide, halo_of, spatial, windowed
 
 
 def _repeat_rule(site: Site) -> Rule:
-    """Copies are outside of what they copy: the operand's dims are free."""
+    """Copies are outside of what they copy: each rank may make some of them."""
     times = site.integers(1, "repeats")
     shape = site.operands[0].shape
     first = len(times) - len(shape)
@@ -27,26 +27,34 @@ def _repeat_rule(site: Site) -> Rule:
     sizes |= {f"d{d}": n for d, n in enumerate(shape)}
     source = [f"d{d}" for d in range(len(shape))]
     out = [f"r{d}" if d < first else f"r{d} d{d - first}" for d in range(len(times))]
-    return products(sizes, [source], [out], {f"r{d}": WHOLE for d in range(len(times))})
+    return products(sizes, [source], [out])
+
+
+def _repeat(e: Emission) -> str:
+    times = e.site.integers(1, "repeats")
+    own = tuple(n // e.mesh.size(e.axes_of(f"r{d}")) for d, n in enumerate(times))
+    return f"{e.arg(0)}.repeat({e.code(own)})"
 
 
 def _interleave_rule(site: Site) -> Rule:
-    """`repeat_interleave(x, number, dim)`: copies are inside of what they copy."""
+    """`repeat_interleave(x, number, dim)`: copies are inside of what they copy, and alike."""
     if len(site.operands) != 1 or not isinstance(site.arg(1, "repeats"), int):
         return opaque(site)  # a number for each element
     shape, times = site.operands[0].shape, site.integer(1, "repeats")
     names = [f"d{d}" for d in range(len(shape))]
     sizes = dict(zip(names, shape, strict=True)) | {"r": times}
     if site.arg(2, "dim") is None:
-        return products(sizes, [names], [[" ".join((*names, "r"))]], {"r": WHOLE})
+        return products(sizes, [names], [[" ".join((*names, "r"))]])
     dim = site.dim(2, len(shape))
     out = [f"{n} r" if d == dim else n for d, n in enumerate(names)]
-    return products(sizes, [names], [out], {"r": WHOLE})
+    return products(sizes, [names], [out])
 
 
 def _interleave(e: Emission) -> str:
-    parts = [e.code(a) for a in e.site.node.args]
-    parts += [k for k in e.keywords() if not k.startswith("output_size=")]
+    times = e.site.arg(1, "repeats")
+    if isinstance(times, int):
+        times //= e.mesh.size(e.axes_of("r"))
+    parts = [e.arg(0), e.code(times), f"dim={e.arg(2, 'dim')}"]
     return f"torch.repeat_interleave({', '.join(parts)})"
 
 
@@ -194,7 +202,7 @@ def _unfold_halo(site: Site) -> Halo:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("repeat", _repeat_rule, ".repeat", no_flops),
+    OpDef("repeat", _repeat_rule, _repeat, no_flops),
     OpDef("repeat_interleave", _interleave_rule, _interleave, no_flops),
     OpDef("flip", _along_dims(1), "torch.flip", no_flops),
     OpDef("roll", _roll_rule, _roll, no_flops),

@@ -1,0 +1,106 @@
+"""Microbatches in a graph: where the axis in time cuts what does not depend on the batch.
+
+An operator follows its operands: what is computed from a microbatch's samples is cut in time. A
+value that no sample went into (positions, class tokens, masks and biases that are expanded over
+the batch) is cut, too, where every reader takes one microbatch's part of it: no rank then makes it
+for all samples in every microbatch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from math import isqrt
+
+from parloom.ir.factors import Factored, follow
+from parloom.ir.graph import FlatNode
+from parloom.ir.layout import Layout, Shard
+from parloom.ir.mesh import Mesh, MeshAxis
+from parloom.ir.ops import Rule
+from parloom.ir.ops.rule import HALO, LOCAL
+from parloom.ir.pcg import TIME
+
+Place = tuple[str, str]  # prefix of the block call, key of the node
+Divides = Callable[[FlatNode, str], bool]
+"""Whether a factor of an operator divides into microbatches beside the axes that it has."""
+
+
+def expanded(
+    factored: Factored, inputs: Mapping[str, Shard], steps: int, divides: Divides
+) -> Mapping[Place, str]:
+    """The factor that is cut in time of each operator that no sample went into.
+
+    `inputs` are the shards over time of main's inputs.
+    """
+    graph, mesh = factored.graph, Mesh((MeshAxis(TIME, (), steps),))
+
+    @cache
+    def followed(rule_id: int, lying: tuple[Shard | None, ...]) -> tuple[str, ...]:
+        return tuple(follow(rules[rule_id], tuple(map(_layout, lying)), mesh))
+
+    rules: dict[int, Rule] = {}
+    carried = dict(inputs)
+    factors: dict[Place, tuple[str, ...]] = {}
+    nodes = tuple(graph.flat())
+    for flat in nodes:
+        rule = factored.rule(flat.function, flat.node)
+        rules[id(rule)] = rule
+        found = followed(id(rule), tuple(carried.get(name) for name in flat.operands))
+        factors[flat.prefix, flat.node.key] = found
+        for index, name in enumerate(flat.results if found else ()):
+            shard = _result(rule, index, found, mesh).shard(TIME)
+            if shard is not None:
+                carried[name] = shard
+    ends = {name for _, name in (*graph.outputs, *graph.updates)} | {graph.loss}
+    wanted: dict[str, set[Shard | None]] = {graph.flat_ids[n]: {None} for n in ends if n}
+    cut: dict[Place, str] = {}
+    for flat in reversed(nodes):
+        rule, place = factored.rule(flat.function, flat.node), (flat.prefix, flat.node.key)
+        if not carried.keys() & set(flat.operands):
+            factor = _as_read(rule, flat, wanted, mesh)
+            if factor is not None and divides(flat, factor):
+                cut[place], factors[place] = factor, (factor,)
+        for index, name in enumerate(flat.operands):
+            layout = rule.operand_layout(index, _over(factors[place]), mesh)
+            wanted.setdefault(name, set()).add(layout.shard(TIME))
+    return cut
+
+
+def _as_read(
+    rule: Rule, flat: FlatNode, wanted: Mapping[str, set[Shard | None]], mesh: Mesh
+) -> str | None:
+    """The factor that cuts the results as all their readers want them, if there is one."""
+    read = [(i, wanted[name]) for i, name in enumerate(flat.results) if name in wanted]
+    if not read or any(len(shards) > 1 for _, shards in read):
+        return None
+    index, (shard,) = read[0][0], read[0][1]
+    if shard is None:
+        return None
+    mirrored = Rule(rule.sizes, (rule.results[index],), (), rule.kinds)
+    found = tuple(follow(mirrored, (Layout((shard,)),), mesh))
+    if len(found) != 1 or rule.kind(found[0]) in (LOCAL, HALO):
+        return None
+    same = all({_result(rule, i, found, mesh).shard(TIME)} == shards for i, shards in read)
+    return found[0] if same else None
+
+
+def _layout(shard: Shard | None) -> Layout:
+    return Layout() if shard is None else Layout((shard,))
+
+
+def _over(factors: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    return {factor: (TIME,) for factor in factors}
+
+
+def _result(rule: Rule, index: int, factors: tuple[str, ...], mesh: Mesh) -> Layout:
+    return rule.result_layout(index, _over(factors), mesh)
+
+
+def nearest_counts(asked: int, counts: Sequence[int]) -> str:
+    """The counts next to `asked`, as advice."""
+    near = ([c for c in counts if c < asked][-1:], [c for c in counts if c > asked][:1])
+    return f"the nearest legal counts: {', '.join(str(c) for found in near for c in found)}"
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of `number` >= 1, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(dict.fromkeys((*small, *(number // d for d in reversed(small)))))

@@ -1,0 +1,175 @@
+"""Microbatches equal the global batch, and values that are expanded over it are cut in time."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parloom.cost.clusters import load_cluster
+from parloom.errors import LayoutError
+from parloom.ir.lower import lower
+from parloom.ir.mesh import grid
+from parloom.ir.pcg import PCG, TIME, Movement
+from parloom.ir.plan import Decisions
+from parloom.search.baselines import METHODS, random_plan
+from tests.dist.lowered import Built, Model, of
+from tests.equality import TOLERANCE
+
+torch.set_num_threads(1)
+SAMPLES, SEQ, WIDTH, HEADS = 8, 6, 8, 2
+
+
+def hidden() -> Tensor:
+    return torch.randn(SAMPLES, SEQ, WIDTH)
+
+
+class Positions(nn.Module):
+    """Learned positions looked up by numbers that are expanded over the batch, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SEQ, WIDTH)
+        self.kinds = nn.Embedding(2, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(SEQ).unsqueeze(0).expand(x.shape[0], -1)
+        x = x + self.table(at) + self.kinds(torch.zeros_like(at))
+        return F.dropout(self.head(x), 0.3).square().sum()
+
+
+class Bias(nn.Module):
+    """A learned bias of heads that is made a tensor of the batch, as in T5, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(2 * SEQ, HEADS)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(SEQ)
+        bias = self.bias(at[:, None] - at[None, :] + SEQ).permute(2, 0, 1).unsqueeze(0)
+        mask = torch.ones(x.shape[0], 1, SEQ, SEQ, dtype=torch.bool).tril()
+        bias = bias.expand(x.shape[0], -1, -1, -1).clone().masked_fill(~mask, -1e9)
+        q, k, v = (
+            t.view(x.shape[0], SEQ, HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return made.square().sum()
+
+
+class Repeated(nn.Module):
+    """Class and mask tokens that are repeated, and a state of zeros, as in ViT, MAE and LSTMs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.mask = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[0]
+        x = torch.cat([self.token.repeat(size, 1, 1), x, self.mask.repeat(size, 2, 1)], 1)
+        state = x.new_zeros(size, WIDTH)
+        for row in x.unbind(1):
+            state = torch.tanh(self.mix(torch.cat([row, state], -1)))
+        return state.square().sum()
+
+
+class Drawn(nn.Module):
+    """Draws of the batch's size that no sample goes into, as stochastic depth has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = torch.rand(x.shape[0], 1, 1, dtype=x.dtype).add(0.7).floor()
+        made: Tensor = x + self.head(x) * keep / 0.7
+        return made.square().sum()
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "positions": Positions, "bias": Bias, "repeated": Repeated, "drawn": Drawn
+}  # fmt: skip
+
+
+def model(name: str) -> Model:
+    torch.manual_seed(0)
+    return of(BUILDERS[name](), {"x": hidden()})
+
+
+def moved_over_time(pcg: PCG) -> list[str]:
+    """Values that are made for all microbatches, and cut afterwards."""
+    return [
+        item.operand.name
+        for function in (pcg.main, *pcg.functions)
+        for item in function.body
+        if isinstance(item, Movement) and TIME in item.step.axes
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("method", ["data_parallel", "fsdp", "megatron"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_is_expanded_over_the_batch_is_cut_in_time(name: str, method: str, count: int) -> None:
+    found = model(name)
+    for decisions in METHODS[method](found.graph, load_cluster("2xcpu"), count, 0):
+        assert not moved_over_time(lower(found.graph, decisions))
+        error, where = found.error(decisions)
+        assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_test_sees_what_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = model(name)
+    decisions = next(METHODS["data_parallel"](found.graph, load_cluster("2xcpu"), 2, 0))
+    monkeypatch.setattr("parloom.ir.lower.expanded", lambda *given: {})
+    assert moved_over_time(lower(found.graph, decisions))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_random_plan_with_microbatches_equals_one_device(name: str, seed: int) -> None:
+    found = model(name)
+    decisions = random_plan(found.graph, found.factored, grid({"x": 2, "y": 2}), seed, 2)
+    error, where = found.error(decisions)
+    assert error <= TOLERANCE, where
+
+
+class Sequences(nn.Module):
+    """Positions first, and a mask that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, WIDTH)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.table(ids)  # [positions, samples, width]
+        scores = torch.einsum("qbc,kbc->bqk", x, x).masked_fill(~mask, -1e9)
+        made: Tensor = torch.einsum("bqk,kbc->qbc", scores.softmax(-1), x)
+        return made.square().sum()
+
+
+def sequences() -> Built:
+    torch.manual_seed(0)
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+    return Sequences(), {"ids": torch.randint(0, 12, (SEQ, SAMPLES)), "mask": mask}
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_samples_lie_in_any_dim_and_a_shared_input_is_whole(count: int) -> None:
+    found = of(*sequences())
+    error, where = found.error(Decisions(grid({"x": 1}), num_microbatches=count))
+    assert error <= TOLERANCE, where
+
+
+def test_a_count_that_does_not_divide_names_those_that_do() -> None:
+    found = model("positions")
+    decisions = next(METHODS["data_parallel"](found.graph, load_cluster("2xcpu"), 1, 0))
+    told = r"the 8 samples of input 'x' \(dim 0\) do not divide into 3 microbatches x 2 data-parallel"
+    with pytest.raises(LayoutError, match=told + r".*nearest legal counts: 2, 4 \(4 samples per rank"):
+        lower(found.graph, replace(decisions, num_microbatches=3))
