@@ -1,6 +1,7 @@
 """Predicted memory against what the generated program really allocates."""
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from parloom.cost.simulate import simulate
 from parloom.cost.tasks import BUFFERS, COMMUNICATION, OPTIMIZER, WEIGHTS
 from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
-from parloom.ir.graph import Call, Graph
+from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import ActivationDecision, Decisions, Optimizer, ParameterDecision, Storage
+from parloom.ir.verify import POLICIES
 from parloom.runtime import DistributedComm, Program, SingleComm, Trainer, required_groups
 from tests.zoo_sizes import small
 
@@ -41,12 +43,25 @@ def allocated(trainer: Trainer, batch: dict[str, torch.Tensor]) -> int:
 BERT: dict[str, Any] = {"batch": 8, "seq": 32, "vocab": 512, "width": 64, "depth": 2, "heads": 4, "inner": 256}
 
 
+def decided(graph: Graph, call: Call, policy: str) -> ActivationDecision:
+    """A policy for a whole block, or a pattern of the operators that are recomputed."""
+    if policy in POLICIES:
+        return ActivationDecision(call.prefix, policy)
+    keys = [item.key for item in graph.by_name[call.function].body if isinstance(item, Node)]
+    values = tuple(key for key in keys if re.search(policy, key.partition(":")[2]))
+    return ActivationDecision(call.prefix, "recompute", values)
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "microbatches", "sizes"),
     [
         ("mlp", "keep", 1, {}),
         ("gpt", "keep", 2, {}),
         ("gpt", "recompute", 1, {}),
+        ("gpt", "scaled_dot_product_attention|linear", 1, {}),
+        ("gpt", "layer_norm|gelu|add", 2, {}),
+        ("llama", "linear", 1, {}),
+        ("bert_large", "layer_norm|gelu|add", 1, BERT),
         ("llama", "keep", 1, {}),
         ("cnn", "keep", 1, {}),  # where a window's maximum was
         ("dlrm", "keep", 1, {}),  # the optimizer's quotients of one table while the next is made
@@ -59,8 +74,9 @@ def test_peak_is_as_predicted(
     torch.manual_seed(0)
     model, batch = zoo.build(name, **sizes)
     graph = capture(model.train(), batch)
-    calls = [item.prefix for item in graph.main.body if isinstance(item, Call)]
-    activations = tuple(ActivationDecision(prefix, policy) for prefix in calls)
+    activations = tuple(
+        decided(graph, item, policy) for item in graph.main.body if isinstance(item, Call)
+    )
     decisions = Decisions(Mesh(()), num_microbatches=microbatches, activations=activations)
     pcg = lower(graph, decisions)
     played = simulate(pcg, load_cluster("1xcpu"), decisions, Optimizer("adamw", 2))

@@ -47,7 +47,12 @@ def example() -> Plan:
             ParameterDecision("transformer.wte.weight", SHARDED, SHARDED, SHARDED),
             ParameterDecision("lm_head.bias", optimizer=Storage(("x", "y"), 1, "host")),
         ),
-        activations=(ActivationDecision("transformer.h.2", "recompute"),),
+        activations=(
+            ActivationDecision("transformer.h.2", "recompute"),
+            ActivationDecision(
+                "transformer.h.3", "recompute", ("act:gelu#0", "ln:layer_norm#0"), ("hidden",)
+            ),
+        ),
         num_microbatches=4,
         stages=(Stage(("transformer",), (("x", 0),)),),
         master_dtype="float32",
@@ -236,6 +241,16 @@ def node(document: dict[str, Any]) -> dict[str, Any]:
             r"lm_head.bias.optimizer.axs: unknown key; did you mean 'axes'",
         ),
         (lambda d: d["decisions"]["activations"].update(a="burn"), r"activations.a: "),
+        (lambda d: d["decisions"]["activations"].update(a={}), r"activations.a: no value is lis"),
+        (
+            lambda d: d["decisions"]["activations"].update(a={"value": ["b"]}),
+            r"activations.a.value: unknown key; did you mean 'values'",
+        ),
+        (
+            lambda d: d["decisions"]["activations"].update(a={"moves": ["b", "c", "b"]}),
+            r"activations.a.moves.2: 'b' is given twice",
+        ),
+        (lambda d: d["decisions"]["activations"].update(a={"values": [3]}), r"a.values.0: .*got 3"),
         (lambda d: d["prediction"].update(step_s=-1), r"prediction.step_s: "),
         (lambda d: d.update(graph="x"), r"graph: .*valid list"),
         (lambda p: p.update(ranges={"x": [3, 1]}), r"ranges\.x: .*least value, 3, is above.*1"),

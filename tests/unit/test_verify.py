@@ -10,7 +10,7 @@ from parloom.ir.graph import Call, Function, Graph, Node, TensorSpec, Value
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.ir.pcg import PCG, Compute, Item, Movement, PValue
+from parloom.ir.pcg import PCG, Compute, Item, Movement, PValue, Remake
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import (
@@ -154,8 +154,17 @@ def _reduced_twice(pcg: PCG) -> PCG:
     return replace(pcg, parameters=(replace(first, reduce=("x", "y")), *rest))
 
 
+def _remade_of_nothing(pcg: PCG) -> PCG:
+    """A function that makes its first value again, of operands that it does not have then."""
+    first = next(i for i in pcg.main.body if isinstance(i, Compute))
+    names = frozenset(v.name for v in first.results)
+    remake = Remake("again", (), (first,), first.results, names)
+    return replace(pcg, functions=(replace(pcg.main, remake=remake),))
+
+
 BAD_PROGRAMS: dict[str, Callable[[PCG], PCG]] = {
     "values are read as they were made": _half_read,
+    "values are made again as they were made": _remade_of_nothing,
     "layouts divide": _hidden(Layout((Shard("x", 0, 3),))),
     "operators keep their rules": _hidden(Layout((Shard("y", 1, 6),))),
     "cotangents are whole where they are used": _values(lambda v: replace(v, varying=())),

@@ -8,7 +8,7 @@ local tensors, movements are calls of `parloom.runtime` that name their adjoint.
 
 import keyword
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from parloom.codegen.tables import tables
@@ -28,6 +28,7 @@ from parloom.ir.pcg import (
     PCall,
     PFunction,
     PValue,
+    Remake,
     operands_of,
     results_of,
 )
@@ -44,7 +45,10 @@ def generate(pcg: PCG, title: str) -> str:
     """The source of the program; `title` becomes the module's docstring."""
     weights = _Weights(pcg)
     parts = [_header(title, pcg)]
-    parts += [_function(pcg, f, weights) for f in pcg.functions]
+    for function in pcg.functions:
+        parts.append(_function(pcg, function, weights))
+        if function.remake is not None:
+            parts.append(_remake(pcg, function, function.remake, weights))
     if pcg.prologue:
         parts.append(_prologue(pcg))
     parts.append(_forward(pcg, weights))
@@ -122,23 +126,57 @@ class _Weights:
         inputs = tuple(a for a, f in zip(call.args, flags, strict=True) if not f)
         return inputs, tuple(a for a, f in zip(call.args, flags, strict=True) if f)
 
+    def formals(self, function: PFunction) -> tuple[tuple[PValue, ...], tuple[PValue, ...]]:
+        """(inputs, weights of the call's unit) as the function names them."""
+        flags = tuple(zip(function.inputs, self.formal[function.name], strict=True))
+        return tuple(v for v, f in flags if not f), tuple(v for v, f in flags if f)
+
+    def read_again(self, function: PFunction, remake: Remake) -> tuple[PValue, ...]:
+        """What is made again is made of these, beside the weights of the call's unit."""
+        own = {value.name for value in self.formals(function)[1]}
+        return tuple(value for value in remake.inputs if value.name not in own)
+
 
 def _function(pcg: PCG, function: PFunction, weights: _Weights) -> str:
-    flags = weights.formal[function.name]
-    inputs = [v for v, f in zip(function.inputs, flags, strict=True) if not f]
-    own = [v for v, f in zip(function.inputs, flags, strict=True) if f]
-    arguments = ", ".join(f"{identifier(v.name)}: Tensor" for v in (*inputs, *own))
+    inputs, own = weights.formals(function)
     count = len(function.outputs)
     returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
-    head = (
-        f"def {identifier(function.name)}(ctx: rt.Context, prefix: str, {arguments}) -> {returns}:"
-    )
-    lines = [head if len(head) <= WIDTH else _wrapped(head)]
-    lines += _layout_lines(pcg.mesh, (*inputs, *own))
+    values = _tuple(function.outputs)
     kept = {v.name for v in function.outputs}
+    if function.remake is not None:
+        returns, read = "rt.Made", weights.read_again(function, function.remake)
+        results = values if count == 1 else f"({values})"
+        dropped = function.remake.outputs
+        values = f"rt.Made({results}, kept={_group(read)}, dropped={_group(dropped)})"
+        kept |= {v.name for v in (*read, *dropped)}
+    lines = [_head(function.name, (*inputs, *own), returns)]
+    lines += _layout_lines(pcg.mesh, (*inputs, *own))
     lines += _statements(pcg, function.body, kept, prefix=None, weights=weights)
-    lines.append(f"    return {_tuple(function.outputs)}")
+    lines.append(f"    return {values}")
     return "\n".join(lines)
+
+
+def _remake(pcg: PCG, function: PFunction, remake: Remake, weights: _Weights) -> str:
+    """The function that makes again what `function` drops."""
+    _, own = weights.formals(function)
+    arguments = (*weights.read_again(function, remake), *own)
+    lines = [_head(remake.name, arguments, "tuple[Tensor, ...]")]
+    kept = {v.name for v in remake.outputs}
+    lines += _statements(pcg, remake.body, kept, prefix=None, weights=weights)
+    lines.append(f"    return {_group(remake.outputs)}")
+    return "\n".join(lines)
+
+
+def _head(name: str, arguments: Iterable[PValue], returns: str) -> str:
+    typed = ", ".join(f"{identifier(v.name)}: Tensor" for v in arguments)
+    typed = f", {typed}" if typed else ""
+    head = f"def {identifier(name)}(ctx: rt.Context, prefix: str{typed}) -> {returns}:"
+    return head if len(head) <= WIDTH else _wrapped(head)
+
+
+def _group(values: Sequence[PValue]) -> str:
+    """A tuple of values, of any length."""
+    return f"({_tuple(values)}{',' if len(values) == 1 else ''})"
 
 
 def _wrapped(head: str) -> str:
@@ -286,6 +324,9 @@ def _statement(pcg: PCG, item: Item, prefix: str | None, weights: _Weights | Non
         names = _tuple(inputs) + ("," if len(inputs) == 1 else "")
         units = tuple(weights.targets[v.name] for v in own)
         tail = ", recompute=True" if item.policy == "recompute" else ""
+        remake = pcg.by_name[item.function].remake
+        if remake is not None:
+            tail = f", again={identifier(remake.name)}"
         function = identifier(item.function)
         code = f"ctx.call({function}, {item.prefix!r}, ({names}), {units!r}{tail})"
     line = f"{targets} = {code}"

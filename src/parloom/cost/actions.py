@@ -7,6 +7,7 @@ step program.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from parloom.cost.step import Priced
 from parloom.cost.tasks import (
@@ -18,6 +19,7 @@ from parloom.cost.tasks import (
     OPTIMIZER,
     RECOMPUTATION,
     RECOMPUTED,
+    RECOMPUTING,
     WEIGHTS,
     Action,
     Entry,
@@ -344,25 +346,26 @@ class Stage:
         """A callee's instructions, and after how many each of its works is over."""
         out, classes = Listing(), dict(classes)
         ends: list[int] = []
-        recomputed = self._recomputed(call) if part != "F" else 0
-        for index, flat in enumerate(self._flat(call, part)):
-            if index == recomputed and recomputed:
-                out.run(RECOMPUTED, "memory", after=((RECOMPUTATION, -call.discards),))
-            forward = part == "F" or index < recomputed
-            if not (forward and part == "W"):
-                self._emit(out, flat, "F" if forward else part, {} if forward else classes)
-            ends.append(len(out.entries))
-        if recomputed and part != "W":
-            callee = self.found.walker.call(call.function)
-            held = callee.forward.net_bytes - call.discards
+        discards = call.discards if call.recompute else 0
+        remade = -discards
+        listed = groupby(self._flat(call, part), lambda flat: flat.component == RECOMPUTATION)
+        for again, works in listed:
+            if again and part == "W":
+                ends += [len(out.entries) for _ in works]
+                continue
+            if again:
+                out.run(RECOMPUTING, "memory")
+            for flat in works:
+                self._emit(out, flat, "F" if again else part, {} if again else classes)
+                ends.append(len(out.entries))
+                remade += flat.work.takes - flat.work.gives if again else 0
+            if again:
+                out.run(RECOMPUTED, "memory", after=((RECOMPUTATION, -discards),))
+        if remade and part in ("B", "I"):
             # The backward pass has given this back as activations.
-            moved = ((RECOMPUTATION, -held), (ACTIVATIONS, held))
+            moved = ((RECOMPUTATION, -remade), (ACTIVATIONS, remade))
             out.run(RECOMPUTED, "memory", after=moved)
         return out.entries, ends
-
-    def _recomputed(self, call: Called) -> int:
-        forward = self.found.walker.call(call.function).forward
-        return len(list(self._within(forward, "", RECOMPUTATION))) if call.recompute else 0
 
     def _makers(self, call: Called) -> tuple[tuple[int, Flat], ...]:
         """The works of a call's backward pass that make gradients of weights, with their places."""
@@ -386,7 +389,10 @@ class Stage:
         for work in track.works:
             assert isinstance(work, Work), "block functions do not call others"
             backward = component == ACTIVATIONS
-            yield Flat(work, prefix, component, work.parameters if backward else ())
+            if work.again:
+                yield Flat(work, prefix, RECOMPUTATION, ())
+            else:
+                yield Flat(work, prefix, component, work.parameters if backward else ())
 
     def _emit(
         self,

@@ -63,7 +63,7 @@ def _kept(function: PFunction, pcg: PCG, found: Priced) -> Iterator[tuple[str, i
     outside = frozenset(value.name for value in function.inputs)
     lives = Lives(outside, frozenset())
     body = tuple(item for item in function.body if not isinstance(item, PCall))
-    found.walker.walk(function.inputs, body, lives, function.outputs)
+    found.walker.walk(function.inputs, body, lives, function.outputs, function.remake)
     makers = {
         value.name: item.node.key
         for item in body

@@ -22,8 +22,8 @@ from parloom.ir.graph import DTYPE_BYTES, Arg, Ref, TensorSpec
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Device, Mesh
 from parloom.ir.ops import Site, op_of
-from parloom.ir.ops.opdef import SavedTensors
 from parloom.ir.pcg import Compute, PValue
+from parloom.ir.remake import saved_by
 
 SPEC, MEASURED = "spec", "measured"
 
@@ -313,25 +313,12 @@ class Kernels:
         return max(self.stream_s(num_bytes, launches), work)
 
 
-def kept(item: Compute) -> SavedTensors:
-    """What autograd keeps of an operator, as ("operand" | "result", index)."""
-    site = Site(item.node, tuple(v.spec for v in item.operands))
-    wanted = [v.differentiable for v in item.operands]
-    found = []
-    for what, index in op_of(item.node).saves(site):
-        if what != "other":
-            found.append((what, index))
-        elif any((*wanted[:index], *wanted[index + 1 :])):
-            found.append(("operand", index))
-    return tuple(found)
-
-
 def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
     """An operator of a lowered program as one rank of `mesh` runs it, border rows included."""
     op = op_of(item.node)
     site = Site(item.node, tuple(v.spec for v in item.operands))
     axes = {a for _, assigned in item.assignment for a in assigned}
-    saved = kept(item)
+    saved = saved_by(item)
     arguments = (*item.node.args, *(v for _, v in item.node.kwargs))
     return LocalOperator(
         item.node.op,

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parloom.cost.engine import Launch, Run
-from parloom.cost.tasks import COMPONENTS, RECOMPUTED, SHARES, Changes, Note, kind_of
+from parloom.cost.tasks import (
+    COMPONENTS,
+    RECOMPUTED,
+    RECOMPUTING,
+    SHARES,
+    Changes,
+    Note,
+    kind_of,
+)
 from parloom.cost.timeline import Piece, Played, Process, Span, Timeline
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PCall
@@ -19,6 +27,7 @@ from parloom.ir.pcg import PCG, PCall
 COMPUTING, AGAIN, COPYING = "computing", "recomputation", "copies of movements"
 UPDATING, ADDING, WAITING = "optimizer update", "adding up microbatches", "waiting"
 CONTENTION = "contention"
+MARKS = (RECOMPUTING, RECOMPUTED)
 MAIN, STEP = "main", "step program"
 OWN_KINDS = {"update": UPDATING, "collect": ADDING}
 HOST = ("to host", "from host")
@@ -167,13 +176,12 @@ class _Reading:
 
     def _piece(self, piece: Piece, place: str, found: _Amounts) -> None:
         segment, prefix = piece.placed.segment, piece.placed.prefix
-        # Before this mark, a call of a backward pass does its forward pass again.
-        again = next((i for i, note in enumerate(segment.notes) if _is_mark(note)), 0)
+        again = _again(segment.notes)
         listed = zip(segment.instructions, segment.notes, strict=True)
         for index, (instruction, note) in enumerate(listed):
             if isinstance(instruction, Run):
                 if instruction.ps:
-                    what = AGAIN if index < again else _what(note)
+                    what = AGAIN if index in again else _what(note)
                     found.time[place, Cause(what)] += instruction.ps
                     found.busy[COMPUTING] += instruction.ps
                 continue
@@ -237,8 +245,10 @@ def _name(piece: Piece, key: str, prefix: str) -> str:
     return f"{prefix}/{real}" if real.startswith("activations") else real
 
 
-def _is_mark(note: Note) -> bool:
-    return (note.name, note.kind) == (RECOMPUTED, "memory")
+def _again(notes: Sequence[Note]) -> range:
+    """Where a call of a backward pass does again what its forward pass did."""
+    marks = [i for i, n in enumerate(notes) if n.kind == "memory" and n.name in MARKS]
+    return range(*marks[:2]) if marks else range(0)
 
 
 def _what(note: Note) -> str:

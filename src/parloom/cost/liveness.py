@@ -4,13 +4,24 @@ Forward: a value lives until the end of the section (module call) in which it is
 generated code deletes it, or until the backward pass if autograd keeps it. Backward: items run in
 reverse; the gradient of a value lives from the first that makes it to the one that made the value;
 what is kept goes when the last one that needs it has run. Values that share memory count once.
+What a block drops goes at the end of its forward pass, and is made again before the first item of
+the backward pass that needs any of it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from parloom.cost.works import Called, Walked, Work
-from parloom.ir.pcg import Compute, Item, Movement, PCall, PValue, operands_of, results_of
+from parloom.ir.pcg import (
+    Compute,
+    Item,
+    Movement,
+    PCall,
+    PValue,
+    Remake,
+    operands_of,
+    results_of,
+)
 
 Works = tuple[Work | Called, ...]
 
@@ -22,7 +33,9 @@ class Lives:
     `outside` are the values whose memory others count, `parameters` those of them whose gradients
     others count; `held` are made here and live until the backward pass is over. `forward` and
     `backward` have one entry per item, None where nothing runs. `owner` maps a value to the one
-    whose memory it is; `kept` the owner of what autograd keeps to the first item that keeps it.
+    whose memory it is; `kept` the owner of what autograd keeps to the first item that keeps it, and
+    `kept_last` to the last one. What is `dropped`, as `kept` was, is made by the works `again` when
+    the backward pass comes to the item `remade_at`.
     """
 
     outside: frozenset[str]
@@ -31,10 +44,14 @@ class Lives:
     items: list[Item] = field(default_factory=list)
     forward: list[Work | Called | None] = field(default_factory=list)
     backward: list[Work | Called | None] = field(default_factory=list)
+    again: Works = ()
     callees: dict[int, Walked] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     owner: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
+    kept_last: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    remade_at: int = 0
     inside: set[str] = field(default_factory=set)
 
     def of(self, value: PValue) -> str:
@@ -49,6 +66,27 @@ class Lives:
         """The item at hand keeps memory for its backward pass; what a callee keeps is counted."""
         if owner not in self.inside:
             self.kept.setdefault(owner, len(self.items) - 1)
+            self.kept_last[owner] = len(self.items) - 1
+
+    def keep_nothing(self) -> None:
+        """After all items: autograd keeps nothing, and what is no value goes with its item."""
+        made = self._made()
+        for owner, index in self.kept.items():
+            work = self.forward[index]
+            if owner not in made and owner not in self.outside and isinstance(work, Work):
+                staging = work.staging + self.sizes[owner]
+                self.forward[index] = replace(work, staging=staging)
+        self.kept.clear()
+
+    def drop(self, remake: Remake, again: Works) -> None:
+        """After all items: what autograd keeps of what `remake` drops is made by `again`."""
+        self.again = again
+        self.dropped = {o: i for o, i in self.kept.items() if o in remake.dropped}
+        self.remade_at = max(self.kept_last[owner] for owner in self.dropped)
+        self.kept = {o: i for o, i in self.kept.items() if o not in self.dropped}
+        for owner in {self.of(value): None for value in remake.inputs}:
+            if owner not in self.parameters:
+                self.kept[owner] = min(self.kept.get(owner, self.remade_at), self.remade_at)
 
     def inside_bytes(self) -> int:
         """What is made here, or in calls, and kept for the backward pass."""
@@ -64,7 +102,8 @@ class Lives:
             if not self._of_call(owner, index):  # a callee takes the memory of its results
                 takes[index] += self.sizes[owner]
             if owner not in stay:
-                gives[ends[last[owner]]] += self.sizes[owner]
+                end = len(gives) - 1 if owner in self.dropped else ends[last[owner]]
+                gives[end] += self.sizes[owner]
         for owner, index in self.kept.items():
             if owner not in made and owner not in self.outside:  # a mask
                 takes[index] += self.sizes[owner]
@@ -96,12 +135,16 @@ class Lives:
         for owner, index in self.kept.items():
             if owner not in self.outside:
                 gives[index] += self.sizes[owner]
+        for owner, index in self.dropped.items():
+            gives[index] += self.sizes[owner]
         for owner in self.held - self.kept.keys() - self.inside:
             gives[0] += self.sizes[owner] if owner in made else 0
         results = {self.of(v) for item in self.items for v in results_of(item)}
         for owner in gradients.keys() & made.keys() - results:
             gives[0] += gradients[owner]  # of an input, which is sent to where it came from
-        works = _attached(self.backward[::-1], takes[::-1], gives[::-1])
+        listed = list(zip(self.backward, takes, gives, strict=True))
+        listed[self.remade_at + 1 : self.remade_at + 1] = [(w, 0, 0) for w in self.again[::-1]]
+        works = _attached(*zip(*listed[::-1], strict=True)) if listed else ()
         return works, frozenset(gradients.keys() - given.keys() - made.keys())
 
     def _made(self) -> dict[str, int]:
@@ -183,7 +226,9 @@ def _section(item: Item) -> str | None:
     return item.prefix if isinstance(item, PCall) else None
 
 
-def _attached(works: Sequence[Work | Called | None], takes: list[int], gives: list[int]) -> Works:
+def _attached(
+    works: Sequence[Work | Called | None], takes: Sequence[int], gives: Sequence[int]
+) -> Works:
     """The works that there are, with what they take and give.
 
     Where nothing runs, what is given goes with the work before and what is taken with that after.

@@ -30,7 +30,8 @@ from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 @dataclass(frozen=True, slots=True)
 class Share:
     """An item of a function each time that it runs; `key` is that of the operator it belongs to, or
-    empty. `roots` are the values that a movement starts from, which are no movements' results.
+    empty. `roots` are the values that a movement starts from, which are no movements' results;
+    `again` is an item that every backward pass runs once more.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Share:
     forward: Work | None
     backward: Work | None
     roots: tuple[str, ...]
+    again: bool = False
 
     @property
     def forward_ps(self) -> int:
@@ -58,7 +60,12 @@ class Runs:
 
     def ps(self, share: Share) -> int:
         """An item in all of a step."""
-        return (self.forward + self.again) * share.forward_ps + self.forward * share.backward_ps
+        again = self.again_of(share)
+        return (self.forward + again) * share.forward_ps + self.forward * share.backward_ps
+
+    def again_of(self, share: Share) -> int:
+        """How often backward passes run an item's forward pass."""
+        return self.again + (self.forward if share.again else 0)
 
 
 def work_ps(work: Work | None) -> int:
@@ -92,7 +99,8 @@ def runs(pcg: PCG) -> Mapping[str, Runs]:
 def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Share, ...]:
     lives = Lives(frozenset(), frozenset())
     items = tuple(item for item in lowered.body if not isinstance(item, PCall))
-    walker.walk(lowered.inputs, items, lives, lowered.outputs)
+    walker.walk(lowered.inputs, items, lives, lowered.outputs, lowered.remake)
+    remade = set() if lowered.remake is None else {id(item) for item in lowered.remake.body}
     keys = _keys(function, items)
     roots: dict[str, str] = {}
     found = []
@@ -103,7 +111,7 @@ def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Sha
         if isinstance(item, Movement):
             roots[item.result.name] = starts[0]
         one, other = (work if isinstance(work, Work) else None for work in (forward, backward))
-        found.append(Share(key, item, one, other, starts))
+        found.append(Share(key, item, one, other, starts, id(item) in remade))
     return tuple(found)
 
 

@@ -25,8 +25,8 @@ COMPONENTS = (
 )
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, RECOMPUTATION, COMMUNICATION, BUFFERS = range(7)
 COMPUTE = "compute"
-# The name of what follows a forward pass that a backward pass does again.
-RECOMPUTED = "recomputed"
+# The names of what comes before and after what a backward pass does again of a forward pass.
+RECOMPUTING, RECOMPUTED = "recomputing", "recomputed"
 # A link's capacity a picosecond: divides evenly among up to 16 flows.
 SHARES = 720720
 PS = 10**12

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import Kernels, kept, local_operator
+from parloom.cost.kernels import Kernels, local_operator
 from parloom.cost.liveness import Lives
 from parloom.cost.merging import Part, merged
 from parloom.cost.staging import staging_bytes
@@ -30,7 +30,8 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.opdef import SavedTensors
-from parloom.ir.pcg import Compute, Item, Movement, PCall, PFunction, PValue
+from parloom.ir.pcg import Compute, Item, Movement, PCall, PFunction, PValue, Remake
+from parloom.ir.remake import saved_by
 
 # Primitives that leave the local tensor where it is.
 FREE = ("identity",)
@@ -74,7 +75,9 @@ class Walker:
             weights = frozenset(function.inputs[i].name for i in parameters)
             outside = frozenset(v.name for v in function.inputs)
             lives = Lives(outside, weights)
-            self._known[name] = self.walk(function.inputs, function.body, lives, function.outputs)
+            self._known[name] = self.walk(
+                function.inputs, function.body, lives, function.outputs, function.remake
+            )
         return self._known[name]
 
     def walk(
@@ -83,16 +86,37 @@ class Walker:
         body: tuple[Item, ...],
         lives: Lives,
         outputs: tuple[PValue, ...] = (),
+        remake: Remake | None = None,
     ) -> Walked:
         """The price of a body; `lives` says what of its inputs others count."""
+        # Values that are dropped are memory of their own: nothing of them stays in a kernel.
+        merges = self.kernels.software.merges if remake is None else ""
+        self._run(inputs, body, lives, merged(body, outputs, merges))
+        if remake is not None:
+            lives.drop(remake, self._again(remake))
+        return self._walked(inputs, lives, outputs)
+
+    def _run(
+        self,
+        inputs: tuple[PValue, ...],
+        body: tuple[Item, ...],
+        lives: Lives,
+        parts: Mapping[int, Part],
+    ) -> None:
         state = _Body(self, inputs, lives)
-        parts = merged(body, outputs, self.kernels.software.merges)
         for index, item in enumerate(body):
             lives.items.append(item)
             forward, backward = state.works(item, parts.get(index))
             lives.forward.append(forward)
             lives.backward.append(backward)
-        return self._walked(inputs, lives, outputs)
+
+    def _again(self, remake: Remake) -> tuple[Work | Called, ...]:
+        """The works that make dropped values again, in the order in which they run."""
+        lives = Lives(frozenset(value.name for value in remake.inputs), frozenset())
+        self._run(remake.inputs, remake.body, lives, {})
+        lives.keep_nothing()
+        works = lives.forward_works(remake.outputs)
+        return tuple(replace(work, again=True) for work in works if isinstance(work, Work))
 
     def _walked(
         self, inputs: tuple[PValue, ...], lives: Lives, outputs: tuple[PValue, ...]
@@ -247,7 +271,7 @@ class _Body:
         )
         if not any(v.differentiable for v in item.results):
             return forward, None
-        self.keep(item, kept(item))
+        self.keep(item, saved_by(item))
         own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:

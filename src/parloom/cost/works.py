@@ -49,7 +49,8 @@ class Work:
     `takes` bytes of activations when it starts and `gives` some back when it is over; `staging`
     bytes are its own meanwhile. `parameters` are the inputs of the function (by position) that it
     reads, or in a backward pass whose gradient it makes or adds to; `weights_s` is the part of
-    `compute_s` that goes into those gradients.
+    `compute_s` that goes into those gradients. `again` marks a work of the
+    forward pass that a backward pass runs again.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Work:
     staging: int = 0
     parameters: tuple[int, ...] = ()
     weights_s: float = 0.0
+    again: bool = False
 
     def total(self) -> Pass:
         """What it costs."""

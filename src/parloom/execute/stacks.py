@@ -30,7 +30,7 @@ Blocks = dict[str, dict[int, Block]]  # stack prefix -> index -> block
 def blocks_of(nodes: Mapping[str, FlatNode], decisions: Decisions) -> Blocks:
     """All stacks of a program, nested ones too, by prefix."""
     decided = {n.key: n.factors for n in decisions.nodes}
-    policies = {a.prefix: a.policy for a in decisions.activations}
+    policies = {a.prefix: (a.policy, a.values, a.moves) for a in decisions.activations}
     keys: dict[str, dict[int, list[tuple[str, str]]]] = {}
     for key in nodes:
         path, _, call = key.partition(":")
@@ -49,7 +49,7 @@ def blocks_of(nodes: Mapping[str, FlatNode], decisions: Decisions) -> Blocks:
                 (
                     tuple(decided.get(key, ()) for _, key in found),
                     tuple(stored.get((prefix, index), ())),
-                    policies.get(f"{prefix}.{index}", ""),
+                    policies.get(f"{prefix}.{index}"),
                 ),
             )
             for index, found in sorted(blocks.items())

@@ -20,6 +20,7 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import (
     Call,
     FlatNode,
+    Function,
     Graph,
     Node,
     Value,
@@ -41,6 +42,7 @@ from parloom.ir.pcg import (
     results_of,
 )
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision
+from parloom.ir.remake import Maker, remake
 from parloom.ir.samples import sample_dims
 
 Homes = Mapping[str, Layout]
@@ -75,7 +77,9 @@ class _Lowering:
         )
         self.by_key = {n.key: n for n in decisions.nodes}
         self.assigned: dict[tuple[str, str], Assignment] = {}
-        self.policies = {a.prefix: a.policy for a in decisions.activations}
+        self.policies = {a.prefix: a.policy for a in decisions.activations if not a.lists}
+        self.lists = {a.prefix: (a.values, a.moves) for a in decisions.activations if a.lists}
+        self.bodies: dict[object, tuple[PFunction, Mapping[str, Maker]]] = {}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
         self.samples = sample_dims(self.factored) if self.steps > 1 else {}
@@ -192,7 +196,8 @@ class _Lowering:
 
     def variant_name(self, kind: str) -> str:
         """A name for the next variant of a block kind that no other function has."""
-        taken = self.names | {f.name for f in self.variants.values()}
+        made = self.variants.values()
+        taken = self.names | {f.name for f in made} | {f.remake.name for f in made if f.remake}
         if kind not in taken:
             return kind
         taken |= set(self.graph.by_name)
@@ -208,17 +213,31 @@ class _Lowering:
         )
         types = tuple((v.layout, v.varying, v.differentiable) for v in inputs)
         key = (function.name, chosen, types)
-        if key not in self.variants:
+        if key not in self.bodies:
+            self.bodies[key] = self.body(function, call.prefix, inputs)
+        lowered, makers = self.bodies[key]
+        lists = self.lists.get(call.prefix)
+        remade = remake(lowered, makers, *lists) if lists else None
+        variant = key, remade and remade.dropped
+        if variant not in self.variants:
             name = self.variant_name(function.name)
-            formal = tuple(
-                replace(value, name=v.name)
-                for value, v in zip(inputs, function.inputs, strict=True)
-            )
-            body = Body(self, function, call.prefix, formal)
-            body.run()
-            outputs = tuple(body.values[n] for n in function.outputs)
-            self.variants[key] = PFunction(name, function.name, formal, tuple(body.items), outputs)
-        return self.variants[key]
+            if remade is not None:
+                remade = replace(remade, name=self.variant_name(f"{function.name}_again"))
+            self.variants[variant] = replace(lowered, name=name, remake=remade)
+        return self.variants[variant]
+
+    def body(
+        self, function: Function, prefix: str, inputs: tuple[PValue, ...]
+    ) -> tuple[PFunction, Mapping[str, Maker]]:
+        """A lowered block function, and the makers of its values."""
+        formal = tuple(
+            replace(value, name=v.name) for value, v in zip(inputs, function.inputs, strict=True)
+        )
+        body = Body(self, function, prefix, formal)
+        body.run()
+        outputs = tuple(body.values[n] for n in function.outputs)
+        items = tuple(body.items)
+        return PFunction(function.name, function.name, formal, items, outputs), body.makers
 
 
 def _without(hoisted: list[Item], items: list[Item], ends: set[str]) -> tuple[Item, ...]:

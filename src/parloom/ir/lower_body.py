@@ -31,6 +31,7 @@ from parloom.ir.pcg import (
     operands_of,
     results_of,
 )
+from parloom.ir.remake import Maker
 
 Assignment = dict[str, tuple[str, ...]]
 WAY_ON = (
@@ -82,6 +83,8 @@ class Body:
         self.at = prefix or "(top)"  # the operator being lowered, for messages
         self.moved: dict[tuple[str, Layout, tuple[str, ...] | None], PValue] = {}
         self.reached: dict[tuple[str, Layout], PValue] = {}
+        self.makers = {v.name: Maker(v.name) for v in inputs}
+        self.expanded = ""  # the operator whose local program is being lowered
         self.pure = {
             i.value.name for i in owner.graph.inputs if top and i.kind in ("batch", "constant")
         }
@@ -106,6 +109,7 @@ class Body:
         policy = self.owner.policies.get(call.prefix, "keep")
         self.items.append(PCall(variant.name, call.prefix, args, results, policy))
         self.values.update((v.name, v) for v in results)
+        self.makers.update((v.name, Maker(v.name)) for v in results)
 
     def lower_node(self, node: Node, rule: Rule, assignment: Assignment) -> None:
         sources = tuple(self.values[name] for name in node.refs)
@@ -148,6 +152,7 @@ class Body:
             Compute(renamed, rule, tuple(assignment.items()), tuple(operands), tuple(results))
         )
         self.values.update((v.name, v) for v in results)
+        self.makers.update((v.name, Maker(self.expanded or node.key)) for v in results)
         if all(v.name in self.pure for v in sources):
             self.pure.update(v.name for v in results)
 
@@ -203,6 +208,7 @@ class Body:
     def expand(self, node: Node, program: Function, operands: list[PValue]) -> None:
         """Lower a local program in place of `node`; inner operators take operands as they lie."""
         outer = self.values
+        within, self.expanded = self.expanded, self.expanded or node.key
         base = node.results[0].name
         self.values = {v.name: o for v, o in zip(program.inputs, operands, strict=True)}
         outputs = dict(zip(program.outputs, node.results, strict=False))
@@ -230,6 +236,7 @@ class Body:
             self.values = before
         made = {v.name: self.values[o] for o, v in outputs.items()}
         self.values = outer | made
+        self.expanded = within
 
     def fresh(self, name: str) -> str:
         """A value name that this function does not use yet."""
@@ -305,6 +312,8 @@ class Body:
         flows = gradient and value.differentiable
         result = PValue(name, value.spec, step.result, varying, flows, halo)
         self.items.append(Movement(step, value, result))
+        moved = Maker(self.makers[value.name].key, moved=True)
+        self.makers[name] = Maker(self.expanded) if self.expanded else moved
         if value.name in self.pure:
             self.pure.add(name)
         return result
@@ -339,6 +348,7 @@ class Body:
         hoist = self.owner.hoist
         hoist.items += [i for i in items if i not in hoist.items]
         result = PValue(self.fresh(f"{value.name}__all_microbatches"), value.spec, layout)
+        self.makers[result.name] = self.makers[made.name]
         hoist.values.append((made, result))
         return result
 

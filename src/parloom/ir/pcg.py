@@ -81,6 +81,21 @@ def results_of(item: Item) -> tuple[PValue, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Remake:
+    """What a block function makes again in its backward pass: `body` makes `outputs` of `inputs`,
+    which are inputs of the function and values that it keeps.
+
+    `dropped` names all values that lie in memory which is not kept for the backward pass.
+    """
+
+    name: str
+    inputs: tuple[PValue, ...]
+    body: tuple[Item, ...]
+    outputs: tuple[PValue, ...]
+    dropped: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class PFunction:
     """A lowered function; one block kind has a variant per distinct set of decisions."""
 
@@ -89,6 +104,7 @@ class PFunction:
     inputs: tuple[PValue, ...]
     body: tuple[Item, ...]
     outputs: tuple[PValue, ...]
+    remake: Remake | None = None
 
 
 @dataclass(frozen=True, slots=True)

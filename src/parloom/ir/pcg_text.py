@@ -43,6 +43,8 @@ def _function(function: PFunction, mesh: Mesh) -> Iterator[str]:
         yield f"  {_item(item, mesh)}"
     if function.outputs:
         yield f"  return {', '.join(v.name for v in function.outputs)}"
+    if function.remake is not None:
+        yield f"  again {', '.join(v.name for v in function.remake.outputs)}"
 
 
 def _value(value: PValue, mesh: Mesh) -> str:

@@ -94,10 +94,28 @@ class ParameterDecision:
 
 @dataclass(frozen=True, slots=True)
 class ActivationDecision:
-    """What a block call does with its activations: keep, recompute or offload."""
+    """What a block call does with its activations: keep, recompute or offload.
+
+    `recompute` without lists recomputes the whole block from its inputs. With lists it recomputes
+    values: `values` are operators of the block, by their keys in it (`attention:softmax#0`), whose
+    results and all redistributions of them are made again in the backward pass; `moves` are
+    operators, or inputs of the block, of which only the redistributions are made again.
+    """
 
     prefix: str
     policy: str = "keep"
+    values: tuple[str, ...] = ()
+    moves: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        where = f"the recomputation of {self.prefix or '(top)'}"
+        object.__setattr__(self, "values", _sorted(self.values, str, f"the values of {where}"))
+        object.__setattr__(self, "moves", _sorted(self.moves, str, f"the moves of {where}"))
+
+    @property
+    def lists(self) -> bool:
+        """Whether it is about values of the block, and not about the whole."""
+        return bool(self.values or self.moves)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
         "nodes": {n.key: {f: list(axes) for f, axes in n.factors} for n in decisions.nodes},
         "submeshes": {n.key: dict(n.submesh) for n in decisions.nodes if n.submesh},
         "parameters": {p.name: _parameter(p) for p in decisions.parameters},
-        "activations": {a.prefix: a.policy for a in decisions.activations},
+        "activations": {a.prefix: _activation(a) for a in decisions.activations},
     }
 
 
@@ -158,6 +158,18 @@ def _parameter(parameter: ParameterDecision) -> dict[str, Any]:
             if storage.memory != "device":
                 result[role]["memory"] = storage.memory
     return result
+
+
+def _activation(activation: ActivationDecision) -> str | dict[str, list[str]]:
+    """The policy of a whole block, or the lists of what is recomputed of it."""
+    if not activation.lists:
+        return activation.policy
+    if activation.policy != "recompute":
+        raise VerifyError(
+            f"{activation.prefix}: lists of values go with recompute, not {activation.policy!r}"
+        )
+    lists = {"values": list(activation.values), "moves": list(activation.moves)}
+    return {name: keys for name, keys in lists.items() if keys}
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -273,6 +285,8 @@ class _Reader:
     def _schema_error(self, error: ValidationError) -> InputError:
         first = error.errors(include_url=False)[0]
         path: Path = first["loc"]
+        if path[:2] == ("decisions", "activations"):
+            path = (*path[:3], *path[4:])  # without the tag of the union
         if first["type"] == "extra_forbidden":
             known = schema.known_keys(path[:-1])
             return self.error(path, f"unknown key{nearest(str(path[-1]), known)}", at_key=True)
@@ -294,7 +308,9 @@ class _Reader:
                 self._parameter(name, parameter, mesh)
                 for name, parameter in document.parameters.items()
             ),
-            activations=tuple(ActivationDecision(*item) for item in document.activations.items()),
+            activations=tuple(
+                self._activation(prefix, found) for prefix, found in document.activations.items()
+            ),
             num_microbatches=document.num_microbatches,
             stages=tuple(
                 Stage(
@@ -365,6 +381,24 @@ class _Reader:
             self._axes(("decisions", "parameters", name, role, "axes"), storage.axes, mesh)
             storages[role] = Storage(tuple(storage.axes), storage.dim, storage.memory)
         return ParameterDecision(name, **storages)
+
+    def _activation(
+        self, prefix: str, document: str | schema.RecomputedDocument
+    ) -> ActivationDecision:
+        if isinstance(document, str):
+            return ActivationDecision(prefix, document)
+        path: Path = ("decisions", "activations", prefix)
+        if not document.values and not document.moves:
+            message = 'no value is listed in values or moves; the whole block is "recompute"'
+            raise self.error(path, message)
+        for role in ("values", "moves"):
+            names: list[str] = getattr(document, role)
+            for index, name in enumerate(names):
+                if names.index(name) != index:
+                    raise self.error((*path, role, index), f"{name!r} is given twice")
+        return ActivationDecision(
+            prefix, "recompute", tuple(document.values), tuple(document.moves)
+        )
 
     def _axes(self, path: Path, axes: list[str], mesh: Mesh) -> None:
         for index, axis in enumerate(axes):

@@ -7,7 +7,7 @@ default.
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -87,6 +87,24 @@ class StageDocument(Document):
     submesh: dict[Name, Index]
 
 
+class RecomputedDocument(Document):
+    """What of a block is recomputed: operators, and operators or inputs of which only the
+    redistributions are.
+    """
+
+    values: list[Name] = []
+    moves: list[Name] = []
+
+
+LISTS, POLICY = "lists", "policy"
+# A policy for the whole block, or lists; an error's path has LISTS or POLICY behind the block.
+Activation = Annotated[
+    Annotated[RecomputedDocument, Tag(LISTS)]
+    | Annotated[Literal["keep", "recompute", "offload"], Tag(POLICY)],
+    Discriminator(lambda found: LISTS if isinstance(found, dict) else POLICY),
+]
+
+
 class DecisionsDocument(Document):
     """Everything that the search chose, keyed by the user's names."""
 
@@ -102,7 +120,7 @@ class DecisionsDocument(Document):
     nodes: dict[Name, dict[Name, list[Name]]]
     submeshes: dict[Name, dict[Name, Index]]
     parameters: dict[Name, ParameterDocument]
-    activations: dict[str, Literal["keep", "recompute", "offload"]]
+    activations: dict[str, Activation]
 
 
 class SourceDocument(Document):

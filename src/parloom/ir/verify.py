@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from parloom.errors import LayoutError, VerifyError, nearest
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import DTYPE_BYTES, Call, Function, Graph, TensorSpec
+from parloom.ir.graph import DTYPE_BYTES, Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import check
 from parloom.ir.moves import ADJOINTS, State, state
 from parloom.ir.ops import op_of
@@ -25,7 +25,13 @@ from parloom.ir.pcg import (
     operands_of,
     results_of,
 )
-from parloom.ir.plan import WIDE_DTYPES, Decisions, ParameterDecision, Stage
+from parloom.ir.plan import (
+    WIDE_DTYPES,
+    ActivationDecision,
+    Decisions,
+    ParameterDecision,
+    Stage,
+)
 
 KINDS = ("parameter", "buffer", "batch", "constant")
 POLICIES = ("keep", "recompute")
@@ -235,13 +241,31 @@ def _storage_of(parameter: ParameterDecision, spec: TensorSpec, decisions: Decis
 
 def _activations(planned: Planned) -> Problems:
     factored, decisions = planned
-    prefixes = {i.prefix for i in factored.graph.main.body if isinstance(i, Call)}
+    calls = {i.prefix: i.function for i in factored.graph.main.body if isinstance(i, Call)}
     for activation in decisions.activations:
         if activation.policy not in POLICIES:
             yield f"{activation.prefix}: activation policy {activation.policy!r} is not yet there"
-        if activation.prefix not in prefixes:
-            known = nearest(activation.prefix, prefixes)
+        if activation.prefix not in calls:
+            known = nearest(activation.prefix, calls)
             yield f"no block {activation.prefix!r} in the model{known}"
+        elif activation.lists:
+            block = factored.graph.by_name[calls[activation.prefix]]
+            yield from _recomputed_values(activation, block)
+
+
+def _recomputed_values(activation: ActivationDecision, block: Function) -> Problems:
+    if activation.policy != "recompute":
+        yield f"{activation.prefix}: lists of values go with recompute, not {activation.policy!r}"
+    operators = {item.key for item in block.body if isinstance(item, Node)}
+    movable = operators | {value.name for value in block.inputs}
+    for name in activation.values:
+        if name not in operators:
+            known = nearest(name, operators)
+            yield f"{activation.prefix}: no operator {name!r} in the block to recompute{known}"
+    for name in activation.moves:
+        if name not in movable:
+            known = nearest(name, movable)
+            yield f"{activation.prefix}: no operator or input {name!r} in the block to move{known}"
 
 
 def _executable(planned: Planned) -> Problems:
@@ -303,6 +327,34 @@ def _values_flow(pcg: PCG) -> Problems:
                 if known.get(value.name) != value:
                     yield f"{function.name}: {value.name!r} is read but not made like that"
             known.update((v.name, v) for v in results_of(item))
+
+
+def _remade_as_made(pcg: PCG) -> Problems:
+    """What is made again are items of the function, of values that it keeps."""
+    for function in pcg.functions:
+        if function.remake is None:
+            continue
+        made = {v.name: v for item in function.body for v in results_of(item)}
+        known = {v.name: v for v in function.inputs} | made
+        again = {v.name: v for v in function.remake.inputs}
+        if not again.items() <= known.items() or not again.keys().isdisjoint(
+            function.remake.dropped
+        ):
+            yield f"{function.name}: values are made again of others than it keeps"
+        for item in function.remake.body:
+            if item not in function.body:
+                yield f"{function.name}: {_name(item)} is made again but not made"
+            for value in operands_of(item):
+                if again.get(value.name) != value:
+                    yield f"{function.name}: {value.name!r} is read again but not made again"
+            again.update((v.name, v) for v in results_of(item))
+        for value in function.remake.outputs:
+            if value.name not in function.remake.dropped or again.get(value.name) != value:
+                yield f"{function.name}: {value.name!r} is dropped but not made again"
+
+
+def _name(item: Item) -> str:
+    return ", ".join(v.name for v in results_of(item))
 
 
 def _layouts_divide(pcg: PCG) -> Problems:
@@ -409,6 +461,7 @@ def _parameters_reduce_once(pcg: PCG) -> Problems:
 PARALLEL: Mapping[str, Callable[[PCG], Problems]] = MappingProxyType(
     {
         "values are read as they were made": _values_flow,
+        "values are made again as they were made": _remade_as_made,
         "layouts divide": _layouts_divide,
         "operators keep their rules": _rules_hold,
         "cotangents are whole where they are used": _cotangents_hold,

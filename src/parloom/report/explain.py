@@ -100,6 +100,9 @@ def _place(case: Case, place: str) -> Document:
         "place": place,
         "calls": 1 if place == MAIN else len(calls),
         "recomputed": sum(call.policy == "recompute" for call in calls),
+        "recompute_values": sum(
+            case.pcg.by_name[call.function].remake is not None for call in calls
+        ),
         "s": sum(causes.values()) / PS,
         "share": _share(sum(causes.values()), ledger.step_ps),
         "time": [_cause(cause, ps, ledger.step_ps) for cause, ps in _largest(causes)],

@@ -73,7 +73,7 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Doc
         "place": MAIN if variant_of(case, flat) is case.pcg.main else flat.function,
         "alike": list(ways.keys),
         "runs_a_step": runs.forward,
-        "recomputed_a_step": runs.again,
+        "recomputed_a_step": max(map(runs.again_of, computed), default=runs.again),
         "alike_s": own_ps(case, ways.keys) / PS,
         "factors": [
             {

@@ -128,6 +128,8 @@ def _place(place: Mapping[str, Any], axes: Sequence[str]) -> list[RenderableType
     calls = "" if place["place"] == MAIN else f", {place['calls']} calls"
     if place["recomputed"]:
         calls += f", {place['recomputed']} of them recompute"
+    if place["recompute_values"]:
+        calls += f", {place['recompute_values']} of them recompute some of their values"
     took = f"{format_seconds(place['s'])}, {place['share']:.1%} of the step"
     table = table_of(("operator", *(f"{axis} splits" for axis in axes), "own", "moving"))
     for operator in place["operators"][:OPERATORS]:

@@ -55,10 +55,13 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
         kept = "its part of the split weights and all others" if features else "all weights"
         lines.append(f"every device stores {kept}, with their gradients and optimizer state")
     blocks = sum(isinstance(item, Call) for item in graph.main.body)
-    policies = Counter(a.policy for a in decisions.activations if a.policy != "keep")
+    policies = Counter(
+        f"{a.policy} {'some values' if a.lists else 'activations'}"
+        for a in decisions.activations
+        if a.policy != "keep"
+    )
     lines += [
-        f"{policy} activations of {count} of {_count(blocks, 'block')}"
-        for policy, count in policies.items()
+        f"{policy} of {count} of {_count(blocks, 'block')}" for policy, count in policies.items()
     ]
     return tuple(lines)
 

@@ -58,6 +58,7 @@ from parloom.runtime.random import (
     global_mask,
     keep_mask,
 )
+from parloom.runtime.remake import Made
 from parloom.runtime.same import (
     check_same_values,
     told_by_all,
@@ -80,6 +81,7 @@ __all__ = [
     "Evaluation",
     "Group",
     "LossScale",
+    "Made",
     "Mesh",
     "ParameterSpec",
     "Program",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from parloom.runtime.comm import Comm, Group, TimeGroup
 from parloom.runtime.mesh import Mesh
+from parloom.runtime.remake import Again
 
 
 class Weights(Protocol):
@@ -26,6 +27,7 @@ class Weights(Protocol):
         inputs: tuple[Tensor, ...],
         weights: tuple[str, ...],
         recompute: bool,
+        again: Again | None,
     ) -> Any: ...
 
 
@@ -88,12 +90,14 @@ class Context:
         inputs: tuple[Tensor, ...],
         weights: tuple[str, ...],
         recompute: bool = False,
+        again: Again | None = None,
     ) -> Any:
         """`function(ctx, prefix, *inputs, *weights)` with its weights gathered for the call.
 
-        With `recompute` its activations are dropped and computed again in the backward pass.
+        With `recompute` its activations are dropped and computed again in the backward pass; where
+        `again` is given the function returns a `Made`, of which only the dropped values are.
         """
-        return self._weights().call(self, function, prefix, inputs, weights, recompute)
+        return self._weights().call(self, function, prefix, inputs, weights, recompute, again)
 
     def _weights(self) -> Weights:
         if self.store is None:

@@ -24,6 +24,7 @@ from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.leaves import LeafGradients
 from parloom.runtime.program import ParameterSpec, Program, TensorSpec
+from parloom.runtime.remake import Again, Made, Remaking
 from parloom.runtime.same import check_same_values
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import take
@@ -96,17 +97,23 @@ class Store:
         inputs: tuple[Tensor, ...],
         weights: tuple[str, ...],
         recompute: bool,
+        again: Again | None,
     ) -> Any:
         """See `Context.call`."""
         unit = self._units.of(prefix) if prefix else None
-        body, path = self._blocks.of(function, prefix) if self._blocks else (function, prefix)
+        # A compiled function has memory of its own making; values are dropped as they are written.
+        blocks = self._blocks if again is None else None
+        body, path = blocks.of(function, prefix) if blocks else (function, prefix)
 
         def run(*inputs: Tensor) -> Any:
             mine = self._units.weights(unit) if unit is not None else {}
             tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
             return body(ctx, path, *inputs, *tensors)
 
-        if recompute and torch.is_grad_enabled():
+        if again is not None:
+            remake = partial(self._remake, ctx, again, prefix, weights)
+            result = self._dropping(partial(run, *inputs), remake, unit)
+        elif recompute and torch.is_grad_enabled():
             # Random masks are keyed, so there is no generator state to restore.
             result = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
         elif unit is None:
@@ -122,6 +129,26 @@ class Store:
             result = tuple(self._units.owned_memory(value) for value in result)
         self._units.close(unit)
         return result
+
+    def _dropping(self, run: Callable[[], Made], remake: Again, unit: Unit | None) -> Any:
+        """The results of a call that drops values, which `remake` makes again."""
+        if not torch.is_grad_enabled():
+            return run().results
+        hooks = (_as_it_is, _as_it_is) if unit is None else (self._units.pack, self._units.unpack)
+        remaking = Remaking(*hooks)
+        with remaking.saving():
+            made = run()
+        remaking.drop(made, remake)
+        return made.results
+
+    def _remake(
+        self, ctx: Context, again: Again, prefix: str, weights: tuple[str, ...], *kept: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What a call dropped, of what it kept and its weights."""
+        unit = self._units.of(prefix)
+        mine = {} if unit is None else self._units.leaves(unit)
+        tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
+        return again(ctx, prefix, *kept, *tensors)
 
     # The passes of a step.
 
@@ -191,6 +218,10 @@ class Store:
             held.load(_find(source, held.spec), self._comm)
         for spec in self._program.buffers:
             self.buffers[spec.name] = _buffer(spec, source, self._comm, self._pool.device)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Gather:

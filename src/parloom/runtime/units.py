@@ -164,7 +164,30 @@ class Units:
 
     def saving(self) -> "torch.autograd.graph.saved_tensors_hooks":
         """Within this context autograd saves gathered weights as handles."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> Tensor | _Handle:
+        """What autograd saves of a tensor: a handle where it lies in gathered memory."""
+        where = self._memories.get(tensor.untyped_storage().data_ptr())
+        if where is None:
+            return tensor
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return _Handle(*where, int(tensor.storage_offset()), size, stride)
+
+    def unpack(self, packed: Tensor | _Handle) -> Tensor:
+        """The tensor, gathered again where it has to be."""
+        if isinstance(packed, Tensor):
+            return packed
+        self._gather(packed.unit)
+        assert packed.flat.memory is not None
+        return packed.flat.memory.as_strided(packed.size, packed.stride, packed.offset)
+
+    def leaves(self, unit: Unit) -> dict[str, Tensor]:
+        """The unit's gathered weights for what is made again: their gradients go nowhere."""
+        return {
+            held.name: home.detach().requires_grad_(held.spec.trainable)
+            for held, home in zip(unit.helds, self.homes(unit), strict=True)
+        }
 
     def close(self, unit: Unit) -> None:
         """Drop the unit after a call of it; the last one is where the backward pass begins."""
@@ -229,20 +252,6 @@ class Units:
                 self._pool.give(flat.memory)
             flat.memory = None
         unit.launched = unit.gathered = False
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
-        where = self._memories.get(tensor.untyped_storage().data_ptr())
-        if where is None:
-            return tensor
-        size, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return _Handle(*where, int(tensor.storage_offset()), size, stride)
-
-    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        self._gather(packed.unit)
-        assert packed.flat.memory is not None
-        return packed.flat.memory.as_strided(packed.size, packed.stride, packed.offset)
 
 
 class _Weights(torch.autograd.Function):

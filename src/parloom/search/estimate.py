@@ -97,7 +97,7 @@ def estimate(pcg: PCG, walker: Walker, optimizer: Optimizer) -> Estimate:
 def _passes(function: PFunction, walker: Walker) -> tuple[int, int, int, int]:
     lives = Lives(frozenset(v.name for v in function.inputs), frozenset())
     body = tuple(item for item in function.body if not isinstance(item, PCall))
-    walker.walk(function.inputs, body, lives)
+    walker.walk(function.inputs, body, lives, (), function.remake)
     return passes_ps(lives)
 
 

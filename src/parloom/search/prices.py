@@ -164,8 +164,8 @@ def passes_ps(lives: Lives) -> tuple[int, int, int, int]:
     Calls and scalars are not counted.
     """
     found = []
-    for works in (lives.forward, lives.backward):
-        counted = list(_counted(lives, works))
+    for works, again in ((lives.forward, ()), (lives.backward, lives.again)):
+        counted = [*_counted(lives, works), *(w for w in again if isinstance(w, Work))]
         found.append(sum(picoseconds(work.compute_s) for work in counted))
         exchanges = (work.exchange.seconds for work in counted if work.exchange is not None)
         found.append(sum(map(picoseconds, exchanges)))

@@ -1,0 +1,205 @@
+"""Recomputation by value, against one device: random values of blocks in random layouts."""
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import SGD
+
+from parloom import runtime as rt
+from parloom.capture import capture, parameters_of
+from parloom.errors import VerifyError
+from parloom.execute.program import compile_pcg
+from parloom.ir.graph import Call, Graph, Node
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh
+from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.runtime import remake
+from parloom.runtime.remake import Made, Remaking
+from parloom.search.baselines import random_plan
+from tests.dist.lowered import MESHES, Model, of
+from tests.equality import TOLERANCE
+from tests.zoo_sizes import small
+
+DEEPER: dict[str, dict[str, Any]] = {
+    "resnext50": {"depths": (3, 1, 1, 1)},
+    "wide_resnet": {"depths": (3, 1, 1, 1)},
+}
+NAMES = (
+    "bert_large", "bert_large_artifact", "dit_xl", "gpt", "gshard", "inception_v3",
+    "inception_v3_artifact", "llama", "resnext50", "wide_resnet",
+)  # fmt: skip
+
+
+@cache
+def model(name: str) -> Model:
+    module, batch = small(name, **DEEPER.get(name, {}))
+    return of(module.train(), batch)
+
+
+def random_lists(graph: Graph, seed: int, share: float = 0.5) -> tuple[ActivationDecision, ...]:
+    """For every call a random part of its operators, and of what is moved of the others."""
+    rng = Random(seed)
+    found = []
+    for call in graph.main.body:
+        if isinstance(call, Call):
+            block = graph.by_name[call.function]
+            keys = [item.key for item in block.body if isinstance(item, Node)]
+            values = tuple(key for key in keys if rng.random() < share)
+            movable = [v.name for v in block.inputs] + [key for key in keys if key not in values]
+            moves = tuple(name for name in movable if rng.random() < share)
+            found.append(ActivationDecision(call.prefix, "recompute", values, moves))
+    return tuple(found)
+
+
+def random_case(found: Model, seed: int, microbatches: int = 1) -> Decisions:
+    """A random layout with random storage, in which random values are recomputed."""
+    plan = random_plan(found.graph, found.factored, MESHES["2x2"], seed, microbatches)
+    plan = replace(plan, activations=random_lists(found.graph, seed))
+    verify_decisions(found.graph, plan, found.factored)
+    pcg = verify_pcg(lower(found.graph, plan, factored=found.factored))
+    assert any(function.remake for function in pcg.functions)
+    return plan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_values_in_random_layouts(name: str) -> None:
+    found = model(name)
+    for seed in range(2 if name in ("gpt", "llama") else 1):
+        error, where = found.error(random_case(found, seed))
+        assert error < TOLERANCE, where
+
+
+def test_microbatches() -> None:
+    found = model("gpt")
+    error, where = found.error(random_case(found, 3, microbatches=2))
+    assert error < TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_value_that_is_made_again_otherwise_is_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: what is remade reaches the gradients."""
+    place = remake._Place.of
+    monkeypatch.setattr(remake._Place, "of", lambda self, made: place(self, made * 1.001))
+    found = model(name)
+    error, _ = found.error(random_case(found, 0))
+    assert error > TOLERANCE
+
+
+def trained(
+    graph: Graph,
+    tensors: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    activations: tuple[ActivationDecision, ...],
+    blocks: rt.CompiledBlocks | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of three steps in float32, and the weights after them."""
+    pcg = lower(graph, Decisions(Mesh(()), activations=activations))
+    program = compile_pcg(verify_pcg(pcg), "test").program
+    trainer = rt.Trainer(
+        program,
+        tensors,
+        optimizer=lambda named: SGD(named, lr=0.1),
+        comm=rt.SingleComm(program.mesh),
+        blocks=blocks,
+    )
+    losses = [trainer.step(batch).loss for _ in range(3)]
+    return losses, [held.owned.detach() for held in trainer.store.helds.values()]
+
+
+@pytest.mark.parametrize("name", ["bert_large", "llama", "inception_v3_artifact"])
+def test_steps_are_equal_to_the_last_bit(name: str) -> None:
+    """Dropout included: what is drawn again is what was drawn."""
+    module, batch = small(name)
+    graph = capture(module.train(), batch)
+    tensors = parameters_of(module, graph)
+    kept = trained(graph, tensors, batch, ())
+    for seed, share in enumerate((0.3, 0.7, 1.0)):
+        again = trained(graph, tensors, batch, random_lists(graph, seed, share))
+        for one, other in zip(kept, again, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_blocks_that_drop_values_run_as_written_where_others_are_compiled() -> None:
+    module, batch = small("gpt")
+    graph = capture(module.train(), batch)
+    tensors = parameters_of(module, graph)
+    counters.clear()
+    kept = trained(graph, tensors, batch, ())
+    again = trained(graph, tensors, batch, random_lists(graph, 0), rt.CompiledBlocks("eager"))
+    assert counters["stats"]["unique_graphs"] == 0
+    for one, other in zip(kept, again, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+class Counted:
+    """x -> 2x, dropped -> its exponential; counts how often the double is made again."""
+
+    def __init__(self) -> None:
+        self.made, self.rows = 0, 5
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Made]:
+        double = x * 2
+        result = double.exp() + double.square()  # saves `double`, and its exponential
+        return double, Made(result, (x,), (double,))
+
+    def again(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.made += 1
+        return (x[: self.rows] * 2,)
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def dropped(counted: Counted, x: Tensor) -> tuple[Tensor, StorageWeakRef]:
+    """The result, and what tells whether the memory of the dropped value is still there."""
+    remaking = Remaking(as_it_is, as_it_is)
+    with remaking.saving():
+        double, made = counted.forward(x)
+    remaking.drop(made, counted.again)
+    memory = StorageWeakRef(double.untyped_storage())  # type: ignore[no-untyped-call]
+    return made.results, memory
+
+
+def test_dropped_memory_is_free_between_the_passes() -> None:
+    counted, x = Counted(), torch.rand(5, requires_grad=True)
+    result, memory = dropped(counted, x)
+    assert memory.expired()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(result.sum(), retain_graph=True)
+    assert counted.made == 1
+    assert x.grad is not None
+    first = x.grad.clone()
+    assert torch.equal(first, (2 * (x * 2).exp() + 8 * x).detach())
+    torch.autograd.backward(result.sum())  # autograd kept what was made again
+    assert counted.made == 1
+    assert torch.equal(x.grad, 2 * first)
+
+
+def test_what_failed_is_made_when_it_is_asked_for_again() -> None:
+    counted, x = Counted(), torch.rand(5, requires_grad=True)
+    result, _ = dropped(counted, x)
+    counted.rows = 0
+    with pytest.raises(VerifyError, match="0 bytes, and had 20"):
+        torch.autograd.backward(result.sum(), retain_graph=True)
+    counted.rows = 5
+    torch.autograd.backward(result.sum())
+    assert counted.made == 2
+    assert x.grad is not None
+    assert torch.equal(x.grad, (2 * (x * 2).exp() + 8 * x).detach())
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    counted, x = Counted(), torch.rand(5)
+    result, memory = dropped(counted, x)
+    assert memory.expired()  # type: ignore[no-untyped-call]
+    assert not result.requires_grad
