@@ -37,7 +37,7 @@ from parloom.ir.graph import Graph, widened
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import DistributedComm, Program, Trainer
 from parloom.search.baselines import METHODS, random_plan
 

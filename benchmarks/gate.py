@@ -30,7 +30,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import Program
 from parloom.search.baselines import METHODS, random_plan
 

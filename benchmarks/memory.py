@@ -36,7 +36,7 @@ from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import DistributedComm, Program, Trainer, required_groups
 from parloom.runtime.comm import Group, Work
 from parloom.runtime.optimizer import OPTIMIZERS

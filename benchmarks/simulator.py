@@ -39,7 +39,7 @@ from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.ir.schedules import schedule
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.baselines import METHODS
 
 CLUSTER = "4x8xA100"

@@ -21,7 +21,7 @@ from parloom.ir.lower import lower
 from parloom.ir.plan import INTERRUPTED, Constraint, Plan, Prediction
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import constraint_line
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.candidates import AUTO, Candidate, Candidates, base_of, smallest
 from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict

@@ -66,7 +66,7 @@ from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, rate_words
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.candidates import candidates
 from parloom.search.pins import parse_pin
 from parloom.search.question import Question

@@ -14,7 +14,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import INTERRUPTED, Alternative, Decisions, Plan, Prediction
 from parloom.report.words import idle_words, splits
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.candidates import Candidate, Candidates, candidates
 from parloom.search.conflicts import broken
 from parloom.search.pinned import NONE, Pinned

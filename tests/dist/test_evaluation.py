@@ -21,7 +21,8 @@ from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, Movement
 from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import print_graph
-from parloom.rewrite.pad import paddings, rewritten
+from parloom.rewrite.pad import paddings
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.baselines import batch_seeds, random_plan
 from parloom.search.spread import decisions, spread, unfold
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import remake
 from parloom.runtime.remake import Made, Remaking
 from parloom.search.baselines import random_plan
@@ -28,20 +28,27 @@ from tests.dist.lowered import MESHES, Model, of
 from tests.equality import TOLERANCE
 from tests.zoo_sizes import small
 
-DEEPER: dict[str, dict[str, Any]] = {
-    "resnext50": {"depths": (3, 1, 1, 1)},
-    "wide_resnet": {"depths": (3, 1, 1, 1)},
+# Models without repeated blocks, and modules of theirs that become blocks.
+MODULES: dict[str, tuple[str, ...]] = {
+    "alexnet": ("convolutions", "classifier"),
+    "candle_uno": ("encoders.descriptors", "encoders.descriptors@1", "top"),
+    "cnn": ("blocks.0", "blocks.1"),
+    "dlrm": ("bottom", "top"),
+    "gnmt": ("encoder", "decoder"),
+    "resnext50": ("stages.0.0", "stages.0.1", "stages.3"),
 }
 NAMES = (
-    "bert_large", "bert_large_artifact", "dit_xl", "gpt", "gshard", "inception_v3",
-    "inception_v3_artifact", "llama", "resnext50", "wide_resnet",
+    "bert_large", "bert_large_artifact", "dit_xl", "gpt", "gshard", "inception_v3_artifact",
+    "llama", *MODULES,
 )  # fmt: skip
 
 
 @cache
 def model(name: str) -> Model:
-    module, batch = small(name, **DEEPER.get(name, {}))
-    return of(module.train(), batch)
+    module, batch = small(name)
+    graph = capture(module.train(), batch)
+    blocks = [f"block {path}" for path in MODULES.get(name, ())]
+    return of(module, batch, rewritten(graph, blocks))
 
 
 def random_lists(graph: Graph, seed: int, share: float = 0.5) -> tuple[ActivationDecision, ...]:

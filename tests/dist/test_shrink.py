@@ -24,7 +24,7 @@ from parloom.execute.shrink_sizes import (
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
-from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.plan import ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import parse_graph, print_graph
 from parloom.search.baselines import random_plan
 
@@ -250,6 +250,35 @@ def test_factory_keeps_blocks_that_are_decided_differently() -> None:
     assert "batch 16 -> 4" in copy.text
     report = proved(copy)
     assert report.passed, report
+
+
+class Headed(Net):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        self.head = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.as_tensor(self.head(x)).square().mean()
+
+
+def test_recomputed_values_and_blocks_that_were_made_are_kept() -> None:
+    plan, loaded = of_factory(Headed(8, 6), 16, grid({"x": 4}))
+    head = ActivationDecision("head", "recompute", ("1:tanh#0",))
+    lists = [
+        ActivationDecision(f"blocks.{i}", "recompute", ("up:linear#0",), ("hidden",) * (i == 3))
+        for i in range(6)
+    ]
+    decisions = Decisions(
+        plan.decisions.mesh, activations=(*lists, head), rewrites=("block head",)
+    )
+    copy = shrink(replace(plan, decisions=decisions), loaded)
+    small = copy.plan.decisions
+    assert small.rewrites == ("block head",)
+    other = replace(lists[3], prefix="blocks.1")
+    assert small.activations == (lists[0], other, head)
+    assert proved(copy).passed
 
 
 def test_factory_that_needs_all_its_blocks_keeps_them() -> None:

@@ -9,7 +9,7 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
 from parloom.ir.text import print_graph
 from parloom.report.case import Case
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 
 ADAM = Optimizer("adamw", 2)
 

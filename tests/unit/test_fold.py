@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from parloom.ir.fold import fold, unfold
+import pytest
+
+from parloom.errors import InputError
+from parloom.ir.fold import fold, outline, unfold
 from parloom.ir.graph import Arg, Call, Function, Graph, Input, Node, Ref, TensorSpec, Value
 from parloom.ir.naming import identifier, readable, snake_case
 from parloom.ir.simplify import simplified
@@ -191,3 +194,37 @@ def test_copies_go_where_only_a_view_reads_them() -> None:
     ]
     left = simplified(graph(body, {"w": "w"}, "loss"))
     assert [i.results[0].name for i in left.main.body] == ["v", "c1", "r", "loss"]
+
+
+def test_modules_become_blocks_under_the_same_keys() -> None:
+    plain = readable(fold(stack(0.5, 0.25, 0.5), {}))
+    flat = readable(unfold(plain))
+    outlined = outline(flat, ("h.1", "h.0"))
+    assert all(name.isidentifier() for name in outlined.main.specs())
+    (function,) = outlined.functions
+    calls = [item for item in outlined.main.body if isinstance(item, Call)]
+    assert [(call.prefix, call.function) for call in calls] == [
+        ("h.0", function.name), ("h.1", function.name),
+    ]  # fmt: skip
+    assert sum(isinstance(item, Node) for item in outlined.main.body) == 4
+    assert [key for key, _ in outlined.unfolded()] == [key for key, _ in flat.unfolded()]
+    assert parse_graph(print_graph(outlined)) == outlined
+    whole = outline(flat, ("h",))
+    assert [item.prefix for item in whole.main.body if isinstance(item, Call)] == ["h"]
+
+
+@pytest.mark.parametrize("module", ["h", "h.3", "h.1.proj", "h.2"])
+def test_what_is_no_block_of_its_own_is_refused(module: str) -> None:
+    """`h` holds a block, `h.3` is not there, a projection is too small, and `h.2` has
+    an operator behind it.
+    """
+    body = [*stack(1, 0.5, 0.25).main.body[:-1], node("mul", "late", Ref("m1"), 2, path="h.2")]
+    body += [
+        node("add", "end", Ref("late"), Ref("a2")),
+        node("relu", "last", Ref("end"), path="h.2"),
+    ]
+    items = [item for item in body if isinstance(item, Node)]
+    weights = {f"w{i}": f"h.{i}.proj.weight" for i in range(3)}
+    found = outline(graph([*items, node("sum", "loss", Ref("last"))], weights, "loss"), ["h.0"])
+    with pytest.raises(InputError, match=f"'block {module}' does not apply to M: there is no such"):
+        outline(found, [module])

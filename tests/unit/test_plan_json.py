@@ -28,7 +28,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import print_graph
-from parloom.rewrite.pad import parse_padding
+from parloom.rewrite.rewrites import parse_rewrite
 from tests.unit.graphs import perceptron
 
 AXES = ("x", "y")
@@ -105,9 +105,9 @@ def test_numbers_in_names_have_any_length() -> None:
     ordered = [p.name for p in Decisions(grid({"x": 2}), parameters=decided).parameters]
     assert ordered == ["h.9.w", "h.010.v", "h.10.w", f"h.{long}.w", f"h.1{long}.w"]
     with pytest.raises(InputError, match="unknown rewrite"):
-        parse_padding(f"pad w 5 {long}")
+        parse_rewrite(f"pad w 5 {long}")
     with pytest.raises(InputError, match="unknown rewrite"):
-        parse_padding("pad w 5 ²")
+        parse_rewrite("pad w 5 ²")
 
 
 def test_text_is_readable() -> None:

@@ -14,7 +14,7 @@ from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
-from parloom.rewrite.pad import as_stored, rewritten
+from parloom.rewrite.rewrites import as_stored, rewritten
 from parloom.runtime import Program
 from parloom.search.evaluation import evaluation_decisions
 

@@ -31,7 +31,8 @@ from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
 from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
-from parloom.rewrite.pad import Padding, parse_padding, rewritten
+from parloom.rewrite.pad import Padding
+from parloom.rewrite.rewrites import parse_rewrite, rewritten
 
 MAX_RANKS = 16
 MAX_MICROBATCHES = 2
@@ -336,16 +337,18 @@ def _place(rule: Rule, factor: str) -> tuple[object, ...]:
 
 
 def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
-    """The plan's paddings, for the copy's vocabulary."""
+    """The plan's paddings, for the copy's vocabulary, and its blocks that are in the copy."""
     rows = {
         i.target: i.value.spec.shape[0] for i in graph.of_kind("parameter") if i.value.spec.shape
     }
     for text in big.plan.decisions.rewrites:
-        padding = parse_padding(text)
-        name = stacks.small_path(padding.name)
-        if name is not None and name in rows:
+        found = parse_rewrite(text)
+        name = stacks.small_path(found if isinstance(found, str) else found.name)
+        if isinstance(found, str):
+            yield from () if name is None else (f"block {name}",)
+        elif name is not None and name in rows:
             size = rows[name]
-            unit = lcm(2, big.needs.divisors.get(padding.padded, 1))
+            unit = lcm(2, big.needs.divisors.get(found.padded, 1))
             yield str(Padding(name, size, (size // unit + 1) * unit))
 
 

@@ -23,7 +23,7 @@ from parloom.ir.graph import Graph, widened
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import (
     Box,
     DistributedComm,

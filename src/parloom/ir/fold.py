@@ -13,10 +13,11 @@ depth do: then they are constants that the calls pass.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from parloom.errors import InputError
 from parloom.ir.graph import (
     Call,
     Function,
@@ -81,9 +82,30 @@ def fold(graph: Graph, classes: Mapping[str, str] | None = None) -> Graph:
         folder.fold_depth(depth)
         depth += 1
     folder.fold_recomputed()
-    inputs = tuple(folder.inputs.values())
-    main = replace(graph.main, body=numbered(folder.body), inputs=tuple(i.value for i in inputs))
-    return replace(graph, functions=tuple(folder.functions), main=main, inputs=inputs)
+    return folder.graph(graph)
+
+
+def outline(graph: Graph, modules: Sequence[str]) -> Graph:
+    """The graph with each of `modules` as a block; equal ones share a function.
+
+    Evaluates the same operators in the same order, under the same keys. Raises `InputError` for a
+    module whose operators do not stand together in main, or are too few for a block.
+    """
+    folder = Folder(replace(graph, recompute=tuple(modules)), {})
+
+    def outermost(path: str) -> str:
+        inside = (prefix_of_module(path, module) for module in modules)
+        return min(filter(None, inside), key=len, default="")
+
+    folder.fold_segments(segments(folder.body, outermost))
+    calls = {item.prefix for item in folder.body if isinstance(item, Call)}
+    for module in modules:
+        if module not in calls:
+            raise InputError(
+                f"the rewrite 'block {module}' does not apply to {graph.name}: there is no such"
+                " module in main, other operators or blocks run between its own, or it has too few"
+            )
+    return folder.graph(graph)
 
 
 class Folder:
@@ -98,6 +120,12 @@ class Folder:
         self.specs = graph.main.specs()
         self.returned = set(graph.main.outputs)
         self.recomputed = frozenset(graph.recompute)
+
+    def graph(self, graph: Graph) -> Graph:
+        """`graph` as it is folded so far."""
+        inputs = tuple(self.inputs.values())
+        main = replace(graph.main, body=numbered(self.body), inputs=tuple(i.value for i in inputs))
+        return replace(graph, functions=tuple(self.functions), main=main, inputs=inputs)
 
     def has_depth(self, depth: int) -> bool:
         return any(isinstance(i, Node) and block_prefix(i.path, depth) for i in self.body)
@@ -176,11 +204,13 @@ class Folder:
 
     def with_constant(self, node: Node) -> Node:
         """The node with a constant of the program in place of its number."""
-        number = node.args[1]
-        name = f"constant:number {number!r}"
-        if name not in self.inputs:
+        number, target = node.args[1], f"number {node.args[1]!r}"
+        constants = (i for i in self.inputs.values() if i.kind == "constant")
+        known = next((i.value.name for i in constants if i.target == target), None)
+        name = known or Names(frozenset(self.specs)).take(target)
+        if known is None:
             value = Value(name, TensorSpec((), "float64"))
-            self.inputs[name] = Input(value, "constant", f"number {number!r}", data=number)
+            self.inputs[name] = Input(value, "constant", target, data=number)
             self.specs[name] = value.spec
         return replace(node, args=(node.args[0], Ref(name), *node.args[2:]))
 

@@ -18,7 +18,7 @@ from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 
 WARNING = "warning: "
 MEMORY = "--memory "

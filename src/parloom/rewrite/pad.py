@@ -45,12 +45,10 @@ class Padding:
         return f"pad {self.name} {self.size} {self.padded}"
 
 
-def parse_padding(text: str) -> Padding:
-    """The inverse of `str`; raises `InputError`."""
+def parse_padding(text: str) -> Padding | None:
+    """The inverse of `str`; None for another rewrite."""
     found = PADDING.fullmatch(text)
-    if found is None:
-        raise InputError(f"unknown rewrite {text!r}; there is: pad PARAMETER ROWS PADDED_ROWS")
-    return Padding(found[1], int(found[2]), int(found[3]))
+    return None if found is None else Padding(found[1], int(found[2]), int(found[3]))
 
 
 def paddings(graph: Graph, multiple: int) -> tuple[Padding, ...]:
@@ -65,37 +63,20 @@ def paddings(graph: Graph, multiple: int) -> tuple[Padding, ...]:
         looked_up = any(
             n.op == "embedding" and n.refs[0] == entry.value.name for n in readers
         ) or any(n.op == "linear" and n.refs[1:2] == (entry.value.name,) for n in readers)
-        if looked_up and _Padder(graph, padding).run() is not None:
+        if looked_up and padded(graph, padding) is not None:
             found.append(padding)
     return tuple(found)
 
 
-def rewritten(graph: Graph, rewrites: tuple[str, ...]) -> Graph:
-    """`graph` with a plan's rewrites applied; raises `InputError` for one that does not apply."""
-    for text in rewrites:
-        padding = parse_padding(text)
-        result = _Padder(graph, padding).run()
-        if result is None:
-            raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
-        graph = result
-    return graph
+def padded(graph: Graph, padding: Padding) -> Graph | None:
+    """`graph` with the parameter padded; None where some reader cannot take padded rows."""
+    return _Padder(graph, padding).run()
 
 
-def as_stored(graph: Graph, rewrites: tuple[str, ...]) -> Graph:
-    """`graph` over parameters as the rewritten training program stores them.
-
-    Where a rewrite does not apply (an evaluation program may read padded classes in other ways than
-    the loss), the user's rows are cut out of the parameter first. Raises `InputError` for a
+def cut(graph: Graph, padding: Padding) -> Graph:
+    """`graph` with the parameter padded, and read without its padding; raises `InputError` for a
     parameter that `graph` has not.
     """
-    for text in rewrites:
-        padding = parse_padding(text)
-        graph = _Padder(graph, padding).run() or _cut(graph, padding)
-    return graph
-
-
-def _cut(graph: Graph, padding: Padding) -> Graph:
-    """`graph` with the parameter padded, and read without its padding."""
     entry = next((i for i in graph.of_kind("parameter") if i.target == padding.name), None)
     if entry is None or entry.value.spec.shape[0] != padding.size:
         raise InputError(f"the rewrite {str(padding)!r} does not apply to {graph.name}")
@@ -222,6 +203,6 @@ def valid_rows(rewrites: tuple[str, ...], entry: Input) -> tuple[int, ...] | Non
     """The shape that the user knows of a padded parameter, None where nothing was padded."""
     for text in rewrites:
         padding = parse_padding(text)
-        if padding.name == entry.target:
+        if padding is not None and padding.name == entry.target:
             return (padding.size, *entry.value.spec.shape[1:])
     return None

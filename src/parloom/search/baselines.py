@@ -21,7 +21,8 @@ from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
-from parloom.rewrite.pad import paddings, rewritten
+from parloom.rewrite.pad import paddings
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.spread import (
     Assignment,
     Unfolded,

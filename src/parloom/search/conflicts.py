@@ -11,7 +11,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.plan import Decisions
-from parloom.rewrite.pad import rewritten
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.choices import assignments
 from parloom.search.meshes import MAX_AXES, NAMES, logical_meshes
 from parloom.search.pinned import Pinned, Subjects, allows_stored

@@ -37,7 +37,8 @@ from parloom.ir.plan import (
 )
 from parloom.ir.repeat import run_of, stage
 from parloom.ir.schedules import schedule
-from parloom.rewrite.pad import paddings, rewritten
+from parloom.rewrite.pad import paddings
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.baselines import DATA, LOOKUPS, TENSOR, WEIGHT_OPS, Megatron
 from parloom.search.spread import Assignment, Unfolded, decisions, followed, spread, unfold
 

@@ -1,0 +1,58 @@
+"""A plan's rewrites, from their text to the graph that they make.
+
+`pad PARAMETER ROWS PADDED_ROWS` pads a vocabulary (`rewrite.pad`); `block MODULE` makes a block of
+a module of main, so that it has a policy for its activations as repeated blocks do (`ir.fold`).
+"""
+
+import re
+from collections.abc import Sequence
+
+from parloom.errors import InputError
+from parloom.ir.fold import outline
+from parloom.ir.graph import Graph
+from parloom.rewrite.pad import Padding, cut, padded, parse_padding
+
+BLOCK = re.compile(r"block ([^ ]+)")
+
+
+def parse_rewrite(text: str) -> Padding | str:
+    """A padding, or the module path of a block; raises `InputError`."""
+    block = BLOCK.fullmatch(text)
+    found = block[1] if block else parse_padding(text)
+    if found is None:
+        raise InputError(
+            f"unknown rewrite {text!r}; there are: pad PARAMETER ROWS PADDED_ROWS, block MODULE"
+        )
+    return found
+
+
+def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
+    """`graph` with a plan's rewrites applied, paddings first and all blocks together.
+
+    Raises `InputError` for one that does not apply.
+    """
+    modules = []
+    for text in rewrites:
+        found = parse_rewrite(text)
+        if isinstance(found, str):
+            modules.append(found)
+            continue
+        result = padded(graph, found)
+        if result is None:
+            raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
+        graph = result
+    return outline(graph, modules) if modules else graph
+
+
+def as_stored(graph: Graph, rewrites: Sequence[str]) -> Graph:
+    """`graph` over parameters as the rewritten training program stores them.
+
+    Where a padding does not apply (an evaluation program may read padded classes in other ways than
+    the loss), the user's rows are cut out of the parameter first. Raises `InputError` for a
+    parameter that `graph` has not.
+    """
+    for text in rewrites:
+        found = parse_rewrite(text)
+        if isinstance(found, Padding):
+            graph = padded(graph, found) or cut(graph, found)
+    return graph
