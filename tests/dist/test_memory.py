@@ -61,7 +61,7 @@ def decided(graph: Graph, call: Call, policy: str) -> ActivationDecision:
         ("gpt", "scaled_dot_product_attention|linear", 1, {}),
         ("gpt", "layer_norm|gelu|add", 2, {}),
         ("llama", "linear", 1, {}),
-        ("bert_large", "layer_norm|gelu|add", 1, BERT),
+        ("bert_large", "attention|dropout", 1, BERT),  # masks and probabilities, too
         ("llama", "keep", 1, {}),
         ("cnn", "keep", 1, {}),  # where a window's maximum was
         ("dlrm", "keep", 1, {}),  # the optimizer's quotients of one table while the next is made

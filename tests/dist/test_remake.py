@@ -1,5 +1,6 @@
 """Recomputation by value, against one device: random values of blocks in random layouts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -210,3 +211,39 @@ def test_without_gradients_nothing_is_saved() -> None:
     result, memory = dropped(counted, x)
     assert memory.expired()  # type: ignore[no-untyped-call]
     assert not result.requires_grad
+
+
+def masked(again: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of x through a dropout of half of it and a square, both dropped; `again` is what
+    the backward pass does in place of the dropout.
+    """
+    x = torch.arange(1.0, 7.0, requires_grad=True)
+    remaking = Remaking(as_it_is, as_it_is)
+    with remaking.saving():
+        with remaking.part(0):
+            mask = torch.arange(6) < 3
+            memory = StorageWeakRef(mask.untyped_storage())  # type: ignore[no-untyped-call]
+            half = rt.apply_mask(x, mask, 0.5)
+        made = Made(half.square().sum(), (x,), (half,))
+    del mask, half
+
+    def run_again(x: Tensor) -> tuple[Tensor, ...]:
+        with remaking.part(0):
+            return (again(x),)
+
+    remaking.drop(made, run_again)
+    results = made.results
+    del made
+    assert memory.expired()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(results)
+    assert x.grad is not None
+    return x.grad
+
+
+def test_what_is_inside_of_an_operator_is_dropped_and_made_again() -> None:
+    expected = torch.tensor([8.0, 16, 24, 0, 0, 0])
+    assert torch.equal(masked(lambda x: rt.apply_mask(x, torch.arange(6) < 3, 0.5)), expected)
+    other = masked(lambda x: rt.apply_mask(x, torch.arange(6) < 2, 0.5))
+    assert torch.equal(other, torch.tensor([8.0, 16, 0, 0, 0, 0]))
+    with pytest.raises(VerifyError, match="an operator that was run again did not save"):
+        masked(lambda x: x * 2)

@@ -1,13 +1,15 @@
 """What the golden files hold: small zoo models as graphs, and as the programs of a few plans."""
 
+from dataclasses import replace
 from typing import Any
 
 from parloom import zoo
 from parloom.capture import capture
 from parloom.codegen.source import generate
 from parloom.cost.clusters import resolve_cluster
-from parloom.ir.graph import Graph
+from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
+from parloom.ir.plan import ActivationDecision
 from parloom.ir.text import print_graph
 from parloom.search.baselines import METHODS
 
@@ -24,9 +26,14 @@ SIZES: dict[str, dict[str, Any]] = {
 PLANS = {
     "gpt_data_parallel": ("gpt", "data_parallel", 0, 1),
     "gpt_megatron": ("gpt", "megatron", 0, 1),
+    "gpt_megatron_recomputed_values": ("gpt", "megatron", 0, 1),
     "gpt_fsdp_two_microbatches": ("gpt", "fsdp", 0, 2),
     "llama_megatron": ("llama", "megatron", 0, 1),
     "cnn_data_parallel": ("cnn", "data_parallel", 0, 1),
+}
+# file name -> operators of every block that are recomputed
+VALUES = {
+    "gpt_megatron_recomputed_values": ("attention:scaled_dot_product_attention#0", ":gelu#0"),
 }
 
 
@@ -35,7 +42,8 @@ def texts() -> dict[str, str]:
     graphs = {name: _graph(name) for name in SIZES}
     found = {f"{name}.graph": print_graph(graph) for name, graph in graphs.items()}
     for file, (name, method, ordinal, microbatches) in PLANS.items():
-        found[f"{file}.py"] = _source(graphs[name], method, ordinal, microbatches)
+        values = VALUES.get(file, ())
+        found[f"{file}.py"] = _source(graphs[name], method, ordinal, microbatches, values)
     return found
 
 
@@ -45,7 +53,13 @@ def _graph(name: str) -> Graph:
     return capture(module, batch)
 
 
-def _source(graph: Graph, method: str, ordinal: int, microbatches: int) -> str:
+def _source(
+    graph: Graph, method: str, ordinal: int, microbatches: int, values: tuple[str, ...]
+) -> str:
     cluster = resolve_cluster(CLUSTER).cluster
-    plans = list(METHODS[method](graph, cluster, microbatches, 0))
-    return generate(lower(graph, plans[ordinal]), f"{graph.name}: {method} on {CLUSTER}.")
+    plan = list(METHODS[method](graph, cluster, microbatches, 0))[ordinal]
+    if values:
+        calls = (item.prefix for item in graph.main.body if isinstance(item, Call))
+        lists = tuple(ActivationDecision(prefix, "recompute", values) for prefix in calls)
+        plan = replace(plan, activations=lists)
+    return generate(lower(graph, plan), f"{graph.name}: {method} on {CLUSTER}.")

@@ -8,8 +8,9 @@ local tensors, movements are calls of `parloom.runtime` that name their adjoint.
 
 import keyword
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 
 from parloom.codegen.tables import tables
 from parloom.errors import VerifyError
@@ -151,7 +152,8 @@ def _function(pcg: PCG, function: PFunction, weights: _Weights) -> str:
         kept |= {v.name for v in (*read, *dropped)}
     lines = [_head(function.name, (*inputs, *own), returns)]
     lines += _layout_lines(pcg.mesh, (*inputs, *own))
-    lines += _statements(pcg, function.body, kept, prefix=None, weights=weights)
+    parts = _parts(function)
+    lines += _statements(pcg, function.body, kept, prefix=None, weights=weights, parts=parts)
     lines.append(f"    return {values}")
     return "\n".join(lines)
 
@@ -162,9 +164,25 @@ def _remake(pcg: PCG, function: PFunction, remake: Remake, weights: _Weights) ->
     arguments = (*weights.read_again(function, remake), *own)
     lines = [_head(remake.name, arguments, "tuple[Tensor, ...]")]
     kept = {v.name for v in remake.outputs}
-    lines += _statements(pcg, remake.body, kept, prefix=None, weights=weights)
+    parts = _parts(function)
+    lines += _statements(pcg, remake.body, kept, prefix=None, weights=weights, parts=parts)
     lines.append(f"    return {_group(remake.outputs)}")
     return "\n".join(lines)
+
+
+def _parts(function: PFunction) -> dict[str, int]:
+    """The runs of items of a function that are made again, by the first value of each item."""
+    again = () if function.remake is None else function.remake.body
+    names = {results_of(item)[0].name for item in again}
+    parts: dict[str, int] = {}
+    number, inside = -1, False
+    for item in function.body:
+        name = results_of(item)[0].name
+        number += name in names and not inside
+        inside = name in names
+        if inside:
+            parts[name] = number
+    return parts
 
 
 def _head(name: str, arguments: Iterable[PValue], returns: str) -> str:
@@ -277,25 +295,35 @@ def _statements(
     prefix: str | None,
     weights: _Weights | None,
     before: dict[int, list[str]] | None = None,
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
-    """One line per item; values are deleted after the section in which they are last read."""
+    """One line per item; values are deleted after the section in which they are last read.
+
+    Items of `parts` stand in the context that tells the runtime which part is run.
+    """
     items = tuple(body)
     touched = [(*results_of(item), *operands_of(item)) for item in items]
     last = {v.name: index for index, values in enumerate(touched) for v in values}
     lines: list[str] = []
     section = None
+    part: int | None = None
     dead: list[str] = []
     made: set[str] = set()
     for index, item in enumerate(items):
         title = _section(item)
+        before_part, part = part, parts.get(results_of(item)[0].name)
+        indent = "    " * (1 + (part is not None and part == before_part))
         if title is not None and title != section:
             if dead:
-                lines.append(f"    del {', '.join(map(identifier, dead))}")
+                lines.append(f"{indent}del {', '.join(map(identifier, dead))}")
                 dead = []
             section = title
-            lines += ["", f"    {comment(title)}"] if lines else [f"    {comment(title)}"]
-        lines += [f"    {line}" for line in (before or {}).get(index, ())]
-        lines += [f"    {line}" for line in _statement(pcg, item, prefix, weights)]
+            lines += ["", f"{indent}{comment(title)}"] if lines else [f"{indent}{comment(title)}"]
+        if part is not None and part != before_part:
+            lines.append(f"    with ctx.again({part}):")
+        indent = "    " * (1 + (part is not None))
+        lines += [f"{indent}{line}" for line in (before or {}).get(index, ())]
+        lines += [f"{indent}{line}" for line in _statement(pcg, item, prefix, weights)]
         made.update(v.name for v in results_of(item))
         read = {v.name for v in touched[index]} & made - kept
         dead += sorted(name for name in read if last[name] == index)

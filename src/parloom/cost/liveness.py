@@ -68,20 +68,17 @@ class Lives:
             self.kept.setdefault(owner, len(self.items) - 1)
             self.kept_last[owner] = len(self.items) - 1
 
-    def keep_nothing(self) -> None:
-        """After all items: autograd keeps nothing, and what is no value goes with its item."""
-        made = self._made()
-        for owner, index in self.kept.items():
-            work = self.forward[index]
-            if owner not in made and owner not in self.outside and isinstance(work, Work):
-                staging = work.staging + self.sizes[owner]
-                self.forward[index] = replace(work, staging=staging)
-        self.kept.clear()
+    def keep_parts(self) -> None:
+        """After all items: autograd keeps no values, only what is inside of operators."""
+        made = self._made().keys() | self.outside
+        self.kept = {owner: i for owner, i in self.kept.items() if owner not in made}
 
     def drop(self, remake: Remake, again: Works) -> None:
         """After all items: what autograd keeps of what `remake` drops is made by `again`."""
         self.again = again
-        self.dropped = {o: i for o, i in self.kept.items() if o in remake.dropped}
+        inside = {own_of(results_of(item)[0]) for item in remake.body}
+        dropped = remake.dropped | inside
+        self.dropped = {owner: i for owner, i in self.kept.items() if owner in dropped}
         self.remade_at = max(self.kept_last[owner] for owner in self.dropped)
         self.kept = {o: i for o, i in self.kept.items() if o not in self.dropped}
         for owner in {self.of(value): None for value in remake.inputs}:
@@ -107,6 +104,10 @@ class Lives:
         for owner, index in self.kept.items():
             if owner not in made and owner not in self.outside:  # a mask
                 takes[index] += self.sizes[owner]
+        for owner, index in self.dropped.items():
+            if owner not in made:
+                takes[index] += self.sizes[owner]
+                gives[-1] += self.sizes[owner]
         return _attached(self.forward, takes, gives)
 
     def backward_works(self, outputs: Sequence[PValue]) -> tuple[Works, frozenset[str]]:
@@ -206,6 +207,11 @@ class Lives:
             added += size if owner in gradients else 0
             gradients.setdefault(owner, size)
         return added
+
+
+def own_of(result: PValue) -> str:
+    """The name of what autograd keeps of an operator that is no value, by its first result."""
+    return f"{result.name} own"
 
 
 def section_ends(items: Sequence[Item]) -> list[int]:

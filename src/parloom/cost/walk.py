@@ -11,7 +11,7 @@ from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.kernels import Kernels, local_operator
-from parloom.cost.liveness import Lives
+from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import Part, merged
 from parloom.cost.staging import staging_bytes
 from parloom.cost.works import (
@@ -114,7 +114,7 @@ class Walker:
         """The works that make dropped values again, in the order in which they run."""
         lives = Lives(frozenset(value.name for value in remake.inputs), frozenset())
         self._run(remake.inputs, remake.body, lives, {})
-        lives.keep_nothing()
+        lives.keep_parts()
         works = lives.forward_works(remake.outputs)
         return tuple(replace(work, again=True) for work in works if isinstance(work, Work))
 
@@ -277,8 +277,8 @@ class _Body:
         if scores:
             own, undo = scores.kept_bytes, scores.backward_bytes
         if own:
-            lives.sizes[f"{item.results[0].name} own"] = own
-            lives.keep(f"{item.results[0].name} own")
+            lives.sizes[own_of(item.results[0])] = own
+            lives.keep(own_of(item.results[0]))
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
         share = seconds.weights_s

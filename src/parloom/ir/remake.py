@@ -4,7 +4,7 @@ Memory is dropped, not names: a value that lies in the memory of another one (a 
 What the caller holds, inputs and results of the block, is never dropped. An operator that is not
 listed runs once; what is made again is made of inputs and of values that are kept, for this purpose
 if for no other. What autograd keeps of an operator that is no value of the block (the logarithms
-of an attention's sums, the mask of a dropout) stays kept.
+of an attention's sums, the mask of a dropout) is dropped where the operator runs again.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,7 @@
 """What a generated function is given besides its tensors: where and when it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from parloom.runtime.comm import Comm, Group, TimeGroup
 from parloom.runtime.mesh import Mesh
-from parloom.runtime.remake import Again
+from parloom.runtime.remake import Again, Remaking
 
 
 class Weights(Protocol):
@@ -49,6 +50,7 @@ class Context:
     cached_indices: dict[object, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     watch: Callable[[str], None] = lambda text: None
+    remaking: Remaking | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -98,6 +100,19 @@ class Context:
         `again` is given the function returns a `Made`, of which only the dropped values are.
         """
         return self._weights().call(self, function, prefix, inputs, weights, recompute, again)
+
+    def again(self, part: int) -> AbstractContextManager[None]:
+        """Within this context runs a part of a block that its backward pass makes again."""
+        return nullcontext() if self.remaking is None else self.remaking.part(part)
+
+    @contextmanager
+    def remaking_by(self, remaking: Remaking) -> Iterator[None]:
+        """Within this context runs a block whose values `remaking` drops and makes again."""
+        self.remaking = remaking
+        try:
+            yield
+        finally:
+            self.remaking = None
 
     def _weights(self) -> Weights:
         if self.store is None:

@@ -1,13 +1,15 @@
 """Recomputation by value: what autograd saved of dropped memory is made again when it is asked for.
 
 Autograd saves a result inside of the operator that makes it, before generated code sees it. So
-everything that a block saves is held until its forward pass is over; then what lies in the memory
-of a dropped value becomes a place in that memory. The first one that the backward pass asks for
-makes all of them again, and each is freed as autograd frees it.
+everything that a block saves is held until its forward pass is over. Then what lies in the memory
+of a dropped value becomes a place in that memory; and what an operator saves that is made again
+becomes a number: whatever it is, the operator will save it again. The first one that the backward
+pass asks for makes all of them again, and each is freed as autograd frees it.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -51,14 +53,27 @@ class _Place(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
+class _Inside(NamedTuple):
+    """What an operator that is made again saves: which of all that it does in which part."""
+
+    part: int
+    number: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, part: int, number: int) -> "_Inside":
+        return cls(part, number, tuple(tensor.shape), tensor.dtype)
+
+
 class _Saved:
-    """A tensor that autograd saves: `packed`, or None while it is to be made again at `place`."""
+    """A tensor that autograd saves: `packed`, or None while it is to be made again from `place`."""
 
-    __slots__ = ("__weakref__", "packed", "place")
+    __slots__ = ("__weakref__", "inside", "packed", "place")
 
-    def __init__(self, packed: Any) -> None:
-        self.packed = packed
-        self.place: _Place | None = None
+    def __init__(self, packed: Any, inside: _Inside | None) -> None:
+        self.packed, self.inside = packed, inside
+        self.place: _Place | _Inside | None = None
 
 
 class Remaking:
@@ -70,16 +85,32 @@ class Remaking:
         self._waiting: list[weakref.ref[_Saved]] = []
         self._kept: list[tuple[Any, bool]] = []
         self._again: Again | None = None
+        self._part: int | None = None
+        self._count = 0
 
     def saving(self) -> saved_tensors_hooks:
         """Within this context autograd saves what can be dropped afterwards."""
         return saved_tensors_hooks(self._save, self._restore)
 
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """A part of the block that is made again is run, for the first time or for the second."""
+        self._part, self._count = number, 0
+        try:
+            yield
+        finally:
+            self._part = None
+
     def drop(self, made: Made, again: Again) -> None:
         """The forward pass is over: let go of what `again` makes of `made.kept`."""
-        memory = {t.untyped_storage().data_ptr(): i for i, t in enumerate(made.dropped)}
+        memory = {_memory(t): i for i, t in enumerate(made.dropped)}
+        kept = {_memory(t) for t in made.kept}
         for saved in self._saved:
-            saved.place = _place(saved.packed, memory)
+            address = _memory(saved.packed)
+            if saved.inside is None and address in memory:
+                saved.place = _place(saved.packed, memory[address])
+            elif address not in kept:
+                saved.place = saved.inside
             if saved.place is not None:
                 saved.packed = None
                 self._waiting.append(weakref.ref(saved))
@@ -89,8 +120,14 @@ class Remaking:
             self._kept = [(self._pack(t.detach()), t.requires_grad) for t in made.kept]
             self._again = again
 
+    def _next(self, tensor: Tensor) -> _Inside | None:
+        if self._part is None:
+            return None
+        self._count += 1
+        return _Inside.of(tensor, self._part, self._count)
+
     def _save(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(self._pack(tensor))
+        saved = _Saved(self._pack(tensor), self._next(tensor))
         if isinstance(saved.packed, Tensor):
             self._saved.append(saved)
         return saved
@@ -102,30 +139,41 @@ class Remaking:
 
     def _make(self) -> None:
         assert self._again is not None
+        waiting = [saved for reference in self._waiting if (saved := reference()) is not None]
+        wanted = {saved.place for saved in waiting}
+        inside: dict[_Inside, Tensor] = {}
+
+        def keep(tensor: Tensor) -> None:
+            place = self._next(tensor)
+            if place is not None and place in wanted:
+                inside[place] = tensor.detach()
+
         kept = [self._unpack(p).detach().requires_grad_(needed) for p, needed in self._kept]
         # As in the forward pass: torch may choose other kernels where nothing needs a gradient.
-        with torch.enable_grad(), saved_tensors_hooks(_forget, _refuse):
+        with torch.enable_grad(), saved_tensors_hooks(keep, _refuse):
             made = self._again(*kept)
-        for reference in self._waiting:
-            saved = reference()
-            if saved is not None and saved.place is not None:
+        for saved in waiting:
+            if isinstance(saved.place, _Place):
                 saved.packed = saved.place.of(made[saved.place.value].detach())
+            elif saved.place is not None and saved.place in inside:
+                saved.packed = inside[saved.place]
+            else:
+                raise VerifyError(f"an operator that was run again did not save {saved.place}")
         self._waiting, self._kept, self._again = [], [], None
 
 
-def _place(tensor: Tensor, memory: dict[int, int]) -> _Place | None:
-    """Where a tensor lies in dropped memory, by the address; None where it does not."""
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: Tensor, value: int) -> _Place | None:
+    """Where a tensor lies in the memory of a dropped value."""
     storage = tensor.untyped_storage()
-    index = memory.get(storage.data_ptr())
     # A view that negates when it is read is more than a place.
-    if index is None or not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
+    if not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
         return None
     offset, size, stride = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    return _Place(index, int(offset), size, stride, tensor.dtype, storage.nbytes())
-
-
-def _forget(tensor: Tensor) -> None:
-    """Nothing goes backward through what is made again."""
+    return _Place(value, int(offset), size, stride, tensor.dtype, storage.nbytes())
 
 
 def _refuse(packed: None) -> Tensor:

@@ -112,7 +112,7 @@ class Store:
 
         if again is not None:
             remake = partial(self._remake, ctx, again, prefix, weights)
-            result = self._dropping(partial(run, *inputs), remake, unit)
+            result = self._dropping(ctx, partial(run, *inputs), remake, unit)
         elif recompute and torch.is_grad_enabled():
             # Random masks are keyed, so there is no generator state to restore.
             result = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -130,25 +130,34 @@ class Store:
         self._units.close(unit)
         return result
 
-    def _dropping(self, run: Callable[[], Made], remake: Again, unit: Unit | None) -> Any:
+    def _dropping(
+        self, ctx: Context, run: Callable[[], Made], remake: Again, unit: Unit | None
+    ) -> Any:
         """The results of a call that drops values, which `remake` makes again."""
         if not torch.is_grad_enabled():
             return run().results
         hooks = (_as_it_is, _as_it_is) if unit is None else (self._units.pack, self._units.unpack)
         remaking = Remaking(*hooks)
-        with remaking.saving():
+        with remaking.saving(), ctx.remaking_by(remaking):
             made = run()
-        remaking.drop(made, remake)
+        remaking.drop(made, partial(remake, remaking))
         return made.results
 
     def _remake(
-        self, ctx: Context, again: Again, prefix: str, weights: tuple[str, ...], *kept: Tensor
+        self,
+        ctx: Context,
+        again: Again,
+        prefix: str,
+        weights: tuple[str, ...],
+        remaking: Remaking,
+        *kept: Tensor,
     ) -> tuple[Tensor, ...]:
         """What a call dropped, of what it kept and its weights."""
         unit = self._units.of(prefix)
         mine = {} if unit is None else self._units.leaves(unit)
         tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
-        return again(ctx, prefix, *kept, *tensors)
+        with ctx.remaking_by(remaking):
+            return again(ctx, prefix, *kept, *tensors)
 
     # The passes of a step.
 
