@@ -1,5 +1,6 @@
 """Recomputation by value, against one device: random values of blocks in random layouts."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,7 @@ from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import remake
-from parloom.runtime.remake import Made, Remaking
+from parloom.runtime.remake import Made, Parts, Remaking
 from parloom.search.baselines import random_plan
 from tests.dist.lowered import MESHES, Model, of
 from tests.equality import TOLERANCE
@@ -171,7 +172,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 def dropped(counted: Counted, x: Tensor) -> tuple[Tensor, StorageWeakRef]:
     """The result, and what tells whether the memory of the dropped value is still there."""
-    remaking = Remaking(as_it_is, as_it_is)
+    remaking = Remaking(as_it_is, as_it_is, Parts())
     with remaking.saving():
         double, made = counted.forward(x)
     remaking.drop(made, counted.again)
@@ -191,6 +192,36 @@ def test_dropped_memory_is_free_between_the_passes() -> None:
     torch.autograd.backward(result.sum())  # autograd kept what was made again
     assert counted.made == 1
     assert torch.equal(x.grad, 2 * first)
+
+
+def test_what_is_kept_goes_with_the_graph() -> None:
+    """Without a backward pass, and without the garbage collector."""
+    weight, kept = torch.rand(5, requires_grad=True), []
+
+    def block(ctx: rt.Context, prefix: str, x: Tensor) -> Made:
+        y = x + 1
+        kept.append(StorageWeakRef(y.untyped_storage()))  # type: ignore[no-untyped-call]
+        with ctx.again(0):
+            z = y.exp()
+        return Made(z.sum(), (y,), (z,))
+
+    def block_again(ctx: rt.Context, prefix: str, y: Tensor) -> tuple[Tensor, ...]:
+        with ctx.again(0):
+            return (y.exp(),)
+
+    program = rt.Program("none", rt.Mesh(()), (), (), lambda *given: rt.Result(weight.sum()))
+    comm = rt.SingleComm(program.mesh)
+    nothing: dict[str, Tensor] = {}
+    store = rt.Store(program, nothing.__getitem__, comm, torch.device("cpu"))
+    ctx = rt.Context(comm, store=store)
+    gc.disable()
+    try:
+        result = ctx.call(block, "block", (weight,), (), again=block_again)
+        assert not kept[0].expired()  # type: ignore[no-untyped-call]
+        del result
+        assert kept[0].expired()  # type: ignore[no-untyped-call]
+    finally:
+        gc.enable()
 
 
 def test_what_failed_is_made_when_it_is_asked_for_again() -> None:
@@ -218,9 +249,10 @@ def masked(again: Callable[[Tensor], Tensor]) -> Tensor:
     the backward pass does in place of the dropout.
     """
     x = torch.arange(1.0, 7.0, requires_grad=True)
-    remaking = Remaking(as_it_is, as_it_is)
+    parts = Parts()
+    remaking = Remaking(as_it_is, as_it_is, parts)
     with remaking.saving():
-        with remaking.part(0):
+        with parts.run(0):
             mask = torch.arange(6) < 3
             memory = StorageWeakRef(mask.untyped_storage())  # type: ignore[no-untyped-call]
             half = rt.apply_mask(x, mask, 0.5)
@@ -228,7 +260,7 @@ def masked(again: Callable[[Tensor], Tensor]) -> Tensor:
     del mask, half
 
     def run_again(x: Tensor) -> tuple[Tensor, ...]:
-        with remaking.part(0):
+        with parts.run(0):
             return (again(x),)
 
     remaking.drop(made, run_again)

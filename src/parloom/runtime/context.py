@@ -1,7 +1,7 @@
 """What a generated function is given besides its tensors: where and when it runs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parloom.runtime.comm import Comm, Group, TimeGroup
 from parloom.runtime.mesh import Mesh
-from parloom.runtime.remake import Again, Remaking
+from parloom.runtime.remake import Again, Parts
 
 
 class Weights(Protocol):
@@ -37,7 +37,8 @@ class Context:
     """One rank's place in the mesh, the moment in training, and its weights.
 
     `exact_random` draws random masks for the global tensor and slices them, so that every layout
-    sees the same ones; otherwise each shard draws its own. `watch` is told what comes next.
+    sees the same ones; otherwise each shard draws its own. `watch` is told what comes next,
+    `parts` which part of a block that drops values is run.
     """
 
     comm: Comm
@@ -50,7 +51,7 @@ class Context:
     cached_indices: dict[object, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     watch: Callable[[str], None] = lambda text: None
-    remaking: Remaking | None = None
+    parts: Parts | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -103,16 +104,7 @@ class Context:
 
     def again(self, part: int) -> AbstractContextManager[None]:
         """Within this context runs a part of a block that its backward pass makes again."""
-        return nullcontext() if self.remaking is None else self.remaking.part(part)
-
-    @contextmanager
-    def remaking_by(self, remaking: Remaking) -> Iterator[None]:
-        """Within this context runs a block whose values `remaking` drops and makes again."""
-        self.remaking = remaking
-        try:
-            yield
-        finally:
-            self.remaking = None
+        return nullcontext() if self.parts is None else self.parts.run(part)
 
     def _weights(self) -> Weights:
         if self.store is None:

@@ -61,9 +61,29 @@ class _Inside(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: Tensor, part: int, number: int) -> "_Inside":
-        return cls(part, number, tuple(tensor.shape), tensor.dtype)
+
+class Parts:
+    """Which part of a block that is made again is run, for the first time or for the second."""
+
+    def __init__(self) -> None:
+        self._part: int | None = None
+        self._count = 0
+
+    @contextmanager
+    def run(self, part: int) -> Iterator[None]:
+        """Within this context runs a part."""
+        self._part, self._count = part, 0
+        try:
+            yield
+        finally:
+            self._part = None
+
+    def next(self, tensor: Tensor) -> _Inside | None:
+        """Which one a tensor is that an operator saves; None outside of all parts."""
+        if self._part is None:
+            return None
+        self._count += 1
+        return _Inside(self._part, self._count, tuple(tensor.shape), tensor.dtype)
 
 
 class _Saved:
@@ -77,29 +97,23 @@ class _Saved:
 
 
 class Remaking:
-    """What one call saves; `pack` and `unpack` are the hooks that it would have had otherwise."""
+    """What one call saves; `pack` and `unpack` are the hooks that it would have had otherwise.
 
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self._pack, self._unpack = pack, unpack
+    What is saved refers to it, and it refers to nothing that refers to it.
+    """
+
+    def __init__(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], parts: Parts
+    ) -> None:
+        self._pack, self._unpack, self._parts = pack, unpack, parts
         self._saved: list[_Saved] = []
         self._waiting: list[weakref.ref[_Saved]] = []
         self._kept: list[tuple[Any, bool]] = []
         self._again: Again | None = None
-        self._part: int | None = None
-        self._count = 0
 
     def saving(self) -> saved_tensors_hooks:
         """Within this context autograd saves what can be dropped afterwards."""
         return saved_tensors_hooks(self._save, self._restore)
-
-    @contextmanager
-    def part(self, number: int) -> Iterator[None]:
-        """A part of the block that is made again is run, for the first time or for the second."""
-        self._part, self._count = number, 0
-        try:
-            yield
-        finally:
-            self._part = None
 
     def drop(self, made: Made, again: Again) -> None:
         """The forward pass is over: let go of what `again` makes of `made.kept`."""
@@ -120,14 +134,8 @@ class Remaking:
             self._kept = [(self._pack(t.detach()), t.requires_grad) for t in made.kept]
             self._again = again
 
-    def _next(self, tensor: Tensor) -> _Inside | None:
-        if self._part is None:
-            return None
-        self._count += 1
-        return _Inside.of(tensor, self._part, self._count)
-
     def _save(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(self._pack(tensor), self._next(tensor))
+        saved = _Saved(self._pack(tensor), self._parts.next(tensor))
         if isinstance(saved.packed, Tensor):
             self._saved.append(saved)
         return saved
@@ -144,7 +152,7 @@ class Remaking:
         inside: dict[_Inside, Tensor] = {}
 
         def keep(tensor: Tensor) -> None:
-            place = self._next(tensor)
+            place = self._parts.next(tensor)
             if place is not None and place in wanted:
                 inside[place] = tensor.detach()
 

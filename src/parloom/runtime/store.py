@@ -7,6 +7,7 @@ gathers.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -24,7 +25,7 @@ from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.leaves import LeafGradients
 from parloom.runtime.program import ParameterSpec, Program, TensorSpec
-from parloom.runtime.remake import Again, Made, Remaking
+from parloom.runtime.remake import Again, Made, Parts, Remaking
 from parloom.runtime.same import check_same_values
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import take
@@ -105,22 +106,21 @@ class Store:
         blocks = self._blocks if again is None else None
         body, path = blocks.of(function, prefix) if blocks else (function, prefix)
 
-        def run(*inputs: Tensor) -> Any:
+        def run(ctx: Context, *inputs: Tensor) -> Any:
             mine = self._units.weights(unit) if unit is not None else {}
             tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
             return body(ctx, path, *inputs, *tensors)
 
         if again is not None:
-            remake = partial(self._remake, ctx, again, prefix, weights)
-            result = self._dropping(ctx, partial(run, *inputs), remake, unit)
+            result = self._dropping(ctx, run, inputs, again, prefix, weights)
         elif recompute and torch.is_grad_enabled():
             # Random masks are keyed, so there is no generator state to restore.
-            result = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+            result = checkpoint(run, ctx, *inputs, use_reentrant=False, preserve_rng_state=False)
         elif unit is None:
-            return run(*inputs)
+            return run(ctx, *inputs)
         else:
             with self._units.saving():
-                result = run(*inputs)
+                result = run(ctx, *inputs)
         if unit is None:
             return result
         if isinstance(result, Tensor):
@@ -131,33 +131,33 @@ class Store:
         return result
 
     def _dropping(
-        self, ctx: Context, run: Callable[[], Made], remake: Again, unit: Unit | None
-    ) -> Any:
-        """The results of a call that drops values, which `remake` makes again."""
-        if not torch.is_grad_enabled():
-            return run().results
-        hooks = (_as_it_is, _as_it_is) if unit is None else (self._units.pack, self._units.unpack)
-        remaking = Remaking(*hooks)
-        with remaking.saving(), ctx.remaking_by(remaking):
-            made = run()
-        remaking.drop(made, partial(remake, remaking))
-        return made.results
-
-    def _remake(
         self,
         ctx: Context,
+        run: Callable[..., Made],
+        inputs: tuple[Tensor, ...],
         again: Again,
         prefix: str,
         weights: tuple[str, ...],
-        remaking: Remaking,
-        *kept: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """What a call dropped, of what it kept and its weights."""
-        unit = self._units.of(prefix)
-        mine = {} if unit is None else self._units.leaves(unit)
-        tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
-        with ctx.remaking_by(remaking):
-            return again(ctx, prefix, *kept, *tensors)
+    ) -> Any:
+        """The results of a call that drops values, which `again` makes at the same moment."""
+        if not torch.is_grad_enabled():
+            return run(ctx, *inputs).results
+        units, parts = self._units, Parts()
+        unit = units.of(prefix) if prefix else None
+        moment = replace(ctx, parts=parts)
+
+        def remake(*kept: Tensor) -> tuple[Tensor, ...]:
+            mine = units.leaves(unit) if unit is not None else {}
+            tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
+            return again(moment, prefix, *kept, *tensors)
+
+        pack = _as_it_is if unit is None else units.pack
+        unpack = _as_it_is if unit is None else units.unpack
+        remaking = Remaking(pack, unpack, parts)
+        with remaking.saving():
+            made = run(moment, *inputs)
+        remaking.drop(made, remake)
+        return made.results
 
     # The passes of a step.
 
