@@ -19,8 +19,10 @@ from parloom.errors import VerifyError
 from parloom.execute.program import compile_pcg
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
-from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.execute.verify import verify
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.plan import ActivationDecision, Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.text import print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import remake
@@ -92,16 +94,39 @@ def test_microbatches() -> None:
     assert error < TOLERANCE, where
 
 
+MADE_AGAIN = remake._Place.of
+
+
+def otherwise(place: remake._Place, made: Tensor) -> Tensor:
+    """A value that is made again, and not what it was."""
+    return MADE_AGAIN(place, made.mul_(1.001) if made.is_floating_point() else made)
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_value_that_is_made_again_otherwise_is_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: what is remade reaches the gradients."""
-    place = remake._Place.of
-    monkeypatch.setattr(remake._Place, "of", lambda self, made: place(self, made * 1.001))
+    monkeypatch.setattr(remake._Place, "of", otherwise)
     found = model(name)
     error, _ = found.error(random_case(found, 0))
     assert error > TOLERANCE
+
+
+def test_the_proof_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with such lists is proved, and not one that makes values again otherwise."""
+    module, batch = small("gpt")
+    graph = capture(module.train(), batch)
+    decisions = Decisions(grid({"x": 2}), activations=random_lists(graph, 0))
+    source = ModelSource("zoo:gpt", 4)
+    plan = Plan(source, "test", "", Optimizer(), "test", decisions, print_graph(graph))
+    tensors = parameters_of(module, graph)
+    assert verify(plan, tensors, batch).passed
+    monkeypatch.setattr(remake._Place, "of", otherwise)
+    report = verify(plan, tensors, batch)
+    assert not report.passed
+    assert report.first_difference is not None
+    assert report.first_difference.startswith("gradient of")
 
 
 def trained(

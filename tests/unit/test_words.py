@@ -8,6 +8,7 @@ import pytest
 from parloom.answer import ALL
 from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
+from parloom.ir.fold import unfold
 from parloom.ir.graph import Function, Graph
 from parloom.ir.mesh import Device, grid
 from parloom.ir.plan import (
@@ -114,6 +115,9 @@ def test_recomputed_blocks_are_counted_among_all() -> None:
     assert "recompute activations of 1 of 3 blocks" in words(
         stack(3), Decisions(grid({"x": 1}), activations=again)
     )
+    values = ActivationDecision("blocks.1", "recompute", ("act:gelu#0",))
+    made = Decisions(grid({"x": 1}), activations=(values,), rewrites=("block blocks.1",))
+    assert "recompute some values of 1 of 1 block" in words(unfold(stack(3)), made)
 
 
 def test_a_dtype_without_a_rate_is_priced_at_the_lowest() -> None:

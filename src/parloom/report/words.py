@@ -54,7 +54,8 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
         lines.append(f"every device stores {kept}, with their gradients and optimizer state")
-    blocks = sum(isinstance(item, Call) for item in graph.main.body)
+    body = rewritten(graph, decisions.rewrites).main.body
+    blocks = sum(isinstance(item, Call) for item in body)
     policies = Counter(
         f"{a.policy} {'some values' if a.lists else 'activations'}"
         for a in decisions.activations
