@@ -262,6 +262,13 @@ def test_what_failed_is_made_when_it_is_asked_for_again() -> None:
     assert torch.equal(x.grad, (2 * (x * 2).exp() + 8 * x).detach())
 
 
+def test_ranks_that_have_nothing_make_it_again_like_others() -> None:
+    counted, x = Counted(), torch.rand(0, requires_grad=True)
+    result, _ = dropped(counted, x)
+    torch.autograd.backward(result.sum())
+    assert counted.made == 1
+
+
 def test_without_gradients_nothing_is_saved() -> None:
     counted, x = Counted(), torch.rand(5)
     result, memory = dropped(counted, x)

@@ -171,14 +171,19 @@ class Remaking:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Which memory a tensor lies in, of all that is there: empty ones have no address.
+
+    Ranks may have nothing of a tensor (rows of an expert), and must make the same again as others.
+    """
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
 
 
 def _place(tensor: Tensor, value: int) -> _Place | None:
     """Where a tensor lies in the memory of a dropped value."""
     storage = tensor.untyped_storage()
     # A view that negates when it is read is more than a place.
-    if not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
+    if tensor.is_conj() or tensor.is_neg():
         return None
     offset, size, stride = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return _Place(value, int(offset), size, stride, tensor.dtype, storage.nbytes())
