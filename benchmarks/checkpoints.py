@@ -31,7 +31,7 @@ from parloom.execute.manifest import read_manifest
 from parloom.execute.optimizers import make, named_optimizer
 from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
-from parloom.execute.verify import EPS, LEARNING_RATE, Masks, reference_step
+from parloom.execute.verify import EPS, LEARNING_RATE, reference_step
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, widened
 from parloom.ir.lower import lower
@@ -95,11 +95,7 @@ def reference(graph: Graph, tensors: Tensors, batch: Tensors) -> tuple[list[Tens
     state = {n: t.clone().requires_grad_(n in trainable) for n, t in tensors.items()}
     leaves = [(n, t) for n, t in state.items() if n in trainable]
     optimizer = make(OPTIMIZER, leaves, lr=LEARNING_RATE, eps=EPS)  # type: ignore[arg-type]
-    masks = Masks()
-    losses = []
-    for step in range(STEPS):
-        masks.step = step
-        losses.append(reference_step(graph, state, batch, optimizer, masks))
+    losses = [reference_step(graph, state, batch, optimizer, step) for step in range(STEPS)]
     return losses, {n: t.detach() for n, t in state.items()}
 
 

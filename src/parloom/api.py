@@ -21,6 +21,7 @@ from parloom.capture import (
 )
 from parloom.capture import capture as _capture
 from parloom.capture.ambient import Settings, settings
+from parloom.capture.microbatch import capture_microbatch, split_of
 from parloom.capture.ranges import Ranges, ranges_of
 from parloom.choose import Ask
 from parloom.cost.calibration import Calibration, calibration_to_json
@@ -57,6 +58,8 @@ from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
     DTYPES,
+    GLOBAL,
+    MICROBATCH,
     Decisions,
     ModelSource,
     Plan,
@@ -90,6 +93,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     method: str = "auto",
     memory: int | str | None = None,
     microbatches: int | None = None,
+    batch_semantics: str = GLOBAL,
     calibration: str | Path | None = None,
     pin: Sequence[str] = (),
     forbid: Sequence[str] = (),
@@ -105,8 +109,10 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     Face config.json, folder or Hub id, or a factory (`file.py:factory`, `pkg.module:factory`).
 
     `optimizer` names a class of torch.optim; the default is what the model's factory returned, or
-    adamw. `calibration` is a file that `parloom calibrate` wrote. `pin` and `forbid` fix layouts
-    and rule them out (docs/pins.md), `budget` ends the search after so much work.
+    adamw. With `batch_semantics` "microbatch" the loss is the mean of those of `microbatches`
+    microbatches, each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
+    `pin` and `forbid` fix layouts and rule them out (docs/pins.md), `budget` ends the search after
+    so much work.
 
     Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
     further than `require_gap` above what was proved to be the least).
@@ -114,12 +120,20 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     # What is bad is told before the model is captured.
     sizes = {"batch": batch, "seq": seq, "microbatches": microbatches, "seed": seed}
     limits = {"memory": memory, "budget": budget, "require_gap": require_gap}
-    chosen = {"method": method, "pin": pin, "forbid": forbid}
+    chosen = {"method": method, "pin": pin, "forbid": forbid, "batch_semantics": batch_semantics}
     asked = sizes | limits | chosen | {"dtype": dtype}
     arguments.check(model, asked)
     arguments.check_on(machine_for(cluster, calibration).cluster, asked)
     captured = capture(
-        model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, seed=seed, progress=progress
+        model,
+        batch=batch,
+        seq=seq,
+        dtype=dtype,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        batch_semantics=batch_semantics,
+        seed=seed,
+        progress=progress,
     )
     found = search(
         captured,
@@ -139,7 +153,10 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A model as graphs, with what a plan says of where they came from."""
+    """A model as graphs, with what a plan says of where they came from.
+
+    Under `batch_semantics` "microbatch" `graph` is the program of one of `microbatches`.
+    """
 
     source: ModelSource
     fingerprint: str
@@ -151,6 +168,8 @@ class Captured:
     seed: int
     settings: Settings = ()
     ranges: Ranges = ()
+    microbatches: int = 1
+    batch_semantics: str = GLOBAL
 
 
 def capture(
@@ -160,6 +179,8 @@ def capture(
     seq: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
+    microbatches: int | None = None,
+    batch_semantics: str = GLOBAL,
     seed: int = 0,
     progress: Say = _silent,
 ) -> Captured:
@@ -167,20 +188,23 @@ def capture(
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
     dtype = DTYPES.get(dtype, dtype) if dtype else None
     asked_for = named_optimizer(optimizer) if optimizer else None
+    apart = (microbatches or 1) if batch_semantics == MICROBATCH else 1
     source = ModelSource(model, batch, seq, dtype)
     with ForkServer() as server:  # before anything of the model is imported
         progress(f"building {model}")
         loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
-        begin(server, Build(source, seed), loaded.model, PLAN)
+        if apart == 1:  # where samples lie is known once the model is captured
+            begin(server, Build(source, seed), loaded.model, PLAN)
         chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
         progress("capturing the training program")
         try:
-            graph = _capture(loaded.model, loaded.batch, loss=loaded.loss)
+            graph = capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
         except CaptureError as err:
             raise with_culprit(model, err, batch, seq) from err
         evaluation, notes = _evaluation(loaded.model, loaded.batch, loaded.loss)
         progress("comparing it with the module itself")
-        eager = check(server, source, seed, graph, evaluation, PLAN)
+        whole = Build(source, seed, split=split_of(graph, loaded.batch))
+        eager = check(server, whole, graph, evaluation, PLAN)
         progress(f"compared in {eager.seconds:.1f} s")
     if eager.outcome == DIFFERS:
         raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}; {ADVICE}")
@@ -202,6 +226,8 @@ def capture(
         seed,
         settings(),
         ranges_of(loaded.batch),
+        apart,
+        batch_semantics,
     )
 
 
@@ -218,12 +244,17 @@ def search(
     budget: int | None = None,
     progress: Say = _silent,
 ) -> Plan:
-    """The second half of `plan`: price the candidates and keep the fastest that fits."""
+    """The second half of `plan`: price the candidates and keep the fastest that fits.
+
+    Where the program is that of one microbatch, there are as many as it was captured for.
+    """
     machine = machine_for(cluster, calibration)
     graph = captured.graph
     there = machine.cluster.device.memory_bytes
     limit = arguments.memory_bytes(memory) or there
-    if microbatches is not None:
+    if captured.batch_semantics == MICROBATCH:
+        microbatches = captured.microbatches
+    elif microbatches is not None:
         legal_microbatches(factorize(graph)).check(microbatches)
     asked = Plan(
         captured.source,
@@ -231,7 +262,7 @@ def search(
         captured.fingerprint,
         captured.optimizer,
         method,
-        Decisions(Mesh(())),
+        Decisions(Mesh(()), batch_semantics=captured.batch_semantics),
         print_graph(graph),
         assumptions=(
             *machine.loaded.assumptions,
@@ -249,12 +280,13 @@ def search(
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         asked = replace(asked, assumptions=(*asked.assumptions, line))
 
-    def build(batch: int | None, dtype: str | None) -> Graph:
+    def build(batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
         source = captured.source
         loaded = load_abstract(
             source.spec, batch=batch, seq=source.seq, dtype=dtype, seed=captured.seed
         )
-        return _capture(loaded.model, loaded.batch, loss=loaded.loss)
+        apart = (microbatches or 1) if captured.batch_semantics == MICROBATCH else 1
+        return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
 
     ask = Ask(asked, graph, machine, limit, microbatches, budget=budget, build=build)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))

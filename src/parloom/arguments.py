@@ -8,7 +8,7 @@ from types import MappingProxyType
 from parloom.cost import units
 from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import DTYPES
+from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL
 from parloom.search.baselines import METHODS as BASELINES
 from parloom.search.candidates import AUTO, COMPARATORS
 from parloom.search.conflicts import check_axes
@@ -42,6 +42,11 @@ def check(model: object, asked: Mapping[str, object]) -> None:
             raise InputError(f"{name}: must be at most {LARGEST}, got {given}")
         if not isinstance(given, int) or isinstance(given, bool) or given < least:
             raise InputError(f"{name}: must be a whole number from {least} on, got {given!r}")
+    if asked.get("batch_semantics", GLOBAL) not in BATCH_SEMANTICS:
+        given = str(asked["batch_semantics"])
+        raise InputError(
+            f"batch_semantics: no semantics {given!r}{nearest(given, BATCH_SEMANTICS)}"
+        )
     dtype, method = asked.get("dtype"), asked.get("method", "auto")
     if dtype is not None and dtype not in (*DTYPES, *DTYPES.values()):
         raise InputError(f"dtype: no dtype {dtype!r}{nearest(str(dtype), DTYPES)}")

@@ -13,7 +13,7 @@ from parloom.errors import ParloomError
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import named_optimizer
 from parloom.ir.factors import factorize
-from parloom.ir.plan import DTYPES, Plan
+from parloom.ir.plan import DTYPES, MICROBATCH, Plan
 from parloom.report.shortage import Change
 from parloom.search.candidates import AUTO, base_of
 from parloom.search.least import least_share
@@ -62,7 +62,7 @@ def change(flags: str, words: str, ask: Ask, found: Plan) -> Change:
     assert found.prediction is not None
     step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
     devices = ask.machine.cluster.num_devices
-    return Change(flags, words, step_s, peak, step_s * devices / samples(ask.graph))
+    return Change(flags, words, step_s, peak, step_s * devices / samples(ask))
 
 
 def _optimizer(ask: Ask) -> Iterator[Trial]:
@@ -89,13 +89,18 @@ def _method(ask: Ask) -> Iterator[Trial]:
 def _microbatches(ask: Ask) -> Iterator[Trial]:
     """Rules of thumb alone have them."""
     least = ask.microbatches or 1
-    for count in _doubled(2 * least, samples(ask.graph)):
-        words = "so many passes, one after the other"
-        yield f"--microbatches {count}", words, replace(ask, microbatches=count)
+    for count in _doubled(2 * least, samples(ask)):
+        flags, words = f"--microbatches {count}", "so many passes, one after the other"
+        if ask.batch_semantics == MICROBATCH:
+            batch, dtype = ask.plan.source.batch, ask.plan.source.dtype
+            other = replace(ask, microbatches=count)
+            yield from _captured(other, flags, words, batch, dtype)
+        else:
+            yield flags, words, replace(ask, microbatches=count)
 
 
 def _batch(ask: Ask) -> Iterator[Trial]:
-    before = samples(ask.graph)
+    before = samples(ask)
     for share in _doubled(2, before):
         if before % share == 0 and _may_fit(ask):  # weights are the same for every batch
             size, dtype = before // share, ask.plan.source.dtype
@@ -109,7 +114,7 @@ def _captured(
     if ask.build is None:
         return
     try:
-        graph = ask.build(batch, dtype)
+        graph = ask.build(batch, dtype, ask.microbatches)
     except ParloomError:
         return
     pinned = resolve(ask.pinned.pins, graph, factorize(graph))

@@ -12,7 +12,8 @@ from parloom.execute.machine import Machine
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.plan import INTERRUPTED, Alternative, Decisions, Plan, Prediction
+from parloom.ir.microbatches import with_whole_batch
+from parloom.ir.plan import INTERRUPTED, MICROBATCH, Alternative, Decisions, Plan, Prediction
 from parloom.report.words import idle_words, splits
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.candidates import Candidate, Candidates, candidates
@@ -24,7 +25,7 @@ UNBOUND = (
     "the model is padded, which the search does not look at: what it proved is not of this plan"
 )
 Say = Callable[[str], None]
-Build = Callable[[int | None, str | None], Graph]
+Build = Callable[[int | None, str | None, int | None], Graph]
 
 
 class NothingFitsError(InfeasibleError):
@@ -41,7 +42,8 @@ class NothingFitsError(InfeasibleError):
 class Ask:
     """What a plan is asked for: `plan` without decisions, on `machine`, at most `limit` bytes.
 
-    `build` captures the model again with another batch size and dtype; `wanted` is for questions
+    `build` captures the model again with another batch size, dtype and number of microbatches;
+    batch semantics are those of `plan`; `wanted` is for questions
     that are asked beside the user's own.
     """
 
@@ -70,7 +72,18 @@ class Ask:
             self.pinned,
             self.wanted,
             self.machine.predict,
+            self.batch_semantics,
         )
+
+    @property
+    def batch_semantics(self) -> str:
+        """Those that every candidate has."""
+        return self.plan.decisions.batch_semantics
+
+    @property
+    def apart(self) -> int:
+        """Microbatches each of which is computed by itself; 1 where there are none such."""
+        return (self.microbatches or 1) if self.batch_semantics == MICROBATCH else 1
 
 
 def choose(ask: Ask, say: Say) -> Plan:
@@ -101,7 +114,14 @@ def _candidates(ask: Ask, say: Say) -> Candidates:
             f"{method} is for {decisions.mesh.num_ranks} ranks, {cluster.name} has"
             f" {cluster.num_devices} devices"
         )
-    if ask.microbatches is not None:
+    if ask.batch_semantics == MICROBATCH:
+        decisions = replace(decisions, num_microbatches=ask.apart, batch_semantics=MICROBATCH)
+    elif decisions.accumulates:
+        raise InputError(
+            f"{method} computes each of {decisions.num_microbatches} microbatches by itself; add"
+            f" --batch-semantics {MICROBATCH} --microbatches {decisions.num_microbatches}"
+        )
+    elif ask.microbatches is not None:
         decisions = replace(decisions, num_microbatches=ask.microbatches)
     reason = broken(ask.pinned, ask.graph, decisions)
     if reason is not None:
@@ -171,7 +191,7 @@ def _why_idle(ask: Ask, played: Sequence[tuple[Candidate, Prediction]]) -> str:
         fits = "" if peak <= ask.limit else ", which does not fit"
         size = f"{format_seconds(step_s)} and {format_bytes(peak)} per device{fits}"
         return f"the fastest plan that splits something, {name}, needs {size}"
-    count, ranks = samples(ask.graph), ask.machine.cluster.num_devices
+    count, ranks = samples(ask), ask.machine.cluster.num_devices
     if count % ranks == 0:
         return f"{ask.plan.method} finds nothing in this model that can be split"
     near = max(1, round(count / ranks)) * ranks
@@ -179,9 +199,10 @@ def _why_idle(ask: Ask, played: Sequence[tuple[Candidate, Prediction]]) -> str:
     return f"{count} samples do not divide over them: {way}"
 
 
-def samples(graph: Graph) -> int:
+def samples(ask: Ask) -> int:
     """The size of the batch."""
-    shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
+    whole = with_whole_batch(ask.graph, ask.apart)
+    shapes = [entry.value.spec.shape for entry in whole.of_kind("batch")]
     return max((shape[0] for shape in shapes if shape), default=1)
 
 

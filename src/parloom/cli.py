@@ -96,6 +96,10 @@ PIN = (
     " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
 )
 FORBID = "No plan that holds this; written like --pin."
+SEMANTICS = (
+    "global: the loss of the whole batch. microbatch: the mean of those of the microbatches, each"
+    " computed by itself (batch norm, capacities, token counts), as gradient accumulation does."
+)
 BUDGET = "End the search after so many solved programs and simulated steps."
 GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[
@@ -120,13 +124,15 @@ def plan(
     method: Method = "auto",
     memory: Memory = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,
+    batch_semantics: Annotated[
+        str, typer.Option(metavar="global|microbatch", help=SEMANTICS)
+    ] = "global",
     calibration: Calibrated = None,
     pin: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=PIN)] = None,
     forbid: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=FORBID)] = None,
     objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
     budget: Annotated[int | None, typer.Option(metavar="WORK", min=1, help=BUDGET)] = None,
     require_gap: Annotated[float | None, typer.Option(metavar="G", min=0, help=GAP)] = None,
-    batch_semantics: Annotated[str, typer.Option(help="global; microbatch: not yet.")] = "global",
     batch_norm: Annotated[str, typer.Option(help="global; local: not yet.")] = "global",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     out: Out = None,
@@ -137,7 +143,6 @@ def plan(
     _refuse(
         {
             f"--objective {objective.value}": objective is not Objective.TIME,
-            f"--batch-semantics {batch_semantics}": batch_semantics != "global",
             f"--batch-norm {batch_norm}": batch_norm != "global",
         }
     )
@@ -146,6 +151,8 @@ def plan(
         "seq": seq,
         "dtype": None if dtype is None else dtype.value,
         "optimizer": optimizer,
+        "microbatches": microbatches,
+        "batch_semantics": batch_semantics,
         "seed": seed,
     }
     searched: Asked = {
@@ -178,7 +185,8 @@ def _plan(
     from parloom.execute.machine import machine_for
     from parloom.report import terminal
 
-    arguments.check_on(machine_for(cluster, searched["calibration"]).cluster, searched)
+    there = machine_for(cluster, searched["calibration"]).cluster
+    arguments.check_on(there, captured | searched)
     check_folder(out or Path("runs"))
     started = time.monotonic()
     program = api.capture(model, **captured, progress=_say)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from parloom import zoo
 from parloom.capture import capture, parameters_of
-from parloom.execute.reference import evaluate
+from parloom.execute.reference import run_step
 from parloom.execute.verify import Masks
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph, widened
@@ -38,24 +38,17 @@ class Model:
     def expected(self) -> Outcome:
         trainable = {i.target for i in self.graph.of_kind("parameter") if i.trainable}
         leaves = {n: t.clone().requires_grad_(n in trainable) for n, t in self.tensors.items()}
-        values = {
-            i.value.name: (self.batch if i.kind == "batch" else leaves)[i.target]
-            for i in self.graph.inputs
-            if i.kind != "constant"
-        }
-        results = evaluate(self.graph, values, dropout=Masks())
+        results = run_step(self.graph, leaves, self.batch, lambda i, count: Masks(0, i, count))
         loss = results["loss"]
         assert loss is not None
         assert loss.isfinite(), "what is not a number equals what is not a number"
-        torch.autograd.backward(loss)
         gradients = {
             n: torch.zeros_like(t) if t.grad is None else t.grad
             for n, t in leaves.items()
             if n in trainable
         }
         kept = {i.target: self.tensors[i.target] for i in self.graph.of_kind("buffer")}
-        updates = {n: t.detach() for n, t in results["updates"].items()}
-        return Outcome(loss.detach(), gradients, {}, kept | updates)
+        return Outcome(loss, gradients, {}, kept | results["updates"])
 
     def error(self, decisions: Decisions) -> tuple[float, str]:
         """How far the plan's program is from the reference, and where."""

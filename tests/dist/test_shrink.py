@@ -120,8 +120,9 @@ def test_a_width_below_the_heads_shrinks() -> None:
 
 @pytest.mark.parametrize(("unit", "expected"), [(1, 4), (2, 4), (3, 6), (8, 8)])
 def test_a_batch_keeps_enough_samples_for_its_statistics(unit: int, expected: int) -> None:
-    assert small_batch(64, lambda size: unit, 1) == expected
-    assert small_batch(2, lambda size: unit, 1) == 2
+    assert small_batch(64, lambda size: unit, 1, apart=False) == expected
+    assert small_batch(2, lambda size: unit, 1, apart=False) == 2
+    assert small_batch(64, lambda size: 2, 2, apart=True) == 8
 
 
 def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The tables at the end of a generated program: mesh, tensors, parameters, units, schedule."""
 
-from parloom.ir.graph import DTYPE_BYTES
+from parloom.ir.graph import DTYPE_BYTES, Input
 from parloom.ir.layout import Layout, digits
 from parloom.ir.mesh import Mesh
-from parloom.ir.pcg import PCG, Compute, Movement, PParameter, PValue, operands_of
+from parloom.ir.microbatches import whole_input
+from parloom.ir.pcg import PCG, TIME, Compute, Movement, PParameter, PValue, operands_of
 from parloom.ir.schedules import schedule
 from parloom.ir.step_program import EACH_STEP, StepNode, step_program
 from parloom.rewrite.pad import valid_rows
@@ -25,7 +26,7 @@ def tables(pcg: PCG) -> str:
     entries = pcg.graph.of_kind("batch")
     lines += _block(
         "inputs",
-        [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in entries if i.value.name in read],
+        [_input(i, batch[i.value.name], pcg) for i in entries if i.value.name in read],
     )
     lines += _block("unread", [repr(i.target) for i in entries if i.value.name not in read])
     lines += _block(
@@ -36,6 +37,8 @@ def tables(pcg: PCG) -> str:
     lines += _block("parameters", [_parameter(p, pcg) for p in pcg.parameters])
     lines += _block("step", [_step_node(node) for node in step_program(pcg)])
     lines.append(f"    num_microbatches={pcg.num_microbatches},")
+    if pcg.decisions.accumulates:
+        lines.append("    by_microbatch=True,")
     (actions,) = schedule("one_stage", 1, pcg.num_microbatches)
     lines.append(f"    actions={tuple(map(str, actions))!r},")
     lines += _block("groups", [repr(group) for group in groups(pcg)])
@@ -70,6 +73,16 @@ def _tensor(name: str, value: PValue, mesh: Mesh) -> str:
     spec = value.spec
     dims = _dims(value.layout, spec.shape, mesh)
     return f"rt.TensorSpec({name!r}, {spec.shape!r}, {spec.dtype!r}, {dims})"
+
+
+def _input(entry: Input, value: PValue, pcg: PCG) -> str:
+    """A batch tensor; of a program of one microbatch, that of all of them."""
+    shape = value.spec.shape
+    dims = tuple(digits(value.layout, d, n, pcg.mesh) for d, n in enumerate(shape))
+    if entry.samples is not None:
+        dims = tuple((TIME, *d) if i == entry.samples else d for i, d in enumerate(dims))
+        shape = whole_input(entry, pcg.num_microbatches).value.spec.shape
+    return f"rt.TensorSpec({entry.target!r}, {shape!r}, {value.spec.dtype!r}, {dims!r})"
 
 
 def _parameter(parameter: PParameter, pcg: PCG) -> str:

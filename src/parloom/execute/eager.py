@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from parloom.capture import capture
+from parloom.capture.microbatch import capture_microbatch
 from parloom.errors import CaptureError
 from parloom.execute.eager_compare import NOT_COMPARED, EagerReport
 from parloom.execute.eager_process import Build, ForkServer
@@ -23,7 +24,6 @@ from parloom.ir.factors import site_of
 from parloom.ir.graph import Call as BlockCall
 from parloom.ir.graph import Graph, Node
 from parloom.ir.ops import op_of
-from parloom.ir.plan import ModelSource
 from parloom.ir.text import print_graph
 
 
@@ -56,24 +56,24 @@ def begin(server: ForkServer, build: Build, model: nn.Module, limits: Limits) ->
 
 
 def check(
-    server: "ForkServer", source: ModelSource, seed: int, graph: Graph, evaluation: str,
-    limits: Limits,
-) -> EagerReport:  # fmt: skip
-    """Compare the module that `source` names with `graph` and `evaluation`, captured from it.
+    server: "ForkServer", build: Build, graph: Graph, evaluation: str, limits: Limits
+) -> EagerReport:
+    """Compare the module that `build` makes with `graph` and `evaluation`, captured from it.
 
-    A larger model is compared in small sizes.
+    A larger model is compared in small sizes, and on two microbatches where it is on several.
     """
     if is_small(graph, limits):
-        return server.compare(Build(source, seed), graph, evaluation, limits.timeout_s)
+        return server.compare(build, graph, evaluation, limits.timeout_s)
     server.stop()
-    build = Build(source, seed, small=True)
+    count = min(build.split.count, 2)
+    build = replace(build, small=True, split=replace(build.split, count=count))
     found = build.copy()
     if found is None:
         return EagerReport(NOT_COMPARED, f"{_size(graph)} and no small copy; {_most(limits)}")
     small, text = found
     server.begin(build)
     try:
-        graph = capture(small.model, small.batch, loss=small.loss)
+        graph = capture_microbatch(small.model, small.batch, count, loss=small.loss)
     except CaptureError as error:
         return EagerReport(NOT_COMPARED, f"the small copy: {error}", shrunk=text)
     if not is_small(graph, limits):

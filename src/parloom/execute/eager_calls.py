@@ -19,6 +19,7 @@ from parloom.capture import (
     named_tensors,
     select_loss,
 )
+from parloom.capture.microbatch import WHOLE, Split
 from parloom.errors import ParloomError
 from parloom.execute.replay import Draw, Recorder
 
@@ -47,8 +48,13 @@ class NotComparedError(Exception):
     """The module cannot be run here as it was captured; the message says why."""
 
 
-def training_calls(build: Build, *, other: bool, again: bool) -> Iterator[Call]:
+def training_calls(
+    build: Build, *, other: bool, again: bool, split: Split = WHOLE
+) -> Iterator[Call]:
     """Calls of a module in training mode with what each leaves, then one in evaluation mode.
+
+    With `split` a call in training accumulates gradients over the microbatches: the module is
+    called on each, and the mean of its losses is the loss.
 
     With `other`, batches after the first hold other samples, from calls of the factory where it is
     called `again`, or the first one's in another order. Raises `NotComparedError` where the module
@@ -61,10 +67,10 @@ def training_calls(build: Build, *, other: bool, again: bool) -> Iterator[Call]:
     taken = arguments_of(loaded.model, loaded.batch, loaded.loss)
     with mode(loaded.model, True):
         for batch in batches:
-            yield _call(loaded, batch, taken, training=True)
+            yield _call(loaded, batch, taken, split, training=True)
             _move(loaded.model)
     with mode(loaded.model, False):
-        yield _call(loaded, loaded.batch, taken, training=False)
+        yield _call(loaded, loaded.batch, taken, WHOLE, training=False)
 
 
 def other_batches(build: Build, loaded: Loaded) -> Iterator[Mapping[str, Tensor]]:
@@ -86,31 +92,38 @@ def _rolled(batch: Mapping[str, Tensor], shift: int) -> dict[str, Tensor]:
     return {n: t.roll(shift, 0) if t.dim() and t.shape[0] == size else t for n, t in batch.items()}
 
 
-def _call(loaded: Loaded, batch: Mapping[str, Tensor], taken: Any, *, training: bool) -> Call:
+def _call(
+    loaded: Loaded, batch: Mapping[str, Tensor], taken: Any, split: Split, *, training: bool
+) -> Call:
     model, recorder = loaded.model, Recorder()
     batch = {name: tensor.detach().clone() for name, tensor in batch.items()}
     before = _state(model)
     for parameter in model.parameters():
         parameter.grad = None
-    given = {name: tensor.clone() for name, tensor in batch.items()}
+    losses: list[Tensor] = []
+    outputs: dict[str, Tensor] = {}
     try:
         with warnings.catch_warnings(), torch.enable_grad() if training else torch.no_grad():
             warnings.simplefilter("ignore")
-            with recorder:
-                output = model(**{n: t for n, t in given.items() if n in taken})
-                flat = list(named_tensors(output))
-                loss = select_loss(output, flat, given, loaded.loss, required=training)
-                if training and loss is not None:
-                    with recorder.paused():
-                        loss.backward()  # type: ignore[no-untyped-call]
+            for part in split.of(batch):
+                given = {name: tensor.clone() for name, tensor in part.items()}
+                with recorder:
+                    output = model(**{n: t for n, t in given.items() if n in taken})
+                    flat = list(named_tensors(output))
+                    loss = select_loss(output, flat, given, loaded.loss, required=training)
+                    if loss is not None:
+                        losses.append(loss / split.count)
+                    if training and losses:
+                        with recorder.paused():
+                            losses[-1].backward()  # type: ignore[no-untyped-call]
+                outputs = {n: t.detach().clone() for n, t in flat if t is not loss}
     except ParloomError:
         raise
     except Exception as error:  # whatever user code raises
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise NotComparedError(f"the module raised {type(error).__name__}: {reason}") from error
     gradients = {n: _gradient(t) for n, t in model.named_parameters()}
-    outputs = {n: t.detach().clone() for n, t in flat if t is not loss}
-    made = torch.zeros(()) if loss is None else loss.detach().clone()
+    made = torch.stack([loss.detach() for loss in losses]).sum(0) if losses else torch.zeros(())
     return Call(before, batch, made, gradients, _state(model), tuple(recorder.draws),
                 outputs, training)  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parloom.execute.eager_calls import Call
-from parloom.execute.reference import evaluate
+from parloom.execute.reference import run_step
 from parloom.execute.relative import Compared, Difference, judged, relative_difference
 from parloom.execute.replay import Replay, ReplayError
 from parloom.ir.graph import Graph
@@ -111,18 +111,11 @@ def compare_call(graph: Graph, call: Call, where: str, tolerance: float) -> Comp
     trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
     replay = Replay(list(call.draws))
     state = {n: t.clone().requires_grad_(n in trainable) for n, t in call.before.items()}
-    values = {
-        i.value.name: (call.batch if i.kind == "batch" else state)[i.target]
-        for i in graph.inputs
-        if i.kind != "constant"
-    }
     with torch.enable_grad() if graph.training else torch.no_grad():
-        results = evaluate(graph, values, dropout=replay)
-        if graph.training and results["loss"] is not None:
-            results["loss"].backward()  # type: ignore[no-untyped-call]
+        results = run_step(graph, state, call.batch, lambda index, count: replay)
     pairs: list[Pair] = []
     if results["loss"] is not None:
-        pairs.append(("loss", call.loss, results["loss"].detach(), 1e-2))
+        pairs.append(("loss", call.loss, results["loss"], 1e-2))
     if graph.training:
         found = [g for g in call.gradients.values() if g is not None and g.numel()]
         floor = GRADIENT_FLOOR * max((float(g.abs().max()) for g in found), default=0.0)

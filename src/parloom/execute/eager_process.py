@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from parloom.capture import Loaded, load_abstract, load_model
+from parloom.capture.microbatch import WHOLE, Split
 from parloom.errors import ParloomError
 from parloom.execute.eager_calls import NotComparedError, training_calls
 from parloom.execute.eager_compare import NOT_COMPARED, EagerReport, compare
@@ -39,11 +40,14 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How a model is built again, from its source; `small` in small sizes."""
+    """How a model is built again, from its source, `small` in small sizes; its batch is cut as
+    `split` says.
+    """
 
     source: ModelSource
     seed: int
     small: bool = False
+    split: Split = WHOLE
 
     def __call__(self) -> Loaded:
         """The model with its weights."""
@@ -64,7 +68,7 @@ class Build:
             source.spec, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=self.seed,
             limit=0,
         )  # fmt: skip
-        return small_model(source, loaded, seed=self.seed)
+        return small_model(source, loaded, seed=self.seed, num_microbatches=self.split.count)
 
 
 class ForkServer(AbstractContextManager["ForkServer"]):
@@ -206,7 +210,8 @@ def _run(there: Connection, build: Make, again: bool, other: bool) -> None:
     started = time.monotonic()
     message: Any
     try:
-        calls = list(training_calls(build, other=other, again=again))
+        split = build.split if isinstance(build, Build) else WHOLE
+        calls = list(training_calls(build, other=other, again=again, split=split))
         there.send_bytes(pickle.dumps("ready"))
         training, evaluation = pickle.loads(there.recv_bytes())
         message = compare(calls, training, evaluation, started)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parloom.capture import load_abstract, parameters_of
 from parloom.capture.ambient import check_settings
+from parloom.capture.microbatch import split_of
 from parloom.cost.units import format_bytes
 from parloom.errors import LaunchError
 from parloom.execute.eager import PLAN, VERIFY, begin, check
@@ -49,14 +50,15 @@ def _prove(
     check_settings(plan.settings)
     check_tensors(loaded.model, plan, graph, loaded.batch)
     limits = PLAN if small else VERIFY
-    begin(server, Build(source, plan.seed), loaded.model, limits)
+    eager_build = Build(source, plan.seed, split=split_of(graph, loaded.batch))
+    begin(server, eager_build, loaded.model, limits)
     torch.set_num_threads(1)  # the ranks are forked
     progress("capturing it")
     start = time.perf_counter()
     check_program(loaded.model, loaded.batch, loaded.loss, plan, graph)
     progress(f"captured in {time.perf_counter() - start:.1f} s: it is the planned one")
     progress("comparing it with the module itself")
-    eager = check(server, source, plan.seed, graph, plan.evaluation_graph, limits)
+    eager = check(server, eager_build, graph, plan.evaluation_graph, limits)
     progress(f"compared in {eager.seconds:.1f} s")
     text = ""
     if small:

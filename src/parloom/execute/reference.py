@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
+from parloom.capture.microbatch import split_of
 from parloom.capture.operators import packet
 from parloom.errors import InputError
 from parloom.execute.experts import experts
@@ -51,6 +52,37 @@ def evaluate(
         "outputs": {name: results[value] for name, value in graph.outputs},
         "updates": {name: results[value] for name, value in graph.updates},
     }
+
+
+def run_step(
+    graph: Graph,
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    hook: Callable[[int, int], DropoutHook | None],
+) -> Results:
+    """One step on a whole batch: gradients are added to those of `state`, parameters and buffers.
+
+    Of a program of one microbatch this is gradient accumulation: passes of all microbatches in
+    turn, each with the buffers that the one before left, and the sum of their shares of the loss.
+    `hook(index, count)` gives the draws of a microbatch. An evaluation program has no backward
+    pass.
+    """
+    split = split_of(graph, batch)
+    total: Tensor | None = None
+    outputs: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
+    for index, part in enumerate(split.of(batch)):
+        given = {"batch": part, "parameter": state, "buffer": {**state, **updates}}
+        values = {i.value.name: given[i.kind][i.target] for i in graph.inputs if i.kind in given}
+        results = evaluate(graph, values, dropout=hook(index, split.count))
+        loss, outputs = results["loss"], results["outputs"]
+        if loss is not None:
+            if graph.training:
+                loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        # Memory of its own: a buffer may be given a weight's value.
+        updates |= {name: value.detach().clone() for name, value in results["updates"].items()}
+    return {"loss": total, "outputs": outputs, "updates": updates}
 
 
 def input_values(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,12 +26,14 @@ from parloom.capture import (
     set_for_training,
 )
 from parloom.capture.autograd import refuse_hooks
+from parloom.capture.microbatch import split_of
 from parloom.capture.program import VALUELESS
 from parloom.capture.ranges import drawn_batch
 from parloom.capture.state.reach import Place, described_parts, key_of, path_of
 from parloom.errors import CaptureError, FingerprintError, ParloomError
 from parloom.execute.handed_over import FLAT
 from parloom.ir.graph import Graph
+from parloom.ir.microbatches import of_microbatch, with_whole_batch
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.runtime import Comm, told_by_all, told_by_the_first
@@ -43,7 +45,8 @@ def check_tensors(
     model: nn.Module, plan: Plan, graph: Graph, batch: Mapping[str, Tensor] | None = None
 ) -> None:
     """Raise `FingerprintError` where parameters, buffers or `batch` are not as planned."""
-    what = differences(model, graph, batch or {})
+    whole = with_whole_batch(graph, plan.decisions.num_microbatches)
+    what = differences(model, whole, batch or {})
     if what:
         advice = cast_needed(model, graph) or _advice(plan)
         raise FingerprintError(f"the plan was made for another model: {what}; {advice}")
@@ -57,12 +60,16 @@ def check_program(
     The message names the first operator, argument or constant that differs.
     """
     programs = [(graph, True)]
+    split = split_of(graph, batch)
     if plan.evaluation_graph:
         programs.append((parse_graph(plan.evaluation_graph), False))
     for planned, training in programs:
         where = "" if training else " (in evaluation)"
         try:
-            found, _ = capture_flat(model, batch, loss=loss, training=training)
+            given = split.first(batch) if training else batch
+            found, _ = capture_flat(model, given, loss=loss, training=training)
+            if training and split.count > 1:
+                found = of_microbatch(found, dict(split.dims), split.count)
         except CaptureError as error:
             raise FingerprintError(
                 f"the plan was made for another model{where}: {error}"
@@ -83,7 +90,8 @@ def check_again(model: nn.Module, loss: Loss | None, plan: Plan) -> None:
     """
     graph = parse_graph(plan.graph)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    batch = drawn_batch(graph, plan.ranges, device)
+    whole = with_whole_batch(graph, plan.decisions.num_microbatches)
+    batch = drawn_batch(whole, plan.ranges, device)
     try:
         settings = set_for_training(model) if plan.source.is_config else nullcontext()
         with same_draws(), on_the_host(model), settings:

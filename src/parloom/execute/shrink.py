@@ -15,7 +15,8 @@ from math import lcm, prod
 import psutil
 from torch import Tensor, nn
 
-from parloom.capture import Loaded, capture, parameters_of, sizes_of
+from parloom.capture import Loaded, parameters_of, sizes_of
+from parloom.capture.microbatch import capture_microbatch
 from parloom.cost.units import format_bytes
 from parloom.errors import CaptureError, InputError, LayoutError
 from parloom.execute.shrink_sizes import (
@@ -114,25 +115,30 @@ def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
     return Shrunk(small, tensors, best.loaded.batch, text)
 
 
-def small_model(source: ModelSource, loaded: Loaded, *, seed: int = 0) -> tuple[Loaded, str] | None:
+def small_model(
+    source: ModelSource, loaded: Loaded, *, seed: int = 0, num_microbatches: int = 1
+) -> tuple[Loaded, str] | None:
     """`loaded` in small sizes, whatever the plan, and what was shrunk; None where it stays big.
+
+    Its samples are those of so many microbatches.
 
     A config or a zoo model is built anew with weights from `seed`: equal calls give equal models.
     A factory's model loses blocks in place, which stay where it does not capture without them.
     """
     values = sizes_of(source.spec)
+    needs = Needs(num_microbatches=num_microbatches, apart=num_microbatches > 1)
     if values is None:
         stacks = {
             path: [_makeup(block) for block in module.children()]
             for path, module in loaded.model.named_modules()
             if path and isinstance(module, nn.ModuleList | nn.Sequential)
         }
-        made, *changes = fewer_blocks(loaded, stacks, Needs())
+        made, *changes = fewer_blocks(loaded, stacks, needs)
         text = ", ".join(chain(*reversed(changes)))
         return (made, text) if text else None
     for attempt in ATTEMPTS:
         try:
-            made, *changes = of_sizes(source, seed, loaded, values, Needs(), attempt)
+            made, *changes = of_sizes(source, seed, loaded, values, needs, attempt)
         except InputError:
             continue
         text = ", ".join(chain(*reversed(changes)))
@@ -185,7 +191,8 @@ def examine(plan: Plan) -> Big:
                 size = sizes[factor]
                 divisors[size] = lcm(divisors.get(size, 1), mesh.size(axes))
     microbatches = min(decisions.num_microbatches, MAX_MICROBATCHES)
-    needs = Needs(divisors, _layers_needed(nodes, decisions), microbatches)
+    layers = _layers_needed(nodes, decisions)
+    needs = Needs(divisors, layers, microbatches, apart=decisions.accumulates)
     return Big(plan, mesh, factored, nodes, needs)
 
 
@@ -223,7 +230,8 @@ def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
             f" ({', '.join(changes) or 'nothing shrinks'}), on {big.mesh.num_ranks} ranks; plan a"
             " smaller model of the same structure and verify that"
         )
-    graph = capture(made.model, made.batch, loss=made.loss)
+    count = big.needs.num_microbatches if big.needs.apart else 1
+    graph = capture_microbatch(made.model, made.batch, count, loss=made.loss)
     return _decided(big, made, graph, changes)
 
 

@@ -125,13 +125,15 @@ def small_seq(seq: int, need: Need, attempt: Attempt) -> int:
     return seq
 
 
-def small_batch(batch: int, need: Need, num_microbatches: int) -> int:
-    """The smallest batch of at least `MIN_BATCH` that divides.
+def small_batch(batch: int, need: Need, num_microbatches: int, apart: bool) -> int:
+    """The smallest batch of at least `MIN_BATCH` that divides, or where microbatches are `apart`,
+    computed by themselves, of as many for each.
 
     Over two samples a batch norm gives +1 and -1 whatever they are, and its gradient is noise.
     """
     unit = need(batch) * num_microbatches
-    return min(batch, -(-MIN_BATCH // unit) * unit)
+    least = MIN_BATCH * num_microbatches if apart else MIN_BATCH
+    return min(batch, -(-least // unit) * unit)
 
 
 def small_sizes(

@@ -28,11 +28,14 @@ MAX_BLOCKS = 4  # per stack, where the blocks of a kind are decided differently
 
 @dataclass(frozen=True)
 class Needs:
-    """What a small model must keep: divisors of sizes, blocks per stack, and microbatches."""
+    """What a small model must keep: divisors of sizes, blocks per stack, and microbatches, which
+    may be `apart`, each computed by itself.
+    """
 
     divisors: Mapping[int, int] = field(default_factory=dict)
     layers: int = 2
     num_microbatches: int = 1
+    apart: bool = False
 
 
 def of_sizes(
@@ -56,7 +59,7 @@ def of_sizes(
     for name, group in groups.items():
         found = small_sizes(group, layers, (seq, small), need, attempt)
         changed |= {name: found} if name and found else found
-    fewer = small_batch(batch, need, needs.num_microbatches)
+    fewer = small_batch(batch, need, needs.num_microbatches, needs.apart)
     made = load_model(
         source.spec,
         batch=fewer if batch else None,
@@ -167,7 +170,7 @@ def _fewer_samples(loaded: Loaded, needs: Needs) -> tuple[dict[str, Tensor], tup
         return loaded.batch, ()
     (size,) = sizes
     need = need_of(needs.divisors, {size}, broad=True)
-    fewer = small_batch(size, need, needs.num_microbatches)
+    fewer = small_batch(size, need, needs.num_microbatches, needs.apart)
     if fewer >= size or size % fewer:
         return loaded.batch, ()
     return {n: t[:fewer] for n, t in loaded.batch.items()}, (f"batch {size} -> {fewer}",)

@@ -34,6 +34,7 @@ from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
+from parloom.ir.microbatches import with_whole_batch
 from parloom.ir.ops import op_of
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
@@ -259,11 +260,11 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     check_same_values(comm, values, device)
     del values
     say_of_draws(graph, comm, exact_random)
-    samples = sample_dims(factorize(graph))
+    samples = graph.sample_dims or sample_dims(factorize(graph))
     run = Run(
         plan,
         tuple(model.state_dict()),
-        *_items(graph, samples),
+        *_items(with_whole_batch(graph, plan.decisions.num_microbatches), samples),
         device,
         clip_norm=clip_norm,
         compile_backend=compile_backend,

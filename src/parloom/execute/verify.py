@@ -2,7 +2,8 @@
 
 Both start from the same weights in float64 (casts inside the model included, `graph.widened`) and
 the same global batch, take three steps with the plan's optimizer, and must agree in every loss,
-every gradient of the first step, and every weight and buffer at the end (DESIGN section 3). Random
+every gradient of the first step, and every weight and buffer at the end (DESIGN section 3). Where
+batch semantics are by microbatch, one device accumulates over the same microbatches. Random
 masks are drawn for the global tensors. The reference never touches generated code.
 """
 
@@ -17,7 +18,7 @@ from parloom.execute.eager_compare import DIFFERS, EagerReport
 from parloom.execute.optimizers import make
 from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
-from parloom.execute.reference import evaluate
+from parloom.execute.reference import run_step
 from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.ir.graph import Graph, widened
 from parloom.ir.plan import Optimizer, Plan
@@ -99,17 +100,30 @@ class Trace:
     replicas: tuple[str, ...] = ()  # where ranks that hold the same differ
 
 
+@dataclass(frozen=True, slots=True)
 class Masks:
-    """Random masks and draws of whole tensors, as the runtime's exact mode makes them."""
+    """Random masks and draws of whole tensors, as the runtime's exact mode makes them.
 
-    def __init__(self) -> None:
-        self.step = 0
+    One of `count` microbatches that are computed by themselves has its part, in the first dim, of
+    what all of them draw together.
+    """
+
+    step: int = 0
+    microbatch: int = 0
+    count: int = 1
 
     def mask(self, key: str, shape: tuple[int, ...], p: float) -> Tensor:
-        return global_mask(SEED, self.step, key, tuple(shape), p)
+        return self._own(global_mask(SEED, self.step, key, self._all(shape), p), shape)
 
     def draw(self, key: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor:
-        return global_draw(SEED, self.step, key, tuple(shape), kind, dtype)
+        return self._own(global_draw(SEED, self.step, key, self._all(shape), kind, dtype), shape)
+
+    def _all(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        first, *rest = tuple(shape) or (1,)
+        return tuple(shape) if self.count == 1 else (self.count * first, *rest)
+
+    def _own(self, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return drawn.chunk(self.count)[self.microbatch].reshape(tuple(shape))
 
 
 def verify(
@@ -166,15 +180,13 @@ def reference_trace(
     """Three steps of the captured program on this device."""
     trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
     state = {name: t.clone().requires_grad_(name in trainable) for name, t in tensors.items()}
-    masks = Masks()
     optimizer = make(planned, _leaves(state, trainable), lr=LEARNING_RATE, eps=EPS)
     losses: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
-        masks.step = step
         say(f"training step {step + 1} of {STEPS} on one device, to compare with")
         found = gradients if step == 0 else None
-        losses.append(reference_step(graph, state, batch, optimizer, masks, found))
+        losses.append(reference_step(graph, state, batch, optimizer, step, found))
     return Trace(tuple(losses), gradients, {n: t.detach() for n, t in state.items()})
 
 
@@ -196,28 +208,20 @@ def reference_step(
     state: dict[str, Tensor],
     batch: Tensors,
     optimizer: torch.optim.Optimizer,
-    masks: Masks,
+    step: int,
     gradients: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """One step of the captured program: updates `state`, fills `gradients`; the loss."""
-    values = {
-        i.value.name: (batch if i.kind == "batch" else state)[i.target]
-        for i in graph.inputs
-        if i.kind != "constant"
-    }
-    results = evaluate(graph, values, dropout=masks)
+    """Step number `step` of the captured program: updates `state`, fills `gradients`; the loss."""
+    optimizer.zero_grad()
+    results = run_step(graph, state, batch, lambda index, count: Masks(step, index, count))
     loss = results["loss"]
     assert loss is not None
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
     if gradients is not None:
         found = ((name, tensor.grad) for name, tensor in sorted(state.items()))
         gradients.update((name, g.clone()) for name, g in found if g is not None)
-    # Copied before the optimizer writes: a buffer may be given a weight's value.
-    updates = {name: value.detach().clone() for name, value in results["updates"].items()}
     optimizer.step()
-    state.update(updates)
-    return loss.detach()
+    state.update(results["updates"])
+    return loss
 
 
 def _leaves(state: Tensors, trainable: set[str]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -133,7 +133,8 @@ class Input:
 
     `kind` is parameter, buffer, batch or constant; `target` the user's name of it (state-dict name
     or batch key); `aliases` other names of a tied parameter; `data` the nested values of a
-    constant.
+    constant. In the program of one microbatch (`ir.microbatches.of_microbatch`) `samples` is the
+    dim of samples of a batch tensor that holds those of that microbatch.
     """
 
     value: Value
@@ -142,6 +143,7 @@ class Input:
     trainable: bool = False
     aliases: tuple[str, ...] = ()
     data: Arg = None
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,11 @@ class Graph:
         """Of all values that there are."""
         functions = (self.main, *self.functions)
         return frozenset(spec.dtype for f in functions for spec in f.specs().values())
+
+    @property
+    def sample_dims(self) -> dict[str, int]:
+        """The dims of samples of what a program of one microbatch has part of; else empty."""
+        return {i.target: i.samples for i in self.inputs if i.samples is not None}
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.kind == kind)

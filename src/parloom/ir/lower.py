@@ -70,11 +70,10 @@ class _Lowering:
         self, graph: Graph, decisions: Decisions, factored: Factored, homes: Homes
     ) -> None:
         self.graph, self.decisions, self.factored = graph, decisions, factored
-        self.steps = decisions.num_microbatches
-        axes = decisions.mesh.axes
-        self.mesh = (
-            Mesh((*axes, MeshAxis(TIME, (), self.steps))) if self.steps > 1 else (decisions.mesh)
-        )
+        count, axes = decisions.num_microbatches, decisions.mesh.axes
+        # A program of one microbatch has nothing to cut: only its inputs and draws lie in time.
+        self.steps = 1 if decisions.accumulates else count
+        self.mesh = Mesh((*axes, MeshAxis(TIME, (), count))) if count > 1 else decisions.mesh
         self.by_key = {n.key: n for n in decisions.nodes}
         self.assigned: dict[tuple[str, str], Assignment] = {}
         self.policies = {a.prefix: a.policy for a in decisions.activations if not a.lists}

@@ -1,17 +1,24 @@
-"""Microbatches in a graph: where the axis in time cuts what does not depend on the batch.
+"""Microbatches in a graph, under both batch semantics.
 
-An operator follows its operands: what is computed from a microbatch's samples is cut in time. A
-value that no sample went into (positions, class tokens, masks and biases that are expanded over
-the batch) is cut, too, where every reader takes one microbatch's part of it: no rank then makes it
-for all samples in every microbatch.
+Global: the program is that of the whole batch, and microbatches are an axis in time. An operator
+follows its operands: what is computed from a microbatch's samples is cut in time. A value that no
+sample went into (positions, class tokens, masks and biases that are expanded over the batch) is
+cut, too, where every reader takes one microbatch's part of it: no rank then makes it for all
+samples in every microbatch.
+
+By microbatch: the program is that of one of N microbatches, captured with its samples, whose loss
+counts 1/N. So the sum over microbatches is the mean of their losses, and whatever couples samples
+or counts them (batch norm, auxiliary losses, capacities, token counts) does so in a microbatch.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import isqrt
 
 from parloom.ir.factors import Factored, follow
-from parloom.ir.graph import FlatNode
+from parloom.ir.graph import FlatNode, Graph, Input, Node, Ref, Value
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.ops import Rule
@@ -62,6 +69,42 @@ def expanded(
             layout = rule.operand_layout(index, _over(factors[place]), mesh)
             wanted.setdefault(name, set()).add(layout.shard(TIME))
     return cut
+
+
+def of_microbatch(graph: Graph, dims: Mapping[str, int], count: int) -> Graph:
+    """A program captured with one microbatch's samples, as one of `count`: its loss is its share of
+    the mean. `dims` are the dims of samples by input.
+    """
+    inputs = tuple(
+        replace(i, samples=dims.get(i.target)) if i.kind == "batch" else i for i in graph.inputs
+    )
+    main, loss = graph.main, graph.loss
+    if loss is None:
+        return replace(graph, inputs=inputs)
+    specs = main.specs()
+    names = (f"{loss}_share{n or ''}" for n in itertools.count())
+    share = Value(next(name for name in names if name not in specs), specs[loss])
+    same = [i.index for i in main.body if isinstance(i, Node) and (i.path, i.op) == ("", "div")]
+    node = Node("div", (Ref(loss), count), (), (share,), index=max(same, default=-1) + 1)
+    outputs = tuple(share.name if name == loss else name for name in main.outputs)
+    main = replace(main, body=(*main.body, node), outputs=outputs)
+    return replace(graph, inputs=inputs, main=main, loss=share.name)
+
+
+def with_whole_batch(graph: Graph, count: int) -> Graph:
+    """`graph` with inputs of the shapes that all `count` microbatches have together, for those who
+    look at inputs alone.
+    """
+    return replace(graph, inputs=tuple(whole_input(entry, count) for entry in graph.inputs))
+
+
+def whole_input(entry: Input, count: int) -> Input:
+    """An input as all `count` microbatches have it together."""
+    if entry.samples is None:
+        return entry
+    spec = entry.value.spec
+    shape = tuple(n * count if d == entry.samples else n for d, n in enumerate(spec.shape))
+    return replace(entry, value=replace(entry.value, spec=replace(spec, shape=shape)))
 
 
 def _as_read(

@@ -113,11 +113,16 @@ class Parser:
         trainable = extras.pop("trainable", False)
         aliases = extras.pop("aliases", ())
         data = extras.pop("data", None)
+        samples = extras.pop("samples", None)
         strings = isinstance(aliases, tuple) and all(isinstance(a, str) for a in aliases)
-        if not (isinstance(target, str) and isinstance(trainable, bool) and strings) or extras:
+        known = isinstance(target, str) and isinstance(trainable, bool) and strings and not extras
+        if not known or not (samples is None or type(samples) is int):
             raise self.error("malformed input")
+        assert isinstance(target, str)
+        assert isinstance(trainable, bool)
         names = tuple(str(a) for a in aliases) if isinstance(aliases, tuple) else ()
-        return Input(value, kind, target, trainable, names, data)
+        dim = samples if isinstance(samples, int) else None
+        return Input(value, kind, target, trainable, names, data, dim)
 
     def functions(self) -> Iterator[Function]:
         """The `def` blocks."""

@@ -53,6 +53,10 @@ def _natural(name: str) -> tuple[str | tuple[int, str], ...]:
     return tuple((len(part), part) if i % 2 else part for i, part in enumerate(parts))
 
 
+# The loss of a step is that of the whole batch, or the mean of those of its microbatches, each
+# computed by itself, as single-device gradient accumulation does.
+GLOBAL, MICROBATCH = BATCH_SEMANTICS = ("global", "microbatch")
+
 WIDE_DTYPES = ("float32", "float64")  # of masters and of the reduction of gradients
 
 
@@ -161,7 +165,7 @@ class Decisions:
     stages: tuple[Stage, ...] = (Stage(),)
     schedule: str = "one_stage"
     rewrites: tuple[str, ...] = ()
-    batch_semantics: str = "global"
+    batch_semantics: str = GLOBAL
     batch_norm: str = "global"
     master_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -174,6 +178,11 @@ class Decisions:
         object.__setattr__(
             self, "activations", _sorted(self.activations, lambda a: a.prefix, "activations")
         )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the program is that of one of several microbatches, each by itself."""
+        return self.batch_semantics == MICROBATCH and self.num_microbatches > 1
 
     def node(self, key: str) -> NodeDecision | None:
         return next((n for n in self.nodes if n.key == key), None)
@@ -291,9 +300,10 @@ class Plan:
             "--optimizer": self.optimizer.name,
             "--method": self.method,
             "--microbatches": self.decisions.num_microbatches,
+            "--batch-semantics": self.decisions.batch_semantics,
             "--seed": self.seed,
         }
-        usual = {"--microbatches": 1, "--seed": 0}
+        usual = {"--microbatches": 1, "--batch-semantics": GLOBAL, "--seed": 0}
         words = ["parloom", "plan", source.spec]
         for flag, value in flags.items():
             if value is not None and value != usual.get(flag):

@@ -77,6 +77,8 @@ def print_input(item: Input) -> str:
         extras += f", aliases={print_arg(item.aliases)}"
     if item.data is not None:
         extras += f", data={print_arg(item.data)}"
+    if item.samples is not None:
+        extras += f", samples={item.samples}"
     return f"input {print_value(item.value)} = {item.kind}({quoted(item.target)}{extras})"
 
 

@@ -157,6 +157,10 @@ def _inputs(graph: Graph) -> Problems:
         if (entry.kind, entry.target) in seen:
             yield f"{entry.kind} {entry.target!r} stands twice"
         seen.add((entry.kind, entry.target))
+        if entry.samples is not None and not (
+            entry.kind == "batch" and 0 <= entry.samples < len(entry.value.spec.shape)
+        ):
+            yield f"input {entry.target!r} has no dim {entry.samples} of samples"
 
 
 def _keys_unique(graph: Graph) -> Problems:
@@ -273,12 +277,21 @@ def _executable(planned: Planned) -> Problems:
     _, decisions = planned
     if decisions.schedule != "one_stage" or decisions.stages != (Stage(),):
         yield f"pipelines (schedule {decisions.schedule!r}) are not yet executable"
-    for name in ("batch_semantics", "batch_norm"):
-        if getattr(decisions, name) != "global":
-            yield f"{name} {getattr(decisions, name)!r} is not yet executable"
+    if decisions.batch_norm != "global":
+        yield f"batch_norm {decisions.batch_norm!r} is not yet executable"
     for node in decisions.nodes:
         if node.submesh:
             yield f"{node.key}: operators on a submesh are not yet executable"
+
+
+def _batch_semantics(planned: Planned) -> Problems:
+    """The program is that of one microbatch where each is computed by itself, and nowhere else."""
+    factored, decisions = planned
+    part = bool(factored.graph.sample_dims)
+    if part and not decisions.accumulates:
+        yield "the program has one microbatch's samples, and batch semantics are global"
+    if not part and decisions.accumulates and factored.graph.training:
+        yield "batch semantics are by microbatch, and the program has all samples"
 
 
 def _precision(planned: Planned) -> Problems:
@@ -305,6 +318,7 @@ DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
         "storage is a ZeRO level": _storage,
         "activation policies name blocks": _activations,
         "decisions are executable": _executable,
+        "the program has the samples that it is decided to have": _batch_semantics,
         "gradients and masters keep their precision": _precision,
     }
 )

@@ -76,6 +76,7 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
             for s in plan.decisions.stages
         ],
         "num_microbatches": plan.decisions.num_microbatches,
+        "batch_semantics": plan.decisions.batch_semantics,
         "schedule": plan.decisions.schedule,
         "alternatives": [
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}

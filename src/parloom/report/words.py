@@ -64,6 +64,11 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
     lines += [
         f"{policy} of {count} of {_count(blocks, 'block')}" for policy, count in policies.items()
     ]
+    if decisions.accumulates:
+        lines.append(
+            f"the loss is the mean of those of {decisions.num_microbatches} microbatches, each"
+            " computed by itself"
+        )
     return tuple(lines)
 
 

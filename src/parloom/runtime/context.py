@@ -37,8 +37,9 @@ class Context:
     """One rank's place in the mesh, the moment in training, and its weights.
 
     `exact_random` draws random masks for the global tensor and slices them, so that every layout
-    sees the same ones; otherwise each shard draws its own. `watch` is told what comes next,
-    `parts` which part of a block that drops values is run.
+    sees the same ones; otherwise each shard draws its own. `own_draws`: so does each microbatch,
+    whatever it draws; with `exact_random` its part, in its first dim, of what all draw together.
+    `watch` is told what comes next, `parts` which part of a block that drops values is run.
     """
 
     comm: Comm
@@ -47,6 +48,7 @@ class Context:
     step: int = 0
     microbatch: int = 0
     exact_random: bool = False
+    own_draws: bool = False
     store: Weights | None = None
     cached_indices: dict[object, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)

@@ -113,6 +113,8 @@ class Program:
     `actions` is the schedule. `groups` are the axis tuples that the passes communicate over.
     `prologue` computes values of the inputs only, which are summed over microbatches
     and handed to every `forward`. `unread` are entries of the planned batch that no pass reads.
+    With `by_microbatch` each microbatch is computed by itself, as gradient accumulation does: it
+    has draws of its own and leaves its new buffers to the next.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Program:
     outputs: tuple[TensorSpec, ...] = ()
     step: tuple[StepNode, ...] = ()
     num_microbatches: int = 1
+    by_microbatch: bool = False
     actions: tuple[str, ...] = ("F0", "B0", "REDUCE", "STEP", "GATHER")
     groups: tuple[tuple[str, ...], ...] = ()
     prologue: Prologue | None = None

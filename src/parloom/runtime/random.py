@@ -78,6 +78,7 @@ def _mask_dtype(p: float) -> torch.dtype:
 def draw(ctx: Context, key: str | Key, dims: Dims, kind: str, dtype: torch.dtype) -> Tensor:
     """This rank's shard of what the operator `key` draws (see `global_draw` for `kind`)."""
     coordinates = ctx.coordinates
+    shape, dims = local_shape(dims), _in_time(ctx, dims)
     if isinstance(key, str) and torch.compiler.is_compiling():
         key = Key(torch.empty(0, dtype=torch.uint8), key)
     device = CPU if ctx.exact_random else ctx.device
@@ -87,17 +88,23 @@ def draw(ctx: Context, key: str | Key, dims: Dims, kind: str, dtype: torch.dtype
         places = [-1 if isinstance(d, int) else coordinates[d] for d in digits]
         moment, exact = [ctx.seed, ctx.step], ctx.exact_random
         shard: Tensor = keyed_draw(
-            key.code, key.tail, moment, sizes, places, list(local_shape(dims)), kind, dtype,
-            device, exact,
+            key.code, key.tail, moment, sizes, places, list(shape), kind, dtype, device, exact,
         )  # fmt: skip
         return shard.to(ctx.device)
     if ctx.exact_random:
-        shape = global_shape(dims, ctx.mesh)
-        whole = global_draw(ctx.seed, ctx.step, key, shape, kind, dtype)
-        return take(whole, dims, ctx.mesh, coordinates).to(ctx.device)
+        whole = global_draw(ctx.seed, ctx.step, key, global_shape(dims, ctx.mesh), kind, dtype)
+        return take(whole, dims, ctx.mesh, coordinates).reshape(shape).to(ctx.device)
     # A digit in time is among the owners: what all microbatches share is drawn alike in all.
     owners = tuple(coordinates[axis] for axis in axes_of(dims))
-    return _drawn((ctx.seed, key, ctx.step, owners), local_shape(dims), kind, dtype, device)
+    return _drawn((ctx.seed, key, ctx.step, owners), shape, kind, dtype, device)
+
+
+def _in_time(ctx: Context, dims: Dims) -> Dims:
+    """The digits of a draw that each microbatch makes by itself: those of all of them together."""
+    if not ctx.own_draws or ctx.mesh.time is None:
+        return dims
+    first, *rest = dims or ((),)
+    return ((ctx.mesh.time, *first), *rest)
 
 
 @torch.library.custom_op("parloom::keyed_draw", mutates_args=())
@@ -210,7 +217,7 @@ def attention(  # noqa: PLR0917 - torch's own arguments, and where the shard lie
     grouped = min(q.dim(), k.dim()) > 2 and q.shape[-3] > k.shape[-3]
     fused = q.is_cuda and not ctx.exact_random and isinstance(key, str)
     if dropout_p == 0 or fused:
-        owners = tuple(ctx.coordinates[axis] for axis in axes_of(dims))
+        owners = tuple(ctx.coordinates[axis] for axis in axes_of(_in_time(ctx, dims)))
         with _keyed(q.device, dropout_p, (ctx.seed, key, ctx.step, owners)):
             return F.scaled_dot_product_attention(
                 q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=grouped

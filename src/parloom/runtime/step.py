@@ -226,8 +226,9 @@ class Step:
         torch.autograd.backward(result.loss if scale is None else scale.scaled(result.loss))
         self._store.end_backward()
         # Once a step, after all passes: every microbatch, and a block that is recomputed, reads
-        # the buffers of the start of the step, as one pass over the global batch would.
-        if last:
+        # the buffers of the start of the step, as one pass over the global batch would. Where each
+        # microbatch is computed by itself, after its own passes.
+        if last or self._program.by_microbatch:
             for name, value in result.updates.items():
                 # Memory of its own: the value may be a weight, a batch or another buffer.
                 self._store.buffers[name] = value.detach().clone()

@@ -110,6 +110,7 @@ class Trainer:
             self.device,
             seed=seed,
             exact_random=exact_random,
+            own_draws=program.by_microbatch,
             store=self.store,
             watch=watch,
         )

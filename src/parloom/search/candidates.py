@@ -12,7 +12,7 @@ from types import MappingProxyType
 from parloom.errors import InputError, one_line
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import ActivationDecision, Decisions, Prediction
+from parloom.ir.plan import GLOBAL, ActivationDecision, Decisions, Prediction
 from parloom.search.auto import Searched
 from parloom.search.auto import search as search_layouts
 from parloom.search.baselines import METHODS
@@ -194,20 +194,28 @@ def smallest(question: Question) -> tuple[Candidate, int]:
 
 def base_of(question: Question) -> Decisions:
     """What holds for all plans that are searched."""
-    return _with_dtypes(question.graph, Decisions(Mesh(())))
+    base = Decisions(Mesh(()), batch_semantics=question.batch_semantics)
+    return _with_dtypes(question.graph, base)
 
 
 def _proposed(question: Question, name: str, say: Say) -> Iterator[Candidate]:
     """The plans of a rule of thumb, or of a comparator."""
     graph, cluster = question.graph, question.cluster
     asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
+    count, semantics = question.num_microbatches, question.batch_semantics
     if name in COMPARATORS:
-        base = Decisions(Mesh(()), activations=asked, num_microbatches=question.num_microbatches)
+        base = Decisions(
+            Mesh(()), activations=asked, num_microbatches=count, batch_semantics=semantics
+        )
         plans = COMPARATORS[name](question, _with_dtypes(graph, base), say)
     else:
-        plans = METHODS[name](graph, cluster, question.num_microbatches, question.seed)
+        # The program of one microbatch is divided no further.
+        plans = METHODS[name](graph, cluster, count if semantics == GLOBAL else 1, question.seed)
     for decisions in plans:
-        decisions = _with_dtypes(graph, replace(decisions, activations=asked))
+        decisions = replace(
+            decisions, activations=asked, num_microbatches=count, batch_semantics=semantics
+        )
+        decisions = _with_dtypes(graph, decisions)
         yield Candidate(name, _name(name, decisions.mesh), decisions)
 
 

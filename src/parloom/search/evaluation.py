@@ -63,9 +63,13 @@ def _seeds(
     for entry in training.graph.of_kind("batch"):
         for index in before.readers.get(entry.value.name, ())[:1]:
             operand = before.nodes[index].operands.index(entry.value.name)
-            found["batch", entry.target] = before.rules[index].operand_layout(
-                operand, assigned[index], before.mesh
-            )
+            layout = before.rules[index].operand_layout(operand, assigned[index], before.mesh)
+            count = 1 if entry.samples is None else training.num_microbatches
+            # Of a microbatch's samples; here there are those of all of them.
+            found["batch", entry.target] = Layout(tuple(
+                replace(s, stride=s.stride * count) if s.dim == entry.samples else s
+                for s in layout.shards
+            ))  # fmt: skip
     return {
         i.value.name: found[i.kind, i.target] for i in graph.inputs if (i.kind, i.target) in found
     }

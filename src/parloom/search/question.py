@@ -9,7 +9,7 @@ from parloom.cost.simulate import simulate
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.plan import GLOBAL, Decisions, Optimizer, Prediction
 from parloom.search.pinned import NONE, Pinned
 
 Say = Callable[[str], None]
@@ -30,6 +30,8 @@ class Wanted(Enum):
 class Question:
     """What a plan is asked for; `budget` is how much deterministic work a method may do,
     `predicted` how a lowered plan's step is predicted (None: as the data sheets say).
+
+    Where `batch_semantics` are by microbatch, `graph` is the program of one microbatch.
     """
 
     graph: Graph
@@ -43,6 +45,7 @@ class Question:
     pinned: Pinned = NONE
     wanted: Wanted = Wanted.PROOF
     predicted: Predict | None = None
+    batch_semantics: str = GLOBAL
 
     def predict(self, pcg: PCG, decisions: Decisions) -> Prediction:
         """The step that is expected of a lowered plan."""
