@@ -1,17 +1,24 @@
 """The equality matrix: every plan of every model against one device.
 
-    PYTHONPATH=. python benchmarks/equality.py [--plans 50] [--models gpt2,llama] [--json FILE]
+    PYTHONPATH=. python benchmarks/equality.py [--plans 50] [--models gpt2,llama] [--meshes 2x2,2x3]
+        [--microbatches 2,4] [--json FILE]
 
-For each model and mesh (2x2 and 2x3 forked gloo ranks): data_parallel, fsdp, megatron at every
+For each model and mesh (forked gloo ranks): data_parallel, fsdp, megatron at every
 degree, and random legal plans with every operator's layout drawn from all that its rule allows.
 Each trains three steps in float64; losses, gradients, weights and buffers must agree with the
-reference to 1e-9 (DESIGN section 3). Prints the matrix; exit code 1 where a plan differs.
+reference to 1e-9 (DESIGN section 3). A model that may not be divided into so many microbatches is
+planned with `--batch-semantics microbatch`. Models may also be named as in `breadth_models` (zoo,
+listed, ...; they have eight samples). Prints the matrix; exit code 1 where a plan differs.
 """
 
 import argparse
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+import breadth_models
 import torch
 from common import report
 from gate import Shape, verdicts
@@ -20,8 +27,11 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from parloom import zoo
+from parloom.capture.microbatch import capture_microbatch
+from parloom.ir.graph import widened
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.plan import GLOBAL, MICROBATCH
 
-MESHES = ((2, 2), (2, 3))
 Built = tuple[nn.Module, dict[str, Tensor]]
 
 
@@ -60,24 +70,35 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-def run_model(name: str, count: int) -> Iterator[dict[str, object]]:
+def run_model(
+    name: str, count: int, shapes: Sequence[Shape], microbatches: Sequence[int]
+) -> Iterator[dict[str, object]]:
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = MODELS[name]() if name in MODELS else breadth_models.tiny(name)
     subject = lowered.of(model.train(), batch)
-    for shape in MESHES:
-        yield row(name, subject, shape, count)
+    legal = legal_microbatches(subject.factored).counts
+    for number in microbatches:
+        given = subject
+        if number not in legal:
+            given = replace(subject, graph=widened(capture_microbatch(model, batch, number)))
+        for shape in shapes:
+            yield row(name, given, shape, count, number)
 
 
-def row(name: str, subject: lowered.Model, shape: Shape, count: int) -> dict[str, object]:
+def row(
+    name: str, subject: lowered.Model, shape: Shape, count: int, microbatches: int
+) -> dict[str, object]:
     """What the plans of one model on one mesh come to."""
     started = time.perf_counter()
-    found = list(verdicts(subject, shape, count))
+    found = list(verdicts(subject, shape, count, microbatches))
     ran = [(v.error, v) for v in found if v.error is not None]
-    worst, where = max(ran, key=lambda entry: entry[0])
+    worst, where = max(ran, key=lambda entry: entry[0], default=(math.nan, found[0]))
     failed = [str(verdict) for verdict in found if verdict.wrong]
     return {
         "model": name,
         "mesh": f"{shape[0]}x{shape[1]}",
+        "microbatches": microbatches,
+        "batch semantics": MICROBATCH if subject.graph.sample_dims else GLOBAL,
         "plans": len(found),
         "passed": len(found) - len(failed),
         "worst relative error": worst,
@@ -91,17 +112,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--plans", type=int, default=50, help="random plans per model and mesh")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--meshes", default="2x2,2x3")
+    parser.add_argument("--microbatches", default="1", help="numbers of them, as 2,4")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)  # ranks are forked
     rows = []
-    for name in args.models.split(","):
-        for found in run_model(name, args.plans):
+    shapes = [(int(a), int(b)) for a, b in (text.split("x") for text in args.meshes.split(","))]
+    numbers = [int(text) for text in args.microbatches.split(",")]
+    groups = ([m] if m in MODELS else breadth_models.names(m) for m in args.models.split(","))
+    for name in itertools.chain.from_iterable(groups):
+        for found in run_model(name, args.plans, shapes, numbers):
             rows.append(found)
+            error, tensor = found["worst relative error"], found["worst tensor"]
             print(
-                f"{found['model']:6} {found['mesh']}: {found['passed']}/{found['plans']} plans"
-                f" equal, worst {found['worst relative error']:.1e} ({found['worst tensor']}),"
-                f" {found['seconds']} s",
+                f"{found['model']:6} {found['mesh']}, {found['microbatches']} microbatches"
+                f" ({found['batch semantics']}): {found['passed']}/{found['plans']} plans equal,"
+                f" worst {error:.1e} ({tensor}), {found['seconds']} s",
                 flush=True,
             )
             for failure in found["failed"]:  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ buffers of the captured program on one device, to 1e-9 (DESIGN section 3), as `p
 
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.dist import lowered
@@ -29,7 +29,7 @@ from parloom.execute.verify import (
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import MICROBATCH, Decisions
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import Program
 from parloom.search.baselines import METHODS, random_plan
@@ -54,15 +54,19 @@ class Verdict:
         return f"{self.plan}: {self.wrong or 'equal'}"
 
 
-def verdicts(subject: lowered.Model, shape: Shape, count: int) -> Iterator[Verdict]:
+def verdicts(
+    subject: lowered.Model, shape: Shape, count: int, microbatches: int = 1
+) -> Iterator[Verdict]:
     """The baselines, megatron at each degree, and `count` random plans, on a mesh of two axes.
+
+    The subject's graph may be the program of one of the microbatches.
 
     Raises `InputError` where the model's own numbers are not finite.
     """
     reference = reference_trace(subject.graph, OPTIMIZER, subject.tensors, subject.batch)
     require_finite(reference)
     ready: list[tuple[str, Program]] = []
-    for plan, program in programs(subject, shape, count):
+    for plan, program in programs(subject, shape, count, microbatches):
         if isinstance(program, str):
             yield Verdict(plan, None, "", program)
             continue
@@ -74,22 +78,30 @@ def verdicts(subject: lowered.Model, shape: Shape, count: int) -> Iterator[Verdi
 
 
 def programs(
-    subject: lowered.Model, shape: Shape, count: int
+    subject: lowered.Model, shape: Shape, count: int, microbatches: int = 1
 ) -> Iterator[tuple[str, Program | str]]:
     """Name and program of each plan, or why it has none."""
     cluster = load_cluster(f"{shape[0]}x{shape[1]}xcpu")
+    apart = bool(subject.graph.sample_dims)
+    divided = 1 if apart else microbatches  # the program of one microbatch is divided no further
+
+    def whole(decisions: Decisions) -> Decisions:
+        if not apart:
+            return decisions
+        return replace(decisions, num_microbatches=microbatches, batch_semantics=MICROBATCH)
+
     for method in BASELINES:
         try:
-            for decisions in METHODS[method](subject.graph, cluster, 1, 0):
+            for decisions in METHODS[method](subject.graph, cluster, divided, 0):
                 degrees = "x".join(str(axis.size) for axis in decisions.mesh.axes)
-                yield f"{method} {degrees}", compiled(subject, decisions)
+                yield f"{method} {degrees}", compiled(subject, whole(decisions))
         except Exception as err:
             yield method, told(err)
-    mesh = grid({"x": shape[0], "y": shape[1]})
+    mesh = grid({name: size for name, size in zip("xy", shape, strict=True) if size > 1})
     for seed in range(count):
         try:
-            decisions = random_plan(subject.graph, subject.factored, mesh, seed)
-            yield f"random {seed}", compiled(subject, decisions)
+            decisions = random_plan(subject.graph, subject.factored, mesh, seed, divided)
+            yield f"random {seed}", compiled(subject, whole(decisions))
         except Exception as err:
             yield f"random {seed}", told(err)
 

@@ -24,6 +24,8 @@ from parloom.ir.mesh import grid
 from parloom.ir.plan import ActivationDecision, Decisions, Plan
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_decisions, verify_graph
+from parloom.execute.program import compile_pcg
+from parloom.report.words import words
 from parloom.runtime import Program
 from parloom.search.baselines import random_plan
 from tests import equality
@@ -63,7 +65,8 @@ class Coupled(nn.Module):
         capacity = -(-2 * x.shape[0] // EXPERTS)
         first = gates.topk(capacity, dim=0).values.sum()
         balance = EXPERTS * (share * gates.mean(0)).sum() + first / x.shape[0] ** 2
-        return F.cross_entropy(self.head(x), labels) + 0.1 * balance
+        loss: Tensor = F.cross_entropy(self.head(x), labels) + 0.1 * balance
+        return loss
 
 
 def built(drop: float = 0.0) -> Built:
@@ -124,7 +127,6 @@ def test_the_test_sees_buffers_that_are_updated_once_a_step(
 ) -> None:
     found = model(2)
     pcg = lower(found.graph, decided(found, 0, 2), factored=found.factored)
-    compile_pcg = equality.compile_pcg
     monkeypatch.setattr(
         equality, "compile_pcg",
         lambda *given: replace(made := compile_pcg(*given), program=_global(made.program)),
@@ -216,7 +218,7 @@ def test_the_plan_records_and_repeats_them(plan: Plan, tmp_path: Path) -> None:
     assert parse_graph(plan.graph).sample_dims == {"x": 0, "labels": 0}
     api.save(plan, tmp_path)
     assert api.load(tmp_path) == plan
-    explained = str(api.explain(plan, "runs/x", progress=print).document)
+    explained = "\n".join(words(parse_graph(plan.graph), plan.decisions))
     assert "the mean of those of 2 microbatches, each computed by itself" in explained
 
 

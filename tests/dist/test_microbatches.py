@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parloom import runtime as rt
 from parloom.cost.clusters import load_cluster
 from parloom.errors import LayoutError
+from parloom.ir.graph import Call
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, TIME, Movement
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.search.baselines import METHODS, random_plan
 from tests.dist.lowered import Built, Model, of
 from tests.equality import TOLERANCE
@@ -173,3 +176,91 @@ def test_a_count_that_does_not_divide_names_those_that_do() -> None:
     told = r"the 8 samples of input 'x' \(dim 0\) do not divide into 3 microbatches x 2 data-parallel"
     with pytest.raises(LayoutError, match=told + r".*nearest legal counts: 2, 4 \(4 samples per rank"):
         lower(found.graph, replace(decisions, num_microbatches=3))
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout of activations and of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kwargs = {"dim_feedforward": 12, "dropout": 0.3, "batch_first": True}
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, **kwargs)  # type: ignore[arg-type]
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def dropping(count: int) -> tuple[Model, Decisions]:
+    torch.manual_seed(0)
+    found = of(Dropping(), {"x": hidden()})
+    calls = [i.prefix for i in found.graph.main.body if isinstance(i, Call)]
+    assert len(calls) == 2
+    plan = random_plan(found.graph, found.factored, grid({"x": 2}), 1, count)
+    recomputed = tuple(ActivationDecision(prefix, "recompute") for prefix in calls)
+    return found, replace(plan, activations=recomputed)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_recomputed_microbatches_drop_what_the_whole_batch_drops(count: int) -> None:
+    found, decisions = dropping(count)
+    error, where = found.error(decisions)
+    assert error <= TOLERANCE, where
+
+
+def test_the_test_sees_masks_that_are_not_of_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where every microbatch drew the first one's."""
+    found, decisions = dropping(2)
+    monkeypatch.setattr(
+        "parloom.runtime.random.take",
+        lambda whole, dims, mesh, at: rt.take(whole, dims, mesh, {**at, TIME: 0}),
+    )
+    assert found.error(decisions)[0] > 1e-3
+
+
+class Counted(nn.Module):
+    """A loss that is divided by the number of labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def counted() -> Model:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 5, (SAMPLES, SEQ))
+    labels[: SAMPLES // 2, 1:] = -100
+    return of(Counted(), {"x": hidden(), "labels": labels})
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_inputs_are_cut_in_time_wherever_ranks_cut_them(seed: int, count: int) -> None:
+    """Ranks may share out samples, or positions, or both in one."""
+    found = counted()
+    decisions = random_plan(found.graph, found.factored, grid({"x": 2}), seed, count)
+    error, where = found.error(decisions)
+    assert error <= TOLERANCE, where
+
+
+def test_counts_of_labels_are_those_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted()
+    decisions = next(METHODS["data_parallel"](found.graph, load_cluster("2xcpu"), 2, 0))
+    error, where = found.error(decisions)
+    assert error <= TOLERANCE, where
+
+    def of_the_last(program: rt.Program, ctx: rt.Context, batches: Any) -> tuple[Tensor, ...]:
+        """What each microbatch has, were it not summed: here twice that of the last."""
+        ctx.microbatch = 1
+        assert program.prologue is not None
+        return tuple(2 * value for value in program.prologue(ctx, batches.microbatch(1)))
+
+    monkeypatch.setattr("parloom.runtime.step.hoist", of_the_last)
+    assert found.error(decisions)[0] > 1e-3

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parloom import runtime as rt
 from parloom.capture import capture
 from parloom.execute.train import say_of_draws
-from parloom.runtime.sharding import Dims
+from parloom.runtime.random import Key
+from parloom.runtime.sharding import Dims, global_shape, local_shape, without
 
 MESH = rt.Mesh((rt.Axis("micro", 2), *rt.grid({"x": 2, "y": 2}).axes))
 LAYOUTS: list[Dims] = [
@@ -207,3 +210,53 @@ def test_dropout_keeps_only_its_mask() -> None:
     dropped.sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert torch.equal(x.grad, mask.double() * 2)
+
+
+AXES = {"micro": 2, "x": 2, "y": 2}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Dims:
+    """Digits of up to three dims, with the axes anywhere among them, or not at all."""
+    dims = [[draw(st.integers(1, 3)), draw(st.integers(1, 3))] for _ in range(draw(st.integers(1, 3)))]
+    made: list[list[int | str]] = [list(digits) for digits in dims]
+    for axis in draw(st.permutations(sorted(AXES))):
+        if draw(st.booleans()):
+            digits = draw(st.sampled_from(made))
+            digits.insert(draw(st.integers(0, len(digits))), axis)
+    return tuple(map(tuple, made))
+
+
+@given(layouts(), st.sampled_from(["rand", "randn"]), st.booleans(), st.booleans())
+def test_exact_draws_are_those_of_the_whole_batch_at_the_same_samples(
+    dims: Dims, kind: str, as_data: bool, own: bool
+) -> None:
+    """Whichever rank and microbatch draws, in whichever order, and again for recomputation; where
+    microbatches are computed by themselves, of what all of them draw together.
+    """
+    dims = without(dims, ("micro",)) if own else dims
+    shape = global_shape(dims, MESH)
+    drawn = (2 * shape[0], *shape[1:]) if own else shape
+    whole = rt.global_draw(3, 5, "block:rand#0", drawn, kind, torch.float64)
+    key = Key.of("block") + ":rand#0" if as_data else "block:rand#0"
+    for ctx in (*contexts(exact=True), *reversed(contexts(exact=True))):
+        ctx.step, ctx.own_draws = 5, own
+        of_step = whole.chunk(2)[ctx.microbatch] if own else whole
+        expected = rt.take(of_step, dims, MESH, ctx.coordinates)
+        assert torch.equal(rt.draw(ctx, key, dims, kind, torch.float64), expected)
+
+
+@pytest.mark.parametrize("dims", [(), ((4,), (3,)), (("x", 2), (3,))])
+@pytest.mark.parametrize("exact", [True, False])
+def test_microbatches_that_are_computed_by_themselves_draw_by_themselves(
+    dims: Dims, exact: bool
+) -> None:
+    found: dict[int, list[Tensor]] = {}
+    for ctx in contexts(exact):
+        ctx.own_draws = True
+        made = rt.draw(ctx, "key", dims, "rand", torch.float64)
+        assert made.shape == local_shape(dims)
+        if not ctx.coordinates["x"]:
+            found.setdefault(ctx.microbatch, []).append(made)
+    assert all(torch.equal(*replicas) for replicas in found.values())
+    assert not torch.equal(found[0][0], found[1][0])

@@ -412,7 +412,6 @@ def test_bad_usage(
     "flags",
     [
         ["--objective", "memory"],
-        ["--batch-semantics", "microbatch"],
         ["--batch-norm", "local"],
     ],
 )

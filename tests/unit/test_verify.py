@@ -93,6 +93,9 @@ BAD_DECISIONS: dict[str, Decisions] = {
         MEGATRON, activations=(ActivationDecision("up", "recompute"),)
     ),
     "decisions are executable": replace(MEGATRON, batch_norm="local"),
+    "the program has the samples that it is decided to have": replace(
+        MEGATRON, num_microbatches=2, batch_semantics="microbatch"
+    ),
     "gradients and masters keep their precision": replace(MEGATRON, reduce_dtype="bfloat16"),
 }
 

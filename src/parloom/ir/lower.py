@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import count
 
 from parloom.errors import LayoutError, NotYetError
-from parloom.ir.factors import Factored, factorize
+from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
     Call,
     FlatNode,
@@ -151,16 +151,23 @@ class _Lowering:
 
     def input_layout(self, kind: str, target: str, value: Value) -> Layout:
         """Layout in which an input arrives: batch tensors as their first consumer wants them."""
-        if kind != "batch":
+        uses = self.graph.uses.get(value.name, ()) if kind == "batch" else ()
+        if not uses:
             return Layout()
-        wanted, dim = self.first_use(value.name), self.samples.get(target)
-        return wanted if dim is None else _time_outermost(wanted, target, value, dim, self.mesh)
-
-    def first_use(self, name: str) -> Layout:
-        """The layout that the first operator reading main's value `name` asks for."""
-        for flat, index in self.graph.uses.get(name, ()):
+        flat, index = uses[0]
+        if (dim := self.samples.get(target)) is None:
             return self.wanted(flat, index)
-        return Layout()
+        rule = self.factored.rule(flat.function, flat.node)
+        chosen = self.chosen(flat.prefix, flat.node)
+        size = value.spec.shape[dim]
+        axes = chosen.get(next(iter(rule.operands[index][dim]), ""), ())  # on the outermost factor
+        if size % (self.steps * self.mesh.size(axes)):
+            raise _indivisible(target, size, dim, self.steps, self.mesh.size(axes))
+        shard = Shard(TIME, dim, size // self.steps)
+        lying = tuple(Layout((shard,) if i == index else ()) for i in range(len(rule.operands)))
+        timed = {f: (TIME, *chosen.get(f, ())) for f in follow(rule, lying, self.mesh)}
+        layout = rule.operand_layout(index, chosen | timed, self.mesh)
+        return layout if layout.shard(TIME) == shard else Layout((shard,))
 
     def wanted(self, flat: FlatNode, index: int) -> Layout:
         """The layout in which an operator reads its operand `index`."""
@@ -250,22 +257,15 @@ def _without(hoisted: list[Item], items: list[Item], ends: set[str]) -> tuple[It
     return tuple(reversed(kept))
 
 
-def _time_outermost(layout: Layout, target: str, value: Value, dim: int, mesh: Mesh) -> Layout:
-    """`layout` with its shards of the samples in dim `dim` inside each microbatch."""
-    steps, size = mesh[TIME].size, value.spec.shape[dim]
-    ranks = mesh.size(tuple(s.axis for s in layout.of_dim(dim)))
-    if size % (steps * ranks):
-        over = f" x {ranks} data-parallel ranks" if ranks > 1 else ""
-        each = size // ranks if size % ranks == 0 else 1
-        raise LayoutError(
-            f"the {size} samples of input {target!r} (dim {dim}) do not divide into {steps}"
-            f" microbatches{over}; {nearest_counts(steps, divisors(each))}"
-            f"{f' ({each} samples per rank)' if ranks > 1 else ''}"
-        )
-    inner = tuple(
-        Shard(s.axis, s.dim, s.stride // steps) if s.dim == dim else s for s in layout.shards
+def _indivisible(target: str, size: int, dim: int, steps: int, ranks: int) -> LayoutError:
+    """Microbatches that do not divide the samples of an input; the nearest that do."""
+    over = f" x {ranks} data-parallel ranks" if ranks > 1 else ""
+    each = size // ranks if size % ranks == 0 else 1
+    return LayoutError(
+        f"the {size} samples of input {target!r} (dim {dim}) do not divide into {steps}"
+        f" microbatches{over}; {nearest_counts(steps, divisors(each))}"
+        f"{f' ({each} samples per rank)' if ranks > 1 else ''}"
     )
-    return Layout((Shard(TIME, dim, size // steps), *inner))
 
 
 def _parameters(owner: _Lowering, homes: Homes) -> dict[str, PParameter]:
