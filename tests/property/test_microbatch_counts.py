@@ -78,8 +78,12 @@ def test_an_illegal_count_says_which_operator_forbids_it() -> None:
     legal = legal_microbatches(factorize(capture(*small("cnn"))))
     with pytest.raises(InputError, match=r"norm:batch_norm#0 \(cnn.py:43\).*--batch-semantics"):
         legal.check(2)
+    with pytest.raises(InputError, match=r"counts: 1; with --batch-semantics microbatch .*: 2, 4$"):
+        legal.check(3)
     legal = legal_microbatches(groups(3, 4, ""))
-    with pytest.raises(InputError, match=r"12 samples do not divide into 5 .* counts: 3$"):
+    with pytest.raises(
+        InputError, match=r"12 samples do not divide into 5 .* counts: 3; with .*: 4, 6$"
+    ):
         legal.check(5)
     with pytest.raises(InputError, match=r"groups of them that 2 .* counts: 1, 3$"):
         legal.check(2)

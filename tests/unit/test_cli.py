@@ -408,6 +408,17 @@ def test_bad_usage(
     assert "Traceback" not in result.err
 
 
+def test_batch_semantics_are_asked_for_by_name(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "zoo:gpt", "--cluster", "4xcpu", "--microbatches", "2", "--batch-semantics"]
+    assert cli.main([*command, "microbatch"]) == 0
+    assert api.asked["batch_semantics"] == "microbatch"
+    assert api.asked["microbatches"] == 2
+    assert cli.main([*command, "microbach"]) == 2
+    assert "no semantics 'microbach'; did you mean 'microbatch'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -30,11 +30,15 @@ class Microbatches:
         """Raise `InputError` for a count that is not legal, with the nearest that are."""
         if count in self.counts:
             return
-        if self.samples % count:
-            why = f"{self.samples} samples do not divide into {count} microbatches"
-        else:
+        near = nearest_counts(count, self.counts)
+        if self.samples % count == 0:
             why = f"{count} microbatches are not possible: {self.reason}"
-        raise InputError(f"--microbatches {count}: {why}; {nearest_counts(count, self.counts)}")
+        else:
+            why = f"{self.samples} samples do not divide into {count} microbatches"
+            if self.reason:
+                apart = nearest_counts(count, divisors(self.samples))
+                near += f"; with --batch-semantics microbatch {apart}"
+        raise InputError(f"--microbatches {count}: {why}; {near}")
 
 
 def num_samples(factored: Factored) -> int:
