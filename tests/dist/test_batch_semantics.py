@@ -222,9 +222,11 @@ def test_the_plan_records_and_repeats_them(plan: Plan, tmp_path: Path) -> None:
     assert "the mean of those of 2 microbatches, each computed by itself" in explained
 
 
-def test_the_plan_is_verified(plan: Plan) -> None:
-    report = api.verify(plan)
+@pytest.mark.parametrize("shrink", [False, True])
+def test_the_plan_is_verified(plan: Plan, shrink: bool) -> None:
+    report = api.verify(plan, shrink=shrink)
     assert report.passed, report
+    assert ("2 of 3 blocks" in report.shrunk) == shrink
     assert report.eager is not None
     assert report.eager.outcome == EQUAL, report.eager
 
