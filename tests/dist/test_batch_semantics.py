@@ -138,15 +138,19 @@ def test_the_test_sees_buffers_that_are_updated_once_a_step(
     assert "buffers" in where
 
 
-@pytest.mark.parametrize(("count", "policy"), [(2, "recompute"), (4, "keep"), (4, "recompute")])
-def test_dropout_of_each_microbatch_with_recomputation(count: int, policy: str) -> None:
-    """Recomputed blocks read the buffers and draw the masks of their own microbatch."""
+@pytest.mark.parametrize(("count", "dropped"), [(2, "all"), (4, "none"), (4, "values")])
+def test_dropout_of_each_microbatch_with_recomputation(count: int, dropped: str) -> None:
+    """What is recomputed reads the buffers and draws the masks of its own microbatch."""
     found = model(count, drop=0.3)
     calls = [i.prefix for i in found.graph.main.body if isinstance(i, Call)]
     assert calls
+    values = ("norm:batch_norm#0", ":tanh#0", ":dropout#0") if dropped == "values" else ()
+    policy = "keep" if dropped == "none" else "recompute"
     decisions = replace(
-        decided(found, 1, count), activations=tuple(ActivationDecision(p, policy) for p in calls)
+        decided(found, 1, count),
+        activations=tuple(ActivationDecision(prefix, policy, values) for prefix in calls),
     )
+    verify_decisions(found.graph, decisions)
     error, where = found.error(decisions)
     assert error <= TOLERANCE, where
 
