@@ -10,6 +10,7 @@ operands of matrix products, scratch of convolutions, sockets' buffers).
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +34,7 @@ from parloom.errors import ParloomError
 from parloom.execute.optimizers import named_optimizer
 from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
-from parloom.ir.graph import Call, Graph
+from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision
 from parloom.rewrite.rewrites import rewritten
@@ -98,7 +99,9 @@ MODELS: Mapping[str, Callable[[], Built]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A plan: baseline method, ranks, microbatches, and what happens to blocks' activations."""
+    """A plan: baseline method, ranks, microbatches, and what happens to blocks' activations: a
+    policy, or the name of a pattern of the operators whose values are recomputed.
+    """
 
     method: str
     ranks: int
@@ -109,10 +112,13 @@ class Kind:
     def name(self) -> str:
         words = [self.method if self.ranks > 1 else "one rank"]
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
-        words += ["recompute"] if self.policy != "keep" else []
+        words += [self.policy] if self.policy == "recompute" else []
+        words += [f"recompute values of {self.policy}"] if self.policy in VALUES else []
         return ", ".join(words)
 
 
+NARROW, ATTENTION = "norms and elementwise", "attention"
+VALUES = {NARROW: "norm|gelu|silu|relu|add|mul|dropout", ATTENTION: "attention|softmax"}
 KINDS = (
     Kind("data_parallel", 1),
     Kind("data_parallel", 1, 2),
@@ -124,6 +130,10 @@ KINDS = (
     Kind("fsdp", 4, 1, "recompute"),
     Kind("megatron", 4),
     Kind("megatron", 4, 2, "recompute"),
+    Kind("data_parallel", 1, 1, NARROW),
+    Kind("data_parallel", 1, 2, ATTENTION),
+    Kind("fsdp", 4, 1, NARROW),
+    Kind("megatron", 4, 2, NARROW),
 )
 
 
@@ -178,12 +188,21 @@ class Allocated:
     optimizer: int
 
 
+def decided(graph: Graph, call: Call, policy: str) -> ActivationDecision:
+    """What a call does with its activations."""
+    if policy not in VALUES:
+        return ActivationDecision(call.prefix, policy)
+    keys = [item.key for item in graph.by_name[call.function].body if isinstance(item, Node)]
+    values = tuple(key for key in keys if re.search(VALUES[policy], key.partition(":")[2]))
+    return ActivationDecision(call.prefix, "recompute", values)
+
+
 def predict(graph: Graph, kind: Kind) -> Predicted:
     """Lower and simulate; raises `ParloomError` where there is no such plan."""
     cluster = load_cluster(f"{kind.ranks}xcpu")
     chosen = list(METHODS[kind.method](graph, cluster, kind.microbatches, 0))[-1]
-    calls = [item.prefix for item in graph.main.body if isinstance(item, Call)]
-    activations = tuple(ActivationDecision(prefix, kind.policy) for prefix in calls)
+    calls = (item for item in graph.main.body if isinstance(item, Call))
+    activations = tuple(decided(graph, call, kind.policy) for call in calls)
     decisions = replace(chosen, activations=activations)
     pcg = lower(rewritten(graph, decisions.rewrites), decisions)
     played = simulate(pcg, cluster, decisions, named_optimizer(OPTIMIZER))
