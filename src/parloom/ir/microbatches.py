@@ -26,6 +26,7 @@ from parloom.ir.ops.rule import HALO, LOCAL
 from parloom.ir.pcg import TIME
 
 Place = tuple[str, str]  # prefix of the block call, key of the node
+Shards = tuple[Shard | None, ...]
 Divides = Callable[[FlatNode, str], bool]
 """Whether a factor of an operator divides into microbatches beside the axes that it has."""
 
@@ -39,9 +40,18 @@ def expanded(
     """
     graph, mesh = factored.graph, Mesh((MeshAxis(TIME, (), steps),))
 
+    # Operators of a block kind share their rules, so one call answers for all.
     @cache
     def followed(rule_id: int, lying: tuple[Shard | None, ...]) -> tuple[str, ...]:
         return tuple(follow(rules[rule_id], tuple(map(_layout, lying)), mesh))
+
+    @cache
+    def shards(rule_id: int, factors: tuple[str, ...]) -> tuple[Shards, Shards]:
+        """Of operands, and of results."""
+        rule, over = rules[rule_id], _over(factors)
+        operands = (rule.operand_layout(i, over, mesh) for i in range(len(rule.operands)))
+        results = (rule.result_layout(i, over, mesh) for i in range(len(rule.results)))
+        return tuple(v.shard(TIME) for v in operands), tuple(v.shard(TIME) for v in results)
 
     rules: dict[int, Rule] = {}
     carried = dict(inputs)
@@ -52,10 +62,8 @@ def expanded(
         rules[id(rule)] = rule
         found = followed(id(rule), tuple(carried.get(name) for name in flat.operands))
         factors[flat.prefix, flat.node.key] = found
-        for index, name in enumerate(flat.results if found else ()):
-            shard = _result(rule, index, found, mesh).shard(TIME)
-            if shard is not None:
-                carried[name] = shard
+        made = zip(flat.results, shards(id(rule), found)[1], strict=True) if found else ()
+        carried.update((name, shard) for name, shard in made if shard is not None)
     ends = {name for _, name in (*graph.outputs, *graph.updates)} | {graph.loss}
     wanted: dict[str, set[Shard | None]] = {graph.flat_ids[n]: {None} for n in ends if n}
     cut: dict[Place, str] = {}
@@ -65,9 +73,8 @@ def expanded(
             factor = _as_read(rule, flat, wanted, mesh)
             if factor is not None and divides(flat, factor):
                 cut[place], factors[place] = factor, (factor,)
-        for index, name in enumerate(flat.operands):
-            layout = rule.operand_layout(index, _over(factors[place]), mesh)
-            wanted.setdefault(name, set()).add(layout.shard(TIME))
+        for name, shard in zip(flat.operands, shards(id(rule), factors[place])[0], strict=True):
+            wanted.setdefault(name, set()).add(shard)
     return cut
 
 
