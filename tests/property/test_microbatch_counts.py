@@ -11,7 +11,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.microbatches import divisors
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import MICROBATCH, Decisions
 from tests.zoo_sizes import small
 
 
@@ -59,6 +59,7 @@ def test_the_legal_counts_are_those_that_can_be_lowered(number: int, size: int, 
     assert legal.samples == number * size
     assert legal.counts == lowered(factored, number * size)
     assert legal.counts == ((1,) if kind else divisors(number))
+    assert legal_microbatches(factored, MICROBATCH).counts == divisors(number * size)
     assert bool(legal.reason) == (legal.counts != divisors(number * size))
 
 

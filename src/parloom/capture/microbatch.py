@@ -9,8 +9,9 @@ from parloom.capture.build import capture
 from parloom.capture.program import Loss
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.microbatch_counts import Microbatches, num_samples
-from parloom.ir.microbatches import divisors, of_microbatch
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.microbatches import of_microbatch
+from parloom.ir.plan import MICROBATCH
 from parloom.ir.samples import sample_dims
 
 
@@ -65,7 +66,7 @@ def capture_microbatch(
     if count == 1:
         return graph
     factored = factorize(graph)
-    dims, samples = sample_dims(factored), num_samples(factored)
-    Microbatches(divisors(samples), samples).check(count)
+    legal_microbatches(factored, MICROBATCH).check(count)
+    dims = sample_dims(factored)
     part = Split(count, tuple(dims.items())).first(batch)
     return of_microbatch(capture(model, part, loss=loss), dims, count)

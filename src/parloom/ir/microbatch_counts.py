@@ -1,7 +1,8 @@
-"""Into how many microbatches a batch may be divided under global batch semantics.
+"""Into how many microbatches a batch may be divided.
 
-The layout over time is the same for all counts that divide the factors on which it lies, so one
-lowering on one device for each prime factor of the number of samples answers for all counts.
+Where each is computed by itself, all divisors of the number of samples are legal. Under global
+semantics the layout over time is the same for all counts that divide the factors on which it lies,
+so one lowering on one device for each prime factor of the number of samples answers for all counts.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, prime_factors
 from parloom.ir.microbatches import divisors, nearest_counts
 from parloom.ir.pcg import PCG, TIME, Compute
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions
 from parloom.ir.samples import sample_dims
 
 
@@ -41,16 +42,20 @@ class Microbatches:
         raise InputError(f"--microbatches {count}: {why}; {near}")
 
 
-def num_samples(factored: Factored) -> int:
+def _num_samples(factored: Factored) -> int:
     """The samples of the batch: the largest number that divides every input's dim of samples."""
     dims = sample_dims(factored)
     entries = factored.graph.of_kind("batch")
     return gcd(*(e.value.spec.shape[dims[e.target]] for e in entries if e.target in dims)) or 1
 
 
-def legal_microbatches(factored: Factored) -> Microbatches:
-    """The counts with which `lower` succeeds on one device."""
-    samples = num_samples(factored)
+def legal_microbatches(factored: Factored, batch_semantics: str = GLOBAL) -> Microbatches:
+    """The counts that the program of the whole batch allows: under global semantics those with
+    which `lower` succeeds on one device.
+    """
+    samples = _num_samples(factored)
+    if batch_semantics == MICROBATCH:
+        return Microbatches(divisors(samples), samples)
     limits: dict[int, int] = {}
     reasons: list[str] = []
     for prime in sorted(set(prime_factors(samples))):
