@@ -17,7 +17,7 @@ from parloom.cost.tasks import ACTIVATIONS, RECOMPUTATION
 from parloom.cost.works import Walked, Work
 from parloom.errors import VerifyError
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Node
+from parloom.ir.graph import Node, without_gradients
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.pcg import PCG, Movement, Remake, results_of
@@ -112,6 +112,13 @@ def test_memory_is_dropped_and_not_names(values: tuple[str, ...]) -> None:
     pcg = lowered(values)
     assert [function.remake for function in pcg.functions] == [None]
     assert pcg.functions == lower(GRAPH, Decisions(Mesh(()))).functions
+
+
+def test_an_evaluation_program_drops_nothing() -> None:
+    """It has the decisions of training, about operators that it may not have."""
+    activations = (ActivationDecision("0", "recompute", (*KEYS, "drop:dropout#0"), ("hidden",)),)
+    pcg = lower(without_gradients(GRAPH), Decisions(Mesh(()), activations=activations))
+    assert [function.remake for function in pcg.functions] == [None]
 
 
 def test_equal_lists_share_functions() -> None:
