@@ -321,9 +321,11 @@ class Body:
     def hoisted(self, value: PValue, layout: Layout) -> PValue:
         """Replace a sum over microbatches of a batch-only value by the prologue's result."""
         if not self.top or value.differentiable or value.name not in self.pure:
-            why = "depends on parameters" if value.differentiable or self.top else "is in a block"
+            alone = not (value.differentiable or self.top)
+            what = "is made in a block" if alone else "depends on parameters"
             raise LayoutError(
-                f"{self.at}: value {value.name!r} is reduced over microbatches and {why}; {WAY_ON}"
+                f"{self.at}: {value.name!r} is needed as a sum over all samples before any"
+                f" microbatch goes on, and {what}; {WAY_ON}"
             )
         kept = ((TIME, "sum"),)
         items = _ancestors(self.items, value.name)
