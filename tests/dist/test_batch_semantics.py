@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parloom import api
 from parloom.capture import Loaded, capture
 from parloom.capture.microbatch import Split, capture_microbatch, split_of
+from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, VerifyError
 from parloom.execute.eager_calls import training_calls
 from parloom.execute.eager_compare import DIFFERS, EQUAL, compare
@@ -27,7 +28,7 @@ from parloom.ir.verify import verify_decisions, verify_graph
 from parloom.execute.program import compile_pcg
 from parloom.report.words import words
 from parloom.runtime import Program
-from parloom.search.baselines import random_plan
+from parloom.search.baselines import METHODS, random_plan
 from tests import equality
 from tests.dist import lowered
 from tests.dist.lowered import Built, Model
@@ -302,6 +303,12 @@ def test_samples_lie_in_a_dim_of_the_batch() -> None:
         verify_graph(_moved(lambda i: replace(i, samples=2) if i.target == "x" else i))
     with pytest.raises(VerifyError, match="has no dim 0 of samples"):
         verify_graph(_moved(lambda i: replace(i, samples=0) if i.kind == "parameter" else i))
+
+
+def test_samples_of_a_microbatch_that_do_not_divide_over_ranks() -> None:
+    told = "a microbatch has 4 samples of 'x', which do not divide over 3 data-parallel ranks"
+    with pytest.raises(InputError, match=f"{told}; give each a multiple of 3"):
+        next(METHODS["data_parallel"](model(2).graph, load_cluster("3xcpu"), 1, 0))
 
 
 def test_samples_that_do_not_divide_are_refused() -> None:

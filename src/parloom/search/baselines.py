@@ -69,6 +69,12 @@ def batch_seeds(graph: Graph, mesh: Mesh, axis: str = DATA) -> dict[str, Layout]
         shape = entry.value.spec.shape
         if not shape or shape[0] != sizes[0]:
             continue
+        if shape[0] % ranks and entry.samples is not None:
+            raise InputError(
+                f"a microbatch has {shape[0]} samples of {entry.target!r}, which do not divide over"
+                f" {ranks} data-parallel ranks; give each a multiple of {ranks} of them"
+                " (--microbatches, --batch)"
+            )
         if shape[0] % ranks:
             near = max(ranks, round(shape[0] / ranks) * ranks)
             raise InputError(
