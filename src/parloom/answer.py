@@ -69,7 +69,7 @@ def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
 
 def _is_searched(ask: Ask) -> bool:
     """Whether there is more than rules of thumb, on meshes of the search's own."""
-    return ask.plan.method == AUTO and (ask.microbatches or 1) == 1
+    return ask.plan.method == AUTO
 
 
 def _least(ask: Ask, error: NothingFitsError, say: Say) -> Plan:

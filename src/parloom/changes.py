@@ -87,7 +87,9 @@ def _method(ask: Ask) -> Iterator[Trial]:
 
 
 def _microbatches(ask: Ask) -> Iterator[Trial]:
-    """Rules of thumb alone have them."""
+    """Rules of thumb have those that are asked for; a search has tried all."""
+    if ask.plan.method == AUTO and ask.microbatches is None:
+        return
     least = ask.microbatches or 1
     for count in _doubled(2 * least, samples(ask)):
         flags, words = f"--microbatches {count}", "so many passes, one after the other"

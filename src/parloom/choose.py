@@ -65,7 +65,7 @@ class Ask:
             self.machine.cluster,
             self.plan.optimizer,
             self.limit,
-            self.microbatches or 1,
+            self.microbatches,
             self.plan.seed,
             self.machine.kernels,
             self.budget,

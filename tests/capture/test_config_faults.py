@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_captured_for_no_key_stays_exit_4(
     def fails(*_: object, **__: object) -> Iterator[None]:
         raise CaptureError("cannot capture GPT2Model.h.0 (modeling_gpt2.py:1): no rule")
 
-    monkeypatch.setattr(api, "_capture", fails)
+    monkeypatch.setattr(api, "capture_microbatch", fails)
     with pytest.raises(CaptureError, match="no rule"):
         planned(GPT, tmp_path)
 

@@ -1,6 +1,5 @@
 """Questions asked again: what pins and limits cost, why nothing fits, and what would."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ import pytest
 from parloom import answer, api, choose
 from parloom.arguments import METHODS
 from parloom.errors import GapError, InfeasibleError, InputError
-from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
-from parloom.search import auto
+from parloom.search import optimize
 
 CLUSTER = "2x2xcpu"
 MIB = 2**20
@@ -156,9 +154,8 @@ def test_pins_that_contradict_each_other(captured: api.Captured) -> None:
 
 
 def test_rules_of_thumb_have_axes_of_their_own(captured: api.Captured) -> None:
-    """With microbatches `auto` has nothing else."""
     pins = ["layers.0=n:tensor"]
-    found = api.search(captured, cluster=CLUSTER, microbatches=2, pin=pins)
+    found = api.search(captured, cluster=CLUSTER, method="megatron", microbatches=2, pin=pins)
     assert found.method == "megatron"
     with pytest.raises(InputError, match="no axis 'tensor'; known: x, y; or a number of devices"):
         api.search(captured, cluster=CLUSTER, pin=pins)
@@ -198,18 +195,20 @@ def test_ctrl_c_while_candidates_are_played_keeps_those_that_were(
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Ctrl-C in search `number` of those that are to come, when it has plans of the first mesh."""
-    run, searches = auto._Hunt.run, iter(range(99))
+    run, searches = optimize.Driver.run, iter(range(99))
 
-    def stopped(hunt: auto._Hunt, meshes: Iterable[Mesh]) -> None:
-        count, (first, *rest) = next(searches), meshes
+    def stopped(driver: optimize.Driver) -> None:
+        count = next(searches)
         if count < number:
-            run(hunt, (first, *rest))
+            run(driver)
             return
-        hunt._begin(first)
+        driver.meshes = driver.meshes[:1]
+        driver.counts = driver.counts[:1]
+        run(driver)
         assert count == number, "a search after Ctrl-C"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(auto._Hunt, "run", stopped)
+    monkeypatch.setattr(optimize.Driver, "run", stopped)
 
 
 @pytest.mark.parametrize(("number", "priced"), [(1, []), (2, ["--pin layers.0=replicated"])])
@@ -240,7 +239,7 @@ def test_more_memory_is_priced_by_a_search(
 def test_ctrl_c_while_changes_are_priced_keeps_those_that_were(
     captured: api.Captured, shortage: InfeasibleError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(monkeypatch, 3)
+    interrupt(monkeypatch, 2)
     with pytest.raises(InfeasibleError) as caught:
         api.search(captured, cluster=CLUSTER, memory=TIGHT)
     found: dict[str, Any] = dict(caught.value.document)

@@ -15,16 +15,14 @@ from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions, Prediction
+from parloom.ir.plan import Decisions
 from parloom.search import domains, refine
 from parloom.search.auto import search
-from parloom.search.candidates import candidates, distinct
 from parloom.search.choices import assignments
 from parloom.search.closing import close
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, logical_meshes
-from parloom.search.on_mesh import Proposal
 from parloom.search.program import program_of
 from parloom.search.question import Question
 from parloom.search.refine import Tally, kept, refinements
@@ -158,33 +156,6 @@ def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound() -> None
     for mesh in logical_meshes(CLUSTER, 3):
         best = MeshSearch(problem_of(graph, mesh), PLENTY).run().candidates[0].sums.step_ps
         assert least <= best * 1.01
-
-
-def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = Question(random_graph(Random(4), num_operators=4), CLUSTER, ADAM, int(PLENTY))
-    found = []
-    for most in (10**4, 3):
-        monkeypatch.setattr(refine, "KEPT_CHOICES", (most,))
-        monkeypatch.setattr(refine, "CELLS", np.inf)
-        found.append(candidates(question, "auto", lambda text: None).refused)
-    everything, few = found
-    assert not everything
-    assert few[0].startswith("auto: on meshes of three axes and more, an operator had its 3 most")
-
-
-def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
-    one, two = (Decisions(mesh) for mesh in list(logical_meshes(CLUSTER))[:2])
-    fastest, near, lean, slower, other = (
-        Proposal(mesh, Prediction(step_s, peak_bytes), 1000)
-        for mesh, step_s, peak_bytes in (
-            (one, 1.000, 1000),
-            (one, 1.005, 1020),
-            (one, 1.006, 900),
-            (one, 1.020, 1000),
-            (two, 1.030, 1000),
-        )
-    )
-    assert distinct([fastest, near, lean, slower, other]) == [fastest, lean, slower, other]
 
 
 def test_where_recomputing_all_is_too_dear_a_tally_has_the_rest(

@@ -67,16 +67,16 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 from parloom import __main__ as command
-from parloom.search import auto
+from parloom.search import optimize
 
-plays = auto._Hunt.run
+runs = optimize.Driver.run
 
-def run(hunt, meshes):
-    plays(hunt, meshes[:1])
-    exec("def late():\\n    import wave\\n    while True: pass", vars(auto))
-    auto.late()
+def run(driver):
+    runs(driver)
+    exec("def late():\\n    import wave\\n    while True: pass", vars(optimize))
+    optimize.late()
 
-auto._Hunt.run = run
+optimize.Driver.run = run
 sys.argv[1:] = ["plan", "zoo:mlp", "--cluster", "2xcpu", "--out", "out"]
 sys.exit(command.main())
 """

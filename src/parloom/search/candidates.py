@@ -13,15 +13,15 @@ from parloom.errors import InputError, one_line
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import GLOBAL, ActivationDecision, Decisions, Prediction
-from parloom.search.auto import Searched
-from parloom.search.auto import search as search_layouts
 from parloom.search.baselines import METHODS
 from parloom.search.comparators.alpa import alpa
 from parloom.search.comparators.flexflow import flexflow
 from parloom.search.comparators.tofu import tofu
 from parloom.search.conflicts import broken
+from parloom.search.contexts import Judged
 from parloom.search.least import conflict
-from parloom.search.on_mesh import Proposal
+from parloom.search.optimize import Searched
+from parloom.search.optimize import search as search_contexts
 from parloom.search.question import Question, Say
 from parloom.search.smallest import smallest_plan
 
@@ -74,10 +74,8 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     found, against = _holding(question, found)
     lines += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
-    if method == AUTO and question.num_microbatches > 1:
-        lines.append("auto: layouts are searched for one microbatch only; these are rules of thumb")
-    elif method == AUTO and not stopped:
-        searched = search_layouts(question, base_of(question), say)
+    if method == AUTO and not stopped:
+        searched = search_contexts(question, base_of(question), say)
     found += _of_search(searched) if searched else ()
     if searched is not None and searched.left_out:
         lines.append(f"{AUTO}: {searched.left_out}")
@@ -106,16 +104,16 @@ def _of_search(searched: Searched) -> Iterator[Candidate]:
         yield Candidate(AUTO, name, proposal.decisions, proposal.prediction)
 
 
-def distinct(proposals: Sequence[Proposal]) -> list[Proposal]:
+def distinct(proposals: Sequence[Judged]) -> list[Judged]:
     """Of those that are nearly alike the first, which is the fastest."""
-    kept: list[Proposal] = []
+    kept: list[Judged] = []
     for one in proposals:
         if not any(_alike(one, other) for other in kept):
             kept.append(one)
     return kept
 
 
-def _alike(one: Proposal, other: Proposal) -> bool:
+def _alike(one: Judged, other: Judged) -> bool:
     mine, its = one.prediction, other.prediction
     step = abs(mine.step_s - its.step_s) <= STEP_APART * its.step_s
     peak = abs(mine.peak_bytes - its.peak_bytes) <= PEAK_APART * its.peak_bytes
@@ -202,7 +200,7 @@ def _proposed(question: Question, name: str, say: Say) -> Iterator[Candidate]:
     """The plans of a rule of thumb, or of a comparator."""
     graph, cluster = question.graph, question.cluster
     asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
-    count, semantics = question.num_microbatches, question.batch_semantics
+    count, semantics = question.num_microbatches or 1, question.batch_semantics
     if name in COMPARATORS:
         base = Decisions(
             Mesh(()), activations=asked, num_microbatches=count, batch_semantics=semantics

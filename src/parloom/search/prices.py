@@ -16,13 +16,14 @@ from parloom.cost.tasks import SHARES, Links, picoseconds
 from parloom.cost.walk import Walker
 from parloom.cost.works import Called, Exchange, Work
 from parloom.errors import LayoutError
-from parloom.ir.graph import DTYPE_BYTES, TensorSpec
+from parloom.ir.graph import DTYPE_BYTES, TensorSpec, with_operands
 from parloom.ir.layout import local_shape
 from parloom.ir.moves import plan_moves
-from parloom.ir.pcg import Item, Movement, PValue, operands_of, results_of
+from parloom.ir.ops import op_of
+from parloom.ir.pcg import Compute, Item, Movement, PValue, operands_of, results_of
 from parloom.search.choices import Choice
 from parloom.search.program import Flags, Operator, Program, State
-from parloom.search.single import Single, is_local_program
+from parloom.search.single import Lowered, Single, is_local_program
 
 # Parts of a price: forward and backward pass, computing and exchanging (ps), and bytes that are
 # kept for the backward pass; and how long (ps, both passes) that keeps the links of the innermost
@@ -85,7 +86,10 @@ class Prices:
         return shapes, self.mesh.size(choice.used)
 
     def _operator(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
-        found = self.single.lower(operator, dict(choice.assignment), choice.operands, flags)
+        if is_local_program(operator, dict(choice.assignment)):
+            found = self.single.lower(operator, dict(choice.assignment), choice.operands, flags)
+        else:
+            found = _alone(operator, choice, flags)
         names = frozenset(value.name for value in found.operands)
         return self._walked(found.operands, found.items, found.results, names)
 
@@ -156,6 +160,28 @@ class Prices:
         for n in local_shape(state.layout, spec.shape, self.mesh):
             size *= n
         return size
+
+
+def _alone(operator: Operator, choice: Choice, flags: Flags) -> Lowered:
+    """One call of an operator that every rank runs on its shards, in the states of `choice`."""
+    names = tuple(f"operand{i}" for i in range(len(flags)))
+    node, op = with_operands(operator.node, names), op_of(operator.node)
+    operands = tuple(
+        PValue(name, spec, state.layout, state.varying if flows else (), flows)
+        for name, spec, state, flows in zip(
+            names, operator.operands, choice.operands, flags, strict=True
+        )
+    )
+    flows = op.differentiable and any(flags)
+    results = tuple(
+        PValue(
+            value.name, value.spec, state.layout, (),
+            flows and value.spec.is_float and index not in op.detached,
+        )
+        for index, (value, state) in enumerate(zip(node.results, choice.results, strict=True))
+    )  # fmt: skip
+    item = Compute(node, operator.rule, choice.assignment, operands, results)
+    return Lowered(operands, (item,), results)
 
 
 def passes_ps(lives: Lives) -> tuple[int, int, int, int]:

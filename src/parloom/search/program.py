@@ -92,6 +92,8 @@ class Flow:
     weight: int = -1
     whole: bool = False
     outside: bool = False
+    crosses: bool = False
+    """Whether another call makes it than reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,7 @@ class _Folding:
         self.inputs = {entry.value.name: entry for entry in graph.inputs}
         self.index: dict[str, int] = {}
         self.made: dict[str, tuple[int, int]] = {}
+        self.maker: dict[str, CallKey] = {}
         self.specs = {entry.value.name: entry.value.spec for entry in graph.inputs}
         self.flowing = {e.value.name for e in graph.of_kind("parameter") if e.trainable}
         self.fixed = {e.value.name for e in graph.inputs if e.kind != "batch"}
@@ -290,6 +293,7 @@ class _Folding:
             counts[at][flags] = counts[at].get(flags, 0) + 1
             self.made |= {name: (at, position) for position, name in enumerate(flat.results)}
             call = flat.function, flat.prefix
+            self.maker |= dict.fromkeys(flat.results, call)
             runs.setdefault(call, []).append((at, flags))
             for position, name in enumerate(flat.operands):
                 reader = Reader(at, position)
@@ -369,7 +373,8 @@ class _Folding:
             flow = self._flow(name, tuple(dict.fromkeys(readers)), shared)
             if flow is None:
                 continue
-            index = found.setdefault(replace(flow, whole=call == top and name in ends), len(found))
+            whole, crosses = call == top and name in ends, self.maker.get(name, call) != call
+            index = found.setdefault(replace(flow, whole=whole, crosses=crosses), len(found))
             if index == len(counts):
                 counts.append(0)
             counts[index] += 1

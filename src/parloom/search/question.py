@@ -28,8 +28,9 @@ class Wanted(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a plan is asked for; `budget` is how much deterministic work a method may do,
-    `predicted` how a lowered plan's step is predicted (None: as the data sheets say).
+    """What a plan is asked for, of so many microbatches (None: any number); `budget` is how much
+    deterministic work a method may do, `predicted` how a lowered plan's step is predicted (None: as
+    the data sheets say).
 
     Where `batch_semantics` are by microbatch, `graph` is the program of one microbatch.
     """
@@ -38,7 +39,7 @@ class Question:
     cluster: Cluster
     optimizer: Optimizer
     limit_bytes: int
-    num_microbatches: int = 1
+    num_microbatches: int | None = None
     seed: int = 0
     kernels: Kernels | None = None
     budget: int | None = None

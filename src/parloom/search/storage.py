@@ -115,10 +115,17 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
 
 
 class StoragePrices:
-    """Prices of storage on one mesh under one policy of dtypes and one optimizer."""
+    """Prices of storage on one mesh under one policy of dtypes and one optimizer.
 
-    def __init__(self, walker: Walker, decisions: Decisions, optimizer: Optimizer) -> None:
+    Without `latency`, weights of a block call pay for their bytes alone, and `messages` for what
+    each message costs beside them.
+    """
+
+    def __init__(
+        self, walker: Walker, decisions: Decisions, optimizer: Optimizer, *, latency: bool = True
+    ) -> None:
         self.walker, self.mesh = walker, walker.mesh
+        self.latency = latency
         self.decisions, self.optimizer = decisions, optimizer
         self.rates: dict[tuple[str, Axes, int], float] = {}
         self.links = Links(walker.cluster)
@@ -224,6 +231,21 @@ class StoragePrices:
         """What a collective over `axes` takes at least."""
         return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
 
+    def messages(self, axes: Axes, units: int, reduces: bool) -> WeightPrice:
+        """What the messages of one block call cost beside their bytes, whose weights are in chunks
+        over `axes`: gathered twice, and if it `reduces`, gradients scattered.
+        """
+        found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
+        gathered = self.message_ps(axes)
+        found[AGAIN] = gathered
+        found[ALONE] = gathered // units
+        found[GATHERED] = gathered - found[ALONE]
+        if reduces:
+            sent = picoseconds(self.walker.exchange("reduce_scatter", axes, 1).seconds)
+            found[AFTER] = sent // units
+            found[CHUNKED] = sent - found[AFTER]
+        return found
+
     def _share(
         self,
         found: WeightPrice,
@@ -245,7 +267,10 @@ class StoragePrices:
             message = min(message, max(num_bytes, bucket_bytes(message)))
         key = kind, axes, message
         if key not in self.rates:
-            self.rates[key] = self.walker.exchange(kind, axes, message).seconds / message
+            seconds = self.walker.exchange(kind, axes, message).seconds
+            if unit and not self.latency:
+                seconds -= self.walker.exchange(kind, axes, 1).seconds
+            self.rates[key] = max(0.0, seconds) / message
         return picoseconds(self.rates[key] * num_bytes)
 
     def _busy(self, kind: str, axes: Axes) -> NDArray[np.float64]:

@@ -38,7 +38,7 @@ def communicated() -> Multipliers:
 
 def refuse_microbatches(question: Question, method: str) -> None:
     """Raise `InputError` where more than one is asked of a method that does not have them."""
-    if question.num_microbatches > 1:
+    if (question.num_microbatches or 1) > 1:
         raise InputError(f"{method} has no microbatches; leave out --microbatches")
 
 

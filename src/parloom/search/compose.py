@@ -1,0 +1,287 @@
+"""From layouts to a candidate: which calls recompute which values, and how each weight is stored.
+
+Under given layouts the model falls apart into activations, of which shadow prices of memory give
+variants, and weights. An integer program counts how many calls take each variant and how many equal
+weights each storage; weights of a block in chunks over the same axes share messages.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from parloom.search.flow_costs import PASSES
+from parloom.search.layout_model import LayoutModel
+from parloom.search.linear import LinearProgram, picked
+from parloom.search.model import Bools, Floats
+from parloom.search.pins import RECOMPUTE
+from parloom.search.prices import (
+    BACKWARD,
+    BACKWARD_SENT,
+    FORWARD,
+    FORWARD_SENT,
+    KEPT,
+    PARTS,
+)
+from parloom.search.program import Axes, Block, Program, Weight
+from parloom.search.solve.elimination import Elimination
+from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums, row_prices, step_sums
+from parloom.search.storage import AFTER, Level, StoragePrices, stored_of
+from parloom.search.work import Work
+
+MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
+GAP = 1e-5  # how far an answer may be from the best
+# Prices of a byte under which variants are sought, as multiples of the one that is paid, and the
+# least that is taken to be paid.
+SPREAD, LEAST_BYTE_PS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0), 0.05
+EXPOSED = ("forward_ps", "between_ps", "last_ps")
+Values = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a block call recomputes: what a solution of the model says, or all of it."""
+
+    values: Values
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """So many calls of a block that take a variant; `policy` is what they are asked to do."""
+
+    variant: Variant
+    count: int
+    policy: str | None
+
+
+Stored = tuple[tuple[Level, int], ...]
+"""How many of equal weights are stored how."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Layouts with storage, per weight of the program, and recomputation, per block."""
+
+    values: Values
+    levels: tuple[Stored, ...]
+    variants: tuple[tuple[Chosen, ...], ...]
+    rows: Floats
+    sums: StepSums
+
+
+def policy_of(program: Program, prefix: str) -> str | None:
+    """What a call is asked to do, by a pin or because the user's model checkpoints it."""
+    own = RECOMPUTE if prefix in program.graph.recomputed_calls else None
+    return program.pinned.policies.get(prefix, own)
+
+
+class Composer:
+    """Composes candidates of one layout model."""
+
+    def __init__(self, layouts: LayoutModel, num_microbatches: int, work: Work) -> None:
+        self.layouts, self.num_microbatches, self.work = layouts, num_microbatches, work
+        self.program = layouts.program
+        storage = layouts.storage
+        self.apart = StoragePrices(
+            storage.walker, storage.decisions, storage.optimizer, latency=False
+        )
+        self._fates: dict[Values, tuple[Values, ...]] = {}
+
+    def choice_of(self, variable: int, value: int) -> int:
+        """A value without the fate that it has, if it has one."""
+        options = self.layouts.options
+        return value // len(options[variable].fates) if variable < len(options) else value
+
+    def layout_of(self, values: Sequence[int]) -> Values:
+        """A solution without fates."""
+        return tuple(self.choice_of(variable, value) for variable, value in enumerate(values))
+
+    def fates(self, values: Values, duals: ShadowPrices) -> tuple[Values, ...]:
+        """Solutions of the layouts of `values` under several prices of memory."""
+        key = self.layout_of(values)
+        if key not in self._fates:
+            allowed: list[Bools] = []
+            for index, variable in enumerate(self.layouts.variables):
+                each = [self.choice_of(index, value) for value in range(len(variable))]
+                allowed.append(np.array(each) == key[index])
+            small, kept = self.layouts.model().restricted(allowed)
+            exact = Elimination(small)
+            found: dict[Values, None] = {}
+            for factor in SPREAD:
+                byte_ps = max(duals.byte_ps, LEAST_BYTE_PS) * factor
+                prices = row_prices(replace(duals, byte_ps=byte_ps), self.num_microbatches)
+                _, some = exact.minimum(prices)
+                if some:
+                    found[tuple(int(k[v]) for k, v in zip(kept, some, strict=True))] = None
+            self._fates[key] = tuple(found)
+        return self._fates[key]
+
+    def compose(
+        self, solutions: Sequence[Values], duals: ShadowPrices, limit_bytes: float
+    ) -> Candidate | None:
+        """The fastest candidate with the layouts that `solutions` share, of at most `limit_bytes`
+        as the model counts it; None where there is none.
+        """
+        every = tuple(dict.fromkeys((*solutions, *self.fates(solutions[0], duals))))
+        return _Composition(self, every, row_prices(duals, self.num_microbatches)).solve(
+            limit_bytes
+        )
+
+
+@dataclass
+class _Composition:
+    """The integer program of solutions that have the same layouts."""
+
+    composer: Composer
+    every: Sequence[Values]
+    prices: Floats
+    program: LinearProgram = field(default_factory=LinearProgram)
+    rows: dict[int, Floats] = field(default_factory=dict)
+
+    def solve(self, limit_bytes: float) -> Candidate | None:
+        exposed = [self.program.column(1.0) for _ in EXPOSED]
+        calls, main = self._calls()
+        weights = [self._weight(index) for index in range(len(self.composer.program.weights))]
+        self._messages(weights)
+        count = self.composer.num_microbatches
+        sums = {column: step_sums(rows, count) for column, rows in self.rows.items()}
+        for column, name in zip(exposed, EXPOSED, strict=True):
+            terms = {i: -getattr(some, name) / MS for i, some in sums.items()}
+            self.program.row({column: 1.0, **terms}, low=0.0)
+        held = {i: some.held_bytes / GB for i, some in sums.items()}
+        self.program.row(held, high=limit_bytes / GB)
+        work = self.composer.work
+        answer = self.program.solve(GAP, work.left)
+        work.spend(1 if answer is None else answer.nodes)
+        if answer is None:
+            return None
+        counts = picked(answer.values)
+        total = np.sum([counts[i] * rows for i, rows in self.rows.items()], axis=0)
+        return Candidate(
+            next(values for column, values in main if counts[column]),
+            tuple(tuple((level, counts[c]) for c, level in w if counts[c]) for w in weights),
+            tuple(
+                tuple(replace(some, count=counts[c]) for c, some in block if counts[c])
+                for block in calls
+            ),
+            total,
+            step_sums(total, count),
+        )
+
+    def _column(self, rows: Floats, most: int) -> int:
+        """A column that counts how often something with these rows is taken."""
+        cost = step_sums(rows, self.composer.num_microbatches).plain_ps / MS
+        column = self.program.column(cost, 0, most, integer=True)
+        self.rows[column] = rows
+        return column
+
+    def _all_of(self, columns: Iterable[int], count: int) -> None:
+        self.program.row(dict.fromkeys(columns, 1.0), count, count)
+
+    def _calls(self) -> tuple[list[list[tuple[int, Chosen]]], list[tuple[int, Values]]]:
+        """Columns of the variants of each block's calls, and of main."""
+        layouts, program = self.composer.layouts, self.composer.program
+        rest = [layouts.evaluate(values, self.prices)[PASSES] for values in self.every]
+        found = []
+        for block in program.blocks:
+            rows = [layouts.call_rows(block, values, self.prices) for values in self.every]
+            rest = [r - len(block.prefixes) * each for r, each in zip(rest, rows, strict=True)]
+            found.append(self._block(block, rows))
+        main = [
+            (self._column(_wide(rows), 1), values)
+            for rows, values in _distinct(zip(rest, self.every, strict=True))
+        ]
+        self._all_of((column for column, _ in main), 1)
+        return found, main
+
+    def _block(self, block: Block, rows: Sequence[Floats]) -> list[tuple[int, Chosen]]:
+        """Columns of the variants of one block, those that are asked for apart from others."""
+        fast = min(rows, key=lambda r: float(r[[BACKWARD, BACKWARD_SENT]].sum()))
+        again = fast.copy()
+        again[[BACKWARD, BACKWARD_SENT]] += fast[[FORWARD, FORWARD_SENT]]
+        again[KEPT] = 0.0
+        variants = [(r, Variant(v)) for r, v in _distinct(zip(rows, self.every, strict=True))]
+        variants.append((again, Variant(self.every[0], whole=True)))
+        asked: dict[str | None, int] = {}
+        for prefix in block.prefixes:
+            policy = policy_of(self.composer.program, prefix)
+            asked[policy] = asked.get(policy, 0) + 1
+        found = []
+        for policy, count in asked.items():
+            columns = [
+                (self._column(_wide(r), count), Chosen(variant, 0, policy))
+                for r, variant in variants
+                if policy is None or variant.whole == (policy == RECOMPUTE)
+            ]
+            self._all_of((column for column, _ in columns), count)
+            found += columns
+        return found
+
+    def _weight(self, index: int) -> list[tuple[int, Level]]:
+        """Columns of the ways to store equal weights."""
+        composer = self.composer
+        weight = composer.program.weights[index]
+        home = composer.layouts.home(index, self.every[0])
+        prices = composer.apart if weight.block else composer.layouts.storage
+        levels, parts = prices.options(stored_of(composer.program, weight, *home))
+        columns = []
+        for level, part in zip(levels, parts, strict=True):
+            rows = np.zeros(NUM_ROWS)
+            rows[PARTS:] = part
+            columns.append((self._column(rows, weight.count), level))
+        self._all_of((column for column, _ in columns), weight.count)
+        return columns
+
+    def _messages(self, weights: Sequence[Sequence[tuple[int, Level]]]) -> None:
+        """Weights in chunks over the same axes share messages: those of a block call in as many
+        calls as have such weights, those of main that are stored alike once.
+        """
+        program, apart = self.composer.program, self.composer.apart
+        known: dict[_Message, int] = {}
+        for weight, columns in zip(program.weights, weights, strict=True):
+            over: dict[_Message, list[int]] = {}
+            for column, level in columns:
+                if level.axes:
+                    over.setdefault(self._message(weight, level), []).append(column)
+            for message, some in over.items():
+                if message not in known:
+                    rows = np.zeros(NUM_ROWS)
+                    if message.unit:
+                        rows[PARTS:] = apart.messages(message.axes, program.units, weight.trainable)
+                    else:
+                        rows[PARTS:][AFTER] = apart.message_ps(message.axes)
+                    known[message] = self._column(rows, weight.count if message.unit else 1)
+                calls = 1.0 if message.unit else float(weight.count)
+                self.program.row({**dict.fromkeys(some, 1.0), known[message]: -calls}, high=0.0)
+
+    def _message(self, weight: Weight, level: Level) -> "_Message":
+        if weight.block and level.weight:
+            function = self.composer.program.operators[weight.readers[0].operator].function
+            return _Message(level.axes, unit=function)
+        return _Message(level.axes, level.weight, level.gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What travels together: weights of one `unit`, or those of main that are stored alike."""
+
+    axes: Axes
+    weight: bool = True
+    gradient: bool = True
+    unit: str = ""
+
+
+def _distinct(entries: Iterable[tuple[Floats, Values]]) -> list[tuple[Floats, Values]]:
+    """Of those with equal rows the first."""
+    known: dict[bytes, tuple[Floats, Values]] = {}
+    for rows, values in entries:
+        known.setdefault(rows.tobytes(), (rows, values))
+    return list(known.values())
+
+
+def _wide(passes: Floats) -> Floats:
+    """Rows of passes as rows of the model."""
+    rows = np.zeros(NUM_ROWS)
+    rows[PASSES] = passes
+    return rows

@@ -1,0 +1,118 @@
+"""Meshes of three and four axes: which are looked at, and which choices on them.
+
+There, an operator has hundreds of choices. Coarser meshes say what a plan costs at least that
+splits an operator so or so over an axis; of the choices on a finer mesh those are kept whose axes
+do what is cheap on coarser ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
+from parloom.ir.ops import Rule
+from parloom.search.choices import Menu, Menus
+from parloom.search.contexts import ContextSearch
+from parloom.search.meshes import NAMES, across
+from parloom.search.program import Axes, Program
+from parloom.search.single import Single
+
+# How many meshes are made of one by cutting an axis in two: all that 8 x 8 has.
+CUTS = 4
+Where = tuple[int, PrimeAxis, str | None]
+"""An operator, a prime axis of the cluster, and the factor that it is on (None: on none)."""
+
+
+def refinements(mesh: Mesh, at_most: int = CUTS) -> tuple[Mesh, ...]:
+    """`mesh` with one axis cut in two: first between levels of the topology, then by how small the
+    part with the faster links is.
+    """
+    found: list[tuple[tuple[int, int], Mesh]] = []
+    if len(mesh.axes) < len(NAMES):
+        for position, axis in enumerate(mesh.axes):
+            for cut in range(1, len(axis.primes)):
+                halves = MeshAxis("", axis.primes[:cut]), MeshAxis("", axis.primes[cut:])
+                axes = (*mesh.axes[:position], *halves, *mesh.axes[position + 1 :])
+                named = tuple(replace(a, name=n) for a, n in zip(axes, NAMES, strict=False))
+                found.append(((across(axis.primes, (cut,)), halves[1].size), Mesh(named)))
+    found.sort(key=lambda entry: entry[0])
+    return tuple(mesh for _, mesh in found[:at_most])
+
+
+@dataclass
+class LeastCosts:
+    """Bounds on plans that do this or that with a prime axis in an operator."""
+
+    least: dict[Where, float] = field(default_factory=dict)
+
+    def add(self, context: ContextSearch) -> None:
+        """Take down what each choice of each operator costs on a mesh that was searched."""
+        columns, layouts = context.columns, context.layouts
+        if not columns.pruning.reduced:
+            return
+        bound = columns.bound_ps(context.limit)
+        for index, options in enumerate(layouts.options):
+            reduced = columns.pruning.reduced[index].reshape(len(options.menu), -1).min(axis=1)
+            for choice, cost in zip(options.menu.choices, (bound + reduced).tolist(), strict=True):
+                on = {axis: factor for factor, axes in choice.assignment for axis in axes}
+                for axis in layouts.mesh.axes:
+                    for prime in axis.primes:
+                        where = index, prime, on.get(axis.name)
+                        self.least[where] = min(self.least.get(where, inf), cost)
+
+    def cost(self, index: int, axis: MeshAxis, factor: str | None) -> float:
+        """What plans cost at least with `axis` on `factor`, as far as anything is known of it."""
+        return max(self.least.get((index, prime, factor), -inf) for prime in axis.primes)
+
+
+def promising(
+    program: Program, mesh: Mesh, costs: LeastCosts, at_most: int
+) -> tuple[tuple[Menu, ...], bool]:
+    """Menus on `mesh` of the choices that `costs` say are cheap, at most so many of each operator;
+    and whether others are left out.
+    """
+    menus, found = Menus(program, Single(program.graph, program.factored, mesh)), []
+    left_out = False
+    for index, operator in enumerate(program.operators):
+        place = operator.function, operator.node.key
+        allowed = program.pinned.allowed(place, operator.rule, mesh)
+        ranked = _ranked(index, operator.rule, mesh, costs)
+        chosen = [_assignment(operator.rule, mesh, int(row)) for row in ranked]
+        fitting = [c for c in chosen if allowed is None or allowed(c)]
+        left_out |= len(fitting) > at_most
+        found.append(menus.of(index, fitting[:at_most]))
+    return tuple(found), left_out
+
+
+def _ranked(index: int, rule: Rule, mesh: Mesh, costs: LeastCosts) -> NDArray[np.intp]:
+    """All legal assignments of an operator, the most promising first, as numbers with a digit for
+    each axis: what all axes cost above their best counts together.
+    """
+    factors = (None, *rule.shardable)
+    shape = (len(factors),) * len(mesh.axes)
+    total, legal = np.zeros(shape), np.ones(shape, dtype=bool)
+    left = {factor: np.full(shape, rule.size(factor)) for factor in rule.shardable}
+    for axis, on in zip(mesh.axes, np.indices(shape), strict=True):
+        known = np.array([costs.cost(index, axis, factor) for factor in factors])
+        best = min((cost for cost in known if abs(cost) < inf), default=0.0)
+        total += np.maximum(known - best, 0.0)[on]
+        for position, factor in enumerate(rule.shardable, start=1):
+            here = on == position
+            legal &= ~here | (left[factor] % axis.size == 0)
+            left[factor] = np.where(here, left[factor] // axis.size, left[factor])
+    every = np.where(legal, total, inf).ravel()
+    return np.argsort(every, kind="stable")[: int(legal.sum())]
+
+
+def _assignment(rule: Rule, mesh: Mesh, number: int) -> dict[str, Axes]:
+    factors: Sequence[str | None] = (None, *rule.shardable)
+    chosen: dict[str, Axes] = {}
+    digits = np.unravel_index(number, (len(factors),) * len(mesh.axes))
+    for axis, digit in zip(mesh.axes, digits, strict=True):
+        factor = factors[int(digit)]
+        if factor is not None:
+            chosen[factor] = (*chosen.get(factor, ()), axis.name)
+    return chosen

@@ -1,0 +1,232 @@
+"""The model of one context: layouts of operators, storage of weights, activations kept or remade.
+
+Variables are operators (sharding x what happens to results in the backward pass) and weights that
+several operators read. Calls of one block kind share them, so terms are counted.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from parloom.cost.walk import Walker
+from parloom.ir.layout import Layout
+from parloom.ir.plan import Decisions, Optimizer
+from parloom.search.choices import Menu, Menus, assignments
+from parloom.search.fates import KEEP, REGATHER, REMAKE, Fates, Options
+from parloom.search.flow_costs import PASSES, FlowCosts
+from parloom.search.homes import agreements, homes
+from parloom.search.model import Floats, Model, Row, Term, Variable, View
+from parloom.search.prices import (
+    BACKWARD,
+    BACKWARD_SENT,
+    FORWARD,
+    FORWARD_SENT,
+    KEPT,
+    PARTS,
+    Known,
+    Prices,
+)
+from parloom.search.program import Axes, Block, Flags, Program
+from parloom.search.storage import WEIGHT_PARTS, StoragePrices, stored_of
+
+STORAGE = slice(PARTS, PARTS + WEIGHT_PARTS)
+BYTES = ("kept", "stored", "moving")
+ROWS = tuple(
+    Row(name, "bytes" if name in BYTES else "ps")
+    for name in (
+        "forward", "forward sent", "backward", "backward sent", "kept", "near", "far",
+        "gathered", "again", "chunked", "reduced", "alone", "after", "stored", "moving",
+        "updated", "weights near", "weights far",
+    )
+)  # fmt: skip
+
+
+class LayoutModel:
+    """The model of `program` on the mesh of `walker`; `given` menus take the place of all choices,
+    `shared` is what is known of prices that hold on every mesh.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        walker: Walker,
+        decisions: Decisions,
+        optimizer: Optimizer,
+        shared: Known | None = None,
+        given: Sequence[Menu] = (),
+    ) -> None:
+        self.program, self.mesh = program, walker.mesh
+        self.prices = Prices(program, walker, shared)
+        self.storage = StoragePrices(walker, decisions, optimizer)
+        self.fates = Fates(program)
+        menus = tuple(given) or tuple(self._menus())
+        self.options = [Options(menu, self.fates.of(i)) for i, menu in enumerate(menus)]
+        self.homes = {
+            index: tuple(homes(weight, menus, self.mesh))
+            for index, weight in enumerate(program.weights)
+            if len(weight.readers) > 1
+        }
+        self.variable = {w: len(menus) + i for i, w in enumerate(self.homes)}
+        self.flows = FlowCosts(
+            program, self.prices, self.options, self.fates, self.homes, self.variable
+        )
+        self._calls: dict[tuple[int, Flags], Floats] = {}
+        self.fixed = (*self._operators(), *self._weights(), *self._agreements(menus))
+        self.variables = tuple(self._variables())
+
+    def model(self, joint: Collection[int] = ()) -> Model:
+        """The model; the flows in `joint` are exact where several readers share a movement, of
+        others each reader pays a share.
+        """
+        variables, terms = list(self.variables), list(self.fixed)
+        for number in range(len(self.program.flows)):
+            if number in joint:
+                variable, more = self.flows.joint(number, len(variables))
+                variables.append(variable)
+                terms += more
+            else:
+                terms += self.flows.pairwise(number)
+        return Model(ROWS, tuple(variables), tuple(terms))
+
+    def _menus(self) -> Iterator[Menu]:
+        """All choices that pins allow."""
+        menus = Menus(self.program, self.prices.single)
+        for index, operator in enumerate(self.program.operators):
+            place = operator.function, operator.node.key
+            allowed = self.program.pinned.allowed(place, operator.rule, self.mesh)
+            every = allowed and filter(allowed, assignments(operator.rule, self.mesh))
+            yield menus.of(index, every)
+
+    def _variables(self) -> Iterator[Variable]:
+        for operator, options in zip(self.program.operators, self.options, strict=True):
+            yield Variable(f"{operator.function}:{operator.node.key}", tuple(range(len(options))))
+        for weight, found in self.homes.items():
+            yield Variable(self.program.weights[weight].targets[0], found)
+
+    # Terms
+
+    def _operators(self) -> Iterator[Term]:
+        for index in range(len(self.options)):
+            flows = self.program.operators[index].flows
+            rows = [count * self.operator_rows(index, flags) for flags, count in flows]
+            costs = np.sum(rows, axis=0).reshape(1, -1, PARTS)
+            size = costs.shape[1]
+            yield Term((View(index, np.arange(size), size),), ((costs, None),), PASSES, "operator")
+
+    def operator_rows(self, index: int, flags: Flags) -> Floats:
+        """Rows of one call of an operator: [choice, fate, row]."""
+        if (index, flags) not in self._calls:
+            self._calls[index, flags] = self._operator_rows(index, flags)
+        return self._calls[index, flags]
+
+    def _operator_rows(self, index: int, flags: Flags) -> Floats:
+        operator, options = self.program.operators[index], self.options[index]
+        choices = options.menu.choices
+        listed = [self.prices.operator(index, choice, flags) for choice in choices]
+        prices = np.array(listed, dtype=float).reshape(-1, PARTS)
+        own, read = self.fates.results(index)
+        kept = np.zeros(len(choices))
+        for r, value in enumerate(operator.node.results if any(flags) else ()):
+            sizes = np.array([self.prices.held_bytes(value.spec, c.results[r]) for c in choices])
+            prices[:, KEPT] -= sizes * (r in own)
+            # Where nothing keeps any of them, all are kept for readers that are remade.
+            kept += sizes * (r in own or r in read or not (own or read))
+        prices[:, KEPT] = np.maximum(prices[:, KEPT], 0)
+        rows = np.repeat(prices[:, None, :], len(options.fates), axis=1)
+        for i, fate in enumerate(options.fates):
+            if fate in (KEEP, REGATHER):
+                rows[:, i, KEPT] += kept
+            if fate == REMAKE:  # what it saves inside is dropped, too
+                rows[:, i, KEPT] = 0.0
+                rows[:, i, BACKWARD] += prices[:, FORWARD]
+                rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
+        return rows
+
+    def _weights(self) -> Iterator[Term]:
+        """A term for the storage of each weight: the levels are alternatives."""
+        for index, weight in enumerate(self.program.weights):
+            views: tuple[View, ...] = ()
+            states: list[tuple[Layout, Axes]] = [(Layout(), ())]
+            if index in self.homes:
+                states = [(home.layout, home.reduce) for home in self.homes[index]]
+                views = (View(self.variable[index], np.arange(len(states)), len(states)),)
+            elif weight.readers:
+                (reader,) = weight.readers
+                options = self.options[reader.operator]
+                wanted = options.menu.operands[reader.operand]
+                states = [(state.layout, state.varying) for state in wanted.values]
+                views = (View(reader.operator, wanted.index[options.choice], len(states)),)
+            listed = [self.storage.options(stored_of(self.program, weight, *s)) for s in states]
+            most = max((len(levels) for levels, _ in listed), default=0)
+            costs = np.zeros((max(1, most), len(states), WEIGHT_PARTS))
+            legal = np.zeros(costs.shape[:-1], dtype=bool)
+            for i, (levels, parts) in enumerate(listed):
+                costs[: len(levels), i] = parts * weight.count
+                legal[: len(levels), i] = True
+            if not views:
+                costs, legal = costs[:, 0], legal[:, 0]
+            yield Term(views, ((costs, legal),), STORAGE, "weight")
+
+    def _agreements(self, menus: Sequence[Menu]) -> Iterator[Term]:
+        """What is impossible of weights that several operators read."""
+        for factor in agreements(self.program, self.mesh, menus, self.homes, self.variable):
+            views = tuple(
+                View(
+                    variable,
+                    self.options[variable].choice
+                    if variable < len(self.options)
+                    else np.arange(size),
+                    size,
+                )
+                for variable, size in zip(factor.scope, factor.costs.shape, strict=True)
+            )
+            legal = np.isfinite(factor.costs)[None]
+            costs = np.zeros((*[1] * legal.ndim, 1))
+            yield Term(views, ((costs, legal),), slice(0, 1), "agreement")
+
+    # Solutions
+
+    def evaluate(self, values: Sequence[int], prices: Floats) -> Floats:
+        """The rows of a solution, with the alternatives that are best under `prices`."""
+        found = np.zeros(len(ROWS))
+        for term in self.fixed:
+            found[term.rows] += term.chosen(prices, values)
+        for number, flow in enumerate(self.program.flows):
+            found[PASSES] += flow.count * self.flows.rows(number, values, prices)[0]
+        return found
+
+    def unshared(self, values: Sequence[int], prices: Floats) -> dict[int, float]:
+        """What flows cost beyond the shares that their readers pay, where that is anything."""
+        found = {}
+        for number, flow in enumerate(self.program.flows):
+            if len(self.flows.edges[number]) > 1:
+                terms = self.flows.pairwise(number)
+                paid = sum(float(t.chosen(prices, values) @ prices[PASSES]) for t in terms)
+                rows, _ = self.flows.rows(number, values, prices)
+                beyond = flow.count * float(rows @ prices[PASSES]) - paid
+                if beyond > 0:
+                    found[number] = beyond
+        return found
+
+    def call_rows(self, block: Block, values: Sequence[int], prices: Floats) -> Floats:
+        """The rows of one call of a block (of passes alone)."""
+        found = np.zeros(PARTS)
+        for index, flags in block.operators:
+            choice, fate = divmod(values[index], len(self.options[index].fates))
+            found += self.operator_rows(index, flags)[choice, fate]
+        for number in block.flows:
+            found += self.flows.rows(number, values, prices)[0]
+        return found
+
+    def home(self, weight: int, values: Sequence[int]) -> tuple[Layout, Axes]:
+        """Compute layout of a weight, and the axes over which its gradient is partial."""
+        if weight in self.homes:
+            home = self.homes[weight][values[self.variable[weight]]]
+            return home.layout, home.reduce
+        readers = self.program.weights[weight].readers
+        if not readers:
+            return Layout(), ()
+        options = self.options[readers[0].operator]
+        choice, _ = options.option(values[readers[0].operator])
+        state = options.menu.choices[choice].operands[readers[0].operand]
+        return state.layout, state.varying

@@ -1,0 +1,332 @@
+"""The search: contexts (meshes and numbers of microbatches), their models, and the simulator.
+
+Contexts are looked at in the order of their number of microbatches. One whose bound, proved at the
+shadow prices of the best context so far, is no better than the best plan is done; of the others
+columns are generated, composed and simulated. Finer meshes are made of the best.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
+
+from parloom.cost.units import format_seconds
+from parloom.cost.walk import Walker
+from parloom.ir.factors import factorize
+from parloom.ir.mesh import Mesh
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.plan import MICROBATCH, Decisions
+from parloom.search.choices import Menu, Menus
+from parloom.search.conflicts import meshes_of
+from parloom.search.contexts import ContextSearch, Judged, Seen
+from parloom.search.finer import LeastCosts, promising, refinements
+from parloom.search.least import least_share
+from parloom.search.local_search import improved
+from parloom.search.meshes import MAX_AXES, joined
+from parloom.search.microbatch import microbatch_of
+from parloom.search.prices import BACKWARD, FORWARD, Known, Prices
+from parloom.search.program import Program, program_of
+from parloom.search.question import Question, Say, Wanted
+from parloom.search.step_rows import ShadowPrices
+from parloom.search.stream_bound import least_step_ps
+from parloom.search.work import OutOfWorkError, Work
+
+# Meshes (of one axis, and cut between levels) on which all numbers of microbatches come first.
+FIRST = 2
+# Choices of each operator that are kept on meshes of three axes and more.
+CHOICES = 32
+# Contexts from which local search starts, and how far from the best their plans are at most.
+LOCAL, NEARBY = 3, 0.03
+# The share by which a plan may be better for local search to look for it.
+WORTH = 0.005
+# How near to the best plan a bound is near enough.
+NEAR = 0.002
+# How near to the best estimate bounds are brought.
+CLOSED = 0.0075
+# The share by which a finer mesh must be better for its own refinements to be looked at.
+BETTER = 0.002
+# How near the first bounds of a context are to the least Lagrangian.
+ROUGH = 0.01
+# Bounds are sums of floating-point numbers.
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The plans that were simulated, the fastest that fit first; what no plan of the space
+    undercuts, and what no estimate undercuts; whether the search was interrupted, or used up its
+    budget; what was left out, so that bounds do not hold for it, in words; and the smallest of all
+    plans that were simulated.
+    """
+
+    proposals: tuple[Judged, ...]
+    bound_ps: float
+    estimate_bound_ps: float
+    interrupted: bool = False
+    exhausted: bool = False
+    left_out: str = ""
+    smallest: Judged | None = None
+
+    @property
+    def solver_gap(self) -> float | None:
+        """(Best estimate - its bound) / its bound; None where nothing was found or not all was
+        searched.
+        """
+        if not self.proposals or self.interrupted or self.exhausted or self.estimate_bound_ps <= 0:
+            return None
+        best = min(found.estimate_ps for found in self.proposals)
+        gap = best / self.estimate_bound_ps - 1
+        return 0.0 if abs(gap) < ROUNDING else gap
+
+
+def search(question: Question, base: Decisions, say: Say) -> Searched:
+    """Plans that answer `question`, with the dtypes of `base`.
+
+    Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
+    """
+    devices = question.cluster.num_devices
+    if least_share(question.graph, base, question.optimizer, devices) > question.limit_bytes:
+        say("nothing fits: weights and their states alone take more than all devices may hold")
+        return Searched((), 0.0, inf)
+    driver: Driver | None = None
+    interrupted = exhausted = False
+    try:
+        driver = Driver(question, base, say)
+        try:
+            driver.run()
+        except OutOfWorkError:
+            exhausted = True
+            driver.bound_ps = driver.least_compute_ps()
+    except KeyboardInterrupt:
+        interrupted = True
+    if driver is None:
+        return Searched((), 0.0, inf, interrupted=True)
+    judged = {found.decisions: found for found in driver.judged()}.values()
+    fitting = [found for found in judged if found.peak_bytes <= question.limit_bytes]
+    return Searched(
+        tuple(sorted(fitting, key=lambda found: found.step_ps)),
+        driver.bound_ps,
+        driver.estimate_bound_ps,
+        interrupted,
+        exhausted,
+        driver.left_out,
+        min(judged, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
+    )
+
+
+class Driver:
+    """Searches all contexts of a question."""
+
+    def __init__(self, question: Question, base: Decisions, say: Say) -> None:
+        self.question, self.base, self.say = question, base, say
+        self.work = Work(question.budget)
+        factored = factorize(question.graph)
+        self.program = program_of(question.graph, factored, question.pinned)
+        self.meshes = tuple(meshes_of(question.cluster, question.pinned, factored))
+        self.counts = self._counts()
+        self.programs: dict[int, Program | None] = {}
+        self.shared, self.seen, self.duals = Known(), Seen(), ShadowPrices()
+        self.best_ps = inf
+        self.looked: list[ContextSearch] = []
+        # Bounds of contexts as if memory had no limit.
+        self.unlimited: dict[tuple[Mesh, int], float] = {}
+        self.estimate_bound_ps = self.bound_ps = 0.0
+        self.left_out = ""
+
+    def _counts(self) -> tuple[int, ...]:
+        """The numbers of microbatches that are looked at."""
+        asked = self.question.num_microbatches
+        if asked is not None or self.base.batch_semantics == MICROBATCH:
+            return (asked or 1,)
+        return legal_microbatches(self.program.factored).counts
+
+    def _program(self, count: int) -> Program | None:
+        """The program of one of `count` microbatches."""
+        if self.base.batch_semantics == MICROBATCH:  # the graph is that of one
+            return self.program
+        if count not in self.programs:
+            self.programs[count] = microbatch_of(self.program, count)
+        return self.programs[count]
+
+    def run(self) -> None:
+        """All contexts; those of the first meshes first, so that others have a plan to beat."""
+        for meshes in (self.meshes[:FIRST], self.meshes[FIRST:]):
+            for count in self.counts:
+                for mesh in meshes:
+                    program = self._program(count)
+                    if program is not None and not self._is_beaten(mesh, count):
+                        self._look(program, mesh, count, self._menus(program, mesh, count))
+        if self.question.wanted is Wanted.PRICE:
+            return
+        self._refine()
+        self._improve()
+        self._close()
+        if self.question.wanted is Wanted.PROOF and self.best_ps < inf:
+            least = inf
+            for context in self.looked:
+                least = min(least, least_step_ps(context, least))
+            self.bound_ps = least
+
+    def least_compute_ps(self) -> float:
+        """What the compute stream does at least on any mesh; more microbatches compute no less."""
+        program = self._program(self.counts[0])
+        assert program is not None, "the whole batch is always one microbatch"
+        least = inf
+        for mesh in self.meshes:
+            prices = Prices(program, self._walker(mesh), self.shared)
+            least = min(least, self.counts[0] * _least_compute_ps(program, prices))
+        return least
+
+    def _walker(self, mesh: Mesh) -> Walker:
+        return Walker({}, mesh, self.question.cluster, self.question.kernels)
+
+    def _is_beaten(self, mesh: Mesh, count: int) -> bool:
+        """Whether a part of so many microbatches is no better than the best plan even if memory had
+        no limit: more microbatches compute and send no less.
+        """
+        return any(
+            count % fewer == 0 and bound >= self.best_ps * (1 - NEAR)
+            for (other, fewer), bound in self.unlimited.items()
+            if other == mesh
+        )
+
+    def _menus(self, program: Program, mesh: Mesh, count: int) -> Sequence[Menu]:
+        """The choices on a mesh: all, but for one of three axes and more, which pins ask for."""
+        if len(mesh.axes) <= MAX_AXES:
+            return ()
+        costs, free = LeastCosts(), program_of(program.graph, program.factored)
+        cut = microbatch_of(free, count) or free
+        for coarse in joined(mesh):
+            context = self._context(cut, coarse, count)
+            context.run(self.duals)
+            costs.add(context)
+        return self._promising(program, mesh, costs)
+
+    def _promising(self, program: Program, mesh: Mesh, costs: LeastCosts) -> Sequence[Menu]:
+        menus, left_out = promising(program, mesh, costs, CHOICES)
+        if left_out:
+            self.left_out = (
+                f"on meshes of three axes and more, an operator had its {CHOICES} most promising"
+                " choices; bounds are of these"
+            )
+        return menus
+
+    def _context(
+        self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()
+    ) -> ContextSearch:
+        return ContextSearch(
+            program, mesh, count, self.question, self.base, self.shared, self.work, menus
+        )
+
+    def _look(self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()) -> None:
+        """Bounds of a context, and plans where these promise some."""
+        context = self._context(program, mesh, count, menus)
+        self.looked.append(context)
+        free = replace(self.duals, byte_ps=0.0)
+        context.columns.prove(free, ROUGH)
+        self.unlimited[mesh, count] = context.columns.bounds.get(free, 0.0)
+        if self.duals != free:
+            context.columns.prove(self.duals, ROUGH)
+        context.limit = max(1.0, self.question.limit_bytes - self.seen.beyond_bytes(count))
+        if self._promises(context):
+            context.run(self.duals)
+            if self._promises(context):
+                before = self.best_ps
+                self.best_ps = context.improve(before, self.seen)
+                if self.best_ps < before:
+                    self.duals = context.duals
+        self._tell(context)
+
+    def _promises(self, context: ContextSearch) -> bool:
+        """Whether a context may have better plans, if they hold as much beyond what is counted as
+        those did that were simulated.
+        """
+        bound = context.columns.bound_ps(context.limit)
+        return bound < self.best_ps * (1 - NEAR) and self.seen.promises(bound, self.best_ps)
+
+    def _refine(self) -> None:
+        """Meshes with an axis of the best one cut in two, and on from what is better."""
+        while self.best_ps < inf:
+            parent = min(self.looked, key=_fastest)
+            count = parent.num_microbatches
+            program, costs = self._program(count), LeastCosts()
+            assert program is not None, "it was searched"
+            for context in self.looked:
+                if context.num_microbatches == count:
+                    costs.add(context)
+            before = self.best_ps
+            for mesh in refinements(parent.mesh):
+                known = (mesh, count) in self.unlimited
+                if known or not self.program.pinned.allows_mesh(mesh):
+                    continue
+                menus = self._promising(program, mesh, costs)
+                if all(menus):
+                    self._look(program, mesh, count, menus)
+            if self.best_ps > before * (1 - BETTER):
+                return
+
+    def _improve(self) -> None:
+        """Local search on the simulator from the fastest plans of some contexts, if estimates leave
+        room for better ones.
+        """
+        least = min((c.columns.bound_ps(self._counted(c)) for c in self.looked), default=inf)
+        if self.best_ps <= least * self.seen.ratio * (1 + WORTH):
+            return
+        for context in sorted(self.looked, key=_fastest)[:LOCAL]:
+            if _fastest(context) <= self.best_ps * (1 + NEARBY) < inf:
+                improved(context, self.seen)
+        self.best_ps = min(map(_fastest, self.looked), default=inf)
+
+    def _close(self) -> None:
+        """Bring the bounds of all contexts near the best estimate of what fits."""
+        limit = self.question.limit_bytes
+        fitting = (f for f in self.judged() if f.peak_bytes <= limit)
+        best = min((found.estimate_ps for found in fitting), default=inf)
+        bounds = []
+        for context in self.looked:
+            counted = self._counted(context)
+            if context.columns.bound_ps(counted) < best * (1 - CLOSED) < inf:
+                context.columns.run(counted, context.duals, CLOSED / 4)
+            bounds.append(context.columns.bound_ps(counted))
+        self.estimate_bound_ps = min(bounds, default=0.0)
+
+    def _counted(self, context: ContextSearch) -> float:
+        """The limit on what the model counts that plans which fit obey, as far as was seen."""
+        beyond = self.seen.beyond_bytes(context.num_microbatches)
+        held = (found.candidate.sums.held_bytes for found in context.fitting())
+        return max([self.question.limit_bytes - beyond, *held])
+
+    def judged(self) -> Iterator[Judged]:
+        """All that was simulated."""
+        return chain.from_iterable(context.judged.values() for context in self.looked)
+
+    def _tell(self, context: ContextSearch) -> None:
+        sizes = " x ".join(f"{axis.name}={axis.size}" for axis in context.mesh.axes)
+        count = context.num_microbatches
+        cut = f", {count} microbatches" if count > 1 else ""
+        bound = context.columns.bound_ps(self.question.limit_bytes)
+        best = f"best so far {_seconds(self.best_ps)}" if self.best_ps < inf else "nothing fits yet"
+        self.say(f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}")
+
+
+def _least_compute_ps(program: Program, prices: Prices) -> float:
+    """What the operators of a program compute at least, each with the best of its choices."""
+    menus, total = Menus(program, prices.single), 0
+    for index, operator in enumerate(program.operators):
+        choices = menus.of(index).choices
+        total += min(
+            sum(
+                count * int(prices.operator(index, choice, flags)[[FORWARD, BACKWARD]].sum())
+                for flags, count in operator.flows
+            )
+            for choice in choices
+        )
+    return float(total)
+
+
+def _fastest(context: ContextSearch) -> float:
+    return min((found.step_ps for found in context.fitting()), default=inf)
+
+
+def _seconds(ps: float) -> str:
+    return format_seconds(ps / 1e12)

@@ -1,0 +1,191 @@
+"""Column generation (Dantzig and Wolfe, Operations Research 8, 1960): a linear program over the
+solutions known so far prices what overlaps and memory, and the model's minimum at these prices is
+the next solution, and a bound on all of them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+import numpy as np
+
+from parloom.search.linear import LinearProgram
+from parloom.search.model import Bools, Floats, Model
+from parloom.search.solve.elimination import Elimination
+from parloom.search.solve.pruning import Pruning
+from parloom.search.step_rows import ShadowPrices, StepSums, row_prices, step_sums
+from parloom.search.work import Work
+
+ROUNDS, ROUNDING = 25, 1e-6
+MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
+# Exceeding the limit by all of it costs so many steps: more than any plan.
+PENALTY = 100.0
+# Sweeps of pruning at once, and cells of joint tables that elimination may have after it.
+SWEEPS, CELLS = 4, 4_000_000
+# Flows that are missed by less than this part of the worst are not made exact at once.
+JOINED = 10.0
+
+
+class Problem(Protocol):
+    """A model whose terms may be made exact."""
+
+    def model(self, joint: Collection[int] = ()) -> Model: ...
+
+    def evaluate(self, values: Sequence[int], prices: Floats) -> Floats: ...
+
+    def unshared(self, values: Sequence[int], prices: Floats) -> dict[int, float]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A solution with the totals of its rows."""
+
+    values: tuple[int, ...]
+    rows: Floats
+    sums: StepSums
+
+
+@dataclass(eq=False)
+class ColumnGeneration:
+    """Solves one problem for `num_microbatches` under limits on memory.
+
+    Some terms bound what they price from below: the problem evaluates solutions, says where terms
+    were too low, and gives a model that is exact there.
+    """
+
+    problem: Problem
+    num_microbatches: int
+    work: Work = field(default_factory=Work)
+    columns: dict[tuple[tuple[int, ...], bytes], Column] = field(default_factory=dict)
+    bounds: dict[ShadowPrices, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.joint: frozenset[int] = frozenset()
+        self.model = self.problem.model()
+        self.size = len(self.model.variables)
+        self.pruning = Pruning(self.model)
+        self.like: tuple[int, ...] = ()
+        self.least_held = 0.0  # where a price of memory that is too high was tried
+
+    def minimum(self, prices: Floats, tolerance: float) -> tuple[float, tuple[int, ...]]:
+        """A bound on all solutions under `prices`, and one that is near it."""
+        while True:
+            bound, values = self._minimum(prices, tolerance / 2)
+            if not values:
+                return bound, ()
+            low = self.problem.unshared(values, prices)
+            missed = {n: more for n, more in low.items() if n not in self.joint}
+            if sum(missed.values()) <= tolerance * abs(bound):
+                return bound, values[: self.size]
+            # Those that are missed most, so that few terms become large.
+            least = max(missed.values()) / JOINED
+            self.joint |= {number for number, more in missed.items() if more >= least}
+            self.model = self.problem.model(self.joint)
+            self.pruning, self.like = Pruning(self.model), ()
+
+    def _minimum(self, prices: Floats, tolerance: float) -> tuple[float, tuple[int, ...]]:
+        """The same, of the model as it is."""
+        before = -inf
+        while True:
+            self.work.spend()
+            bound, cost, values, alive = self.pruning.run(prices, self.like, SWEEPS)
+            if values:
+                self.like = values
+            if cost - bound <= tolerance * abs(bound):
+                return bound, values
+            if bound - before <= tolerance / 2 * abs(bound):
+                break
+            before = bound
+        found = self.minimum_among(alive, prices)
+        if found is None:
+            return bound, values
+        self.like = found[1] or values
+        return max(bound, found[0]), self.like
+
+    def minimum_with(self, variable: int, value: int, prices: Floats) -> tuple[int, ...]:
+        """A good solution under `prices` in which a variable has a value."""
+        allowed = [np.ones(len(v), dtype=bool) for v in self.model.variables]
+        allowed[variable][:] = False
+        allowed[variable][value] = True
+        self.work.spend()
+        small, kept = self.model.restricted(allowed)
+        *_, found, _ = Pruning(small).run(prices, (), SWEEPS)
+        return tuple(int(k[v]) for k, v in zip(kept, found, strict=False))[: self.size]
+
+    def minimum_among(
+        self, allowed: Sequence[Bools], prices: Floats
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """The least cost of the allowed options, and a solution that reaches it; None where tables
+        would be too large.
+        """
+        small, kept = self.model.restricted(allowed)
+        exact = Elimination(small)
+        if exact.cells > CELLS:
+            return None
+        cost, found = exact.minimum(prices)
+        return cost, tuple(int(k[v]) for k, v in zip(kept, found, strict=False))
+
+    def bound_ps(self, limit_bytes: float) -> float:
+        """No solution within `limit_bytes` has a lower estimate."""
+        shifted = (b - d.byte_ps * limit_bytes for d, b in self.bounds.items())
+        return max(0.0, max(shifted, default=0.0))
+
+    def prove(self, duals: ShadowPrices, tolerance: float = 1e-3) -> Column | None:
+        """Add the solution and the bound of one price vector."""
+        prices = row_prices(duals, self.num_microbatches)
+        bound, values = self.minimum(prices, tolerance)
+        self.bounds[duals] = max(bound, self.bounds.get(duals, bound))
+        if not values:
+            return None
+        rows = self.problem.evaluate(values, prices)
+        key = values, rows.tobytes()  # alternatives differ by prices
+        if key not in self.columns:
+            self.columns[key] = Column(values, rows, step_sums(rows, self.num_microbatches))
+        return self.columns[key]
+
+    def run(self, limit_bytes: float, duals: ShadowPrices, tolerance: float = 1e-3) -> ShadowPrices:
+        """Columns and prices in turn until the mixture's cost is within `tolerance` of the bound:
+        the prices at the end.
+        """
+        for _ in range(ROUNDS):
+            count = len(self.columns)
+            if self.prove(duals, tolerance / 4) is None:
+                return duals
+            # Where nothing fits, prices are those of the least that is held.
+            limit = limit_bytes
+            if duals.byte_ps >= self._penalty(limit_bytes) * (1 - ROUNDING):
+                self.least_held = min(c.sums.held_bytes for c in self.columns.values())
+            limit = max(limit_bytes, self.least_held)
+            cost, after = self._combine(limit)
+            if cost - self.bound_ps(limit) <= tolerance * cost:
+                return after
+            if len(self.columns) == count and after == duals:
+                return after
+            duals = after
+        return duals
+
+    def _penalty(self, limit_bytes: float) -> float:
+        """What a byte above the limit costs, in ps."""
+        least = min(c.sums.step_ps for c in self.columns.values())
+        return PENALTY * least / max(limit_bytes, 1.0)
+
+    def _combine(self, limit_bytes: float) -> tuple[float, ShadowPrices]:
+        """The best mixture of columns: its cost, and the dual values."""
+        program = LinearProgram()
+        columns = tuple(self.columns.values())
+        exposed = [program.column(1.0) for _ in range(3)]
+        above = program.column(self._penalty(limit_bytes) * GB / MS)
+        shares = [program.column(c.sums.plain_ps / MS) for c in columns]
+        program.row(dict.fromkeys(shares, 1.0), 1.0, 1.0)
+        for column, name in zip(exposed, ("forward_ps", "between_ps", "last_ps"), strict=True):
+            terms = {s: -getattr(c.sums, name) / MS for s, c in zip(shares, columns, strict=True)}
+            program.row({column: 1.0, **terms}, low=0.0)
+        held = {s: c.sums.held_bytes / GB for s, c in zip(shares, columns, strict=True)}
+        program.row({above: -1.0, **held}, high=limit_bytes / GB)
+        self.work.spend()
+        answer = program.solve()
+        assert answer is not None, "a mixture of columns is always possible"
+        forward, between, last = (min(1.0, max(0.0, p)) for p in answer.prices[1:4])
+        byte_ps = max(0.0, -answer.prices[4]) * MS / GB
+        return answer.cost * MS, ShadowPrices(forward, between, last, byte_ps)
