@@ -9,6 +9,7 @@ That is what the untraced model computes, to the bit; it lets a device use its f
 leaves dozens of operators dead.
 """
 
+from collections.abc import Iterator
 from math import prod
 from operator import getitem
 from typing import Any
@@ -198,6 +199,14 @@ def grouped_source(node: fx.Node) -> fx.Node | None:
     repeated = (batch, groups * between[2], length, width)
     same = between == (batch, groups, between[2], length, width) and after == repeated
     return source if same else None
+
+
+def looked_at(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that `grouped_source` looks at."""
+    yield node
+    while packet(node) in ("view", "_unsafe_view", "reshape", "clone", "expand", "unsqueeze"):
+        node = node.all_input_nodes[0]
+        yield node
 
 
 def packet(node: fx.Node) -> str:

@@ -1,5 +1,6 @@
 """`capture`: from a model and a batch to a folded, readable graph with the loss inside."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from parloom.capture.check import (
 )
 from parloom.capture.experts import with_experts
 from parloom.capture.program import Loss, Traced, trace
+from parloom.capture.repeats import Repeats
 from parloom.capture.translate import Translator, spec_of
 from parloom.errors import CaptureError
 from parloom.ir.fold import fold
@@ -25,6 +27,7 @@ from parloom.ir.naming import readable
 from parloom.ir.simplify import nodes_of, simplified
 
 MAX_CONSTANT_ELEMENTS = 4096
+Results = tuple[str | None, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
@@ -61,10 +64,8 @@ def capture_flat(
     state = State.of(model)
     if training:
         check_memory(type(model).__name__, state.tensors)
-    traced = trace(model, batch, loss, training)
-    translator = translator_for(traced, state, batch)
-    translator.translate(traced.program.graph.nodes)
-    loss_name, outputs, updates = results_of(traced, translator, state)
+    traced, translator, results = translated(model, batch, loss, training, state)
+    loss_name, outputs, updates = results
     inputs = tuple(inputs_of(traced, translator, state, batch))
     returned = (*([loss_name] if loss_name else []), *(v for _, v in (*outputs, *updates)))
     main = Function(
@@ -78,6 +79,31 @@ def capture_flat(
     graph = without_unused_constants(with_trained(with_experts(simplified(graph))))
     recompute = checkpointed(graph, translator.checkpoints) if training else ()
     return replace(graph, recompute=recompute), translator.classes
+
+
+def translated(
+    model: nn.Module, batch: Mapping[str, Tensor], loss: Loss | None, training: bool, state: "State"
+) -> tuple[Traced, Translator, Results]:
+    """The trace, its nodes and its results; what repeats in a model is traced once, if it can be.
+
+    A trace in which calls were repeated and that fails in any way says nothing of the model.
+    """
+    repeats = Repeats(model)
+    for short in (repeats, None) if repeats.kinds else (None,):
+        try:
+            traced = trace(model, batch, loss, training, short)
+            translator = translator_for(traced, state, batch)
+            translator.translate(traced.program.graph.nodes)
+            results = results_of(traced, translator, state)
+            loss_name, outputs, updates = results
+            translator.expansion.check((loss_name or "", *(v for _, v in (*outputs, *updates))))
+        except Exception as err:
+            if short is None or not short.did:
+                raise
+            logging.getLogger(__name__).debug("the whole model is traced: %s", err)
+        else:
+            break
+    return traced, translator, results
 
 
 def checkpointed(graph: Graph, numbers: Mapping[str, int]) -> tuple[str, ...]:
@@ -233,9 +259,7 @@ def nested(data: object) -> Arg:
     raise CaptureError(f"a constant holds a {type(data).__name__}")
 
 
-def results_of(
-    traced: Traced, translator: Translator, state: State
-) -> tuple[str | None, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+def results_of(traced: Traced, translator: Translator, state: State) -> Results:
     """(loss, outputs, updates) in terms of value names."""
     program = traced.program
     output = next(n for n in program.graph.nodes if n.op == "output")
@@ -247,11 +271,13 @@ def results_of(
     for node, spec in zip(returned, program.graph_signature.output_specs, strict=True):
         target = without_wrapper(spec.target or "")
         if spec.kind is OutputKind.USER_OUTPUT:
-            name, value = next(names), translator.value(node)
+            name = next(names)
+            if name is None:
+                continue  # keeps a call in the trace
             if name:
-                outputs.append((name, value))
+                outputs.append((name, translator.value(node)))
             else:
-                loss = value
+                loss = translator.value(node)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             target = state.canonical[target]
             value = translator.value(node)

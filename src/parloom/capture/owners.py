@@ -77,11 +77,15 @@ def foreign(namespace: Namespace) -> Iterator[tuple[str, Any]]:
     for name, value in tuple(namespace.items()):
         if is_foreign(value):
             yield name, value
-        registry = getattr(value, "_global_mapping", value) if is_named(value) else None
-        if type(registry) is dict:
-            for key, item in tuple(registry.items()):
-                if is_foreign(item):
-                    yield f"{name}[{key!r}]", item
+        for key, item in tuple((registry_of(value) or {}).items()):
+            if is_foreign(item):
+                yield f"{name}[{key!r}]", item
+
+
+def registry_of(value: Any) -> dict[Any, Any] | None:
+    """The dict of a library's registry, or None."""
+    registry = getattr(value, "_global_mapping", value) if is_named(value) else None
+    return registry if type(registry) is dict else None
 
 
 def is_named(value: object) -> bool:

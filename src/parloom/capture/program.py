@@ -14,7 +14,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from inspect import signature
@@ -42,6 +42,7 @@ from parloom.capture.autograd import (
 from parloom.capture.blame import explain, forward_place, loss_place
 from parloom.capture.check import check_loss
 from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
+from parloom.capture.repeats import Repeats, Unlike, check_untouched
 from parloom.capture.replace import replaced
 from parloom.capture.spelling import decompositions, with_plain_dropout
 from parloom.capture.state_changes import refuse_classes, state_changes_refused
@@ -68,13 +69,14 @@ LOSS_RULE = "the loss function is called as loss(output, batch), batch being a d
 class Traced:
     """A functional exported program, the names of its user outputs, and lost node metadata.
 
-    The loss, when there is one, is the first output and named `""`. `hidden` holds, per autocast
+    The loss, when there is one, is the first output and named `""`; outputs that only keep a
+    repeated call in the trace are named None. `hidden` holds, per autocast
     region, the metadata of the nodes inside it, which decomposition drops. `loss_place` says which
     function computes the loss, ``""`` where the model does.
     """
 
     program: ExportedProgram
-    names: tuple[str, ...]
+    names: tuple[str | None, ...]
     hidden: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     loss_place: str = ""
 
@@ -83,16 +85,22 @@ class OutputNames:
     """Where a trace leaves the names of its outputs (torch.export undoes attribute writes)."""
 
     def __init__(self) -> None:
-        self.found: tuple[str, ...] = ()
+        self.found: tuple[str | None, ...] = ()
 
 
 class LossProgram(nn.Module):
     """The traced wrapper: batch in, (loss, other outputs...) out, as one flat tuple."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss | None, training: bool, taken: Collection[str]
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        training: bool,
+        taken: Collection[str],
+        repeats: Repeats | None = None,
     ) -> None:
         super().__init__()
+        self.repeats = repeats
         self.model = model
         self.taken = frozenset(taken)
         # Not as a part of the model: what it holds is constant.
@@ -113,7 +121,8 @@ class LossProgram(nn.Module):
 
     def results(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The loss and the other tensors that are kept."""
-        with NothingRaised(), assignments_written(self.model), self.watch.call():
+        repeats = nullcontext() if self.repeats is None else self.repeats.watching()
+        with NothingRaised(), assignments_written(self.model), self.watch.call(), repeats:
             output = self.model(**{k: v for k, v in batch.items() if k in self.taken})
             flat = list(named_tensors(output))
             try:
@@ -125,8 +134,9 @@ class LossProgram(nn.Module):
             results += [(name, tensor) for name, tensor in flat if tensor is not loss]
         if not results:
             raise CaptureError(f"the model returns no tensor ({type(output).__name__})")
-        self.names.found = tuple(name for name, _ in results)
-        return tuple(tensor for _, tensor in results)
+        seen = [] if self.repeats is None else self.repeats.seen
+        self.names.found = (*(name for name, _ in results), *(None for _ in seen))
+        return (*(tensor for _, tensor in results), *seen)
 
 
 def named_tensors(output: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -198,11 +208,16 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def trace(
-    model: nn.Module, batch: Mapping[str, Tensor], loss: Loss | None, training: bool
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss: Loss | None,
+    training: bool,
+    repeats: Repeats | None = None,
 ) -> Traced:
-    """Export the model and make it functional.
+    """Export the model and make it functional; with `repeats`, calls that repeat others are stubs.
 
-    Raises: CaptureError naming module path, source line and reason; InputError for a bad batch.
+    Raises: CaptureError naming module path, source line and reason; InputError for a bad batch;
+    with `repeats` also `Unlike`, where they do not prove that calls are alike.
     """
     refuse_around_capture(type(model).__name__)
     check_loss(loss)
@@ -210,7 +225,7 @@ def trace(
         refuse_hooks(model)
     refuse_classes(model, batch)
     example = example_batch(model, batch)
-    wrapper = LossProgram(model, loss, training, arguments_of(model, example, loss))
+    wrapper = LossProgram(model, loss, training, arguments_of(model, example, loss), repeats)
     named = replaced(fx.graph, "_format_target", attribute)
     with mode(model, training), torch.enable_grad(), warnings.catch_warnings(), quiet(), named:
         # torch's own use of a class that torch deprecates, once per copied tree.
@@ -219,12 +234,19 @@ def trace(
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         try:
             exported, custom = export(wrapper, example)
-            wrapper.watch.check(exported, lambda: export(wrapper, example)[0])
+            if repeats is None or not repeats.did:
+                wrapper.repeats = None
+                wrapper.watch.check(exported, lambda: export(wrapper, example)[0])
+            else:
+                check_repeats(wrapper, repeats)
             if training and custom:
                 check_derivatives(custom, called_for_real(wrapper, example))
             with_plain_dropout(exported.graph_module)
             widen_losses(exported.graph_module)
+            before = set(exported.graph.nodes)
             with_gradients_stopped(exported.graph_module, type(model).__name__, training)
+            if repeats is not None:
+                check_untouched(exported.graph, before)
             keep_output_names(exported)
             hidden = autocast_metadata(exported.graph_module)
             functional = exported.run_decompositions(decompositions())
@@ -232,6 +254,19 @@ def trace(
             raise CaptureError(explain(model, example, err)) from err
     told = "" if loss is None else loss_place(loss)
     return Traced(functional, wrapper.names.found, hidden, told)
+
+
+def check_repeats(wrapper: LossProgram, repeats: Repeats) -> None:
+    """Raise `Unlike` where forward changed state, which is then as before, or a call is no other's.
+
+    What a call that did not run would have changed is not known.
+    """
+    left = wrapper.watch.left
+    if left is not None and not left.is_clean:
+        wrapper.watch.undo()
+        raise Unlike("forward changes state")
+    if repeats.why:
+        raise Unlike(repeats.why)
 
 
 def export(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from parloom.capture.attention import CAUSAL, FixedMasks, grouped_source
+from parloom.capture.attention import CAUSAL, FixedMasks, grouped_source, looked_at
 from parloom.capture.autograd import CHECKPOINT
 from parloom.capture.blame import (
     BRANCH_ADVICE,
@@ -22,6 +22,7 @@ from parloom.capture.blame import (
     source_of,
     without_wrapper,
 )
+from parloom.capture.expand import Expansion
 from parloom.capture.operators import ADVICE, is_custom
 from parloom.capture.spelling import RECURRENT
 from parloom.errors import CaptureError, one_line
@@ -80,6 +81,7 @@ class Translator:
         self.classes: dict[str, str] = {}
         self.masks = FixedMasks()
         self.checkpoints: dict[str, int] = {}  # of values made inside one, its number
+        self.expansion = Expansion(self)
 
     def translate(self, nodes: Iterable[fx.Node]) -> None:
         """Translate every call; placeholders must be in `names` already."""
@@ -88,6 +90,8 @@ class Translator:
                 continue  # numbers of a tensor's values: refused where a tensor is made of them
             if node.target is getitem:
                 self.take_item(node)
+                continue
+            if self.expansion.takes(node):
                 continue
             overload = node.target
             if not isinstance(overload, torch._ops.OpOverload):
@@ -256,6 +260,7 @@ class Translator:
             causal = (True,) if meaning == CAUSAL else ()
             kwargs = tuple(k for k in kwargs if k[0] not in ("attn_mask", "dropout_p"))
             sources = [grouped_source(n) for n in arguments[1:3]]
+            self.expansion.looked.update(n for a in arguments[1:3] for n in looked_at(a))
             if all(sources):
                 args = (args[0], *(self.argument(node, s) for s in sources))
                 kwargs = (*kwargs, ("enable_gqa", True))
@@ -301,7 +306,9 @@ class Translator:
         checkpoint = (self.metadata(node).get("custom") or {}).get(CHECKPOINT)
         if checkpoint is not None:
             self.checkpoints |= dict.fromkeys(names, checkpoint)
-        self.nodes.append(Node(op, args, kwargs, results, path, 0, source))
+        made = Node(op, args, kwargs, results, path, 0, source)
+        self.nodes.append(made)
+        self.expansion.made(node, made)
 
     def arguments(self, node: fx.Node, args: Iterable[Any]) -> tuple[Arg, ...]:
         return tuple(self.argument(node, a) for a in args)

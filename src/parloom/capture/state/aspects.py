@@ -44,7 +44,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from parloom.capture.owners import attributes_of, foreign, is_a, is_library
+from parloom.capture.owners import (
+    Namespace,
+    attributes_of,
+    foreign,
+    is_a,
+    is_library,
+    registry_of,
+)
 from parloom.capture.state.bytecode import ABSENT, UNREAD, Chain, names_in, resolved
 from parloom.capture.state.numbers import Number
 
@@ -114,6 +121,7 @@ class Look:
     chains: dict[CodeType, tuple[Chain, ...]] = field(default_factory=dict)
     slots: dict[type, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)  # of libraries, searched for what is foreign
+    known: dict[int, tuple[list[Any], tuple[int, ...], Namespace]] = field(default_factory=dict)
 
     def aspects(self, value: Any) -> Iterator[Aspect]:
         """What a value that is not plain holds."""
@@ -196,11 +204,12 @@ class Look:
     def of_class(self, kind: type) -> Iterator[Aspect]:
         """Attributes and bases of a user's class; what others put into a library's."""
         if is_library(kind.__module__):
-            put = dict(foreign(dict(vars(kind))))
+            put = self.foreign_in(vars(kind))
             if issubclass(kind, nn.Module) and kind.__module__ not in self.files:
                 self.files.add(kind.__module__)
                 file = sys.modules.get(kind.__module__)
-                put |= {f"file {n}": v for n, v in foreign(vars(file) if file else {})}
+                others = self.foreign_in(vars(file) if file else {})
+                put = put | {f"file {n}": v for n, v in others.items()}
             if put:
                 yield Aspect(kind, "of", tuple(put.items()))
         else:
@@ -210,6 +219,16 @@ class Look:
         if type(kind) is not type and not is_library(type(kind).__module__):
             bases = (*bases, ("metaclass", type(kind)))
         yield Aspect(kind, "of", tuple(item for item in bases if item[1] is not object))
+
+    def foreign_in(self, namespace: Mapping[str, Any]) -> Namespace:
+        """What others put into a namespace of a library; looked for again where it has changed."""
+        registries, before, found = self.known.get(id(namespace), ([], (), {}))
+        if before != tuple(id(v) for named in (namespace, *registries) for v in named.values()):
+            registries = [r for v in namespace.values() if (r := registry_of(v)) is not None]
+            found = dict(foreign(dict(namespace)))
+            now = tuple(id(v) for named in (namespace, *registries) for v in named.values())
+            self.known[id(namespace)] = registries, now, found
+        return found
 
     def slots_of(self, kind: type) -> tuple[tuple[str, Any], ...]:
         """The `__slots__` of a class and of those it inherits from."""

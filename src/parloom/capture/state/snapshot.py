@@ -101,11 +101,11 @@ class Snapshot:
         return self.copies.get(id(held.owner))
 
     def put_copy(self, held: Reached) -> None:
-        """Put the copy of an iterator into what holds it."""
-        above = held.above
-        assert above is not None
-        parts = self.parts[id(above.owner), above.aspect.style]
-        write(above.aspect, {**parts, held.name: self.copy_of(held)})
+        """Put the copy of an iterator, if there is one, into what holds it."""
+        above, copied = held.above, self.copy_of(held)
+        if above is not None and copied is not None:
+            parts = self.parts[id(above.owner), above.aspect.style]
+            write(above.aspect, {**parts, held.name: copied})
 
     def put(self, keys: Collection[Key]) -> None:
         """Make aspects as they are here; iterators and generators stay where they are."""

@@ -1,0 +1,388 @@
+"""Modules that are called again with all as it was: a trace has one operator in their place.
+
+While forward is traced, a call of a module whose class is in the model several times is described
+(`state/alike.py`). The first call of a kind runs, and its nodes are marked. A later call that finds
+the same does not run: in its place is `again`, an operator with the tensors that the first one read
+and results of the same shapes, for which `expand.py` puts the nodes of the first one. What is
+around these modules runs as it is, so that what a model does between its layers is in the trace.
+
+An index is an attribute that counts the entries of a list. In its place the first call finds a
+number that notes what is read of it, and a later call must read the same.
+
+What stands in the way raises `Unlike`, and the whole model is traced.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import annotate
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from parloom.capture.gradient_paths import storage_of
+from parloom.capture.left import node_of
+from parloom.capture.replace import replaced
+from parloom.capture.state.alike import Finder, Found
+from parloom.capture.state.aspects import is_plain
+from parloom.capture.state.numbers import Number, Reads
+
+MARK = "parloom_calls"  # of a node: the numbers of the calls that it is in
+LEAST = 4  # modules of one class
+FAILURES = 8  # calls of a class that no other one repeats, in a row
+
+_LIBRARY: Any = torch.library.Library("parloom_capture", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("again(Tensor[] operands, int call, str results) -> Tensor[]")
+_LIBRARY.define("seen(Tensor[] operands, Tensor[] results, int call) -> Tensor")
+
+
+class Unlike(Exception):
+    """The whole model must be traced; the text says why."""
+
+
+def _again(operands: list[Tensor], call: int, results: str) -> list[Tensor]:
+    """Results of the shapes that a text has, on the device of the operands."""
+    return [_result(text, operands[0].device) for text in results.split("|")]
+
+
+def _seen(operands: list[Tensor], results: list[Tensor], call: int) -> Tensor:
+    """A scalar that keeps what a call read and returned in the trace."""
+    return torch.empty((), dtype=torch.int64, device=operands[0].device)
+
+
+_LIBRARY.impl("again", _again, "CompositeExplicitAutograd")
+_LIBRARY.impl("seen", _seen, "CompositeExplicitAutograd")
+AGAIN = torch.ops.parloom_capture.again.default
+SEEN = torch.ops.parloom_capture.seen.default
+
+
+def _text(tensor: Tensor) -> str:
+    """`float32;4,8;8,1`."""
+    sizes, strides = (",".join(map(str, n)) for n in (tensor.shape, tensor.stride()))
+    return f"{str(tensor.dtype).removeprefix('torch.')};{sizes};{strides}"
+
+
+def _result(text: str, device: torch.device) -> Tensor:
+    """A tensor of the shape that `_text` told."""
+    dtype, sizes, strides = text.split(";")
+    shape, stride = ([int(n) for n in part.split(",") if n] for part in (sizes, strides))
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """A tensor that a call returns: one that it made, or one that it found, by its number."""
+
+    number: int
+    made: bool
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """A call that was run: what it found, read and returned.
+
+    `operands` are those of the tensors that it found that its nodes read. `leaves` are what it
+    returned, plain values and tensors, in a `structure`; `gradients` says which of the tensors that
+    it made require one. `entered` counts the calls of modules in it, by their paths below its own;
+    `nested` says whether a module around it, or its own, was called before.
+    """
+
+    number: int
+    found: Found
+    reads: Reads
+    operands: tuple[int, ...]
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    texts: str
+    gradients: tuple[bool, ...]
+    entered: Mapping[str, int]
+    nested: bool
+
+    def is_like(self, found: Found, nested: bool) -> bool:
+        """Whether a call that finds this would do the same."""
+        same = self.nested == nested and found.steps == self.found.steps
+        return same and self.reads.hold(found.values)
+
+
+@dataclass(slots=True)
+class Kind:
+    """The calls of the modules of one class."""
+
+    firsts: list[First] = field(default_factory=list)
+    failures: int = 0
+
+
+class Repeats:
+    """Stands in for calls of modules during one trace."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.finder = Finder(indices_of(model))
+        self.kinds: dict[type, Kind] = {}
+        self.modules: dict[int, nn.Module] = {}
+        by_class: dict[type, list[nn.Module]] = {}
+        for module in model.modules():
+            if module._modules and type(module).forward is not nn.Module.forward:
+                by_class.setdefault(type(module), []).append(module)
+        for kind, modules in by_class.items():
+            if len(modules) >= LEAST:
+                self.kinds[kind] = Kind()
+                self.modules.update((id(vars(m)), m) for m in modules)
+        self.numbers = count()
+        self.inside: tuple[int, ...] = ()
+        self.seen: list[Tensor] = []
+        self.repeated = 0
+        self.noted = False
+        self.why = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls of modules that find what another one found are not run."""
+        original: Any = nn.Module._call_impl
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A module of two names is called as a proxy that has its attributes.
+            base = self.modules.get(id(vars(module)))
+            tracer = getattr(get_proxy_mode(), "tracer", None)
+            if base is None or tracer is None:
+                return original(module, *args, **kwargs)
+            kind = self.kinds[type(base)]
+            if kind.failures >= FAILURES:
+                return original(module, *args, **kwargs)
+            found = self.finder.found(base, args, kwargs)
+            nested = any("@" in key for key in tracer.module_stack)
+            first = next((f for f in reversed(kind.firsts) if f.is_like(found, nested)), None)
+            if first is not None:
+                kind.failures = 0
+                return self.again(first, found, tracer)
+            kind.failures += 1
+            before, last = dict(tracer.num_calls), tracer.graph._root.prev
+            number, reads = next(self.numbers), Reads(active=True)
+            with self.marked(number), self.noting(found, reads):
+                result = original(module, *args, **kwargs)
+            if self.finder.found(base, args, kwargs).is_unchanged(found):
+                ran = Ran(number, found, reads, result, nodes_after(last), tracer, before)
+                made = ran.first(nested)
+                if made is not None:
+                    self.keep(kind, made, result)
+            return result
+
+        with replaced(nn.Module, "_call_impl", call):
+            yield
+
+    def again(self, first: First, found: Found, tracer: Any) -> Any:
+        """What a call would return that does what `first` did."""
+        if first.reads.found:
+            read(found)
+        self.repeated += 1
+        operands = [found.tensors[i] for i in first.operands]
+        made = AGAIN(operands, first.number, first.texts)
+        if tuple(t.requires_grad for t in made) != first.gradients:
+            self.why = "a call's results require gradients in another way"
+        path = path_of(tracer)
+        for below, calls in first.entered.items():
+            tracer.num_calls[path + below] = tracer.num_calls.get(path + below, 0) + calls
+
+        def leaf(value: Any) -> Any:
+            if type(value) is not New:
+                return value
+            return made[value.number] if value.made else found.tensors[value.number]
+
+        return tree_unflatten([leaf(value) for value in first.leaves], first.structure)
+
+    def keep(self, kind: Kind, first: First, result: Any) -> None:
+        """Let later calls repeat one; its operands and results stay in the trace."""
+        made = {
+            leaf.number: value
+            for leaf, value in zip(first.leaves, tree_flatten(result)[0], strict=True)
+            if type(leaf) is New and leaf.made
+        }
+        operands = [first.found.tensors[i] for i in first.operands]
+        self.seen.append(SEEN(operands, [made[i] for i in sorted(made)], first.number))
+        kind.firsts.append(first)
+
+    @property
+    def did(self) -> bool:
+        """Whether the trace may be another one than that of the whole model."""
+        return bool(self.seen or self.why or self.noted)
+
+    @contextmanager
+    def marked(self, number: int) -> Iterator[None]:
+        """Inside, nodes have the number of a call."""
+        outside = self.inside
+        self.inside = (*outside, number)
+        try:
+            with annotate({MARK: self.inside}):
+                yield
+        finally:
+            self.inside = outside
+
+    @contextmanager
+    def noting(self, found: Found, reads: Reads) -> Iterator[None]:
+        """Inside, indices note what is read of them."""
+        before = [vars(owner)[name] for owner, name, _ in found.indices]
+        noting = [
+            Number.variable(number, value, reads)
+            for number, (_, _, value) in enumerate(found.indices)
+        ]
+        for (owner, name, _), index in zip(found.indices, noting, strict=True):
+            vars(owner)[name] = index
+        self.noted = self.noted or bool(noting)
+        kept = True
+        try:
+            yield
+        finally:
+            for (owner, name, _), index, old in zip(found.indices, noting, before, strict=True):
+                kept = kept and vars(owner).get(name) is index
+                vars(owner)[name] = old
+        if not kept:
+            self.why = "a call changes an index"
+        if reads.found:
+            read(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A call that was run, with the nodes that it made; `before` are the counts of calls."""
+
+    number: int
+    found: Found
+    reads: Reads
+    result: Any
+    nodes: list[fx.Node]
+    tracer: Any
+    before: Mapping[str, int]
+
+    def first(self, nested: bool) -> First | None:
+        """The call as one that others repeat; None where it does more than its results show."""
+        path = path_of(self.tracer)
+        entered = {
+            name: calls - self.before.get(name, 0)
+            for name, calls in self.tracer.num_calls.items()
+            if calls != self.before.get(name, 0)
+        }
+        leaves, structure = tree_flatten(self.result)
+        operands, told = self.operands(), self.leaves(leaves)
+        if not operands or told is None or not all(n.startswith(f"{path}.") for n in entered):
+            return None
+        made = {
+            leaf.number: value
+            for leaf, value in zip(told, leaves, strict=True)
+            if type(leaf) is New and leaf.made
+        }
+        device = self.found.tensors[operands[0]].device
+        if not made or any(t.device != device for t in made.values()):
+            return None
+        new = [made[i] for i in sorted(made)]
+        below = {name.removeprefix(path): calls for name, calls in entered.items()}
+        return First(
+            self.number, self.found, self.reads, operands, told, structure,
+            "|".join(map(_text, new)), tuple(t.requires_grad for t in new), below, nested,
+        )  # fmt: skip
+
+    def operands(self) -> tuple[int, ...]:
+        """The tensors that the call found and read; none where it read others, too."""
+        own = set(self.nodes)
+        read = {n for node in self.nodes for n in node.all_input_nodes if n not in own}
+        made = [node_of(tensor, self.tracer) for tensor in self.found.tensors]
+        if not read <= set(made) or any(n.op != "call_function" for n in self.nodes):
+            return ()
+        return tuple(i for i, node in enumerate(made) if node in read)
+
+    def leaves(self, values: list[Any]) -> tuple[Any, ...] | None:
+        """The values that a call returned; None where one is neither plain nor a tensor of its own.
+
+        A view of another tensor is none of its own: what is written to it is written to both.
+        """
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            known = {id(t): i for i, t in enumerate(self.found.tensors)}
+            memory = {storage_of(t) for t in self.found.tensors if is_traced(t)}
+            made: dict[int, int] = {}
+            told: list[Any] = []
+            for value in values:
+                if not isinstance(value, Tensor):
+                    if not is_plain(value) or type(value) is Number:
+                        return None
+                    told.append(value)
+                elif id(value) in known:
+                    told.append(New(known[id(value)], made=False))
+                else:
+                    if not is_traced(value) or type(value) is nn.Parameter:
+                        return None
+                    if id(value) not in made:
+                        if storage_of(value) in memory:
+                            return None
+                        memory.add(storage_of(value))
+                        made[id(value)] = len(made)
+                    told.append(New(made[id(value)], made=True))
+        return tuple(told)
+
+
+def check_untouched(graph: fx.Graph, before: set[fx.Node]) -> None:
+    """Raise `Unlike` where nodes were put after results of a call, which no other call has."""
+    ends: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is AGAIN:
+            ends |= {node, *node.users}
+        elif node.target is SEEN:
+            ends |= set(node.args[1])
+    for node in graph.nodes:
+        if node not in before and not ends.isdisjoint(node.all_input_nodes):
+            raise Unlike("what writes to a call's results changes its gradients")
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a tensor is one of a trace, with plain memory."""
+    return isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
+
+
+def read(found: Found) -> None:
+    """Note that indices are read, where a call around notes it."""
+    for owner, name, _ in found.indices:
+        value = vars(owner)[name]
+        if type(value) is Number:
+            value.read()
+
+
+def path_of(tracer: Any) -> str:
+    """The path of the module that is called, as the tracer has it."""
+    path: str = list(tracer.module_stack.values())[-1][0]
+    return path
+
+
+def nodes_after(last: fx.Node) -> list[fx.Node]:
+    """The nodes of a graph that come after one."""
+    found: list[fx.Node] = []
+    node = last.next
+    while node.op != "root":
+        found.append(node)
+        node = node.next
+    return found
+
+
+def indices_of(model: nn.Module) -> dict[int, frozenset[str]]:
+    """Attributes that count the entries of a list of modules, by the module they are of.
+
+    The difference between them and the place in the list is the same for all entries.
+    """
+    found: dict[int, set[str]] = {}
+    for parent in model.modules():
+        if not isinstance(parent, nn.ModuleList) or len(parent) < LEAST:
+            continue
+        places: dict[tuple[str, str], list[tuple[int, nn.Module]]] = {}
+        for place, entry in enumerate(parent):
+            for path, module in entry.named_modules():
+                for name, value in vars(module).items():
+                    if type(value) is int:
+                        places.setdefault((path, name), []).append((place, module))
+        for (_, name), owners in places.items():
+            offsets = {vars(module)[name] - place for place, module in owners}
+            if len(owners) > 1 and len(offsets) == 1:
+                for _, module in owners:
+                    found.setdefault(id(vars(module)), set()).add(name)
+    return {key: frozenset(names) for key, names in found.items()}
