@@ -20,12 +20,13 @@ from parloom.search import domains, refine
 from parloom.search.auto import search
 from parloom.search.choices import assignments
 from parloom.search.closing import close
+from parloom.search.finer import CUTS, refinements
 from parloom.search.layouts import LayoutProblem
 from parloom.search.master import MeshSearch
 from parloom.search.meshes import NAMES, logical_meshes
 from parloom.search.program import program_of
 from parloom.search.question import Question
-from parloom.search.refine import Tally, kept, refinements
+from parloom.search.refine import Tally, kept
 from parloom.search.single import Single
 from parloom.search.storage import WEIGHT_PARTS
 from parloom.search.sums import Worth, summed
@@ -61,7 +62,7 @@ def sizes(mesh: Mesh) -> tuple[int, ...]:
 def test_every_refinement_cuts_one_axis_and_the_levels_come_first() -> None:
     (mesh,) = (m for m in logical_meshes(load_cluster("8x8xH100")) if sizes(m) == (64,))
     assert [sizes(m) for m in refinements(mesh, 9)] == [(8, 8), (32, 2), (16, 4), (4, 16), (2, 32)]
-    assert len(refinements(mesh)) == refine.CUTS
+    assert len(refinements(mesh)) == CUTS
     finest = mesh
     for count in range(2, len(NAMES) + 1):
         finest = refinements(finest)[0]

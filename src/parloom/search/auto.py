@@ -18,6 +18,7 @@ from parloom.ir.plan import Decisions
 from parloom.search.choices import Menu
 from parloom.search.closing import TOLERANCE
 from parloom.search.conflicts import meshes_of
+from parloom.search.finer import refinements
 from parloom.search.layouts import LayoutProblem
 from parloom.search.least import least_share
 from parloom.search.master import MeshSearch
@@ -26,7 +27,7 @@ from parloom.search.on_mesh import Fit, OnMesh, Proposal
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
 from parloom.search.question import Question, Say, Wanted
-from parloom.search.refine import Tally, kept, refinements
+from parloom.search.refine import Tally, kept
 from parloom.search.single import Single
 from parloom.search.streams import least_compute_ps, least_step_ps
 from parloom.search.trust import Trust

@@ -8,6 +8,7 @@ do what is cheap on coarser ones.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,15 +80,21 @@ def promising(
     for index, operator in enumerate(program.operators):
         place = operator.function, operator.node.key
         allowed = program.pinned.allowed(place, operator.rule, mesh)
-        ranked = _ranked(index, operator.rule, mesh, costs)
-        chosen = [_assignment(operator.rule, mesh, int(row)) for row in ranked]
+        ranked = ranked_choices(index, operator.rule, mesh, costs)
+        chosen = [assignment_of(operator.rule, mesh, int(row)) for row in ranked]
         fitting = [c for c in chosen if allowed is None or allowed(c)]
         left_out |= len(fitting) > at_most
         found.append(menus.of(index, fitting[:at_most]))
     return tuple(found), left_out
 
 
-def _ranked(index: int, rule: Rule, mesh: Mesh, costs: LeastCosts) -> NDArray[np.intp]:
+class Costs(Protocol):
+    """What plans cost at least with an axis on a factor of an operator."""
+
+    def cost(self, index: int, axis: MeshAxis, factor: str | None) -> float: ...
+
+
+def ranked_choices(index: int, rule: Rule, mesh: Mesh, costs: Costs) -> NDArray[np.intp]:
     """All legal assignments of an operator, the most promising first, as numbers with a digit for
     each axis: what all axes cost above their best counts together.
     """
@@ -107,7 +114,8 @@ def _ranked(index: int, rule: Rule, mesh: Mesh, costs: LeastCosts) -> NDArray[np
     return np.argsort(every, kind="stable")[: int(legal.sum())]
 
 
-def _assignment(rule: Rule, mesh: Mesh, number: int) -> dict[str, Axes]:
+def assignment_of(rule: Rule, mesh: Mesh, number: int) -> dict[str, Axes]:
+    """The assignment that a number of `ranked_choices` stands for."""
     factors: Sequence[str | None] = (None, *rule.shardable)
     chosen: dict[str, Axes] = {}
     digits = np.unravel_index(number, (len(factors),) * len(mesh.axes))

@@ -110,13 +110,6 @@ class Model:
     variables: tuple[Variable, ...]
     terms: tuple[Term, ...]
 
-    def totals(self, values: Sequence[int], prices: Floats) -> Floats:
-        """The sum of all rows, with the alternatives that are best under `prices`: [row]."""
-        found = np.zeros(len(self.rows))
-        for term in self.terms:
-            found[term.rows] += term.chosen(prices, values)
-        return found
-
     def restricted(
         self, allowed: Sequence[NDArray[np.bool_]]
     ) -> tuple["Model", tuple[Indices, ...]]:

@@ -7,23 +7,20 @@ tables of a bearable size hold. Where that is all of them, the search leaves out
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
-from parloom.ir.ops import Rule
 from parloom.search.choices import Menu, Menus
 from parloom.search.eliminate import marginals
+from parloom.search.finer import assignment_of, ranked_choices
 from parloom.search.master import MeshSearch
-from parloom.search.meshes import NAMES, across
-from parloom.search.program import Axes, Program
+from parloom.search.program import Program
 from parloom.search.single import Single
 
-# How many meshes are made of one by cutting an axis in two: all that 8 x 8 has.
-CUTS = 4
 # Choices of each operator, and cells of all tables of an elimination (16 MB): the most that fit are
 # kept; twice as many choices make a table of three operators eight times as large.
 KEPT_CHOICES, CELLS = (64, 48, 32, 24), 2e6
@@ -35,22 +32,6 @@ POLICY = -1
 Costs = NDArray[np.float64]
 Where = tuple[int, PrimeAxis, str | None]
 """An operator, a prime axis of the cluster, and the factor that it is on (None: on none)."""
-
-
-def refinements(mesh: Mesh, at_most: int = CUTS) -> tuple[Mesh, ...]:
-    """`mesh` with one axis cut in two: first between levels of the topology, then by how small the
-    part with the faster links is.
-    """
-    found: list[tuple[tuple[int, int], Mesh]] = []
-    if len(mesh.axes) < len(NAMES):
-        for position, axis in enumerate(mesh.axes):
-            for cut in range(1, len(axis.primes)):
-                halves = MeshAxis("", axis.primes[:cut]), MeshAxis("", axis.primes[cut:])
-                axes = (*mesh.axes[:position], *halves, *mesh.axes[position + 1 :])
-                named = tuple(replace(a, name=n) for a, n in zip(axes, NAMES, strict=False))
-                found.append(((across(axis.primes, (cut,)), halves[1].size), Mesh(named)))
-    found.sort(key=lambda entry: entry[0])
-    return tuple(mesh for _, mesh in found[:at_most])
 
 
 @dataclass
@@ -117,45 +98,16 @@ class Kept:
 def kept(program: Program, single: Single, tally: Tally) -> Kept:
     """The choices on the mesh of `single` that `tally` says are cheap."""
     mesh = single.mesh
-    ranked = [_ranked(index, o.rule, mesh, tally) for index, o in enumerate(program.operators)]
+    ranked = [
+        ranked_choices(index, o.rule, mesh, tally) for index, o in enumerate(program.operators)
+    ]
     largest = max((len(some) for some in ranked), default=0)
     most = tally.room([len(some) for some in ranked])
     known, menus = Menus(program, single), []
     for index, (operator, some) in enumerate(zip(program.operators, ranked, strict=True)):
         place = operator.function, operator.node.key
         allowed = program.pinned.allowed(place, operator.rule, mesh)
-        chosen = (_assignment(operator.rule, mesh, int(row)) for row in some)
+        chosen = (assignment_of(operator.rule, mesh, int(row)) for row in some)
         fitting = [c for c in chosen if allowed(c)] if allowed else list(chosen)
         menus.append(known.of(index, fitting[:most]))
     return Kept(tuple(menus), most, largest)
-
-
-def _ranked(index: int, rule: Rule, mesh: Mesh, tally: Tally) -> NDArray[np.intp]:
-    """All legal assignments of an operator, the most promising first, as numbers with a digit for
-    each axis: what all axes cost above their best counts together.
-    """
-    factors = (None, *rule.shardable)
-    shape = (len(factors),) * len(mesh.axes)
-    total, legal = np.zeros(shape), np.ones(shape, dtype=bool)
-    left = {factor: np.full(shape, rule.size(factor)) for factor in rule.shardable}
-    for axis, on in zip(mesh.axes, np.indices(shape), strict=True):
-        costs = np.array([tally.cost(index, axis, factor) for factor in factors])
-        best = min((cost for cost in costs if abs(cost) < inf), default=0.0)
-        total += np.maximum(costs - best, 0.0)[on]
-        for position, factor in enumerate(rule.shardable, start=1):
-            here = on == position
-            legal &= ~here | (left[factor] % axis.size == 0)
-            left[factor] = np.where(here, left[factor] // axis.size, left[factor])
-    costs = np.where(legal, total, inf).ravel()
-    return np.argsort(costs, kind="stable")[: int(legal.sum())]
-
-
-def _assignment(rule: Rule, mesh: Mesh, number: int) -> dict[str, Axes]:
-    factors = (None, *rule.shardable)
-    chosen: dict[str, Axes] = {}
-    digits = np.unravel_index(number, (len(factors),) * len(mesh.axes))
-    for axis, digit in zip(mesh.axes, digits, strict=True):
-        factor = factors[int(digit)]
-        if factor is not None:
-            chosen[factor] = (*chosen.get(factor, ()), axis.name)
-    return chosen
