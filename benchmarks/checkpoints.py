@@ -24,6 +24,7 @@ from torch import Tensor
 
 from parloom import zoo
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.execute import checkpoint
 from parloom.execute.checksums import check_sums
@@ -39,7 +40,6 @@ from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import DistributedComm, Program, Trainer
-from parloom.search.baselines import METHODS, random_plan
 
 STEPS, SAVED_AFTER = 5, 2
 REPETITIONS = 5

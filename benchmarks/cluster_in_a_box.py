@@ -20,9 +20,9 @@ from typing import Any
 from common import median_and_interval, report, verdict
 
 from parloom import api
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.ir.text import parse_graph
-from parloom.search.baselines import METHODS
 
 LIMIT = 1.05
 CLUSTER = "4x1xcpu"

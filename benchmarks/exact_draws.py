@@ -16,12 +16,12 @@ from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
 from parloom.runtime import DistributedComm, Program, Trainer
-from parloom.search.baselines import METHODS
 
 RANKS = 4
 LIMIT = 1.02

@@ -2,8 +2,8 @@
 
     python benchmarks/fidelity.py [--runs FILE] [--json FILE] [--only SOURCE] [--gated] [--quick]
 
-Every row with `plan_complete` = 1 is built by hand (`search.handmade`) on a graph captured at its
-shapes, and simulated; what cannot be built counts against coverage, with its reason. Errors are
+Every row with `plan_complete` = 1 is built by hand (`comparators.handmade`) on a graph captured at
+its shapes, and simulated; what cannot be built counts against coverage, with its reason. Errors are
 |log(predicted / measured)|, bias the median of the log with its sign, rank correlation the mean of
 Spearman's over groups of one model, device, device count, sequence and global batch with at least
 five different plans (equal plans that were measured several times count once, by their median).
@@ -28,13 +28,13 @@ import torch
 from fit import Sample, held_out
 from published import Row, Run, Shape, Unpredictable, gated, run_of_row
 
+from parloom.comparators.handmade import Program, program
 from parloom.cost.devices import table
 from parloom.cost.software import GENERATIONS
 from parloom.cost.timeline import Timeline
 from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Device
-from parloom.search.handmade import Program, program
 
 RUNS = Path(__file__).parents[2] / "shared" / "validation" / "published_runs.csv"
 MIN_GROUP = 5

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.dist import lowered
 from torch import Tensor
 
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import ParloomError
 from parloom.execute.optimizers import named_optimizer
@@ -32,7 +33,6 @@ from parloom.ir.mesh import grid
 from parloom.ir.plan import MICROBATCH, Decisions
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import Program
-from parloom.search.baselines import METHODS, random_plan
 
 BASELINES = ("data_parallel", "fsdp", "megatron")
 CHUNK = 7  # plans per fork: bounds the memory of results on their way home

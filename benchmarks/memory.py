@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from parloom import zoo
 from parloom.capture import capture, parameters_of
 from parloom.capture.hugging_face import build_from_config
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.cost.tasks import COMPONENTS
@@ -41,7 +42,6 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import DistributedComm, Program, Trainer, required_groups
 from parloom.runtime.comm import Group, Work
 from parloom.runtime.optimizer import OPTIMIZERS
-from parloom.search.baselines import METHODS
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 LIMIT = 0.1

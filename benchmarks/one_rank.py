@@ -24,11 +24,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from parloom import zoo
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.execute.program import compile_pcg
 from parloom.ir.lower import lower
 from parloom.runtime import SingleComm, Trainer
-from parloom.search.baselines import METHODS
 
 LIMIT = 1.05
 Built = tuple[nn.Module, dict[str, Tensor]]

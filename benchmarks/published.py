@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from parloom.capture import capture
 from parloom.capture.load import cast_model
+from parloom.comparators.configuration import Configuration
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import Network, find_device, find_interconnect
 from parloom.cost.kernels import Kernels
@@ -23,7 +24,6 @@ from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster
 from parloom.ir.repeat import repeated
-from parloom.search.handmade import Configuration
 from parloom.zoo import bert, gpt, llama
 
 Row = Mapping[str, str]

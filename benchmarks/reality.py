@@ -28,13 +28,13 @@ from reality_models import MODELS
 
 from parloom import api
 from parloom.capture import parameters_of
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Call
 from parloom.ir.plan import ActivationDecision, Decisions, Plan, Storage
 from parloom.ir.text import parse_graph
-from parloom.search.baselines import METHODS
 
 HERE = Path(__file__).resolve().parent
 # Plans: method, which of its plans, microbatches, storage (None: the method's), recomputation.

@@ -1,111 +1,370 @@
 """How good the plans of every method are, and how long the search takes.
 
-    python benchmarks/search_quality.py [--cases gpt,dlrm] [--clusters 8x8xH100] [--json FILE]
-        [--resume] [--comparators alpa,tofu]
+    python benchmarks/search_quality.py [--cases gpt,dlrm] [--clusters 8x8xH100]
+        [--samples case,1,4] [--limits 1,0.5,0.25] [--methods alpa,fsdp] [--draw SEED]
+        [--shard 1/8] [--minutes 9] [--graphs FOLDER] [--json FILE] [--resume]
     python benchmarks/search_quality.py --curve [--json FILE]
 
-For each model of `cases.yaml` (those of `scale` where they are asked for by name) on each cluster:
-simulated step time of the best plan of each rule of thumb, of each comparator
-(`docs/comparators.md`) and of the search alone (`auto` without the rules of thumb beside it), `gap`
-and `solver_gap`, the peak memory of a device under the search's plan, and CPU seconds and memory of
-the search. Capture is not in the seconds, rules of thumb are; where nothing fits, pricing what
-would is not. Every row has a process of its own, forked after the capture: its peak includes
-Python, torch and the captured model; in brackets, what was there before the search. Rows are
-written as they come; with `--resume`, those that the file has of the same revision are not made
-again. Exit code 1 where the search proposes something slower than another method that fits, or
-where a method fails.
+A row is a model of `cases.yaml` on a cluster: with the batch of the case in the memory of a device,
+or with 1 or 4 samples for each device under limits of 100 %, 50 % and 25 % of what the fastest
+plan holds where memory has no limit. `auto` is the search alone, without the rules of thumb beside
+it. `gap` is the distance of its simulated step to `bound_s`, `solver_gap` that of its best estimate
+to the bound on estimates, `simulated` that of its simulated step to the same. Then the fastest plan
+of all other methods that fits, and its step as a multiple of `auto`'s. CPU seconds and memory are
+those of the search, which has a process of its own; capture is not in them.
+
+Rows are written as they come; with `--resume`, those that the file has of the same revision are not
+made again. `--shard I/N` makes every N-th row, `--minutes` begins none after so many minutes,
+`--draw` makes 60 rows of all, drawn by a seed. Exit code 1 where the search proposes something
+slower than another method that fits, or where a method fails.
 
 With `--curve`: CPU seconds of the search over the layers of Llama-3-8B on 8x8xH100.
 """
 
 import argparse
 import gc
-import json
 import math
 import multiprocessing
 import resource
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypeVar
 
-import yaml
 from common import report, reported, revision
+from questions import (
+    Row,
+    all_cases,
+    answer,
+    devices_of,
+    documented,
+    graph_of,
+    question_of,
+    sharded,
+)
 
-from parloom import api
-from parloom.choose import Ask, NothingFitsError, choose
+from parloom import arguments
+from parloom.candidates import AUTO, candidates
 from parloom.cost.units import format_bytes
-from parloom.execute.machine import machine_for
-from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Alternative, Decisions, Plan
+from parloom.errors import InputError, LayoutError
+from parloom.ir.lower import lower
+from parloom.rewrite.rewrites import rewritten
+from parloom.search.question import Question
 
-CASES = Path(__file__).resolve().parent / "cases.yaml"
-METHODS = ("data_parallel", "fsdp", "megatron", "auto")
-COMPARATORS = ("random", "alpa", "flexflow", "tofu")
+T = TypeVar("T")
+METHODS = tuple(name for name in arguments.METHODS if name != AUTO)
 # Steps whose times differ by less are equally fast.
 TIE = 1e-9
+# Memory without a limit.
+UNLIMITED = 1 << 60
+# Rows of `--draw`.
+DRAWN = 60
 # The case whose layers the curve is over, and how many there are.
 CURVE, LAYERS = "llama3_8b", (8, 16, 32, 64, 128)
-Row = dict[str, Any]
+# Median gap by cluster and in all of the rows with the batches of the cases, and what is allowed.
+GAPS = {
+    "1x8xV100-16GB": 0.018, "4x8xA100-80GB": 0.159, "8x8xH100": 0.444,
+    "2x4xRTX4090-25gbit.yaml": 0.872, "4xcpu": 0.023,
+}  # fmt: skip
+GAP, SOLVER_GAP, SIMULATED_GAP = 0.09, 0.01, 0.05
+TITLES = (
+    "model", "cluster", "samples", "limit", "auto", "gap", "solver_gap", "simulated", "best other",
+    "ratio", "memory", "search", "peak of the search",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A row: `samples` for each device (None: the batch of the case), and the share of memory that
+    a plan may hold of the fastest plan without a limit (None: what a device has).
+    """
+
+    model: str
+    cluster: str
+    samples: int | None = None
+    limit: float | None = None
+
+    def row(self) -> Row:
+        """As a row has it."""
+        return {"model": self.model, "cluster": self.cluster, "samples": self.samples,
+                "limit": self.limit}  # fmt: skip
+
+    def is_of(self, row: Row) -> bool:
+        return all(row.get(key) == value for key, value in self.row().items())
+
+
+def every_row(options: argparse.Namespace) -> list[Asked]:
+    """All rows that are asked for."""
+    cases, found = all_cases(), []
+    limits = [float(limit) for limit in options.limits.split(",")]
+    for name in options.cases.split(","):
+        for cluster in cases[name].get("clusters", options.clusters.split(",")):
+            for samples in options.samples.split(","):
+                if samples == "case":
+                    found.append(Asked(name, cluster))
+                else:
+                    found += [Asked(name, cluster, int(samples), limit) for limit in limits]
+    if options.draw is not None:
+        found = Random(options.draw).sample(found, min(DRAWN, len(found)))
+    return sharded(found, options.shard)
 
 
 def main() -> int:
     """Print the table; 1 where another method beats the search."""
-    document = yaml.safe_load(CASES.read_text(encoding="utf-8"))
+    document = documented()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(document["cases"]))
     parser.add_argument("--clusters", default=",".join(document["clusters"]))
-    parser.add_argument("--comparators", default=",".join(COMPARATORS), help="none: empty")
+    parser.add_argument("--samples", default="case,1,4", help="for each device; case: as it says")
+    parser.add_argument("--limits", default="1,0.5,0.25", help="with samples for each device")
+    parser.add_argument("--methods", default=",".join(METHODS), help="to compare; none: empty")
+    parser.add_argument("--draw", type=int, help=f"make {DRAWN} rows drawn by this seed")
+    parser.add_argument("--shard", default="1/1", help="I/N: every N-th row")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after these")
+    parser.add_argument("--graphs", default=None, help="a folder for captured programs")
     parser.add_argument("--json", default=None)
     parser.add_argument("--resume", action="store_true", help="go on with the rows of --json")
     parser.add_argument("--curve", action="store_true", help="seconds over layers instead")
     options = parser.parse_args()
-    print(f"revision {revision() or 'unknown'}\n")
-    every = document["cases"] | document["scale"]
-    if options.curve:
-        return _curve(every[CURVE], options.json)
-    rows: list[Row] = reported(options.json) if options.resume else []
-    compared = tuple(name for name in options.comparators.split(",") if name)
-    proved = "gap", "solver_gap", "memory", "search", "peak of the search"
-    titles = ("model", "cluster", *METHODS, *compared, *proved)
-    print(f"| {' | '.join(titles)} |")
-    print("|---" * len(titles) + "|", flush=True)
-    for name in options.cases.split(","):
-        case = dict(every[name])
-        clusters = case.pop("clusters", options.clusters.split(","))
-        known = [row for row in rows if _is_made(row, name, clusters, compared)]
-        for row in known:
-            print(_line(row, compared), flush=True)
-        left = [c for c in clusters if c not in {row["cluster"] for row in known}]
-        for row in _of_case(name, case, left, compared) if left else ():
-            print(_line(row, compared), flush=True)
-            rows = [r for r in rows if (r["model"], r["cluster"]) != (name, row["cluster"])]
-            rows.append(row)
-            report("search_quality", rows, options.json)
-    lost = [row for row in rows if row.get("lost")]
-    print(f"\n{len(rows)} cases; another method is faster in {len(lost)}")
-    return 1 if lost or any(map(_failed, rows)) else 0
+    print(f"revision {revision() or 'unknown'}\n", flush=True)
+    gc.disable()  # as `api.search` does
+    with TemporaryDirectory() as folder:
+        options.graphs = options.graphs or folder
+        return _curve(options) if options.curve else _table(options)
 
 
-def _curve(case: Row, path: str | None) -> int:
+def _table(options: argparse.Namespace) -> int:
+    methods = tuple(name for name in options.methods.split(",") if name)
+    known: list[Row] = reported(options.json) if options.resume else []
+    begun, left, rows = time.monotonic(), 0, list[Row]()
+    print(f"| {' | '.join(TITLES)} |\n" + "|---" * len(TITLES) + "|", flush=True)
+    for asked in every_row(options):
+        row = next((r for r in known if asked.is_of(r) and is_made(r, methods)), None)
+        if row is None and time.monotonic() - begun > 60 * options.minutes:
+            left += 1
+            continue
+        if row is None:
+            row = _row(asked, all_cases()[asked.model], options.graphs, methods)
+            known = [*(r for r in known if not asked.is_of(r)), row]
+            report("search_quality", known, options.json)
+        print(line(row), flush=True)
+        rows.append(row)
+    print("\n" + "\n".join(summary(rows)))
+    if left:
+        print(f"{left} rows are left: the same command with --resume makes them")
+    return 1 if any(row.get("lost") or failed(row) for row in rows) else 0
+
+
+def is_made(row: Row, methods: Sequence[str]) -> bool:
+    """Whether nothing is missing of a row."""
+    return not failed(row) and set(methods).issubset(row["cpu_s"])
+
+
+def failed(row: Row) -> bool:
+    return "error" in row or bool(row["errors"])
+
+
+def _row(asked: Asked, case: Row, graphs: str, methods: Sequence[str]) -> Row:
+    """A row, its search in a process of its own."""
+    try:
+        if asked.samples is not None:
+            case = case | {"batch": asked.samples * devices_of(asked.cluster)}
+        _apart(partial(graph_of, case, graphs))
+        question = question_of(case, graph_of(case, graphs), asked.cluster)
+        if asked.limit is not None:
+            free = _apart(partial(_searched, replace(question, limit_bytes=UNLIMITED)))
+            question = replace(question, limit_bytes=int(asked.limit * free["peak_bytes"]))
+        found = _apart(partial(_searched, question))
+        return asked.row() | found | _apart(partial(_compared, question, found, methods))
+    except ChildError as error:
+        return asked.row() | {"error": str(error)}
+
+
+class ChildError(Exception):
+    """A forked process that failed."""
+
+
+def _apart(make: Callable[[], T]) -> T:
+    """What `make` returns in a forked process; raises `ChildError` where that fails."""
+
+    def run() -> None:
+        try:
+            theirs.send((make(), ""))
+        except Exception as error:
+            traceback.print_exc()
+            theirs.send((None, _said(error)))
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run)
+    process.start()
+    theirs.close()
+    try:
+        answered: tuple[T, str] = ours.recv()
+    except EOFError:
+        raise ChildError("its process ended") from None
+    finally:
+        process.join()
+    if answered[1]:
+        raise ChildError(answered[1])
+    return answered[0]
+
+
+def _searched(question: Question) -> Row:
+    """What the search alone answers."""
+    before, found = _rss_bytes(), answer(question)
+    fits = found.decisions is not None
+    bound, estimated = found.bound_s, found.estimate_bound_s
+    return {
+        "limit_bytes": question.limit_bytes,
+        "auto_s": found.step_s if fits else None,
+        "peak_bytes": found.peak_bytes if fits else None,
+        "bound_s": bound,
+        "gap": found.step_s / bound - 1 if fits and bound else None,
+        "solver_gap": found.solver_gap,
+        "simulated_gap": found.step_s / estimated - 1 if fits and estimated else None,
+        "search_s": found.cpu_s,
+        "rss_bytes": _rss_bytes(),
+        "rss_before_bytes": before,
+    }
+
+
+def _compared(question: Question, found: Row, methods: Sequence[str]) -> Row:
+    """The fastest plan of each other method that fits; what failed."""
+    steps: dict[str, float | None] = {}
+    seconds: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    for method in methods:
+        start = time.process_time()
+        try:
+            steps[method] = min(_steps(question, method), default=None)
+        except InputError:  # the method has no plan for this question
+            steps[method] = None
+        except Exception as error:
+            traceback.print_exc()
+            errors[method] = _said(error)
+        seconds[method] = time.process_time() - start
+    best, ratio = _best(found["auto_s"], steps)
+    lost = best is not None and (ratio is None or ratio < 1 - TIE)
+    return {"step_s": steps, "cpu_s": seconds, "errors": errors, "best": best, "ratio": ratio,
+            "lost": lost}  # fmt: skip
+
+
+def _best(auto_s: float | None, steps: dict[str, float | None]) -> tuple[str | None, float | None]:
+    """The fastest of other methods, and its step as a multiple of `auto_s`."""
+    fitting = {name: step_s for name, step_s in steps.items() if step_s is not None}
+    best = min(fitting, key=lambda name: fitting[name], default=None)
+    return best, fitting[best] / auto_s if best is not None and auto_s else None
+
+
+def _steps(question: Question, method: str) -> Iterator[float]:
+    """Simulated steps of a method's plans that fit."""
+    for candidate in candidates(question, method, lambda text: None).found:
+        decisions, prediction = candidate.decisions, candidate.prediction
+        if prediction is None:
+            try:
+                pcg = lower(rewritten(question.graph, decisions.rewrites), decisions)
+            except LayoutError:  # as when microbatches do not divide over this mesh
+                continue
+            prediction = question.predict(pcg, decisions)
+        if prediction.peak_bytes <= question.limit_bytes:
+            yield prediction.step_s
+
+
+def _rss_bytes() -> int:
+    """The most memory that this process had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# What is printed
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    limit, samples = row["limit"], row["samples"]
+    cells = [row["model"], row["cluster"], "case" if samples is None else str(samples)]
+    cells += ["device" if limit is None else f"{limit:.0%}"]
+    if "error" in row:
+        cells += [f"failed: {row['error']}"] + [""] * (len(TITLES) - len(cells) - 1)
+        return f"| {' | '.join(cells)} |"
+    cells += [_time(row["auto_s"]), *(_share(row[key]) for key in ("gap", "solver_gap"))]
+    cells += [_share(row["simulated_gap"])]
+    failures = "; ".join(f"{name} failed: {error}" for name, error in row["errors"].items())
+    best = row["best"]
+    cells += [failures or ("none fits" if best is None else f"{best} {_time(row['step_s'][best])}")]
+    cells += ["" if row["ratio"] is None else f"{row['ratio']:.3f}"]
+    cells[-1] += " (lost)" if row["lost"] else ""
+    cells += ["" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"])]
+    cells += [f"{row['search_s']:.1f} s", _rss(row)]
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """What all rows say together, against what is allowed."""
+    made = [row for row in rows if "error" not in row]
+    lost, fits = [r for r in made if r["lost"]], [r for r in made if r["auto_s"] is not None]
+    yield f"{len(rows)} rows, {len(rows) - len(made)} failed, another method faster in {len(lost)}"
+    today = [r for r in fits if r["samples"] is None and r["gap"] is not None]
+    for cluster, allowed in GAPS.items():
+        gaps = [r["gap"] for r in today if r["cluster"] == cluster]
+        yield from _median(f"gap, batch of the case, {cluster}", gaps, allowed)
+    yield from _median("gap, batch of the case, in all", [r["gap"] for r in today], GAP)
+    simulated = [r["simulated_gap"] for r in fits if r["simulated_gap"] is not None]
+    yield from _median("simulated step to the bound on estimates", simulated, SIMULATED_GAP)
+    wide = [r["solver_gap"] for r in fits if r["solver_gap"] is not None]
+    if wide:
+        above = f"above {SOLVER_GAP:.0%} in {sum(g > SOLVER_GAP for g in wide)} of {len(wide)}"
+        yield f"solver_gap: at most {max(wide):.1%}, {above}"
+
+
+def _median(name: str, values: Sequence[float], allowed: float) -> Iterator[str]:
+    if values:
+        found = statistics.median(values)
+        held = "" if found <= allowed else ": **not held**"
+        yield f"{name}: median {found:.1%} of {len(values)} rows, allowed {allowed:.1%}{held}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _time(step_s: float | None) -> str:
+    return "does not fit" if step_s is None else f"{step_s * 1e3:.4g} ms"
+
+
+def _rss(row: Row) -> str:
+    """The peak of the process that searches, and what was there before it."""
+    return f"{format_bytes(row['rss_bytes'])} ({format_bytes(row['rss_before_bytes'])})"
+
+
+# Seconds over layers
+
+
+def _curve(options: argparse.Namespace) -> int:
     """Print how the seconds of a search grow with the layers of a model."""
-    (cluster,) = case.pop("clusters")
+    case = all_cases()[CURVE]
+    (cluster,) = case["clusters"]
     rows: list[Row] = []
     print("| layers | search | exponent | step | memory | peak of the search |")
     print("|---" * 6 + "|", flush=True)
     for layers in LAYERS:
         config = case["config"] | {"num_hidden_layers": layers}
-        for row in _of_case(CURVE, case | {"config": config}, [cluster], ()):
-            if _failed(row):
-                print(f"| {layers} | failed: {row.get('error') or row['errors']} |")
-                return 1
-            rows.append(row | {"layers": layers})
-            print(f"| {' | '.join(_curve_cells(rows))} |", flush=True)
-            report("search_curve", rows, path)
+        row = _row(Asked(CURVE, cluster), case | {"config": config}, options.graphs, ())
+        if failed(row):
+            print(f"| {layers} | failed: {row['error']} |")
+            return 1
+        rows.append(row | {"layers": layers})
+        print(f"| {' | '.join(_curve_cells(rows))} |", flush=True)
+        report("search_curve", rows, options.json)
     counts, seconds = [row["layers"] for row in rows], [row["search_s"] for row in rows]
     print(f"\nseconds grow with layers to the power of {exponent(counts, seconds):.2f}")
     return 0
@@ -117,8 +376,8 @@ def _curve_cells(rows: list[Row]) -> Iterator[str]:
     yield str(row["layers"])
     yield f"{row['search_s']:.1f} s"
     yield f"{exponent(*last):.2f}" if rows[1:] else ""
-    yield _time(row["step_s"]["auto"])
-    yield _memory(row)
+    yield _time(row["auto_s"])
+    yield "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"])
     yield _rss(row)
 
 
@@ -128,162 +387,6 @@ def exponent(counts: list[int], seconds: list[float]) -> float:
         [math.log(n) for n in counts], [math.log(s) for s in seconds]
     )
     return slope
-
-
-def _is_made(row: Row, name: str, clusters: list[str], compared: tuple[str, ...]) -> bool:
-    """Whether `row` is one of those asked for, with nothing missing."""
-    asked = row["model"] == name and row["cluster"] in clusters
-    return asked and not _failed(row) and set(compared).issubset(row["cpu_s"])
-
-
-def _failed(row: Row) -> bool:
-    return "error" in row or bool(row["errors"])
-
-
-def _of_case(name: str, case: Row, clusters: list[str], compared: tuple[str, ...]) -> Iterator[Row]:
-    """The rows of a case, captured once in a process of its own."""
-
-    def rows(send: Callable[[Row], None]) -> None:
-        try:
-            captured = _captured(**case)
-        except Exception as error:
-            send({"model": name, "cluster": "", "error": _said(error)})
-            return
-        for cluster in clusters:
-            path = str(CASES.parent / cluster) if cluster.endswith(".yaml") else cluster
-            made = list(_apart(partial(_send_row, captured, path, compared)))
-            row = made[0] if made else {"error": "its process ended"}
-            send({"model": name, "cluster": cluster} | row)
-
-    yield from _apart(rows)
-
-
-def _apart(make: Callable[[Callable[[Row], None]], None]) -> Iterator[Row]:
-    """What `make` sends from a forked process."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=make, args=(theirs.send,))
-    process.start()
-    theirs.close()
-    try:
-        while True:
-            yield ours.recv()
-    except EOFError:
-        process.join()
-
-
-def _send_row(
-    captured: api.Captured, cluster: str, compared: tuple[str, ...], send: Callable[[Row], None]
-) -> None:
-    send(_row(captured, cluster, compared))
-
-
-def _captured(model: str = "", config: Row | None = None, **flags: Any) -> api.Captured:
-    """The model that a case names, or the Hugging Face model of its `config`."""
-    if config is None:
-        return api.capture(model, **flags)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config), encoding="utf-8")
-        return api.capture(str(path), **flags)
-
-
-def _row(captured: api.Captured, cluster: str, compared: tuple[str, ...]) -> Row:
-    """What every method finds on a cluster; where one fails, its error is in its place."""
-    gc.disable()  # as `api.search` does
-    steps: dict[str, float | None] = {}
-    peaks: dict[str, int | None] = {}
-    seconds: dict[str, float] = {}
-    errors: dict[str, str] = {}
-    proved: Row = {"bound_s": None, "gap": None, "solver_gap": None}
-    proved |= {"rss_bytes": None, "rss_before_bytes": _rss_bytes()}
-    for method in ("auto", *compared):
-        start = time.process_time()
-        plan = _plan(captured, cluster, method, errors)
-        seconds[method] = time.process_time() - start
-        for name in METHODS if method == "auto" else (method,):
-            found = _best(plan.alternatives, name) if plan else None
-            steps[name] = found.step_s if found else None
-            peaks[name] = found.peak_bytes if found else None
-        if method == "auto":
-            proved["rss_bytes"] = _rss_bytes()
-        if plan and method == "auto":
-            proved |= {"bound_s": plan.bound_s, "gap": plan.gap, "solver_gap": plan.solver_gap}
-    others = [s for method, s in steps.items() if s is not None and method != "auto"]
-    mine = steps["auto"]
-    lost = bool(others) and (mine is None or mine > min(others) * (1 + TIE))
-    found_s = {"step_s": steps, "peak_bytes": peaks, "cpu_s": seconds, "errors": errors}
-    return found_s | proved | {"lost": lost, "search_s": seconds["auto"]}
-
-
-def _rss_bytes() -> int:
-    """The most memory that this process had at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _plan(captured: api.Captured, cluster: str, method: str, errors: dict[str, str]) -> Plan | None:
-    """A method's plan; None where none fits, or where it fails, which is put into `errors`."""
-    try:
-        machine = machine_for(cluster)
-        asked = Plan(
-            captured.source,
-            machine.loaded.spec,
-            captured.fingerprint,
-            captured.optimizer,
-            method,
-            Decisions(Mesh(())),
-            graph="",
-            seed=captured.seed,
-        )
-        limit = machine.cluster.device.memory_bytes
-        return choose(Ask(asked, captured.graph, machine, limit), lambda text: None)
-    except NothingFitsError:
-        return None
-    except Exception as error:
-        traceback.print_exc()
-        errors[method] = _said(error)
-        return None
-
-
-def _best(found: tuple[Alternative, ...], method: str) -> Alternative | None:
-    """The fastest plan of a method that fits."""
-    mine = [a for a in found if a.name.split(" ")[0] == method and a.fits]
-    return min(mine, key=lambda a: a.step_s, default=None)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _line(row: Row, compared: tuple[str, ...]) -> str:
-    cells = [row["model"], row["cluster"]]
-    if "error" in row:
-        cells += [f"failed: {row['error']}"] + [""] * (len(METHODS) + len(compared) + 4)
-        return f"| {' | '.join(cells)} |"
-    for method in (*METHODS, *compared):
-        failed = row["errors"].get(method)
-        cells.append(f"failed: {failed}" if failed else _time(row["step_s"][method]))
-        if method in compared:
-            cells[-1] += f" ({row['cpu_s'][method]:.1f} s)"
-    cells += ["" if row[k] is None else f"{row[k]:.1%}" for k in ("gap", "solver_gap")]
-    lost = " (lost)" if row["lost"] else ""
-    cells += [_memory(row), f"{row['search_s']:.1f} s{lost}", _rss(row)]
-    return f"| {' | '.join(cells)} |"
-
-
-def _time(step_s: float | None) -> str:
-    return "does not fit" if step_s is None else f"{step_s * 1e3:.4g} ms"
-
-
-def _memory(row: Row) -> str:
-    """What a device holds at most under the plan of the search."""
-    found = row["peak_bytes"]["auto"]
-    return "" if found is None else format_bytes(found)
-
-
-def _rss(row: Row) -> str:
-    """The peak of the process that searches, and what was there before it."""
-    return f"{format_bytes(row['rss_bytes'])} ({format_bytes(row['rss_before_bytes'])})"
 
 
 if __name__ == "__main__":

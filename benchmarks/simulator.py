@@ -21,6 +21,7 @@ from common import report
 
 from parloom.capture import capture
 from parloom.capture.load import load_model
+from parloom.comparators.baselines import METHODS
 from parloom.cost.actions import Stage
 from parloom.cost.clusters import load_cluster
 from parloom.cost.edits import drawn
@@ -40,7 +41,6 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.ir.schedules import schedule
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.baselines import METHODS
 
 CLUSTER = "4x8xA100"
 # Model, its batch and sizes, plan.

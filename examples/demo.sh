@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 model=examples/gpt2_bytes/config.json
 out=runs/demo
-shape=(--cluster 4xcpu --batch 8 --seq 128 --dtype fp32 --optimizer adamw)
+shape=(--cluster 4xcpu --devices 4 --batch 8 --seq 128 --dtype fp32 --optimizer adamw)
 
 show() {
     printf '\n$ %s\n' "$*"

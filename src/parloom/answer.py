@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 
+from parloom.candidates import AUTO, Candidate, Candidates, smallest
 from parloom.changes import change, chosen, priced_changes
 from parloom.choose import Ask, NothingFitsError, Say, best_of, choose
 from parloom.cost.holdings import holdings
@@ -15,19 +16,18 @@ from parloom.cost.ledger import ledger
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import bytes_up
-from parloom.errors import InfeasibleError, InputError
+from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
-from parloom.ir.plan import INTERRUPTED, Constraint, Plan, Prediction
+from parloom.ir.plan import DEVICES, INTERRUPTED, Constraint, Plan, Prediction
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import constraint_line
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.candidates import AUTO, Candidate, Candidates, base_of, smallest
 from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict
 from parloom.search.pinned import clashes, resolve
 from parloom.search.pins import Pin
-from parloom.search.question import Wanted
+from parloom.search.question import Wanted, base_of
 
 ALL = "all of these"
 MIB = 2**20
@@ -185,22 +185,26 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
     Ctrl-C leaves out what is still to be asked.
     """
     pins, there = ask.pinned.pins, ask.machine.cluster.device.memory_bytes
-    asked = [(pin.text, [p for p in pins if p is not pin], ask.limit) for pin in pins]
+    asked = [(pin.text, [p for p in pins if p is not pin], ask) for pin in pins]
     if len(pins) > 1:
-        asked.append((ALL, [], ask.limit))
+        asked.append((ALL, [], ask))
     if memory and ask.limit < there:
-        asked.append((f"--memory {memory}", list(pins), there))
+        asked.append((f"--memory {memory}", list(pins), replace(ask, limit=there)))
+    if ask.whole is not None:
+        num_devices = ask.machine.cluster.num_devices
+        other = replace(ask, machine=ask.whole, whole=None)
+        asked.append((f"{DEVICES}{num_devices}", list(pins), other))
     constraints, text, known = [], ALL, [found]
     try:
         # The best of all is the best without a pin, if it holds the others.
-        free = _best_of(ask, [], ask.limit, found) if len(pins) > 1 else None
-        for text, kept, limit in asked:
-            plan = free if limit == ask.limit else None
+        free = _best_of(ask, [], found) if len(pins) > 1 else None
+        for text, kept, other in asked:
+            plan = free if other is ask else None
             if plan is None or broken(ask.pinned.only(kept), ask.graph, plan.decisions):
-                plan = _best_of(ask, kept, limit, found)
+                plan = _best_of(other, kept, found)
             known.append(plan)
             # What holds a pin or a limit is a plan without it, too.
-            others = known if not kept else [found, plan]
+            others = known if not kept and other is ask else [found, plan]
             constraints.append(_constraint(text, others))
             say(constraint_line(constraints[-1], found))
     except KeyboardInterrupt:
@@ -209,9 +213,9 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
     return replace(found, constraints=tuple(constraints))
 
 
-def _best_of(ask: Ask, pins: Sequence[Pin], limit: int, found: Plan) -> Plan:
-    """The best plan with fewer pins or more memory; `found` where a budget ends before one."""
-    other = replace(ask, pinned=ask.pinned.only(pins), limit=limit, wanted=Wanted.PLAN)
+def _best_of(ask: Ask, pins: Sequence[Pin], found: Plan) -> Plan:
+    """The best plan for `ask` with fewer pins; `found` where a budget ends before one."""
+    other = replace(ask, pinned=ask.pinned.only(pins), wanted=Wanted.PLAN)
     try:
         return chosen(other)
     except InfeasibleError:
@@ -223,3 +227,18 @@ def _constraint(text: str, plans: Sequence[Plan]) -> Constraint:
     predictions = [plan.prediction for plan in plans if plan.prediction is not None]
     best = min(predictions, key=lambda p: p.step_s)
     return Constraint(text, best.step_s, best.peak_bytes)
+
+
+def check_gap(plan: Plan, allowed: float | None) -> None:
+    """Raise `GapError` where a plan is further above its bound than `allowed` of the bound."""
+    if allowed is None:
+        return
+    gap = plan.gap
+    if gap is None or gap > allowed:
+        what = "no bound was proved" if gap is None else f"the gap is {gap:.3g}"
+        spent = any("--budget" in line for line in plan.notes)
+        raise GapError(
+            f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
+            " bound supposes that all overlaps (docs/space.md): ask for less"
+            f"{', or a larger --budget' if spent else ''}"
+        )

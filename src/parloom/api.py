@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from parloom import arguments
 from parloom import explain as explanation
 from parloom.answer import answer
+from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
+from parloom.candidates import candidates
 from parloom.capture import (
     Loss,
     fingerprint,
@@ -31,7 +33,6 @@ from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes
 from parloom.errors import (
     CaptureError,
-    GapError,
     ParloomError,
     one_line,
 )
@@ -42,7 +43,7 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
-from parloom.execute.machine import machine_for, machine_of
+from parloom.execute.machine import cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
 from parloom.execute.prove import prove
@@ -53,7 +54,6 @@ from parloom.explain import Answer
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
@@ -68,9 +68,8 @@ from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from parloom.report.trace import chrome_trace
-from parloom.report.words import WARNING, checkpoint_words, rate_words
+from parloom.report.words import WARNING, checkpoint_words, rate_words, routing_words
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.candidates import candidates
 from parloom.search.pins import parse_pin
 from parloom.search.question import Question
 
@@ -92,6 +91,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     optimizer: str | None = None,
     method: str = "auto",
     memory: int | str | None = None,
+    devices: int | None = None,
     microbatches: int | None = None,
     batch_semantics: str = GLOBAL,
     calibration: str | Path | None = None,
@@ -102,8 +102,9 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     seed: int = 0,
     progress: Say = _silent,
 ) -> Plan:
-    """Capture `model`, price the candidates of `method` on `cluster`, and keep the fastest that
-    fits in `memory` per device (bytes, or text such as `70GB`; default: the device's).
+    """Capture `model`, price the candidates of `method` on `cluster` and on parts of it, and keep
+    the fastest that fits in `memory` per device (bytes, or text such as `70GB`; default: the
+    device's). A plan uses `devices` of the cluster's, or as many as are fastest.
 
     `model` is text that says how to build the model, never the model itself: `zoo:NAME`, a Hugging
     Face config.json, folder or Hub id, or a factory (`file.py:factory`, `pkg.module:factory`).
@@ -119,11 +120,13 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     """
     # What is bad is told before the model is captured.
     sizes = {"batch": batch, "seq": seq, "microbatches": microbatches, "seed": seed}
+    sizes["devices"] = devices
     limits = {"memory": memory, "budget": budget, "require_gap": require_gap}
     chosen = {"method": method, "pin": pin, "forbid": forbid, "batch_semantics": batch_semantics}
     asked = sizes | limits | chosen | {"dtype": dtype}
     arguments.check(model, asked)
-    arguments.check_on(machine_for(cluster, calibration).cluster, asked)
+    there = machine_for(cluster, calibration, num_devices=devices).cluster
+    arguments.check_on(there, asked)
     captured = capture(
         model,
         batch=batch,
@@ -140,6 +143,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         cluster=cluster,
         method=method,
         memory=memory,
+        devices=devices,
         microbatches=microbatches,
         calibration=calibration,
         pin=pin,
@@ -231,12 +235,13 @@ def capture(
     )
 
 
-def search(
+def search(  # noqa: PLR0913 - one argument per flag of the command
     captured: Captured,
     *,
     cluster: str,
     method: str = "auto",
     memory: int | str | None = None,
+    devices: int | None = None,
     microbatches: int | None = None,
     calibration: str | Path | None = None,
     pin: Sequence[str] = (),
@@ -248,7 +253,8 @@ def search(
 
     Where the program is that of one microbatch, there are as many as it was captured for.
     """
-    machine = machine_for(cluster, calibration)
+    whole = machine_for(cluster, calibration)
+    machine = whole if devices is None else whole.part(devices)
     graph = captured.graph
     there = machine.cluster.device.memory_bytes
     limit = arguments.memory_bytes(memory) or there
@@ -262,11 +268,12 @@ def search(
         captured.fingerprint,
         captured.optimizer,
         method,
-        Decisions(Mesh(()), batch_semantics=captured.batch_semantics),
+        Decisions(batch_semantics=captured.batch_semantics),
         print_graph(graph),
         assumptions=(
             *machine.loaded.assumptions,
             *rate_words(graph, machine.cluster.device),
+            *routing_words(graph),
             *captured.assumptions,
         ),
         seed=captured.seed,
@@ -289,6 +296,8 @@ def search(
         return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
 
     ask = Ask(asked, graph, machine, limit, microbatches, budget=budget, build=build)
+    if devices is not None:
+        ask = replace(ask, whole=whole)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     best = answer(ask, pins, size, progress)
@@ -297,21 +306,6 @@ def search(
         if line.startswith(WARNING):
             progress(line)
     return best
-
-
-def check_gap(plan: Plan, allowed: float | None) -> None:
-    """Raise `GapError` where a plan is further above its bound than `allowed` of the bound."""
-    if allowed is None:
-        return
-    gap = plan.gap
-    if gap is None or gap > allowed:
-        what = "no bound was proved" if gap is None else f"the gap is {gap:.3g}"
-        spent = any("--budget" in line for line in plan.notes)
-        raise GapError(
-            f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
-            " bound supposes that all overlaps (docs/space.md): ask for less"
-            f"{', or a larger --budget' if spent else ''}"
-        )
 
 
 def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
@@ -410,9 +404,10 @@ def calibrate(
     the collectives between the ranks.
     """
     found = [load(path) for path in plans]
-    described = cluster or next((plan.cluster for plan in found), None)
     size = calibration_run.world_size()
-    machine = resolve_cluster(described or f"{size}xcpu").cluster
+    machine = resolve_cluster(cluster or f"{size}xcpu").cluster
+    if cluster is None and found:
+        machine = cluster_of(found[0])
     pcgs = [lowered(plan) for plan in found]
     for model in models:
         graph = capture(model, progress=progress).graph

@@ -5,22 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from parloom.candidates import AUTO, COMPARATORS, RANDOM
+from parloom.comparators.baselines import RULES
 from parloom.cost import units
 from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL
-from parloom.search.baselines import METHODS as BASELINES
-from parloom.search.candidates import AUTO, COMPARATORS
 from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
 from parloom.search.pins import Pin, parse_pin
 
-METHODS = (AUTO, *BASELINES, *COMPARATORS)
+METHODS = (AUTO, *RULES, RANDOM, *COMPARATORS)
 # Methods that count work; the others do what they do.
-COUNTED = (AUTO, "alpa", "flexflow")
+COUNTED = (AUTO, RANDOM, "alpa", "flexflow")
 LARGEST = 2**63 - 1
 # The least that each may be.
-COUNTS = MappingProxyType({"batch": 1, "seq": 1, "microbatches": 1, "seed": 0, "budget": 1})
+COUNTS = MappingProxyType(
+    {"batch": 1, "seq": 1, "microbatches": 1, "devices": 1, "seed": 0, "budget": 1}
+)
 
 
 def check(model: object, asked: Mapping[str, object]) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from parloom.candidates import AUTO
 from parloom.choose import Ask, Say, choose, samples
 from parloom.errors import ParloomError
 from parloom.execute.machine import machine_for
@@ -15,10 +16,9 @@ from parloom.execute.optimizers import named_optimizer
 from parloom.ir.factors import factorize
 from parloom.ir.plan import DTYPES, MICROBATCH, Plan
 from parloom.report.shortage import Change
-from parloom.search.candidates import AUTO, base_of
 from parloom.search.least import least_share
 from parloom.search.pinned import resolve
-from parloom.search.question import Wanted
+from parloom.search.question import Wanted, base_of
 
 SPEC = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^0-9].*)")
 # How often batch, microbatches or nodes are halved or doubled.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parloom import arguments
+from parloom.candidates import Candidate, Candidates, candidates
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import InfeasibleError, InputError, LayoutError, one_line
 from parloom.execute.files import read_plan
@@ -12,12 +13,13 @@ from parloom.execute.machine import Machine
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
+from parloom.ir.mesh import check_part
 from parloom.ir.microbatches import with_whole_batch
 from parloom.ir.plan import INTERRUPTED, MICROBATCH, Alternative, Decisions, Plan, Prediction
-from parloom.report.words import idle_words, splits
+from parloom.report.words import idle_words, part_words, splits
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.candidates import Candidate, Candidates, candidates
 from parloom.search.conflicts import broken
+from parloom.search.optimize import SAME
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.question import Question, Wanted
 
@@ -42,6 +44,8 @@ class NothingFitsError(InfeasibleError):
 class Ask:
     """What a plan is asked for: `plan` without decisions, on `machine`, at most `limit` bytes.
 
+    `whole` is the machine of which `machine` is the part that was asked for, all of whose devices
+    are used.
     `build` captures the model again with another batch size, dtype and number of microbatches;
     batch semantics are those of `plan`; `wanted` is for questions
     that are asked beside the user's own.
@@ -56,6 +60,12 @@ class Ask:
     budget: int | None = None
     build: Build | None = None
     wanted: Wanted = Wanted.PROOF
+    whole: Machine | None = None
+
+    def on(self, num_devices: int) -> "Ask":
+        """The same of that many of the first devices, all of which are used."""
+        part = self.machine.part(num_devices)
+        return replace(self, machine=part, whole=self.whole or self.machine)
 
     @property
     def question(self) -> Question:
@@ -73,6 +83,7 @@ class Ask:
             self.wanted,
             self.machine.predict,
             self.batch_semantics,
+            None if self.whole else lambda count: self.on(count).question,
         )
 
     @property
@@ -109,11 +120,10 @@ def _candidates(ask: Ask, say: Say) -> Candidates:
     if method in arguments.METHODS:
         return candidates(ask.question, method, say)
     decisions = read_plan(Path(method)).decisions
-    if decisions.mesh.num_ranks != cluster.num_devices:
-        raise InputError(
-            f"{method} is for {decisions.mesh.num_ranks} ranks, {cluster.name} has"
-            f" {cluster.num_devices} devices"
-        )
+    try:
+        check_part(cluster, decisions.mesh.num_ranks)
+    except InputError as error:
+        raise InputError(f"{method}: {error}") from None
     if ask.batch_semantics == MICROBATCH:
         decisions = replace(decisions, num_microbatches=ask.apart, batch_semantics=MICROBATCH)
     elif decisions.accumulates:
@@ -150,23 +160,25 @@ def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
             interrupted = True
             continue
         played.append((candidate, prediction))
-        step_s, peak = prediction.step_s, prediction.peak_bytes
-        say(f"{candidate.name}: {format_seconds(step_s)}, {format_bytes(peak)}")
+        step, peak = format_seconds(prediction.step_s), format_bytes(prediction.peak_bytes)
+        say(f"{candidate.name}: {step}, {peak}")
     fitting = [
-        (p.step_s, p.peak_bytes, i) for i, (_, p) in enumerate(played) if p.peak_bytes <= limit
+        (p.step_s, c.decisions.mesh.num_ranks, p.peak_bytes, i)
+        for i, (c, p) in enumerate(played)
+        if p.peak_bytes <= limit
     ]
     if interrupted and not fitting:
         raise KeyboardInterrupt
     if not played and refused:
         raise refused[0]
     if not fitting and proposed.exhausted:
-        raise InfeasibleError(
-            f"no plan that was found within --budget {ask.budget} fits in {format_bytes(limit)} per"
-            " device; give it more"
-        )
+        found = f"no plan that was found within --budget {ask.budget}"
+        raise InfeasibleError(f"{found} fits in {format_bytes(limit)} per device; give it more")
     if not fitting:
         raise NothingFitsError(limit, asked, played)
-    candidate, prediction = played[min(fitting)[2]]
+    step_s, _, _, index = min(fitting)
+    candidate, prediction = played[index]
+    fewest = min((n, found_s) for found_s, n, _, _ in fitting if found_s <= step_s * (1 + SAME))
     if asked.bound_s and candidate.decisions.rewrites:
         asked = replace(asked, bound_s=None, solver_gap=None)
         notes = (f"{candidate.name}: {UNBOUND}", *notes)
@@ -176,11 +188,24 @@ def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
         method=candidate.method,
         decisions=candidate.decisions,
         prediction=prediction,
+        assumptions=_assumed(ask, candidate.decisions),
         alternatives=tuple(
             Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in played
         ),
-        notes=(*stopped, *idle_words(candidate.decisions, _why_idle(ask, played)), *notes),
+        notes=(
+            *stopped,
+            *part_words(ask.machine.cluster, candidate.decisions, step_s, *fewest),
+            *idle_words(candidate.decisions, _why_idle(ask, played)),
+            *notes,
+        ),
     )
+
+
+def _assumed(ask: Ask, decisions: Decisions) -> tuple[str, ...]:
+    """What is assumed of the devices that a plan uses, in place of all: processes share cores."""
+    of_all = ask.machine.loaded.assumptions
+    of_part = ask.machine.part(decisions.mesh.num_ranks).loaded.assumptions
+    return (*of_part, *(line for line in ask.plan.assumptions if line not in of_all))
 
 
 def _why_idle(ask: Ask, played: Sequence[tuple[Candidate, Prediction]]) -> str:
@@ -211,4 +236,5 @@ def predict(ask: Ask, decisions: Decisions, factored: Factored) -> Prediction:
     rewrites = decisions.rewrites
     graph = rewritten(ask.graph, rewrites)
     pcg = lower(graph, decisions, factored=None if rewrites else factored)
-    return ask.machine.predict(pcg, decisions, ask.plan.optimizer)
+    machine = ask.machine.part(decisions.mesh.num_ranks)
+    return machine.predict(pcg, decisions, ask.plan.optimizer)

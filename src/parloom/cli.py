@@ -96,10 +96,8 @@ PIN = (
     " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
 )
 FORBID = "No plan that holds this; written like --pin."
-SEMANTICS = (
-    "global: the loss of the whole batch. microbatch: the mean of those of the microbatches, each"
-    " computed by itself (batch norm, capacities, token counts), as gradient accumulation does."
-)
+SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
+DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
 BUDGET = "End the search after so many solved programs and simulated steps."
 GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[
@@ -123,6 +121,7 @@ def plan(
     ] = None,
     method: Method = "auto",
     memory: Memory = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help=DEVICES)] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches a step.")] = None,
     batch_semantics: Annotated[
         str, typer.Option(metavar="global|microbatch", help=SEMANTICS)
@@ -159,6 +158,7 @@ def plan(
         "cluster": cluster,
         "method": method,
         "memory": memory,
+        "devices": devices,
         "microbatches": microbatches,
         "calibration": calibration,
         "pin": pin or [],
@@ -185,7 +185,8 @@ def _plan(
     from parloom.execute.machine import machine_for
     from parloom.report import terminal
 
-    there = machine_for(cluster, searched["calibration"]).cluster
+    devices = searched["devices"]
+    there = machine_for(cluster, searched["calibration"], num_devices=devices).cluster
     arguments.check_on(there, captured | searched)
     check_folder(out or Path("runs"))
     started = time.monotonic()
@@ -317,6 +318,7 @@ def simulate(
 ) -> None:
     """Play one step of the plan: what is busy, what is waited for, and memory over time."""
     from parloom import api
+    from parloom.execute.machine import cluster_of
     from parloom.report import timeline
     from parloom.report.words import title_words, uncalibrated_words
 
@@ -332,7 +334,7 @@ def simulate(
     if as_json:
         show_json(timeline.timeline_document(played, [name], written, source))
         return
-    title = title_words(chosen, resolve_cluster(chosen.cluster).cluster)
+    title = title_words(chosen, cluster_of(chosen))
     _print(timeline.timeline_screen(played, title, [name], source))
     if written is not None:
         _print(f"trace {written}: open it in ui.perfetto.dev")

@@ -99,7 +99,7 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
             try:
                 microbatches = count if count > 1 else None
                 ask = Ask(asked, graph, machine, limit or UNLIMITED, microbatches)
-                found = choose(ask, say)
+                found = choose(ask.on(machine.cluster.num_devices), say)
             except InfeasibleError as error:
                 say(f"{versus}: {error}")
                 continue

@@ -350,6 +350,50 @@ class Checkpointed(Stack):
         return x
 
 
+class Settling(Stack):
+    """The first call fills in a default that every layer could read."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers)
+        self.defaults: dict[str, str] = {}
+        for layer in layers:
+            layer.defaults = self.defaults
+
+    def run(self, x: Tensor) -> Tensor:
+        self.defaults.setdefault("problem", "regression")
+        return super().run(x)
+
+
+class Unsettled(Settling):
+    """A layer does something else once the first call has filled in its default."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = Stack.run(self, x)
+        self.defaults.setdefault("problem", "regression")
+        return x
+
+
+class Reading(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.defaults else 1.0)
+
+
+class Decaying(Stack):
+    """The loss reads a weight of every layer."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer.up.weight.square().sum()
+        return super().loss(x)
+
+
+def tied() -> Stack:
+    model = Stack(rows())
+    model.layers[4].up.weight = model.layers[1].up.weight
+    model.layers[5].up.bias = model.layers[3].up.bias
+    return model
+
+
 def of_owner() -> Stack:
     owner: list[Stack] = []
     owner.append(Stack([Last(i, owner) for i in range(DEPTH)]))
@@ -400,6 +444,9 @@ HONEST: dict[str, Callable[[], Stack]] = {
     "one in evaluation mode": evaluated,
     "autocast around one": lambda: Casting(rows()),
     "context variable": lambda: Varying(rows()),
+    "default that is filled in": lambda: Settling(rows()),
+    "weights in the loss": lambda: Decaying(rows()),
+    "tied weights": tied,
 }
 DECEIVING: dict[str, Callable[[], Stack]] = {
     "index in arithmetic": lambda: Stack(rows(Scaled)),
@@ -423,6 +470,7 @@ DECEIVING: dict[str, Callable[[], Stack]] = {
     "mask of one": lambda: Masking(rows(Attending)),
     "cached table": lambda: Stack(rows(Cached)),
     "constants": lambda: Stack(rows(Constant)),
+    "default that layers read": lambda: Unsettled(rows(Reading)),
 }  # fmt: skip
 
 

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import parloom
 from parloom.capture import capture
+from parloom.comparators.baselines import random_plan
 from parloom.ir.graph import Call, Graph
 from parloom.ir.mesh import grid
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.text import parse_graph, print_graph
 from parloom.report.words import checkpoint_words
-from parloom.search.baselines import random_plan
 from tests.capture.models import Batch, assert_equal, gpt2, llama
 from tests.dist import lowered
 from tests.equality import TOLERANCE

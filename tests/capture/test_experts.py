@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import CaptureError, LayoutError
 from parloom.execute.reference import evaluate
@@ -21,13 +22,14 @@ from parloom.ir.mesh import grid
 from parloom.ir.moves import Step
 from parloom.ir.ops.experts import NAME, rows_per_expert
 from parloom.ir.pcg import PCG, Movement
-from parloom.ir.plan import Decisions, NodeDecision
+from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_pcg
-from parloom.search.baselines import METHODS, random_plan
 from tests.dist import lowered
 from tests.equality import TOLERANCE
 
+# One worker captures the models for both files of experts.
+pytestmark = pytest.mark.xdist_group("experts")
 torch.set_num_threads(1)
 
 SIZES = {
@@ -61,9 +63,19 @@ def _deepseek_v3() -> nn.Module:
     return model
 
 
+def _qwen3_moe() -> nn.Module:
+    sizes = transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=4, moe_intermediate_size=12, head_dim=4, decoder_sparse_step=1,
+        output_router_logits=True, router_aux_loss_coef=0.1,
+    )  # fmt: skip
+    model: nn.Module = transformers.Qwen3MoeForCausalLM(sizes)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "mixtral": (_mixtral, 2),
     "qwen2_moe": (_qwen2_moe, 2),
+    "qwen3_moe": (_qwen3_moe, 2),
     "deepseek_v3": (_deepseek_v3, 1),
 }
 
@@ -146,7 +158,7 @@ def test_random_plans_are_equal(name: str, seed: int) -> None:
 def experts_over(model: lowered.Model, factors: dict[str, tuple[str, ...]]) -> Decisions:
     """A plan that splits nothing but the mixtures."""
     nodes = tuple(NodeDecision(key, tuple(factors.items())) for key in mixtures(model.graph))
-    return Decisions(grid({"x": 2, "y": 2}), nodes)
+    return Decisions(one_stage(grid({"x": 2, "y": 2})), nodes)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +170,9 @@ def experts_over(model: lowered.Model, factors: dict[str, tuple[str, ...]]) -> D
         {"e": ("x",), "t00": ("y",)},
         {"k": ("x",), "t01": ("y",)},
         {"o": ("x",), "e": ("y",)},
+        {"t00": ("x",), "e": ("x",), "k": ("y",)},
+        {"t00": ("y", "x"), "e": ("x", "y")},
+        {"t00": ("x",), "t01": ("y",), "e": ("y",)},
     ],
     ids=str,
 )

@@ -25,6 +25,10 @@ class Spelled(nn.Module):
         causal = columns <= rows
         same = segment[:, None, :, None] == segment[:, None, None, :]
         sample = torch.arange(self.batch).view(-1, 1, 1, 1)
+        place = torch.arange(ROWS)
+        document = (key.diff(prepend=key[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        in_one = document[sample, place[:, None]] == document[sample, place]
+        table = key + (torch.arange(self.batch)[:, None] == 3) * (key == 2)
         return {
             "causal": causal,
             "packed": (causal & same).expand(self.batch, 1, ROWS, ROWS),
@@ -34,6 +38,8 @@ class Spelled(nn.Module):
             "one sample": causal & ((sample != 3) | (columns > 0)),
             "one element": causal & ((sample != 3) | (columns != 2) | (rows != 7)),
             "transposed": rows <= columns,
+            "looked up": in_one & (key[sample, place] <= key[sample, place[:, None]]),
+            "looked up in another": causal & (table[sample, place] <= key[sample, place[:, None]]),
             "by rows": (rows > 3).expand(self.batch, 1, ROWS, ROWS),
         }[self.spelling]
 
@@ -41,6 +47,7 @@ class Spelled(nn.Module):
 MEANING = {
     "causal": CAUSAL, "packed": CAUSAL, "copied": CAUSAL, "everything": NOTHING, "window": None,
     "one sample": None, "one element": None, "transposed": None, "by rows": None,
+    "looked up": CAUSAL, "looked up in another": None,
 }  # fmt: skip
 
 
@@ -60,7 +67,7 @@ def test_masks_mean_what_they_are(spelling: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("spelling", ["causal", "packed", "copied", "window"])
+@pytest.mark.parametrize("spelling", ["causal", "packed", "copied", "window", "looked up"])
 def test_equal_samples_take_the_memory_of_one(spelling: str) -> None:
     masks, node, _ = masks_of(spelling, 64)
     masks.meaning(node)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from parloom.capture import build, capture
+from parloom.capture.aside import Aside
 from parloom.capture.program import trace
 from parloom.capture.repeats import First, Repeats
 from parloom.capture.state.alike import Found
@@ -22,7 +23,7 @@ class Whole(Repeats):
     """The whole model is traced."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+        super().__init__(model, run=None)
         self.kinds.clear()
 
 
@@ -35,8 +36,8 @@ def captured(monkeypatch: pytest.MonkeyPatch, make: Make, training: bool) -> tup
     whole: list[bool] = []
 
     class Noted(Repeats):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__(model)
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
             made.append(self)
 
     def traced(*given: Any) -> Any:
@@ -44,7 +45,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, make: Make, training: bool) -> tup
         return trace(*given)
 
     monkeypatch.setattr(build, "trace", traced)
-    texts = []
+    texts: list[str] = []
     for kind in (Noted, Whole):
         monkeypatch.setattr(build, "Repeats", kind)
         torch.manual_seed(0)
@@ -52,7 +53,9 @@ def captured(monkeypatch: pytest.MonkeyPatch, make: Make, training: bool) -> tup
             texts.append(print_graph(capture(make(), batch(), training=training)))
         except CaptureError as error:
             texts.append(str(error))
-    return texts[0], texts[1], 0 if whole[:-1] == [False, True] else made[0].repeated
+        if whole[-1] and not texts[1:]:
+            return texts[0], texts[0], 0  # it was traced whole
+    return texts[0], texts[1], made[-1].repeated
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -83,5 +86,40 @@ def test_a_guard_that_sees_nothing_is_deceived(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(First, "is_like", lambda self, found, nested: True)
     monkeypatch.setattr(Found, "is_unchanged", lambda self, before: True)
     short, whole, repeated = captured(monkeypatch, DECEIVING[name], training=True)
+    assert repeated > 0
+    assert short != whole
+
+
+@pytest.mark.parametrize("name", ["plain", "tied weights", "default that is filled in"])
+def test_parameters_of_repeated_layers_are_no_inputs_of_the_trace(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = HONEST[name]()
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    programs = []
+
+    def traced(*given: Any) -> Any:
+        programs.append(trace(*given).program)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "trace", traced)
+    with pytest.raises(KeyboardInterrupt):
+        capture(model, batch())
+    parameters = set(programs[0].graph_signature.parameters)
+    assert "model.layers.1.up.bias" in parameters
+    assert "model.layers.3.up.bias" not in parameters
+    assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == before
+
+
+def test_another_parameter_in_the_place_of_one_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: every layer that is not traced reads one layer's parameters."""
+    real = Aside.__init__
+
+    def confused(self: Aside, *given: Any) -> None:
+        real(self, *given)
+        self.names = {key: name.replace(".5.", ".3.") for key, name in self.names.items()}
+
+    monkeypatch.setattr(Aside, "__init__", confused)
+    short, whole, repeated = captured(monkeypatch, HONEST["plain"], training=True)
     assert repeated > 0
     assert short != whole

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import parloom
 from parloom.capture import capture, fingerprint, scalars_apart
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import CaptureError, InputError
 from parloom.ir.graph import Call, Graph
 from parloom.ir.mesh import grid
 from parloom.ir.text import parse_graph, print_graph
-from parloom.search.baselines import METHODS, random_plan
 from tests.capture.models import Batch, assert_equal
 from tests.dist import lowered
 from tests.equality import TOLERANCE
@@ -286,7 +286,9 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
 def test_frozen_weights_are_stored_in_parts_and_have_no_gradient(tmp_path: Path) -> None:
     path = tmp_path / "factory_of_lora.py"
     path.write_text(FACTORY.format(name="lora"))
-    plan = parloom.plan(f"{path}:build", cluster="4xcpu", method="fsdp")
+    plan = parloom.plan(
+        f"{path}:build", cluster="4xcpu", devices=4, method="fsdp", pin=["*=weights:sharded"]
+    )
     graph = parse_graph(plan.graph)
     stored = {p.name: p.weight.axes for p in plan.decisions.parameters}
     assert stored == {i.target: ("data",) for i in graph.of_kind("parameter")}
@@ -371,7 +373,7 @@ def build():
 def test_plans_say_so(name: str, line: str, tmp_path: Path) -> None:
     path = tmp_path / "factory_of_semantics.py"
     path.write_text(FACTORY.format(name=name))
-    plan = parloom.plan(f"{path}:build", cluster="4xcpu", method="fsdp")
+    plan = parloom.plan(f"{path}:build", cluster="4xcpu", devices=4, method="fsdp")
     assert any(text.startswith(line) for text in (*plan.assumptions, *plan.notes))
     asked = {a.prefix: a.policy for a in plan.decisions.activations}
     assert asked == dict.fromkeys(capture(*globals_of(name)).recompute, "recompute")

@@ -1,7 +1,7 @@
 """Small captured models, widened to float64, with weights, a batch and the reference's outcome."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -15,8 +15,10 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph, widened
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, grid
+from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import Decisions
 from tests.equality import Outcome, difference, parallel
+from tests.zoo_sizes import small
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 MESHES: dict[str, Mesh] = {"2x2": grid({"x": 2, "y": 2}), "2x3": grid({"x": 2, "y": 3})}
@@ -102,6 +104,18 @@ def _mixtral() -> Built:
     return MixtralForCausalLM(sizes).train(), _tokens(24)
 
 
+def routed(graph: Graph, plan: Decisions, axes: tuple[str, ...]) -> Decisions:
+    """`plan` with the experts of all mixtures on `axes`, whose tokens are there, too."""
+    mixtures = {key for key, node in graph.unfolded() if node.op == EXPERTS}
+    nodes = tuple(
+        replace(n, factors=(*(f for f in n.factors if f[0] != "e"), ("e", axes)))
+        if n.key in mixtures
+        else n
+        for n in plan.nodes
+    )
+    return replace(plan, nodes=nodes)
+
+
 def _tokens(vocabulary: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (12, 12), generator=generator)
@@ -123,6 +137,13 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "hf_llama": _llama,
     "hf_mixtral": _mixtral,
 }
+
+
+@cache
+def small_graph(name: str) -> Graph:
+    """The training program of a model of `zoo_sizes.small`, captured once per process."""
+    module, batch = small(name)
+    return capture(module, batch)
 
 
 @cache

@@ -36,12 +36,15 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """`data` and `tensor` axes; `storage` of every parameter over the data axes."""
+    """`data` and `tensor` axes; `storage` of every parameter over the data axes, or in `chunks`:
+    the axes of weights, gradients and states.
+    """
 
     data: tuple[str, ...] = ()
     tensor: tuple[str, ...] = ()
     storage: str = "replicated"
     storage_axes: tuple[str, ...] | None = None
+    chunks: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None = None
     recompute: bool = False
     late_loss: bool = False
 
@@ -112,6 +115,8 @@ def program(mesh: rt.Mesh, layout: Layout, dtype: str = "float64", **changes: An
             "zero2": rt.Storage((), axes, axes),
             "zero3": rt.Storage(axes, axes, axes),
         }[layout.storage]
+        if layout.chunks is not None:
+            triple = rt.Storage(*layout.chunks)
         # Some along dim 1, some uneven.
         if name == "down.weight":
             triple = replace(triple, dim=1)

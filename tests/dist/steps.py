@@ -18,7 +18,10 @@ def program(
     """The nodes for gradients that are partial over `reduce`, by parameter name."""
     specs = {spec.name: spec for spec in parameters}
     unit_of = {name: unit for unit, names in units.items() for name in names}
-    gathers, scatters, reductions, publications = [], [], [], []
+    gathers: list[rt.StepNode] = []
+    scatters: list[rt.StepNode] = []
+    reductions: list[rt.StepNode] = []
+    publications: list[rt.StepNode] = []
     for unit, names in units.items():
         for name in names:
             axes = specs[name].storage.weight
@@ -28,23 +31,26 @@ def program(
     for name, spec in specs.items():
         if not spec.trainable:
             continue
-        left, stored = reduce[name], spec.storage
-        when = "microbatch" if stored.gradient else "step"
+        stored = spec.storage
         unit_or_none = unit_of[name] if stored.weight else None
         size = 0 if stored.weight else BUCKET_BYTES
-        if stored.gradient and set(stored.gradient) <= set(left):
-            axes = stored.gradient
-            left = tuple(a for a in left if a not in axes)
-            node = rt.StepNode("REDUCE", "reduce_scatter", axes, (name,), when, unit_or_none, size)
-            scatters.append(node)
-        if left:
-            node = rt.StepNode("REDUCE", "all_reduce", left, (name,), when, unit_or_none, size)
-            reductions.append(node)
-        if stored.optimizer and not stored.weight:
-            axes = stored.optimizer
-            node = rt.StepNode("GATHER", "all_gather", axes, (name,), bucket_bytes=size)
+        gradient, state = stored.gradient, stored.optimizer
+        each = tuple(a for a in gradient if a in reduce[name])
+        once = tuple(a for a in state[len(gradient) :] if a in reduce[name])
+        rest = tuple(a for a in reduce[name] if a not in state)
+        for kind, axes, when, found in (
+            ("reduce_scatter", each, "microbatch", scatters),
+            ("reduce_scatter", once, "step", scatters),
+            ("all_reduce", rest, "step", reductions),
+        ):
+            if axes:
+                found.append(rt.StepNode("REDUCE", kind, axes, (name,), when, unit_or_none, size))
+        apart = state[len(stored.weight) :]
+        if apart:
+            node = rt.StepNode("GATHER", "all_gather", apart, (name,), bucket_bytes=size)
             publications.append(node)
     ends = [rt.StepNode("STEP", "gradient_norm", ()), rt.StepNode("STEP", "update", ())]
+    scatters.sort(key=lambda node: node.when)  # those of a microbatch first
     nodes = [gathers, scatters, reductions, ends, publications]
     return tuple(n for part in nodes for n in _merged(part))
 

@@ -9,9 +9,10 @@ import pytest
 from parloom import answer, api, choose
 from parloom.arguments import METHODS
 from parloom.errors import GapError, InfeasibleError, InputError
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Plan, Prediction
 from parloom.ir.plan_json import plan_to_json
 from parloom.search import optimize
+from parloom.search.question import Question
 
 CLUSTER = "2x2xcpu"
 MIB = 2**20
@@ -168,29 +169,27 @@ def test_a_plan_file_that_does_not_hold_a_pin(free: Plan, captured: api.Captured
         api.search(captured, cluster=CLUSTER, method=str(path), pin=["*=replicated"])
 
 
-@pytest.mark.parametrize("played", [0, 1])
-def test_ctrl_c_while_candidates_are_played_keeps_those_that_were(
+@pytest.mark.parametrize("played", [0, 6])
+def test_ctrl_c_while_rules_are_simulated_keeps_those_that_were(
     captured: api.Captured, monkeypatch: pytest.MonkeyPatch, played: int
 ) -> None:
-    """What the search proposes was simulated before; without it there may be nothing to keep."""
-    predict, count = choose.predict, iter(range(100))
+    predict, count = Question.predict, iter(range(100))
 
-    def interrupted(*given: object) -> object:
-        if next(count) == played:
+    def interrupted(question: Question, *given: Any) -> Prediction:
+        if next(count) >= played:
             raise KeyboardInterrupt
-        return predict(*given)  # type: ignore[arg-type]
+        return predict(question, *given)
 
-    monkeypatch.setattr(choose, "predict", interrupted)
-    found = api.search(captured, cluster=CLUSTER)
-    assert found.interrupted
-    names = [other.name for other in found.alternatives]
-    assert names[:played] == ["data_parallel (data=4)"][:played]
-    assert names[played:]
-    assert all(name.startswith("auto") for name in names[played:])
-    count = iter(range(played, 100))
+    monkeypatch.setattr(Question, "predict", interrupted)
     if not played:
         with pytest.raises(KeyboardInterrupt):
-            api.search(captured, cluster=CLUSTER, method="fsdp")
+            api.search(captured, cluster=CLUSTER)
+        return
+    found = api.search(captured, cluster=CLUSTER)
+    assert found.interrupted
+    assert found.prediction is not None
+    assert found.alternatives
+    assert not any(other.name.startswith("auto") for other in found.alternatives)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -202,8 +201,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         if count < number:
             run(driver)
             return
-        driver.meshes = driver.meshes[:1]
-        driver.counts = driver.counts[:1]
+        driver.contexts.meshes = driver.contexts.meshes[:1]
+        driver.contexts.counts = driver.contexts.counts[:1]
         run(driver)
         assert count == number, "a search after Ctrl-C"
         raise KeyboardInterrupt

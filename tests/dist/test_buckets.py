@@ -19,24 +19,32 @@ MESH = rt.grid({"x": 2, "y": 2})
 def recorded(
     made: rt.Program, monkeypatch: pytest.MonkeyPatch, steps: int = 2
 ) -> list[list[tuple[str, Any]]]:
-    """Per step of rank 0: all-reduces by number of elements, gradients by name, in order."""
+    """Per step of rank 0: all-reduces by number of elements, reduce-scatters by that of a chunk,
+    gradients by name, in order.
+    """
     events: list[list[tuple[str, Any]]] = []
-    all_reduce = ThreadGroup.all_reduce
+    all_reduce, reduce_scatter = ThreadGroup.all_reduce, ThreadGroup.reduce_scatter
 
     def recording(group: ThreadGroup, tensor: Tensor, op: str = "sum") -> Any:
         if events and group in mine:
             events[-1].append(("reduce", tensor.numel()))
         return all_reduce(group, tensor, op)
 
+    def scattering(group: ThreadGroup, output: Tensor, tensor: Tensor) -> Any:
+        if events and group in mine:
+            events[-1].append(("scatter", output.numel()))
+        return reduce_scatter(group, output, tensor)
+
     mine: list[Any] = []
     monkeypatch.setattr(ThreadGroup, "all_reduce", recording)
+    monkeypatch.setattr(ThreadGroup, "reduce_scatter", scattering)
     # Hooks are refused to users; these only look on.
     monkeypatch.setattr(Untouched, "check", lambda *_: None)
 
     def body(comm: rt.Comm) -> None:
         one = rt.Trainer(made, mlp.model().state_dict(), optimizer=mlp.sgd, comm=comm)
         if comm.rank == 0:
-            mine.extend(comm.group(node.axes) for node in made.nodes("REDUCE"))
+            mine.extend(comm.group(node.axes) for node in made.step if node.action == "REDUCE")
             for held in one.store.helds.values():
                 if held.weight is not None and held.spec.trainable:
                     held.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -85,6 +93,34 @@ def test_only_the_last_microbatch_reduces(monkeypatch: pytest.MonkeyPatch) -> No
     for events in recorded(made, monkeypatch):
         reduced = [size for kind, size in events if kind == "reduce"]
         assert reduced == [1, 1, 1, total]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "scattered", "reduced"),
+    [
+        (((), (), ("x", "y")), [4], []),  # ZeRO-1: once, of the sum over microbatches
+        (((), ("x", "y"), ("x", "y")), [4, 4, 4], []),
+        (((), ("x",), ("x", "y")), [2, 2, 2, 4], []),  # within x each time, then within y
+        (((), (), ("x",)), [2], [2]),  # only the chunk is all-reduced
+        (((), ("x",), ("x",)), [2, 2, 2], [2]),
+    ],
+)
+def test_gradients_are_scattered_to_their_owners(
+    chunks: Any, scattered: list[int], reduced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In how many parts the chunks are that each collective leaves."""
+    made = mlp.program(mlp.with_time(MESH, 3), mlp.Layout(("x", "y"), chunks=chunks))
+    trained = [s for s in made.parameters if s.trainable and s.name != "unused"]
+
+    def total(parts: int) -> int:
+        finest = made.mesh.size(chunks[-1])
+        rows = [(made_numel(made, s.name), s.shape[s.storage.dim]) for s in trained]
+        return sum(n // size * -(-size // finest) * (finest // parts) for n, size in rows)
+
+    for events in recorded(made, monkeypatch):
+        assert [n for kind, n in events if kind == "scatter"] == [total(p) for p in scattered]
+        sizes = [n for kind, n in events if kind == "reduce" and n > 1]  # without losses
+        assert sizes == [total(p) for p in reduced]
 
 
 def test_other_reduce_axes_go_into_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from parloom.capture import capture, parameters_of
 from parloom.execute.program import compile_pcg
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import one_stage, Decisions
 
 STEPS = 4
 
@@ -46,7 +46,7 @@ def batch(step: int) -> Tensor:
 
 def trainer(model: nn.Module) -> rt.Trainer:
     graph = capture(model, {"x": batch(0)})
-    program = compile_pcg(lower(graph, Decisions(grid({"x": 1}))), "buffers").program
+    program = compile_pcg(lower(graph, Decisions(one_stage(grid({"x": 1})))), "buffers").program
     tensors = {n: t.detach().clone() for n, t in parameters_of(model, graph).items()}
     return rt.Trainer(program, tensors, optimizer=sgd, comm=rt.SingleComm(program.mesh))
 

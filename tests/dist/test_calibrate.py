@@ -28,7 +28,7 @@ from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import PCG, Compute
-from parloom.search.baselines import METHODS
+from parloom.comparators.baselines import METHODS
 from tests.zoo_sizes import small
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_the_command_writes_what_plans_and_simulations_take(
     assert f"parloom plan MODEL --cluster C --calibration {quick}" in capsys.readouterr().out
     assert sorted(quick.parent.iterdir()) == [quick]
     given = ["--calibration", str(quick)]
-    planned = ["plan", spec, "--cluster", "2xcpu", "--method", "data_parallel"]
+    planned = ["plan", spec, "--cluster", "2xcpu", "--devices", "2", "--method", "data_parallel"]
     assert cli.main([*planned, "--out", "run", *given]) == 0
     assert "(from measured operators; likely " in capsys.readouterr().out
     assert cli.main(["simulate", "run", "--json", *given]) == 0

@@ -6,7 +6,7 @@ import torch
 from parloom.cost.clusters import load_cluster
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer
-from parloom.search.candidates import COMPARATORS
+from parloom.candidates import COMPARATORS
 from parloom.search.question import Question
 from tests.dist import lowered
 from tests.equality import TOLERANCE
@@ -20,7 +20,7 @@ def plans(method: str, name: str, cluster: str = CLUSTER) -> list[Decisions]:
     there = load_cluster(cluster)
     graph = lowered.model(name).graph
     asked = Question(graph, there, Optimizer(), there.device.memory_bytes, budget=150)
-    return list(COMPARATORS[method](asked, Decisions(Mesh(())), lambda text: None))
+    return list(COMPARATORS[method](asked, Decisions(), lambda text: None))
 
 
 @pytest.mark.parametrize("name", ["mlp", "dlrm", "cnn", "gpt"])

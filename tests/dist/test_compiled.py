@@ -17,9 +17,10 @@ from parloom.errors import InputError, VerifyError
 from parloom.execute.program import Compiled, compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
-from parloom.search.baselines import METHODS
+from parloom.comparators.baselines import METHODS
 from tests.dist import lowered
 
+ROUTED = "experts by all_to_all"
 BACKEND = "aot_eager"  # all of torch.compile but the kernels, which would round in another order
 STEPS = 3
 SIZES: dict[str, Any] = {"seq": 8, "vocab": 16, "width": 16, "depth": 3, "heads": 2}
@@ -37,7 +38,10 @@ def case(model: str, method: str, microbatches: int = 1) -> Case:
     """A program for two ranks, its weights, its batch."""
     module, batch = lowered.BUILDERS[model]()
     graph = capture(module, batch)
-    plans = list(METHODS[method](graph, resolve_cluster("2xH100").cluster, microbatches, 0))
+    rule = "data_parallel" if method == ROUTED else method
+    plans = list(METHODS[rule](graph, resolve_cluster("2xH100").cluster, microbatches, 0))
+    if method == ROUTED:
+        plans = [lowered.routed(graph, plan, ("data",)) for plan in plans]
     tensors = {n: t.detach().clone() for n, t in parameters_of(module, graph).items()}
     return compile_pcg(lower(graph, plans[-1]), f"{model} {method}"), tensors, batch
 
@@ -89,6 +93,7 @@ def whole(model: str, method: str) -> tuple[Tensor, Tensor]:
         ("hf_gpt2", "fsdp", 1),
         ("hf_gpt2", "data_parallel", 6),
         ("hf_mixtral", "megatron", 1),
+        ("hf_mixtral", ROUTED, 1),
     ],
 )
 def test_compiled_blocks_train_alike(model: str, method: str, microbatches: int) -> None:

@@ -163,7 +163,7 @@ def test_plan_refuses_what_capture_did_not_see(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_plan_and_verify_say_what_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = api.plan(f"{FILE}:double", cluster="2xcpu", method="data_parallel")
+    plan = api.plan(f"{FILE}:double", cluster="2xcpu", devices=2, method="data_parallel")
     line = "the captured program equals the module itself (4 calls, float64, limit 1e-09)"
     assert line in plan.assumptions
     report = prove(plan, small=False, progress=lambda text: None)
@@ -188,7 +188,7 @@ def test_a_model_without_a_small_copy_is_compared_in_a_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api, "PLAN", replace(eager.PLAN, weights=100))
-    plan = api.plan(f"{FILE}:double", cluster="2xcpu", method="data_parallel")
+    plan = api.plan(f"{FILE}:double", cluster="2xcpu", devices=2, method="data_parallel")
     line = next(line for line in plan.notes if "not compared with the module itself" in line)
     assert "at most 0 M and 10 are compared here, more in `parloom verify`" in line
     found = prove(plan, small=False, progress=lambda text: None).eager

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from parloom import runtime as rt
 from parloom import zoo
 from parloom.capture import capture, parameters_of
+from parloom.cost.clusters import load_cluster
 from parloom.execute.program import Compiled, evaluation_program, training_program
 from parloom.execute.reference import evaluate
 from parloom.ir.factors import factorize
@@ -19,12 +20,11 @@ from parloom.ir.graph import Graph, widened
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, Movement
-from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.plan import one_stage, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import print_graph
 from parloom.rewrite.pad import paddings
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.baselines import batch_seeds, random_plan
-from parloom.search.spread import decisions, spread, unfold
+from parloom.comparators.baselines import data_parallel, random_plan
 
 TOLERANCE = 1e-9
 Tensors = dict[str, Tensor]
@@ -184,7 +184,7 @@ def test_padded_classes_are_cut_where_evaluation_reads_them_otherwise(microbatch
     for seed in range(3):
         drawn = random_plan(graph, factorize(graph), MESHES["2x2"], seed, microbatches)
         plan = Decisions(
-            drawn.mesh,
+            drawn.stages,
             drawn.nodes,
             drawn.parameters,
             num_microbatches=microbatches,
@@ -196,10 +196,8 @@ def test_padded_classes_are_cut_where_evaluation_reads_them_otherwise(microbatch
 def test_the_operators_of_evaluation_alone_lie_like_their_neighbours() -> None:
     """Batch norm by running statistics and the pool take samples as they come: nothing moves."""
     model = modes("two_modes")
-    mesh = grid({"data": 4})
-    program = unfold(model.training, factorize(model.training), mesh)
-    nodes = decisions(program, spread(program, batch_seeds(model.training, mesh)))
-    training, evaluation = model.programs(Decisions(mesh, nodes))
+    (plan,) = data_parallel(model.training, load_cluster("4xcpu"))
+    training, evaluation = model.programs(plan)
     assert evaluation.program.inputs == training.program.inputs  # a rank's own samples serve both
     assert moved(evaluation.pcg) == []
     assert evaluation.pcg.outputs[0][1].layout == Layout((Shard("data", 0, 3),))
@@ -234,7 +232,7 @@ def test_parameters_are_read_where_they_are_stored() -> None:
     first, second = [key for key, node in training.unfolded() if node.op == "linear"]
     model = Modes(training, evaluation, parameters_of(module, training), batch)
     nodes = (NodeDecision(first, (("k", ("x",)),)), NodeDecision(second, (("n", ("x",)),)))
-    compiled = model.programs(Decisions(grid({"x": 2}), nodes))
+    compiled = model.programs(Decisions(one_stage(grid({"x": 2})), nodes))
     homes = {p.input.target: p.layout for p in compiled[0].pcg.parameters}
     assert homes["up"] == Layout((Shard("x", 0, 8),))
     assert {p.input.target: p.layout for p in compiled[1].pcg.parameters} == homes

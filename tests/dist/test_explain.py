@@ -24,15 +24,15 @@ def captured() -> api.Captured:
 
 
 def test_plans_are_compared_with_methods_and_files(captured: api.Captured, tmp_path: Path) -> None:
-    plan = api.search(captured, cluster="4xcpu", method="megatron")
+    plan = api.search(captured, cluster="4xcpu", devices=4, method="megatron")
     assert plan.prediction is not None
     document = api.explain(plan).document
     assert document["step_s"] == plan.prediction.step_s
     assert document["peak"]["bytes"] == plan.prediction.peak_bytes
     said: list[str] = []
     other = api.explain(plan, versus="fsdp", progress=said.append).document
-    assert said[-1].startswith("fsdp (data=4): ")
-    parloom.save(api.search(captured, cluster="4xcpu", method="fsdp"), tmp_path)
+    assert said[-1].startswith("fsdp (data=4), ZeRO-")
+    parloom.save(api.search(captured, cluster="4xcpu", devices=4, method="fsdp"), tmp_path)
     again = api.explain(plan, versus=str(tmp_path)).document
     assert again["causes"] == other["causes"]
     assert again["versus"]["name"] == str(tmp_path)
@@ -52,7 +52,7 @@ def test_times_of_a_calibrated_plan_are_not_those_of_data_sheets(captured: api.C
         assert versus or answer.document["bound_s"] == (None if said else plan.bound_s)
         return [line for line in said if line.startswith("warning: ")]
 
-    plan = replace(api.search(captured, cluster="4xcpu", method="fsdp"), bound_s=1e-3)
+    plan = replace(api.search(captured, cluster="4xcpu", devices=4, method="fsdp"), bound_s=1e-3)
     assert said_of(plan) == said_of(plan, "megatron") == []
     assert plan.prediction is not None
     measured = replace(plan.prediction, source="measured", step_s=0.5)
@@ -64,9 +64,9 @@ def test_times_of_a_calibrated_plan_are_not_those_of_data_sheets(captured: api.C
 
 
 def test_plans_of_another_model_are_not_compared(captured: api.Captured, tmp_path: Path) -> None:
-    plan = api.search(captured, cluster="4xcpu", method="fsdp")
+    plan = api.search(captured, cluster="4xcpu", devices=4, method="fsdp")
     small = api.capture("zoo:mlp", batch=32)
-    parloom.save(api.search(small, cluster="4xcpu", method="fsdp"), tmp_path)
+    parloom.save(api.search(small, cluster="4xcpu", devices=4, method="fsdp"), tmp_path)
     with pytest.raises(FingerprintError, match="only plans of one model"):
         api.explain(plan, versus=str(tmp_path))
 
@@ -102,7 +102,7 @@ def assert_whole(screen: RenderableType, width: int) -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_screens_are_whole_on_narrow_terminals(captured: api.Captured, width: int) -> None:
-    plan = api.search(captured, cluster="2x2xcpu", method="megatron")
+    plan = api.search(captured, cluster="2x2xcpu", devices=4, method="megatron")
     cluster = resolve_cluster(plan.cluster)
     names = ("layers.0:linear#0", "layers.0.weight", "relu", "layers.0", "labels")
     screens = [api.explain(plan, name=name).screen for name in names]

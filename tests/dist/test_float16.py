@@ -20,8 +20,8 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.ir.plan import Decisions
-from parloom.search.baselines import METHODS, random_plan
+from parloom.ir.plan import one_stage, Decisions
+from parloom.comparators.baselines import METHODS, random_plan
 from tests.dist.grad_scaler import DECAY, Batches, Run, by_torch, check, train
 from tests.zoo_sizes import small
 
@@ -162,7 +162,7 @@ def test_losses_are_float32(name: str) -> None:
     loss.load_state_dict({n: t.float() for n, t in model.state_dict().items()})
     one = loss(**wide).item()
     scale = rt.LossScale(scale=2.0**10)  # under 2.0**16 gradients of sums overflow
-    chosen = replace(Decisions(grid({"x": 1})), **LOW)  # type: ignore[arg-type]
+    chosen = replace(Decisions(one_stage(grid({"x": 1}))), **LOW)  # type: ignore[arg-type]
     (run,) = parallel(graph, chosen, model, [batch], scale)
     assert run.losses == pytest.approx([one], rel=4e-3)
     assert run.skipped == [False]
@@ -171,7 +171,7 @@ def test_losses_are_float32(name: str) -> None:
 def test_without_wide_losses_the_first_step_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a float16 loss is the scale itself, and 65536 is above 65504."""
     model, batch = Head(F.mse_loss).half(), halves(8, 8)
-    chosen = replace(Decisions(grid({"x": 1})), **LOW)  # type: ignore[arg-type]
+    chosen = replace(Decisions(one_stage(grid({"x": 1}))), **LOW)  # type: ignore[arg-type]
     (run,) = parallel(capture(model, batch), chosen, model, [batch])
     assert run.skipped == [False]
     monkeypatch.setattr(program, "widen_losses", lambda module: None)

@@ -240,7 +240,7 @@ def test_an_optimizer_made_before_is_refused(spec: str, plan: Plan) -> None:
 
 
 def test_on_many_ranks_too(spec: str) -> None:
-    plan = api.plan(spec, cluster="2xcpu", method="data_parallel", optimizer="sgd")
+    plan = api.plan(spec, cluster="2xcpu", devices=2, method="data_parallel", optimizer="sgd")
     told = fork_ranks(2, _on_a_rank, spec, plan)
     assert all("trainer.evaluate(batch)" in text for text in told)
 

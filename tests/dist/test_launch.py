@@ -18,7 +18,7 @@ import torch
 from parloom.errors import InputError, LaunchError
 from parloom.execute import launch
 from parloom.ir.mesh import grid
-from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.plan import one_stage, Decisions, ModelSource, Optimizer, Plan
 from parloom.ir.plan_json import plan_to_json
 
 PLAN = Plan(
@@ -27,7 +27,7 @@ PLAN = Plan(
     fingerprint="f",
     optimizer=Optimizer(),
     method="data_parallel",
-    decisions=Decisions(grid({"x": 3})),
+    decisions=Decisions(one_stage(grid({"x": 3}))),
     graph="",
 )
 

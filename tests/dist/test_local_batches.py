@@ -22,7 +22,7 @@ from parloom.ir.mesh import grid
 from parloom.ir.samples import sample_dims
 from parloom.runtime import step as step_module
 from parloom.runtime import trainer as trainer_module
-from parloom.search.baselines import data_parallel, random_plan
+from parloom.comparators.baselines import data_parallel, random_plan
 from tests.dist import lowered
 
 SIZE = 8

@@ -29,6 +29,11 @@ PLANS: dict[str, tuple[dict[str, int], mlp.Layout, int]] = {
     "zero3_2": ({"x": 2}, mlp.Layout(("x",), storage="zero3"), 1),
     "tensor_2": ({"x": 2}, mlp.Layout((), ("x",)), 1),
     "zero3_tensor_4_micro_2": ({"x": 2, "y": 2}, mlp.Layout(("x",), ("y",), "zero3"), 2),
+    "within_4_micro_2": (
+        {"x": 2, "y": 2},
+        mlp.Layout(("x", "y"), chunks=(("y",), ("y",), ("y", "x"))),
+        2,
+    ),
     "late_loss_4": ({"x": 4}, mlp.Layout(("x",), late_loss=True), 1),
 }
 

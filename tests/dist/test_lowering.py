@@ -18,8 +18,8 @@ from parloom.ir.mesh import grid
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Rule
 from parloom.ir.pcg import PCG, Movement
-from parloom.ir.plan import Decisions, NodeDecision
-from parloom.search.baselines import random_plan
+from parloom.ir.plan import one_stage, Decisions, NodeDecision
+from parloom.comparators.baselines import random_plan
 from tests.dist import lowered
 from tests.dist.lowered import MESHES, Model
 from tests.equality import TOLERANCE
@@ -83,7 +83,7 @@ def twice() -> tuple[Model, Decisions]:
     model = lowered.of(Twice(), {"x": torch.randn(12, 12)})
     factors = ((("d0", ("x",)), ("n", ("y",))), (("n", ("x",)),), ())
     nodes = tuple(NodeDecision(f":linear#{i}", f) for i, f in enumerate(factors))
-    return model, Decisions(grid({"x": 2, "y": 2}), nodes)
+    return model, Decisions(one_stage(grid({"x": 2, "y": 2})), nodes)
 
 
 def test_one_weight_used_sharded_shared_and_redundantly() -> None:

@@ -10,7 +10,7 @@ from parloom.errors import LayoutError
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import Movement
-from parloom.search.baselines import data_parallel, random_plan
+from parloom.comparators.baselines import data_parallel, random_plan
 from tests.dist.lowered import of
 
 LIMIT = 1e-9

@@ -30,7 +30,7 @@ def test_a_plan_is_predicted_alike_on_a_machine_with_other_cores(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores(monkeypatch, 2)
-    plan = api.plan(spec, cluster="4xcpu", method="data_parallel")
+    plan = api.plan(spec, cluster="4xcpu", devices=4, method="data_parallel")
     planned = plan.prediction
     assert planned is not None
     assert planned.cores == 2
@@ -46,7 +46,7 @@ def test_a_plan_is_predicted_alike_on_a_machine_with_other_cores(
         answer = api.explain(plan, progress=said.append)
         assert line in said
         assert answer.document["step_s"] == planned.step_s
-    fresh = api.plan(spec, cluster="4xcpu", method="data_parallel")
+    fresh = api.plan(spec, cluster="4xcpu", devices=4, method="data_parallel")
     assert fresh.prediction is not None
     assert fresh.prediction.step_s < planned.step_s
 
@@ -57,7 +57,7 @@ def test_more_cores_than_processes_make_no_difference(
     texts = []
     for count in (4, 16):
         cores(monkeypatch, count)
-        plan = api.plan(spec, cluster="4xcpu", method="data_parallel")
+        plan = api.plan(spec, cluster="4xcpu", devices=4, method="data_parallel")
         assert api.source_of(plan).notes == ()
         texts.append(plan_to_json(plan))
     assert texts[0] == texts[1]

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parloom import zoo
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import data_parallel
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.cost.tasks import BUFFERS, COMMUNICATION, OPTIMIZER, WEIGHTS
@@ -20,10 +21,18 @@ from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import ActivationDecision, Decisions, Optimizer, ParameterDecision, Storage
+from parloom.ir.plan import (
+    ActivationDecision,
+    Decisions,
+    NodeDecision,
+    Optimizer,
+    ParameterDecision,
+    Storage,
+    one_stage,
+)
 from parloom.ir.verify import POLICIES
 from parloom.runtime import DistributedComm, Program, SingleComm, Trainer, required_groups
-from tests.zoo_sizes import small
+from tests.zoo_sizes import SMALL, small
 
 
 def allocated(trainer: Trainer, batch: dict[str, torch.Tensor]) -> int:
@@ -77,7 +86,7 @@ def test_peak_is_as_predicted(
     activations = tuple(
         decided(graph, item, policy) for item in graph.main.body if isinstance(item, Call)
     )
-    decisions = Decisions(Mesh(()), num_microbatches=microbatches, activations=activations)
+    decisions = Decisions(num_microbatches=microbatches, activations=activations)
     pcg = lower(graph, decisions)
     played = simulate(pcg, load_cluster("1xcpu"), decisions, Optimizer("adamw", 2))
     process = played.processes[0]
@@ -95,8 +104,12 @@ def test_peak_is_as_predicted(
     assert process.memory.peak - before == pytest.approx(allocated(trainer, batch), rel=0.05)
 
 
-def pooled(program: Program, tensors: dict[str, Tensor], batch: dict[str, Tensor]) -> int:
-    """Bytes that a rank's pool of buffers holds after three steps."""
+def pooled(
+    program: Program, tensors: dict[str, Tensor], batch: dict[str, Tensor]
+) -> tuple[int, int]:
+    """Bytes that a rank holds after three steps: of weights and optimizer states, and in its pool
+    of buffers.
+    """
     trainer = Trainer(
         program,
         tensors,
@@ -105,42 +118,52 @@ def pooled(program: Program, tensors: dict[str, Tensor], batch: dict[str, Tensor
     )
     for _ in range(3):
         trainer.step(batch)
-    return sum(t.nbytes for free in trainer.store._pool._free.values() for t in free)
+    states = [t for s in trainer.optimizer.state.values() for t in s.values() if t.dim()]
+    stored = [t for held in trainer.store.helds.values() for t in (held.kept, held.owned)]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
+    buffers = sum(t.nbytes for free in trainer.store._pool._free.values() for t in free)
+    return sum(memory.values()) + sum(t.nbytes for t in states), buffers
 
 
-def zero(level: int, graph: Graph, mesh: Mesh) -> tuple[ParameterDecision, ...]:
-    """Every parameter's storage."""
-    chunks, whole = Storage(("x",)), Storage()
-    weight, gradient = (chunks if level > 2 else whole), (chunks if level > 1 else whole)
-    return tuple(
-        ParameterDecision(entry.target, weight, gradient, chunks)
-        for entry in graph.of_kind("parameter")
-    )
+def stored(graph: Graph, *chunks: str) -> tuple[ParameterDecision, ...]:
+    """Weight, gradient and state of every parameter in chunks over these axes."""
+    storage = tuple(Storage(tuple(axes)) for axes in chunks)
+    return tuple(ParameterDecision(e.target, *storage) for e in graph.of_kind("parameter"))
+
+
+STORAGE = [("", "", "x"), ("", "x", "x"), ("x", "x", "x"), ("", "x", "xy"), ("y", "y", "yx")]
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_buffers_of_collectives_are_as_predicted(name: str) -> None:
+def test_what_is_stored_and_buffers_of_collectives_are_as_predicted(name: str) -> None:
     torch.manual_seed(0)
-    model, batch = small(name)
-    graph, mesh = capture(model.train(), batch), grid({"x": 2})
+    model, batch = zoo.build(name, batch=8, **SMALL[name])
+    graph, mesh = capture(model.train(), batch), grid({"x": 2, "y": 2})
+    (parallel,) = data_parallel(graph, load_cluster("4xcpu"))
+    nodes = tuple(
+        NodeDecision(n.key, tuple((f, ("x", "y")) for f, axes in n.factors if axes))
+        for n in parallel.nodes
+    )
     programs, said = [], []
-    for level, microbatches in itertools.product((1, 2, 3), (1, 2, 4)):
+    for chunks, microbatches in itertools.product(STORAGE, (1, 2)):
         decisions = Decisions(
-            mesh, num_microbatches=microbatches, parameters=zero(level, graph, mesh)
+            one_stage(mesh), nodes, num_microbatches=microbatches, parameters=stored(graph, *chunks)
         )
         pcg = lower(graph, decisions)
         programs.append(compile_pcg(pcg, "memory").program)
-        played = simulate(pcg, load_cluster("2xcpu"), decisions, Optimizer("adamw", 2))
-        said.append(played.processes[0].base[COMMUNICATION])
+        played = simulate(pcg, load_cluster("4xcpu"), decisions, Optimizer("adamw", 2))
+        base = played.processes[0].base
+        said.append((base[WEIGHTS] + base[OPTIMIZER], base[COMMUNICATION]))
     tensors = parameters_of(model, graph)
-    found = fork_ranks(2, _pooled_all, programs, tensors, batch)
-    assert found == [said, said]
+    found = fork_ranks(4, _pooled_all, programs, tensors, batch)
+    assert found[0] == said
+    assert [[buffers for _, buffers in rank] for rank in found] == [[b for _, b in said]] * 4
     assert len(set(said)) > 3
 
 
 def _pooled_all(
     programs: list[Program], tensors: dict[str, Tensor], batch: dict[str, Tensor]
-) -> list[int]:
+) -> list[tuple[int, int]]:
     return [pooled(program, tensors, batch) for program in programs]
 
 
@@ -158,7 +181,7 @@ class Regression(nn.Module):
 def test_a_mean_lies_in_the_memory_of_what_it_is_of() -> None:
     batch = {"x": torch.rand(512, 256), "y": torch.rand(512, 256)}
     model = Regression()
-    graph, decisions = capture(model.train(), batch), Decisions(Mesh(()))
+    graph, decisions = capture(model.train(), batch), Decisions()
     pcg = lower(graph, decisions)
     process = simulate(pcg, load_cluster("1xcpu"), decisions, Optimizer("sgd", 0)).processes[0]
     before = sum(process.base[component] for component in (WEIGHTS, OPTIMIZER, BUFFERS))

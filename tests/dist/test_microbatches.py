@@ -17,8 +17,8 @@ from parloom.ir.graph import Call
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, TIME, Movement
-from parloom.ir.plan import ActivationDecision, Decisions
-from parloom.search.baselines import METHODS, random_plan
+from parloom.ir.plan import one_stage, ActivationDecision, Decisions
+from parloom.comparators.baselines import METHODS, random_plan
 from tests.dist.lowered import Built, Model, of
 from tests.equality import TOLERANCE
 
@@ -169,7 +169,7 @@ def sequences() -> Built:
 @pytest.mark.parametrize("count", [2, 8])
 def test_samples_lie_in_any_dim_and_a_shared_input_is_whole(count: int) -> None:
     found = of(*sequences())
-    error, where = found.error(Decisions(grid({"x": 1}), num_microbatches=count))
+    error, where = found.error(Decisions(one_stage(grid({"x": 1})), num_microbatches=count))
     assert error <= TOLERANCE, where
 
 

@@ -14,21 +14,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD
 
 from parloom import runtime as rt
-from parloom.capture import capture, parameters_of
+from parloom.capture import parameters_of
 from parloom.errors import VerifyError
 from parloom.execute.program import compile_pcg
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
 from parloom.execute.verify import verify
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import ActivationDecision, Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, Optimizer, Plan
 from parloom.ir.text import print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import remake
 from parloom.runtime.remake import Made, Parts, Remaking
-from parloom.search.baselines import random_plan
-from tests.dist.lowered import MESHES, Model, of
+from parloom.comparators.baselines import random_plan
+from tests.dist.lowered import MESHES, Model, of, small_graph
 from tests.equality import TOLERANCE
 from tests.zoo_sizes import small
 
@@ -50,9 +50,8 @@ NAMES = (
 @cache
 def model(name: str) -> Model:
     module, batch = small(name)
-    graph = capture(module.train(), batch)
     blocks = [f"block {path}" for path in MODULES.get(name, ())]
-    return of(module, batch, rewritten(graph, blocks))
+    return of(module, batch, rewritten(small_graph(name), blocks))
 
 
 def random_lists(graph: Graph, seed: int, share: float = 0.5) -> tuple[ActivationDecision, ...]:
@@ -116,8 +115,8 @@ def test_a_value_that_is_made_again_otherwise_is_seen(
 def test_the_proof_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan with such lists is proved, and not one that makes values again otherwise."""
     module, batch = small("gpt")
-    graph = capture(module.train(), batch)
-    decisions = Decisions(grid({"x": 2}), activations=random_lists(graph, 0))
+    graph = small_graph("gpt")
+    decisions = Decisions(one_stage(grid({"x": 2})), activations=random_lists(graph, 0))
     source = ModelSource("zoo:gpt", 4)
     plan = Plan(source, "test", "", Optimizer(), "test", decisions, print_graph(graph))
     tensors = parameters_of(module, graph)
@@ -137,7 +136,7 @@ def trained(
     blocks: rt.CompiledBlocks | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Losses of three steps in float32, and the weights after them."""
-    pcg = lower(graph, Decisions(Mesh(()), activations=activations))
+    pcg = lower(graph, Decisions(activations=activations))
     program = compile_pcg(verify_pcg(pcg), "test").program
     trainer = rt.Trainer(
         program,
@@ -154,7 +153,7 @@ def trained(
 def test_steps_are_equal_to_the_last_bit(name: str) -> None:
     """Dropout included: what is drawn again is what was drawn."""
     module, batch = small(name)
-    graph = capture(module.train(), batch)
+    graph = small_graph(name)
     tensors = parameters_of(module, graph)
     kept = trained(graph, tensors, batch, ())
     for seed, share in enumerate((0.3, 0.7, 1.0)):
@@ -165,7 +164,7 @@ def test_steps_are_equal_to_the_last_bit(name: str) -> None:
 
 def test_blocks_that_drop_values_run_as_written_where_others_are_compiled() -> None:
     module, batch = small("gpt")
-    graph = capture(module.train(), batch)
+    graph = small_graph("gpt")
     tensors = parameters_of(module, graph)
     counters.clear()
     kept = trained(graph, tensors, batch, ())

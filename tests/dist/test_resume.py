@@ -35,8 +35,8 @@ STEPS = 4
 PLANS: dict[str, tuple[dict[str, int], mlp.Layout]] = {
     "data_4": ({"x": 4}, mlp.Layout(("x",))),
     "zero1_tensor_4": ({"x": 2, "y": 2}, mlp.Layout(("x",), ("y",), "zero1")),
-    "zero3_4": ({"x": 4}, mlp.Layout(("x",), storage="zero3")),
     "zero3_2": ({"x": 2}, mlp.Layout(("x",), storage="zero3")),
+    "within_4": ({"x": 2, "y": 2}, mlp.Layout(("x", "y"), chunks=(("y",), ("y",), ("y", "x")))),
     "tensor_2": ({"x": 2}, mlp.Layout((), ("x",))),
 }
 

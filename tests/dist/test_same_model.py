@@ -284,9 +284,8 @@ def written(folder: Path, name: str, edit: Edit | None = None) -> str:
 
 
 def planned(spec: str, cluster: str = "1xcpu", **asked: Any) -> Plan:
-    return api.plan(
-        spec, cluster=cluster, method="data_parallel", optimizer="sgd", dtype="fp64", **asked
-    )
+    asked |= {"cluster": cluster, "devices": int(cluster.removesuffix("xcpu"))}
+    return api.plan(spec, method="data_parallel", optimizer="sgd", dtype="fp64", **asked)
 
 
 def loaded(spec: str) -> Loaded:

@@ -119,7 +119,7 @@ def test_boxes_tile_the_full_tensor(of: Dims, data: st.DataObject) -> None:
             continue
         local = rt.take(full, of, MESH, coordinates)
         for part in range(parts):
-            first, last = rt.chunk(local.shape[dim], parts, part)
+            first, last = rows(local.shape[dim], parts).range(part)
             mine = local.narrow(dim, first, last - first)
             for box in rt.boxes(of, MESH, coordinates, dim, (first, last), valid):
                 where = tuple(
@@ -134,6 +134,11 @@ def test_boxes_tile_the_full_tensor(of: Dims, data: st.DataObject) -> None:
     assert seen.sum() == prod(valid)
 
 
+def rows(size: int, parts: int) -> Section:
+    """Ceil-chunks of so many rows."""
+    return Section((size,), 0, parts, -(-size // parts))
+
+
 @given(
     st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
     st.integers(1, 4),
@@ -141,11 +146,11 @@ def test_boxes_tile_the_full_tensor(of: Dims, data: st.DataObject) -> None:
 )
 def test_sections_pack_and_unpack(shape: tuple[int, ...], parts: int, dim: int) -> None:
     dim %= len(shape)
-    (_, section), total = layout([((3,), 0), (shape, dim)], parts)
-    assert isinstance(section, Section)
+    before = rows(3, parts)
+    (_, section), total = layout([before, Section(shape, dim, parts, -(-shape[dim] // parts))])
     home = torch.randn(shape)
     buffer = torch.full((parts, total), float("nan"))
-    section.pack(home, buffer)
+    section.pack(home, buffer, range(parts))
     again = torch.empty(shape)
     section.unpack(buffer, again)
     assert torch.equal(again, home)
@@ -156,7 +161,7 @@ def test_sections_pack_and_unpack(shape: tuple[int, ...], parts: int, dim: int) 
 
 @given(st.integers(0, 30), st.integers(1, 8))
 def test_chunks_are_ceil_chunks(size: int, parts: int) -> None:
-    ranges = [rt.chunk(size, parts, index) for index in range(parts)]
+    ranges = [rows(size, parts).range(index) for index in range(parts)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
     assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))

@@ -24,9 +24,9 @@ from parloom.execute.shrink_sizes import (
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
-from parloom.ir.plan import ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import parse_graph, print_graph
-from parloom.search.baselines import random_plan
+from parloom.comparators.baselines import random_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -175,7 +175,7 @@ def test_what_cannot_be_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = next(f for f in graph.flat() if f.key == key)
     third = next(f for f, n in factorize(graph).rule(flat.function, flat.node).sizes if n == 3)
     node = NodeDecision(key, ((third, ("x",)),))
-    decisions = Decisions(grid({"x": 3, "y": 3, "z": 2}), (node,))
+    decisions = Decisions(one_stage(grid({"x": 3, "y": 3, "z": 2})), (node,))
     plan = replace(planned("zoo:gpt", loaded, decisions), source=ModelSource("zoo:gpt", 8, 16))
     copy = shrink(plan, loaded)
     assert f"not kept: {key} ({third} on x): {third} = 3 does not divide by 2" in copy.text
@@ -244,7 +244,7 @@ def test_factory_keeps_blocks_that_are_decided_differently() -> None:
         factor = next((f for f, size in sizes.items() if size == wanted), None)
         if factor is not None and flat.key.startswith("blocks."):
             nodes.append(NodeDecision(flat.key, ((factor, ("x",)),)))
-    decisions = Decisions(plan.decisions.mesh, tuple(nodes))
+    decisions = Decisions(one_stage(plan.decisions.mesh), tuple(nodes))
     copy = shrink(replace(plan, decisions=decisions), loaded)
     assert "2 of 6 blocks (0, 4)" in copy.text
     assert "mesh x=8 -> 2" in copy.text
@@ -272,7 +272,7 @@ def test_recomputed_values_and_blocks_that_were_made_are_kept() -> None:
         for i in range(6)
     ]
     decisions = Decisions(
-        plan.decisions.mesh, activations=(*lists, head), rewrites=("block head",)
+        one_stage(plan.decisions.mesh), activations=(*lists, head), rewrites=("block head",)
     )
     copy = shrink(replace(plan, decisions=decisions), loaded)
     small = copy.plan.decisions

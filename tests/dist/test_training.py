@@ -1,5 +1,7 @@
 """A hand-written program trained under every storage equals the same model on one device."""
 
+from dataclasses import replace
+
 import pytest
 
 from parloom import runtime as rt
@@ -22,6 +24,13 @@ LAYOUTS = {
     "zero3_replicas": mlp.Layout(("x",), storage="zero3", storage_axes=("y",)),
     "zero3_recompute": mlp.Layout(("x", "y"), storage="zero3", recompute=True),
     "recompute": mlp.Layout(("x",), recompute=True),
+    "within": mlp.Layout(("x", "y"), chunks=(("x",), ("x",), ("x", "y"))),
+    "weights_within": mlp.Layout(("x", "y"), chunks=(("y",), ("y", "x"), ("y", "x"))),
+    "gradients_within": mlp.Layout(("x", "y"), chunks=((), ("y",), ("y", "x"))),
+    "states_across_replicas": mlp.Layout(("x",), chunks=((), (), ("y", "x"))),
+    "gradients_across_replicas": mlp.Layout(("x",), chunks=((), ("y",), ("y", "x"))),
+    "within_replicas": mlp.Layout(("x",), chunks=(("y",), ("y",), ("y", "x"))),
+    "within_tensor": mlp.Layout(("x",), ("y",), chunks=((), ("x",), ("x",))),
 }
 
 
@@ -36,3 +45,17 @@ def test_training_equals_one_device(name: str, microbatches: int) -> None:
     )
     for run in runs:
         assert mlp.difference(run, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "when"), [("within", "step"), ("within", "microbatch"), ("zero1", "step")])
+def test_a_lost_reduction_is_caught(name: str, when: str) -> None:
+    mesh = mlp.with_time(rt.grid({"x": 2, "y": 2}), 2)
+    made = mlp.program(mesh, LAYOUTS[name])
+    kept = tuple(n for n in made.step if (n.kind, n.when) != ("reduce_scatter", when))
+    assert len(kept) < len(made.step)
+    broken = replace(made, step=kept)
+    expected = mlp.single_device(mlp.adamw, clip_norm=0.5, halve=True)
+    runs = rt.run_threads(
+        mesh, lambda comm: mlp.parallel(comm, broken, mlp.adamw, clip_norm=0.5, halve=True)
+    )
+    assert max(mlp.difference(run, expected) for run in runs) > 1e-3

@@ -123,7 +123,7 @@ def plan(spec: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def plan_2(spec: str) -> Plan:
-    return api.plan(spec, cluster="2xcpu", method="data_parallel", optimizer="sgd")
+    return api.plan(spec, cluster="2xcpu", devices=2, method="data_parallel", optimizer="sgd")
 
 
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

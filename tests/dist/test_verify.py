@@ -94,7 +94,7 @@ def test_a_missing_piece_fails() -> None:
 
 
 def test_long_proofs_tell_where_they_are_and_why_they_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = api.plan("zoo:mlp", cluster="2xcpu", batch=4, method="data_parallel")
+    plan = api.plan("zoo:mlp", cluster="2xcpu", devices=2, batch=4, method="data_parallel")
     said: list[str] = []
     assert api.verify(plan, progress=said.append).passed
     told = [re.sub(r"\d+\.\d s", "N s", x) for x in said if not x.endswith("ranks are done")]

@@ -6,12 +6,12 @@ from typing import Any
 from parloom import zoo
 from parloom.capture import capture
 from parloom.codegen.source import generate
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import resolve_cluster
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision
 from parloom.ir.text import print_graph
-from parloom.search.baselines import METHODS
 
 CLUSTER = "2x2xH100"
 SIZES: dict[str, dict[str, Any]] = {

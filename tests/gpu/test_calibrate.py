@@ -4,11 +4,11 @@ import pytest
 
 from parloom import zoo
 from parloom.capture import capture
+from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
 from parloom.cost.measured import calibrated, source_of
 from parloom.execute.calibrate import calibrate, fingerprint
 from parloom.ir.lower import lower
-from parloom.search.baselines import METHODS
 
 pytestmark = pytest.mark.gpu
 

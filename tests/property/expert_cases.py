@@ -61,7 +61,7 @@ def _expert_rows(table: Tensor, places: Tensor, experts: Tensor, pairs: int) -> 
     return table[places // pairs]
 
 
-def _collect(rows: Tensor, places: Tensor, weights: Tensor, experts: int) -> Tensor:
+def _collect(rows: Tensor, places: Tensor, weights: Tensor, ids: Tensor, experts: Tensor) -> Tensor:
     pair = places % PAIRS
     weighted = rows * weights.flatten()[pair].unsqueeze(1)
     total = rows.new_zeros(len(weights), rows.shape[1])
@@ -119,7 +119,7 @@ def cases() -> list[Case]:
         replace(
             case("parloom.expert_rows", table, places, experts, PAIRS), oracle=_expert_rows
         ),
-        replace(case("parloom.collect", rows, places, weights, EXPERTS), oracle=_collect),
+        replace(case("parloom.collect", rows, places, weights, ids, experts), oracle=_collect),
         case(name, tokens, index(EXPERTS, TOKENS, 2), two, experts, gate, gated(2 * TOKENS)),
         case(name, tokens, index(2, TOKENS, 2), two, experts, gate, gated(2 * TOKENS),
              label="idle"),

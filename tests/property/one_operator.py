@@ -27,7 +27,7 @@ from parloom.ir.mesh import Mesh, grid
 from parloom.ir.ops import OPS, Emission, Rule, Site
 from parloom.ir.ops.rule import HALO, WHOLE
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, NodeDecision
+from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from tests.equality import Outcome, difference, parallel
 from tests.property.operator_cases import Case, Operand
 
@@ -278,7 +278,7 @@ class Program:
                 drawn = random_assignment(beside, mesh, rng)
             if drawn:
                 nodes.append(NodeDecision(other, tuple(drawn.items())))
-        decisions = Decisions(mesh, tuple(nodes))
+        decisions = Decisions(one_stage(mesh), tuple(nodes))
         return lower(self.graph, decisions, factored=Factored(self.graph, rules))
 
     def error(
@@ -301,12 +301,12 @@ def _spec(tensor: Tensor) -> TensorSpec:
 
 
 def random_assignment(rule: Rule, mesh: Mesh, rng: random.Random) -> Assignment:
-    """Each axis on a random factor that it divides, or on none."""
+    """Each axis on a random factor that it divides, on both of a route, or on none."""
     assignment: Assignment = {}
     for axis in rng.sample(mesh.names, len(mesh.names)):
-        fitting = [f for f in rule.shardable if _fits(rule, assignment, f, axis, mesh)]
-        factor = rng.choice([*fitting, None])
-        if factor is not None:
+        places = (*rule.places[1:], ())
+        fitting = [p for p in places if all(_fits(rule, assignment, f, axis, mesh) for f in p)]
+        for factor in rng.choice(fitting):
             assignment[factor] = (*assignment.get(factor, ()), axis)
     return assignment
 
@@ -340,6 +340,22 @@ def combined(rule: Rule) -> list[Trial]:
     for f, g in combinations(factors, 2):
         found += [(SQUARE, rule, {f: ("x",), g: ("y",)}), (OBLONG, rule, {f: ("x",), g: ("y",)})]
         found.append((OBLONG, rule, {f: ("y",), g: ("x",)}))
+    return [t for t in found if divides(*t)]
+
+
+def routed(rule: Rule) -> list[Trial]:
+    """Axes on both factors of a route, beside others and in any order."""
+    found: list[Trial] = []
+    for f, g in rule.routes:
+        for mesh in (SQUARE, OBLONG):
+            found += [
+                (mesh, rule, {f: some, g: other})
+                for some in (("x",), ("y",), ("x", "y"), ("y", "x"))
+                for other in (("x",), ("y",), ("x", "y"), ("y", "x"))
+                if {*some} & {*other}
+            ]
+            others = [h for h in rule.shardable if h not in (f, g)]
+            found += [(mesh, rule, {f: ("x",), g: ("x",), h: ("y",)}) for h in others]
     return [t for t in found if divides(*t)]
 
 

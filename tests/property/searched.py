@@ -1,30 +1,36 @@
-"""Random small graphs, and an enumerator that shares nothing with the search but the prices."""
+"""Random small graphs, contexts of them, and an enumerator that shares no table with the search."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import permutations, product
-from math import isinf
 from random import Random
 
-import numpy as np
-
+from parloom.cost.simulate import simulate
+from parloom.cost.step import priced
 from parloom.cost.walk import Walker
+from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
+from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops import Rule
-from parloom.ir.pcg import PParameter
-from parloom.ir.plan import Decisions, NodeDecision, Optimizer
+from parloom.ir.pcg import PCG, PParameter
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Prediction, one_stage
 from parloom.ir.text import parse_graph
-from parloom.search.domains import cost_of
+from parloom.search.choices import Menu
+from parloom.search.contexts import ContextSearch
 from parloom.search.estimate import Estimate, estimate
-from parloom.search.layouts import LayoutProblem, Totals
-from parloom.search.master import multipliers
-from parloom.search.program import last_reduced
-from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, Stored, WeightPrice
-from parloom.search.sums import Worth
+from parloom.search.microbatch import microbatch_of
+from parloom.search.pinned import NONE, Pinned
+from parloom.search.prices import Known
+from parloom.search.program import last_reduced, program_of, reached
+from parloom.search.question import Question
+from parloom.search.storage import MOVING, STORED, UPDATING, Level, StoragePrices, WeightPrice
+from parloom.search.storage import Stored as Weight
+from parloom.search.work import Work
 
 ADAM = Optimizer("adamw", 2)
+PLENTY = 2**50
 
 
 def random_graph(
@@ -71,72 +77,92 @@ def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[
                 yield tuple(zip(used, orders, strict=True))
 
 
-def anything(*_: object) -> bool:
-    """No restriction."""
-    return True
-
-
-def every_plan(problem: LayoutProblem) -> list[tuple[Totals, Totals]]:
-    """What passes and weights cost under every layout with every storage of its weights, without
-    recomputation.
-    """
-    factors = problem.factors(multipliers(Worth()))
-    every = []
-    for values in product(*map(range, problem.sizes)):
-        if isinf(cost_of(factors, values)):
-            continue
-        passes = problem.passes(values)
-        options = [
-            list(problem.storage.options(problem.stored(index, values))[1])
-            for index, weight in enumerate(problem.program.weights)
-            for _ in weight.targets
-        ]
-        for chosen in product(*options):
-            total = sum(chosen, np.zeros(WEIGHT_PARTS, dtype=np.int64))
-            every.append((passes, total))
-    return every
-
-
-def least_step_ps(
+def context_of(
     graph: Graph,
+    cluster: Cluster,
     mesh: Mesh,
-    walker: Walker,
-    may_split: Callable[[str, dict[str, tuple[str, ...]]], bool] = anything,
-    may_store: Callable[[PParameter, Level], bool] = anything,
-) -> int | None:
-    """The least estimate over every layout of every operator and every storage of every weight,
-    those that may be; None where there are none.
+    count: int = 1,
+    limit: int = PLENTY,
+    menus: tuple[Menu, ...] = (),
+    pinned: Pinned = NONE,
+) -> ContextSearch:
+    """The search of `graph` on `mesh` with `count` microbatches."""
+    program = microbatch_of(program_of(graph, factorize(graph), pinned), count)
+    assert program is not None
+    question = Question(graph, cluster, ADAM, limit, count, pinned=pinned)
+    base = Decisions(one_stage(mesh))
+    return ContextSearch(program, mesh, count, question, base, Known(), Work(), menus)
+
+
+@dataclass(frozen=True, slots=True)
+class Enumerated:
+    """A plan that was enumerated: layouts, the storage of each weight, the estimate of its step,
+    and the bytes that an estimate counts, in the passes or as weights are updated.
     """
+
+    layouts: Decisions
+    stored: tuple[tuple[PParameter, Level], ...]
+    step_ps: int
+    held_bytes: int
+
+    @property
+    def decisions(self) -> Decisions:
+        chosen = ((weight.input.target, level) for weight, level in self.stored)
+        parameters = (level.decision(target) for target, level in chosen if level.axes)
+        return replace(self.layouts, parameters=tuple(parameters))
+
+    def split(self, name: str) -> dict[str, tuple[str, ...]]:
+        """The axes of each factor of an operator."""
+        (found,) = (node.factors for node in self.layouts.nodes if node.key == name)
+        return dict(found)
+
+    def simulated(self, graph: Graph, cluster: Cluster) -> Prediction:
+        plan = self.decisions
+        return simulate(lower(graph, plan), cluster, plan, ADAM).prediction()
+
+
+def every_layout(graph: Graph, mesh: Mesh, count: int = 1) -> Iterator[tuple[Decisions, PCG]]:
+    """Every layout of every operator, as it is lowered."""
     factored = factorize(graph)
     nodes = list(graph.flat())
-    menus = [
-        [
-            chosen
-            for chosen in every_assignment(factored.rule(n.function, n.node), mesh)
-            if may_split(n.key, dict(chosen))
-        ]
-        for n in nodes
-    ]
-    storage = StoragePrices(walker, Decisions(mesh), ADAM)
-    elements = sum(e.value.spec.num_elements for e in graph.of_kind("parameter"))
-    last = last_reduced(graph)
-    least: int | None = None
+    menus = (every_assignment(factored.rule(n.function, n.node), mesh) for n in nodes)
     for chosen in product(*menus):
         keyed = tuple(NodeDecision(n.key, c) for n, c in zip(nodes, chosen, strict=True))
-        pcg = lower(graph, Decisions(mesh, keyed), factored=factored)
-        passes = estimate(pcg, walker, ADAM).passes
-        options: list[list[WeightPrice]] = []
+        plan = Decisions(one_stage(mesh), keyed, num_microbatches=count)
+        try:
+            yield plan, lower(graph, plan, factored=factored)
+        except LayoutError:
+            continue
+
+
+def every_plan(graph: Graph, mesh: Mesh, cluster: Cluster, count: int = 1) -> Iterator[Enumerated]:
+    """Every layout of every operator with every storage of every weight, each of them lowered and
+    walked as a whole; `graph` has no blocks.
+    """
+    storage = StoragePrices(Walker({}, mesh, cluster), Decisions(one_stage(mesh)), ADAM)
+    elements = sum(e.value.spec.num_elements for e in graph.of_kind("parameter"))
+    last, trained = last_reduced(graph), reached(graph)
+    for plan, pcg in every_layout(graph, mesh, count):
+        passes = estimate(pcg, Walker({}, pcg.mesh, cluster), ADAM).passes
+        kept = priced(pcg, cluster, plan, ADAM).main.inside_bytes
+        options: list[list[tuple[PParameter, Level, WeightPrice]]] = []
         for weight in pcg.parameters:
-            spec = weight.input.value.spec
-            late = weight.input.value.name in last
-            stored = Stored(
-                spec, True, False, weight.layout, weight.reduce, elements, elements, last=late
-            )
-            every, prices = storage.options(stored)
-            options.append(
-                [p for level, p in zip(every, prices, strict=True) if may_store(weight, level)]
-            )
-        for levels in product(*options):
-            step_ps = Estimate(passes, sum(levels[1:], levels[0])).step_ps
-            least = step_ps if least is None else min(least, step_ps)
-    return least
+            value = weight.input.value
+            reduce = tuple(axis for axis in weight.reduce if axis in mesh.names)
+            one = Weight(
+                value.spec, True, False, weight.layout, reduce, elements, elements,
+                last=value.name in last, reached=value.name in trained,
+            )  # fmt: skip
+            levels, parts = storage.options(one)
+            options.append([(weight, *some) for some in zip(levels, parts, strict=True)])
+        for chosen in product(*options):
+            weights = sum((part for _, _, part in chosen[1:]), chosen[0][2])
+            stored = tuple((weight, level) for weight, level, _ in chosen)
+            step_ps = Estimate(passes, weights, count).step_ps
+            more = max(kept + int(weights[MOVING]), int(weights[UPDATING]))
+            yield Enumerated(plan, stored, step_ps, int(weights[STORED]) + more)
+
+
+def least_step_ps(plans: list[Enumerated], limit: float = PLENTY) -> int:
+    """The least estimate of what holds at most `limit` bytes."""
+    return min(plan.step_ps for plan in plans if plan.held_bytes <= limit)

@@ -1,6 +1,6 @@
 """Methods of other systems: what they find against enumeration; whether their plans are legal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import exp, inf
@@ -11,31 +11,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parloom.candidates import COMPARATORS
+from parloom.comparators import alpa, flexflow
+from parloom.comparators.call_costs import Assignment, CallCosts
+from parloom.comparators.delta import Delta
+from parloom.comparators.flexflow import BETA, Search, acceptance
+from parloom.comparators.ilp import least
+from parloom.comparators.plans import asked_program, communicated, planned, samples_of
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
-from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
+from parloom.errors import InputError, LayoutError
+from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import ActivationDecision, Decisions, one_stage
 from parloom.ir.text import parse_graph
-from parloom.search.candidates import COMPARATORS
-from parloom.search.comparators import alpa
-from parloom.search.comparators.delta import Assignment, Delta
-from parloom.search.comparators.flexflow import Search, acceptance
-from parloom.search.comparators.ilp import least
-from parloom.search.comparators.plans import communicated
-from parloom.search.eliminate import Factor, minimum
+from parloom.search.choices import Menus, assignments
 from parloom.search.estimate import estimate
-from parloom.search.layouts import LayoutProblem
+from parloom.search.fates import REGATHER, REMAKE
+from parloom.search.layout_model import ROWS, LayoutModel
 from parloom.search.meshes import logical_meshes
-from parloom.search.prices import KEPT
-from parloom.search.program import State, program_of
+from parloom.search.model import Floats, Model, Term, Variable, View
+from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
 from parloom.search.question import Question
-from parloom.search.storage import REDUCED
+from parloom.search.solve.elimination import Elimination
+from parloom.search.step_rows import NUM_ROWS
+from parloom.search.storage import AFTER, REDUCED, UPDATED, Level
 from tests.property.searched import ADAM, random_graph
-from tests.property.test_search import cost_of, tables
+from tests.property.test_solvers import enumerated, models
 from tests.unit.test_simulate import model
 
 ONE, TWO, FOUR, EIGHT, SIX = (
@@ -43,7 +47,7 @@ ONE, TWO, FOUR, EIGHT, SIX = (
 )
 METHODS = tuple(COMPARATORS)
 PLENTY = 10**15
-BASE = Decisions(Mesh(()))
+BASE = Decisions()
 
 
 def question(graph: Graph, cluster: Cluster, budget: int = 300, seed: int = 0) -> Question:
@@ -88,102 +92,108 @@ def test_the_same_question_has_the_same_plans(method: str) -> None:
     assert plans(method, question(model(), EIGHT)) == plans(method, question(model(), EIGHT))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_plans_have_as_many_microbatches_as_asked(method: str) -> None:
+    asked, base = question(model(2), TWO, 60), replace(BASE, num_microbatches=4)
+    for plan in COMPARATORS[method](replace(asked, num_microbatches=4), base, silent):
+        assert plan.num_microbatches == 4
+        assert simulate(lower(model(2), plan), TWO, plan, ADAM).step_ps > 0
+    with pytest.raises(InputError, match="7 microbatches: the samples do not divide"):
+        list(COMPARATORS[method](asked, replace(BASE, num_microbatches=7), silent))
+
+
+def sent_ps(graph: Graph, plan: Decisions, cluster: Cluster) -> float:
+    """What a step of a lowered plan sends; infinite where the plan is not legal."""
+    try:
+        pcg = lower(graph, plan)
+    except LayoutError:
+        return inf
+    found = estimate(pcg, Walker(pcg.by_name, pcg.mesh, cluster), ADAM)
+    weights = found.weights[REDUCED] + found.weights[AFTER] - found.weights[UPDATED]
+    passes = found.passes[[FORWARD_SENT, BACKWARD_SENT]].sum()
+    return float(plan.num_microbatches * passes + weights)
+
+
 # alpa.
 
 
-@given(tables())
-def test_the_integer_program_finds_the_minimum(drawn: tuple[list[int], list[Factor]]) -> None:
-    sizes, factors = drawn
-    factors = [f for f in factors if len(f.scope) < 3]
-    scaled = [Factor(f.scope, f.costs * 1e9) for f in factors]
-    found = least(sizes, scaled)
-    assert found is not None
-    assert cost_of(scaled, found.values) == pytest.approx(found.cost, abs=1)
-    assert found.cost == pytest.approx(minimum(sizes, scaled).cost, abs=1)
+@settings(max_examples=60)
+@given(models())
+def test_the_integer_program_finds_the_minimum(drawn: tuple[Model, Floats]) -> None:
+    some, prices = drawn
+    expected, every = enumerated(some, prices * 1e9)
+    found = least(some, prices * 1e9)
+    assert (found is None) == (expected == inf)
+    if found is not None:
+        assert found.cost == pytest.approx(expected, abs=10)
+        assert every[found.values] == pytest.approx(expected, abs=10)
 
 
-def test_the_integer_program_takes_nothing_that_is_forbidden() -> None:
-    tied = np.array([[inf, 1e9], [2e9, inf]])
-    factors = [Factor((1, 0), tied), Factor((0,), np.array([5e9, 0.0]))]
-    found = least([2, 2], factors)
-    assert found is not None
-    assert found.values == (1, 0)
-    neither = [Factor((v,), np.array([inf, 0.0])) for v in (0, 1)]
-    assert least([2, 2], [*factors, *neither]) is None
-
-
-def counted(problem: LayoutProblem, values: Sequence[int]) -> float:
-    """What a choice for each operator communicates, without any table: infinite where illegal."""
-    program, prices, total = problem.program, problem.prices, 0.0
-    chosen = [menu.choices[v] for menu, v in zip(problem.menus, values, strict=False)]
-    for index, operator in enumerate(program.operators):
-        for flags, count in operator.flows:
-            total += count * float(prices.operator(index, chosen[index], flags)[[1, 3]].sum())
-    for flow in program.flows:
-        source = State(problem.home(flow.weight, values)[0], problem.home(flow.weight, values)[1])
-        if flow.operator >= 0:
-            source = chosen[flow.operator].results[flow.result]
-        if flow.like is not None:
-            source = chosen[flow.like.operator].operands[flow.like.operand]
-        for reader in flow.readers:
-            if reader == flow.like:
-                continue
-            target = chosen[reader.operator].operands[reader.operand]
-            price = prices.movement(flow.spec, flow.differentiable, source, target)
-            if price is None:
-                return inf
-            total += flow.count * float(price[[1, 3]].sum()) / len(flow.readers)
-    for index, weight in enumerate(program.weights):
-        stored = problem.stored(index, values)
-        total += weight.count * float(problem.storage.options(stored)[1][0][REDUCED])
-    return total
-
-
-def without_sharing(seed: int) -> Graph:
-    """A random graph in which no weight is read twice (homes are variables of their own)."""
-    rng = Random(seed)
-    while True:
-        graph = random_graph(rng, 4)
-        program = program_of(graph, factorize(graph))
-        if all(len(weight.readers) < 2 for weight in program.weights):
-            return graph
-
-
-@settings(max_examples=10)
-@given(st.integers(0, 10**6), st.sampled_from([TWO, FOUR]))
-def test_alpa_finds_what_enumeration_of_its_space_finds(seed: int, cluster: Cluster) -> None:
-    graph = without_sharing(seed)
-    program = program_of(graph, factorize(graph))
-    samples = alpa.samples_of(program, cluster)
+@settings(max_examples=6)
+@given(st.integers(0, 10**6), st.sampled_from([TWO, FOUR]), st.sampled_from([1, 2]))
+def test_alpa_finds_what_enumeration_of_its_space_finds(
+    seed: int, cluster: Cluster, count: int
+) -> None:
+    """Of lowered plans, each walked by itself; weights that are read twice included."""
+    graph = random_graph(Random(seed), 3)
+    base = replace(BASE, num_microbatches=count)
+    program = asked_program(question(graph, cluster), base)
     for mesh in alpa.views(cluster):
-        walker = Walker({}, mesh, cluster)
-        problem = alpa.problem_of(program, walker, BASE, question(graph, cluster), samples)
-        followed = alpa.followers(problem)
-        found = alpa.solve(problem, followed, 10_000)
+        walker, asked = Walker({}, mesh, cluster), question(graph, cluster)
+        layouts = alpa.layouts_of(program, walker, base, asked, samples_of(program))
+        followed = alpa.followers(layouts)
+        found = alpa.solve(layouts, followed, count, 10_000)
         assert found is not None
-        leaders = sorted(set(followed.leader))
+
+        def sent(values: tuple[int, ...], layouts: LayoutModel = layouts) -> float:
+            levels = [Level() for _ in program.weights]
+            return sent_ps(graph, planned(layouts, values, levels, base), cluster)
+
+        leaders = sorted({i for i in followed.leader if i < len(layouts.options)})
         best = inf
-        for picked in product(*(range(problem.sizes[leader]) for leader in leaders)):
+        for picked in product(*(range(len(layouts.variables[leader])) for leader in leaders)):
             at = dict(zip(leaders, picked, strict=True))
             every = zip(followed.leader, followed.values, strict=True)
-            best = min(best, counted(problem, [int(v[at[leader]]) for leader, v in every]))
+            best = min(best, sent(tuple(int(v[at.get(leader, 0)]) for leader, v in every)))
         assert found.cost == pytest.approx(best, rel=1e-6, abs=1)
-        assert counted(problem, found.values) == pytest.approx(best, rel=1e-6, abs=1)
+        assert sent(found.values) == pytest.approx(best, rel=1e-6, abs=1)
 
 
 @settings(max_examples=6)
 @given(st.integers(0, 10**6))
 def test_without_followers_the_program_agrees_with_elimination(seed: int) -> None:
-    """Shared weights included."""
     graph = random_graph(Random(seed))
-    program = program_of(graph, factorize(graph))
+    program = asked_program(question(graph, FOUR), BASE)
     for mesh in logical_meshes(FOUR):
         walker = Walker({}, mesh, FOUR)
-        problem = alpa.problem_of(program, walker, BASE, question(graph, FOUR), None)
-        found = alpa.solve(problem, alpa.nobody(problem), 10_000)
+        layouts = alpa.layouts_of(program, walker, BASE, question(graph, FOUR), None)
+        found = alpa.solve(layouts, alpa.nobody(layouts), 1, 10_000)
         assert found is not None
-        eliminated = problem.solve(communicated())
-        assert found.cost == pytest.approx(eliminated.bound, rel=1e-6, abs=1)
+        exact = Elimination(layouts.model(several(layouts)))
+        assert found.cost == pytest.approx(exact.minimum(communicated(1))[0], rel=1e-6, abs=1)
+
+
+class Underpaid:
+    """One variable; its first option costs 3 in truth, of which its readers' shares say 1."""
+
+    def model(self, joint: Collection[int] = ()) -> Model:
+        costs = np.array([[[3e9 if joint else 1e9], [2e9]]])
+        sent = slice(FORWARD_SENT, FORWARD_SENT + 1)
+        term = Term((View(0, np.arange(2), 2),), ((costs, None),), sent)
+        return Model(ROWS, (Variable("v", (0, 1)),), (term,))
+
+    def evaluate(self, values: Sequence[int], prices: Floats) -> Floats:
+        rows = np.zeros(NUM_ROWS)
+        rows[FORWARD_SENT] = (3e9, 2e9)[values[0]]
+        return rows
+
+    def unshared(self, values: Sequence[int], prices: Floats) -> dict[int, float]:
+        return {} if values[0] else {0: 2e9}
+
+
+def test_where_the_shares_of_readers_are_too_little_alpa_solves_again() -> None:
+    followed = alpa.Followed((0,), (np.arange(2),))
+    assert alpa.solve(Underpaid(), followed, 1, 100) == alpa.Answer((1,), 2e9)
 
 
 def test_a_view_of_alpa_keeps_its_inner_axis_in_a_node() -> None:
@@ -226,54 +236,102 @@ def fine(cluster: Cluster) -> Mesh:
     return Mesh(tuple(MeshAxis(f"a{i}", (prime,)) for i, prime in enumerate(primes)))
 
 
-def searching(graph: Graph, cluster: Cluster, seed: int = 0, limit: int = PLENTY) -> Search:
-    program = program_of(graph, factorize(graph), apart=True)
+def searching(
+    graph: Graph, cluster: Cluster, seed: int = 0, limit: int = PLENTY, count: int = 1
+) -> Search:
+    base = replace(BASE, num_microbatches=count)
+    program = asked_program(question(graph, cluster), base, apart=True)
     walker = Walker({}, fine(cluster), cluster)
-    return Search(Delta(program, walker, BASE, ADAM), limit, Random(seed))
+    delta = Delta(CallCosts(program, walker, base, ADAM), count)
+    return Search(delta, limit, Random(seed))
+
+
+def whole(search: Search) -> list[Assignment]:
+    """Nothing is split."""
+    return [()] * len(search.factors)
+
+
+def splits(search: Search, index: int) -> list[Assignment]:
+    """Every split that an operator may have."""
+    rule, factors = search.delta.program.operators[index].rule, {*search.factors[index]}
+    every = (a for a in assignments(rule, search.mesh) if a.keys() <= factors)
+    return [tuple(sorted(one.items())) for one in every]
 
 
 def lowered_ps(search: Search, graph: Graph, cluster: Cluster) -> int:
     delta = search.delta
-    plan = Decisions(delta.mesh, delta.nodes(delta.assignments()))
+    asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
+    plan = Decisions(
+        one_stage(delta.costs.mesh),
+        delta.nodes(delta.assignments()),
+        (),
+        asked,
+        delta.num_microbatches,
+    )
     pcg = lower(graph, plan)
-    return estimate(pcg, Walker({}, delta.mesh, cluster), ADAM).step_ps
+    return estimate(pcg, Walker(pcg.by_name, pcg.mesh, cluster), ADAM).step_ps
+
+
+def checkpointed(graph: Graph) -> Graph:
+    """The graph with its calls checkpointed by the user's model."""
+    calls = (item.prefix for item in graph.main.body if isinstance(item, Call))
+    return replace(graph, recompute=tuple(calls))
 
 
 @settings(max_examples=12)
 @given(st.integers(0, 10**6))
 def test_the_running_estimate_is_that_of_the_lowered_plan(seed: int) -> None:
-    """After every change, with blocks whose calls differ, and for weights that are shared."""
+    """After every change, with blocks whose calls differ or are checkpointed, for weights that are
+    shared, and with microbatches.
+    """
     rng = Random(seed)
-    graph = model(3) if rng.random() < 0.4 else random_graph(rng, 4)
+    graph = model(3) if rng.random() < 0.5 else random_graph(rng, 4)
+    if rng.random() < 0.5:
+        graph = checkpointed(graph)
     cluster = rng.choice((TWO, FOUR, SIX))
-    search = searching(graph, cluster, seed)
-    assert search.delta.start([()] * len(search.menus))
+    search = searching(graph, cluster, seed, count=rng.choice((1, 2)))
+    assert search.delta.start(whole(search))
     for _ in range(6):
         index = rng.choice(search.free)
-        change = search.delta.change(index, rng.choice(search.menus[index]))
+        change = search.delta.change(index, search.draw(index))
         if change is not None:
             search.delta.accept(change)
-            assert search.delta.step_ps() == lowered_ps(search, graph, cluster)
+            assert search.delta.sums().step_ps == lowered_ps(search, graph, cluster)
 
 
 @settings(max_examples=12)
 @given(st.integers(0, 10**6))
-def test_what_is_kept_is_what_the_search_counts(seed: int) -> None:
-    """Once, where a producer keeps what its reader keeps, too."""
+def test_what_is_kept_is_the_least_that_the_layout_model_counts(seed: int) -> None:
+    """Without recomputation; once, where a producer keeps what its reader keeps, too."""
     rng = Random(seed)
     graph = model(2) if rng.random() < 0.4 else random_graph(rng, 4)
     search = searching(graph, TWO, seed)
     delta = search.delta
-    assert delta.start([()] * len(search.menus))
-    for index, menu in enumerate(search.menus):
-        change = delta.change(index, rng.choice(menu))
+    assert delta.start(whole(search))
+    for index in search.free:
+        change = delta.change(index, search.draw(index))
         if change is not None:
             delta.accept(change)
-    problem = LayoutProblem(delta.program, Walker({}, delta.mesh, TWO), BASE, ADAM)
-    values = [0] * len(problem.sizes)
-    for index, found in enumerate(problem.menus):
-        values[index] = found.choices.index(delta.choices[index])
-    assert delta.passes[KEPT] == problem.passes(values)[KEPT]
+    walker = Walker({}, delta.costs.mesh, TWO)
+    every = Menus(delta.program, delta.costs.prices.single)
+    given_menus = [every.of(i, [dict(a)]) for i, a in enumerate(delta.assignments())]
+    layouts = LayoutModel(delta.program, walker, BASE, ADAM, given=given_menus)
+    allowed = [np.ones(len(v), dtype=bool) for v in layouts.model(several(layouts)).variables]
+    for some, options in zip(allowed, layouts.options, strict=False):
+        for value in range(len(some)):
+            some[value] = options.option(value)[1] not in (REGATHER, REMAKE)
+    small, kept = layouts.model(several(layouts)).restricted(allowed)
+    prices = np.zeros(NUM_ROWS)
+    # What is recomputed would hold less, and costs more than any byte.
+    prices[[FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT]], prices[KEPT] = 1e6, 1.0
+    _, found = Elimination(small).minimum(prices)
+    values = [int(k[v]) for k, v in zip(kept, found, strict=True)]
+    assert delta.rows[KEPT] == layouts.evaluate(values, prices)[KEPT]
+
+
+def several(layouts: LayoutModel) -> list[int]:
+    """The flows that several readers share."""
+    return [number for number, edges in enumerate(layouts.flows.edges) if len(edges) > 1]
 
 
 def test_a_value_that_its_maker_keeps_is_counted_once() -> None:
@@ -286,21 +344,41 @@ def test_a_value_that_its_maker_keeps_is_counted_once() -> None:
         "    loss: float32[] = sum(c)\n    return loss\n\nloss loss\n"
     )
     search = searching(graph, TWO)
-    assert search.delta.start([()] * len(search.menus))
-    assert search.delta.passes[KEPT] == 512 * 512 * 4
+    assert search.delta.start(whole(search))
+    assert search.delta.rows[KEPT] == 512 * 512 * 4
     # Split over rows, its maker keeps a part, and the product what was gathered.
-    rows = next(way for way in search.menus[1] if "d0" in dict(way))
+    rows = next(way for way in splits(search, 1) if "d0" in dict(way))
     change = search.delta.change(1, rows)
     assert change is not None
-    assert change.passes[KEPT] == 512 * 512 * 4 + 512 * 512 * 4 // 2
+    assert change.rows[KEPT] == 512 * 512 * 4 + 512 * 512 * 4 // 2
+
+
+def test_what_a_view_reads_is_kept_for_the_reader_of_the_view() -> None:
+    """Once, and as a copy where the reader wants it in another layout."""
+    graph = parse_graph(
+        'graph "G" training=True\n\n'
+        'input v: float32[512, 512] = parameter("v", trainable=True)\n'
+        'input w: float32[512, 512] = parameter("w", trainable=True)\n'
+        'input x: float32[64, 512] = batch("x")\n\nmain main:\n'
+        "    a: float32[64, 512] = linear(x, w)  # a\n"
+        "    b: float32[8, 8, 512] = view(a, (8, 8, 512))  # b\n"
+        "    c: float32[8, 8, 512] = linear(b, v)  # c\n"
+        "    loss: float32[] = sum(c)\n    return loss\n\nloss loss\n"
+    )
+    search = searching(graph, TWO)
+    assert search.delta.start(whole(search))
+    assert search.delta.rows[KEPT] == 64 * 512 * 4
+    change = search.delta.change(2, (("d0", ("a0",)),))
+    assert change is not None
+    assert change.rows[KEPT] == 64 * 512 * 4 // 2
 
 
 def test_a_change_that_is_not_accepted_leaves_no_trace() -> None:
     search = searching(model(2), FOUR)
-    assert search.delta.start([()] * len(search.menus))
+    assert search.delta.start(whole(search))
     before = search.cost(), search.delta.assignments()
     index = search.free[0]
-    change = search.delta.change(index, search.menus[index][-1])
+    change = search.delta.change(index, splits(search, index)[-1])
     assert change is not None
     assert search.cost(change) != before[0]
     assert (search.cost(), search.delta.assignments()) == before
@@ -308,21 +386,38 @@ def test_a_change_that_is_not_accepted_leaves_no_trace() -> None:
 
 def test_worse_proposals_are_accepted_as_metropolis_and_hastings_say() -> None:
     ms = 1e9
-    assert acceptance(10 * ms, 9 * ms) == 1.0
-    assert acceptance(10 * ms, 10 * ms) == 1.0
-    assert acceptance(10 * ms, 30 * ms) == pytest.approx(exp(-1.0))
+    assert acceptance(10 * ms, 9 * ms, 10 * ms) == 1.0
+    assert acceptance(10 * ms, 10 * ms, 10 * ms) == 1.0
+    for scale in (1 * ms, 100 * ms):  # of the step, so that no unit of time matters
+        slower = scale * (1 + 2 / BETA)
+        assert acceptance(scale, slower, scale) == pytest.approx(exp(-2.0))
+
+
+def test_proposals_are_drawn_alike_from_all_splits() -> None:
+    """Over any of the links, on one factor or several."""
+    search = searching(model(2), EIGHT)
+    (index,) = {i for i in search.free[:1]}
+    every = splits(search, index)
+    assert len(every) > 3 ** len(search.mesh.axes) / 2
+    drawn = [search.draw(index) for _ in range(60 * len(every))]
+    counts = [drawn.count(one) for one in every]
+    assert sum(counts) == len(drawn)
+    assert 30 < min(counts) <= max(counts) < 100
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_chain_reaches_the_optimum_of_a_tiny_graph(seed: int) -> None:
+def test_a_chain_reaches_the_optimum_of_a_tiny_graph(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it accepts enough that is worse."""
+    monkeypatch.setattr(flexflow, "BETA", 1.0)
     graph = random_graph(Random(seed), 2)
     search = searching(graph, TWO, seed)
     best = inf
-    for picked in product(*search.menus):
+    for picked in product(*(splits(search, index) for index in range(len(search.factors)))):
         if search.delta.start(picked):
             best = min(best, search.cost())
-    start: list[Assignment] = [()] * len(search.menus)
-    cost, plan = search.chain(start, 600)
+    cost, plan = search.chain(whole(search), 1200)
     assert cost == best
     assert search.delta.start(plan)
     assert search.cost() == best
@@ -333,15 +428,15 @@ def test_a_chain_ends_where_half_of_its_budget_brings_nothing() -> None:
     proposed: list[int] = []
     change = search.delta.change
     search.delta.change = lambda *given: proposed.append(1) or change(*given)  # type: ignore[method-assign, func-returns-value]
-    search.chain([()] * len(search.menus), 1000)
+    search.chain(whole(search), 1000)
     assert 500 <= len(proposed) < 1000
 
 
 def test_memory_above_the_limit_costs_a_millisecond_a_megabyte() -> None:
     roomy, tight = searching(model(2), FOUR), searching(model(2), FOUR, limit=0)
     for search in (roomy, tight):
-        assert search.delta.start([()] * len(search.menus))
-    held = roomy.delta.held_bytes()
+        assert search.delta.start(whole(search))
+    held = roomy.delta.sums().held_bytes
     assert held > 0
     assert tight.cost() - roomy.cost() == pytest.approx(held / 1e6 * 1e9)
 
@@ -351,7 +446,7 @@ def test_calls_of_a_block_may_differ() -> None:
     search = searching(model(2), TWO)
     up = [search.delta.program.index[f"{i}.up:linear#0"] for i in range(2)]
     assert up[0] != up[1]
-    assert search.delta.start([()] * len(search.menus))
+    assert search.delta.start(whole(search))
     change = search.delta.change(up[0], (("n", ("a0",)),))
     assert change is not None
     search.delta.accept(change)
@@ -359,4 +454,13 @@ def test_calls_of_a_block_may_differ() -> None:
         n.key: n.factors for n in search.delta.nodes(search.delta.assignments())
     }
     assert keyed["0.up:linear#0"] != keyed["1.up:linear#0"]
-    assert search.delta.passes[KEPT] > 0
+    assert search.delta.rows[KEPT] > 0
+
+
+def test_what_is_checkpointed_is_not_kept_and_runs_again() -> None:
+    plain, again = searching(model(2), TWO), searching(checkpointed(model(2)), TWO)
+    for search in (plain, again):
+        assert search.delta.start(whole(search))
+    assert again.delta.rows[KEPT] == 0 < plain.delta.rows[KEPT]
+    more = sum(plain.delta.terms["operator", index][FORWARD] for index in again.delta.costs.again)
+    assert again.delta.rows[BACKWARD] == plain.delta.rows[BACKWARD] + more

@@ -1,6 +1,5 @@
 """The layout model against lowered programs and an enumerator that shares no table with it."""
 
-from itertools import product
 from random import Random
 
 import numpy as np
@@ -8,75 +7,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parloom.candidates import candidates, distinct
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
-from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Cluster, Mesh
-from parloom.ir.plan import Decisions, NodeDecision, Prediction
+from parloom.ir.mesh import Cluster
+from parloom.ir.plan import Decisions, Prediction, one_stage
 from parloom.search import optimize
-from parloom.search.candidates import candidates, distinct
 from parloom.search.compose import Candidate
-from parloom.search.contexts import ContextSearch, Judged
-from parloom.search.estimate import Estimate, estimate
+from parloom.search.contexts import Judged
+from parloom.search.estimate import estimate
 from parloom.search.meshes import logical_meshes
 from parloom.search.microbatch import microbatch_of
 from parloom.search.optimize import search
-from parloom.search.prices import Known
-from parloom.search.program import last_reduced, program_of
+from parloom.search.program import program_of
 from parloom.search.question import Question
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums
-from parloom.search.storage import StoragePrices, Stored
-from parloom.search.work import Work
-from tests.property.searched import ADAM, every_assignment, random_graph
+from tests.property.searched import (
+    ADAM,
+    PLENTY,
+    context_of,
+    every_plan,
+    least_step_ps,
+    random_graph,
+)
 from tests.unit.test_simulate import model
 
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
-PLENTY = 2**50
-
-
-def context_of(
-    graph: Graph, cluster: Cluster, mesh: Mesh, count: int, limit: int = PLENTY
-) -> ContextSearch:
-    program = microbatch_of(program_of(graph, factorize(graph)), count)
-    assert program is not None
-    question = Question(graph, cluster, ADAM, limit, count)
-    return ContextSearch(program, mesh, count, question, Decisions(mesh), Known(), Work())
-
-
-def enumerated_ps(graph: Graph, mesh: Mesh, cluster: Cluster, count: int) -> int:
-    """The least estimate over every layout of every operator and every storage of every weight, of
-    programs that are lowered and walked one by one.
-    """
-    factored = factorize(graph)
-    nodes = list(graph.flat())
-    menus = [list(every_assignment(factored.rule(n.function, n.node), mesh)) for n in nodes]
-    storage = StoragePrices(Walker({}, mesh, cluster), Decisions(mesh), ADAM)
-    elements = sum(e.value.spec.num_elements for e in graph.of_kind("parameter"))
-    last, least = last_reduced(graph), []
-    for chosen in product(*menus):
-        keyed = tuple(NodeDecision(n.key, c) for n, c in zip(nodes, chosen, strict=True))
-        try:
-            decisions = Decisions(mesh, keyed, num_microbatches=count)
-            pcg = lower(graph, decisions, factored=factored)
-        except LayoutError:
-            continue
-        passes = estimate(pcg, Walker({}, pcg.mesh, cluster), ADAM).passes
-        options = []
-        for weight in pcg.parameters:
-            value = weight.input.value
-            reduce = tuple(a for a in weight.reduce if a in mesh.names)
-            stored = Stored(
-                value.spec, True, False, weight.layout, reduce, elements, elements,
-                last=value.name in last,
-            )  # fmt: skip
-            options.append(list(storage.options(stored)[1]))
-        for levels in product(*options):
-            least.append(Estimate(passes, sum(levels[1:], levels[0]), count).step_ps)
-    return min(least)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -87,7 +46,7 @@ def test_a_context_finds_what_enumeration_finds(count: int, seed: int) -> None:
     (mesh,) = logical_meshes(TWO)
     context = context_of(graph, TWO, mesh, count)
     context.duals = context.columns.run(PLENTY, ShadowPrices(), 1e-6)
-    least = enumerated_ps(graph, mesh, TWO, count)
+    least = least_step_ps(list(every_plan(graph, mesh, TWO, count)))
     best = min(candidate.sums.step_ps for candidate in context.candidates())
     bound = context.columns.bound_ps(PLENTY)
     assert bound <= least * (1 + 1e-6)
@@ -121,11 +80,11 @@ def test_rows_are_those_of_the_lowered_plan(
 def test_what_is_counted_holds_less_where_memory_is_dear() -> None:
     mesh = next(iter(logical_meshes(FOUR)))
     context = context_of(model(), FOUR, mesh, 1)
-    free = context.columns.prove(ShadowPrices(byte_ps=0.0))
-    dear = context.columns.prove(ShadowPrices(byte_ps=1e4))
+    free = context.columns.prove(ShadowPrices(pass_byte_ps=0.0))
+    dear = context.columns.prove(ShadowPrices(pass_byte_ps=1e4))
     assert free is not None
     assert dear is not None
-    assert dear.sums.held_bytes < free.sums.held_bytes
+    assert dear.sums.pass_bytes < free.sums.pass_bytes
     assert dear.sums.step_ps > free.sums.step_ps
 
 
@@ -147,7 +106,7 @@ def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
-    one, two = (Decisions(mesh) for mesh in list(logical_meshes(EIGHT))[:2])
+    one, two = (Decisions(one_stage(mesh)) for mesh in list(logical_meshes(EIGHT))[:2])
     sums = StepSums(1000.0, 0.0, 0.0, 0.0, 0.0)
     candidate = Candidate((), (), (), np.zeros(NUM_ROWS), sums)
     fastest, near, lean, slower, other = (
@@ -166,9 +125,9 @@ def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 def test_plans_fit_and_none_is_below_the_bound(share: float) -> None:
     """Under a limit on memory, with microbatches and values that are made again."""
-    free = search(Question(model(), EIGHT, ADAM, PLENTY), Decisions(Mesh(())), lambda _: None)
+    free = search(Question(model(), EIGHT, ADAM, PLENTY), Decisions(), lambda _: None)
     limit = int(share * free.proposals[0].peak_bytes)
-    found = search(Question(model(), EIGHT, ADAM, limit), Decisions(Mesh(())), lambda _: None)
+    found = search(Question(model(), EIGHT, ADAM, limit), Decisions(), lambda _: None)
     assert found.proposals
     for plan in found.proposals:
         assert plan.peak_bytes <= limit

@@ -8,11 +8,10 @@ from parloom.capture import capture
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.microbatches import divisors
 from parloom.ir.plan import MICROBATCH, Decisions
-from tests.zoo_sizes import small
+from tests.dist.lowered import small_graph
 
 
 class Groups(nn.Module):
@@ -43,7 +42,7 @@ def lowered(factored: Factored, samples: int) -> tuple[int, ...]:
     found = []
     for count in divisors(samples):
         try:
-            lower(factored.graph, Decisions(Mesh(()), num_microbatches=count), factored=factored)
+            lower(factored.graph, Decisions(num_microbatches=count), factored=factored)
         except LayoutError:
             continue
         found.append(count)
@@ -69,14 +68,14 @@ def test_one_sample_is_one_microbatch() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "dlrm", "gnmt", "gshard", "dit_xl"])
 def test_the_legal_counts_of_models(name: str) -> None:
-    factored = factorize(capture(*small(name)))
+    factored = factorize(small_graph(name))
     legal = legal_microbatches(factored)
     assert legal.counts == lowered(factored, 4)
     assert legal.counts == ((1,) if name in ("cnn", "gshard") else (1, 2, 4))
 
 
 def test_an_illegal_count_says_which_operator_forbids_it() -> None:
-    legal = legal_microbatches(factorize(capture(*small("cnn"))))
+    legal = legal_microbatches(factorize(small_graph("cnn")))
     with pytest.raises(InputError, match=r"norm:batch_norm#0 \(cnn.py:43\).*--batch-semantics"):
         legal.check(2)
     with pytest.raises(InputError, match=r"counts: 1; with --batch-semantics microbatch .*: 2, 4$"):

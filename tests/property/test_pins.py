@@ -2,15 +2,17 @@
 contradict each other.
 """
 
-from collections.abc import Callable
-from itertools import combinations
-from math import inf
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations, product
 from random import Random
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from parloom.candidates import candidates, smallest
+from parloom.comparators.baselines import random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
@@ -19,30 +21,33 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
-from parloom.ir.pcg import PParameter
-from parloom.ir.plan import Decisions, NodeDecision
+from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.text import parse_graph
-from parloom.search.auto import search
-from parloom.search.baselines import random_plan
-from parloom.search.candidates import candidates, smallest
-from parloom.search.closing import close
 from parloom.search.conflicts import broken, smallest_conflict
+from parloom.search.contexts import Contexts
 from parloom.search.estimate import estimate
-from parloom.search.layouts import LayoutProblem
-from parloom.search.least import bound_bytes, conflict, least_share, possible, problems
-from parloom.search.master import MeshSearch
+from parloom.search.least import conflict, least_share, possible, stored_bytes
 from parloom.search.meshes import logical_meshes
+from parloom.search.optimize import search
 from parloom.search.pinned import Pinned, resolve
 from parloom.search.pins import Pin, parse_pin
 from parloom.search.program import program_of
-from parloom.search.question import Question
-from parloom.search.storage import STORED, Level
-from tests.property.searched import ADAM, least_step_ps, random_graph
+from parloom.search.question import Question, Wanted
+from parloom.search.step_rows import ShadowPrices
+from parloom.search.storage import STORED
+from tests.property.searched import (
+    ADAM,
+    PLENTY,
+    Enumerated,
+    context_of,
+    every_plan,
+    least_step_ps,
+    random_graph,
+)
 from tests.unit.graphs import stack
 from tests.unit.test_simulate import model
 
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
-PLENTY = 1e15
 Split = dict[str, tuple[str, ...]]
 
 
@@ -52,17 +57,20 @@ def pinned_by(graph: Graph, *texts: str) -> Pinned:
     return resolve(pins, graph, factorize(graph))
 
 
-def question(graph: Graph, cluster: Cluster, *texts: str, limit: int = int(PLENTY)) -> Question:
-    return Question(graph, cluster, ADAM, limit, pinned=pinned_by(graph, *texts))
+def question(graph: Graph, cluster: Cluster, *texts: str, limit: int = PLENTY) -> Question:
+    """A price of a plan with one microbatch: what is asked for most often here, and fastest."""
+    pinned = pinned_by(graph, *texts)
+    return Question(graph, cluster, ADAM, limit, 1, pinned=pinned, wanted=Wanted.PRICE)
 
 
-def found_step_ps(graph: Graph, mesh: Mesh, cluster: Cluster, pinned: Pinned) -> int | None:
-    program = program_of(graph, factorize(graph), pinned)
-    problem = LayoutProblem(program, Walker({}, mesh, cluster), Decisions(mesh), ADAM)
-    searching = MeshSearch(problem, PLENTY)
-    searching.run(tolerance=1e-9)
-    candidates_ = close(searching, inf, tolerance=1e-9).candidates
-    return candidates_[0].sums.step_ps if candidates_ else None
+def found_step_ps(
+    graph: Graph, mesh: Mesh, cluster: Cluster, pinned: Pinned
+) -> tuple[float, float] | None:
+    """The best estimate that is found, and the bound; None where pins leave nothing."""
+    context = context_of(graph, cluster, mesh, pinned=pinned)
+    context.run(ShadowPrices())
+    best = next(context.candidates(), None)
+    return (best.sums.step_ps, context.columns.bound_ps(PLENTY)) if best else None
 
 
 @settings(max_examples=12)
@@ -82,23 +90,35 @@ def test_a_pinned_search_finds_what_enumeration_finds(seed: int) -> None:
     first = ("!" if forbidden else "") + f"{key}={factor}:x"
     role, way = rng.choice(("weights", "optimizer")), rng.choice(("replicated", "sharded"))
 
-    def may_split(name: str, split: Split) -> bool:
-        return name != key or (split.get(factor) == ("x",)) != forbidden
-
-    def may_store(weight: PParameter, level: Level) -> bool:
+    def holds(plan: Enumerated) -> bool:
+        ((weight, level),) = (w for w in plan.stored if w[0].input.target == "w0")
         chunked = level.weight if role == "weights" else level.optimizer
-        split = "x" in weight.layout.axes or (chunked and "x" in level.axes)
-        return weight.input.target != "w0" or split == (way == "sharded")
+        split = "x" in (*weight.layout.axes, *chunked)
+        asked = (plan.split(key).get(factor) == ("x",)) != forbidden
+        return asked and split == (way == "sharded")
 
-    pinned = pinned_by(graph, first, f"w0={role}:{way}")
-    least = least_step_ps(graph, mesh, Walker({}, mesh, TWO), may_split, may_store)
-    assert found_step_ps(graph, mesh, TWO, pinned) == least
+    plans = [plan for plan in every_plan(graph, mesh, TWO) if holds(plan)]
+    found = found_step_ps(graph, mesh, TWO, pinned_by(graph, first, f"w0={role}:{way}"))
+    assert bool(plans) == bool(found)
+    if not plans or not found:
+        return
+    (best, bound), least = found, least_step_ps(plans)
+    assert bound <= least * (1 + 1e-6)
+    assert least * (1 - 1e-9) <= best <= least * 1.05
 
 
-@pytest.mark.parametrize("text", ["m0=n:y", "m0=k:4", "!m0=n:x", "m0=replicated", "w0=dim1:x"])
-def test_a_pinned_search_finds_what_enumeration_finds_on_two_axes(text: str) -> None:
+@cache
+def on_two_axes() -> tuple[Graph, Mesh, list[Enumerated]]:
+    """A graph with all of its plans."""
     graph = random_graph(Random(2), num_operators=2)
     mesh = next(m for m in logical_meshes(FOUR) if len(m.axes) == 2)
+    return graph, mesh, list(every_plan(graph, mesh, FOUR))
+
+
+@pytest.mark.xdist_group("pins on two axes")
+@pytest.mark.parametrize("text", ["m0=n:y", "m0=k:4", "!m0=n:x", "m0=replicated", "w0=dim1:x"])
+def test_a_pinned_search_finds_what_enumeration_finds_on_two_axes(text: str) -> None:
+    graph, mesh, plans = on_two_axes()
     meanings: dict[str, Callable[[Split], bool]] = {
         "m0=n:y": lambda split: "y" in split.get("n", ()),
         "m0=k:4": lambda split: len(split.get("k", ())) == 2,
@@ -106,17 +126,16 @@ def test_a_pinned_search_finds_what_enumeration_finds_on_two_axes(text: str) -> 
         "m0=replicated": lambda split: not split,
         "w0=dim1:x": lambda split: "x" in split.get("k", ()),
     }
-    least = least_step_ps(
-        graph,
-        mesh,
-        Walker({}, mesh, FOUR),
-        lambda name, split: not name.startswith("m0") or meanings[text](split),
-    )
-    assert least is not None
-    assert found_step_ps(graph, mesh, FOUR, pinned_by(graph, text)) == least
-    free = found_step_ps(graph, mesh, FOUR, Pinned())
-    assert free is not None
-    assert free < least or (text == "m0=n:y" and free == least)
+    least = least_step_ps([plan for plan in plans if meanings[text](plan.split("m0:linear#0"))])
+    found = found_step_ps(graph, mesh, FOUR, pinned_by(graph, text))
+    unpinned = found_step_ps(graph, mesh, FOUR, Pinned())
+    assert found
+    assert unpinned
+    best, bound = found
+    free, _ = unpinned
+    assert bound <= least * (1 + 1e-6)
+    assert best == pytest.approx(least, rel=1e-9)
+    assert free < least or (text == "m0=n:y" and free == pytest.approx(least))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +179,15 @@ def test_a_plan_that_breaks_a_pin_is_seen() -> None:
 
 def test_calls_that_may_not_recompute_do_not() -> None:
     """Where memory is short, others do."""
-    graph = model()
-    base = Decisions(Mesh(()))
-    roomy = search(question(graph, EIGHT), base, lambda text: None).proposals[0]
-    peak = simulate(lower(graph, roomy.decisions), EIGHT, roomy.decisions, ADAM).peak_bytes
-    for share in (0.98, 0.95, 0.9):
-        tight = question(graph, EIGHT, "5=keep", "mesh=8", limit=int(share * peak))
-        for proposal in search(tight, base, lambda text: None).proposals:
-            assert "5" not in {a.prefix for a in proposal.decisions.activations}
+    graph = stack(4, batch=256, seq=32)
+    peak = search(question(graph, TWO), Decisions(), lambda text: None).proposals[0].peak_bytes
+    again: set[str] = set()
+    for share in (0.95, 0.9, 0.8):
+        tight = question(graph, TWO, "blocks.0=keep", limit=int(share * peak))
+        for proposal in search(tight, Decisions(), lambda text: None).proposals:
+            again |= {a.prefix for a in proposal.decisions.activations}
+    assert "blocks.0" not in again
+    assert again
 
 
 @pytest.mark.parametrize(
@@ -184,7 +204,7 @@ def test_calls_that_may_not_recompute_do_not() -> None:
 def test_the_conflicting_pins_are_as_few_as_can_be(texts: tuple[str, ...]) -> None:
     graph = model()
     asked = question(graph, EIGHT, *texts)
-    base = Decisions(Mesh(()))
+    base = Decisions()
 
     def feasible(pins: tuple[Pin, ...]) -> bool:
         return possible(question_with(asked, pins), base)
@@ -237,17 +257,26 @@ def test_pins_that_only_a_finer_mesh_holds_are_refused_in_so_many_words() -> Non
     finer = next(mesh for mesh in logical_meshes(EIGHT, 3) if len(mesh.axes) == 3)
     x, y, z = finer.names
     split = ("d0", (x,)), ("k", (y,)), ("n", (z,))
-    plan = Decisions(finer, (NodeDecision("fc:linear#0", split),))
+    plan = Decisions(one_stage(finer), (NodeDecision("fc:linear#0", split),))
     assert broken(asked.pinned, graph, plan) is None
     with pytest.raises(InputError, match="no plan on a mesh of one or two axes holds these"):
         smallest(asked)
 
 
+def every_bound(asked: Question) -> Iterator[int]:
+    """What plans of each context hold at least."""
+    contexts = Contexts(asked, Decisions())
+    for mesh, count in product(contexts.meshes, contexts.counts):
+        program = contexts.program(count)
+        if program is not None:
+            yield stored_bytes(contexts.search(program, mesh, count))
+
+
 def test_no_plan_holds_less_than_the_least() -> None:
     graph = model()
     asked = question(graph, EIGHT, limit=10**6)
-    least = min(bound_bytes(problem) for problem in problems(asked, Decisions(Mesh(()))))
     found, bound = smallest(asked)
+    least = min(every_bound(asked))
     assert bound == least
     peaks = []
     for candidate in (found, *candidates(asked, "auto", lambda text: None).found):
@@ -267,17 +296,18 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
     pcg = lower(graph, plan, factored=factored)
     batch = sum(entry.value.spec.num_bytes for entry in graph.of_kind("batch"))
     stored = int(estimate(pcg, Walker({}, mesh, FOUR), ADAM).weights[STORED]) + batch
-    least = min(map(bound_bytes, problems(question(graph, FOUR), Decisions(Mesh(())))))
-    share = least_share(graph, Decisions(Mesh(())), ADAM, FOUR.num_devices)
+    least = min(every_bound(question(graph, FOUR)))
+    share = least_share(graph, Decisions(), ADAM, FOUR.num_devices)
     assert 0 < share <= least - batch
     assert 0 < least <= stored <= simulate(pcg, FOUR, plan, ADAM).peak_bytes
 
 
 def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
     """With pins that its axes have names for: what `auto` chose there is found again, no worse."""
-    graph, base = model(), Decisions(Mesh(()))
-    chosen = search(question(graph, EIGHT), base, lambda text: None).proposals[0]
-    assert len(chosen.decisions.mesh.axes) == 3, "otherwise nothing is shown"
+    graph, base = model(), Decisions()
+    free = Question(graph, EIGHT, ADAM, PLENTY, 1, wanted=Wanted.PLAN)
+    proposals = search(free, base, lambda text: None).proposals
+    chosen = next(p for p in proposals if len(p.decisions.mesh.axes) == 3)
     texts = [
         f"{node.key}={factor}:{axis}"
         for node in chosen.decisions.nodes
@@ -298,6 +328,6 @@ def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
 def test_on_a_pinned_mesh_of_three_axes_pins_may_clash() -> None:
     graph = model()
     asked = question(graph, EIGHT, "mesh=2x2x2", "0.up=n:z", "0.up=k:z")
-    assert not search(asked, Decisions(Mesh(())), lambda text: None).proposals
+    assert not search(asked, Decisions(), lambda text: None).proposals
     with pytest.raises(InputError, match="no plan on the mesh that is asked for"):
-        raise conflict(asked, Decisions(Mesh(())))
+        raise conflict(asked, Decisions())

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from parloom.comparators.baselines import random_plan
 from parloom.cost.calibration import Timed, key_of
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels, LocalOperator, Seconds
@@ -13,7 +14,6 @@ from parloom.cost.simulate import simulate
 from parloom.cost.software import GENERATIONS
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.search.baselines import random_plan
 from tests.property.cases import all_cases
 from tests.property.one_operator import Program
 from tests.unit.test_calibration import MADE

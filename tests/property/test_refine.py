@@ -1,58 +1,53 @@
 """Meshes of three and four axes: what is kept on them holds what is found with everything."""
 
-from dataclasses import replace
-from itertools import product
 from math import comb
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
-from parloom.cost.walk import Walker
-from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.mesh import Mesh
+from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
-from parloom.search import domains, refine
-from parloom.search.auto import search
-from parloom.search.choices import assignments
-from parloom.search.closing import close
-from parloom.search.finer import CUTS, refinements
-from parloom.search.layouts import LayoutProblem
-from parloom.search.master import MeshSearch
+from parloom.search.choices import Menu, assignments
+from parloom.search.contexts import ContextSearch
+from parloom.search.finer import CUTS, LeastCosts, promising, refinements
 from parloom.search.meshes import NAMES, logical_meshes
-from parloom.search.program import program_of
-from parloom.search.question import Question
-from parloom.search.refine import Tally, kept
-from parloom.search.single import Single
-from parloom.search.storage import WEIGHT_PARTS
-from parloom.search.sums import Worth, summed
-from tests.property.searched import ADAM, random_graph
-from tests.unit.test_simulate import model
+from parloom.search.optimize import CHOICES, search
+from parloom.search.question import Question, Wanted
+from parloom.search.step_rows import ShadowPrices
+from tests.property.searched import ADAM, PLENTY, context_of, random_graph
 
 CLUSTER = load_cluster("2x4xH100")
-PLENTY = 1e15
+(THREE,) = (m for m in logical_meshes(CLUSTER, 3) if len(m.axes) == 3)
 
 
-def problem_of(graph: Graph, mesh: Mesh, tally: Tally | None = None) -> LayoutProblem:
-    """The problem on a mesh: everything, or what a tally keeps."""
-    factored = factorize(graph)
-    program = program_of(graph, factored)
-    menus = kept(program, Single(graph, factored, mesh), tally).menus if tally else ()
-    return LayoutProblem(program, Walker({}, mesh, CLUSTER), Decisions(mesh), ADAM, menus=menus)
-
-
-def tally_of(graph: Graph) -> Tally:
+def least_costs(graph: Graph) -> LeastCosts:
     """What the meshes of one and two axes say."""
-    tally = Tally()
+    costs = LeastCosts()
     for mesh in logical_meshes(CLUSTER):
-        found = MeshSearch(problem_of(graph, mesh), PLENTY)
-        found.run()
-        tally.add(found)
-    return tally
+        costs.add(searched(graph, mesh))
+    return costs
+
+
+def searched(
+    graph: Graph, mesh: Mesh, menus: tuple[Menu, ...] = (), cluster: Cluster = CLUSTER
+) -> ContextSearch:
+    context = context_of(graph, cluster, mesh, menus=menus)
+    context.run(ShadowPrices())
+    return context
+
+
+def best_ps(context: ContextSearch) -> float:
+    return next(context.candidates()).sums.step_ps
+
+
+def kept(graph: Graph, at_most: int) -> tuple[tuple[Menu, ...], bool]:
+    """What is kept on the mesh of three axes."""
+    program = context_of(graph, CLUSTER, next(iter(logical_meshes(CLUSTER)))).layouts.program
+    return promising(program, THREE, least_costs(graph), at_most)
 
 
 def sizes(mesh: Mesh) -> tuple[int, ...]:
@@ -71,19 +66,15 @@ def test_every_refinement_cuts_one_axis_and_the_levels_come_first() -> None:
     assert refinements(finest) == ()
 
 
-def test_no_mesh_is_searched_twice_and_the_order_of_equal_links_matters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_mesh_is_searched_twice_and_the_order_of_equal_links_matters() -> None:
     """Permutations of prime axes are not enumerated; 2x4 is no copy of 4x2 over the same links."""
     meshes = [tuple(a.primes for a in m.axes) for m in logical_meshes(load_cluster("8x8xH100"), 4)]
     assert len(meshes) == len(set(meshes)) == sum(comb(5, cuts) for cuts in range(4))
-    one_level = load_cluster("1x8xH100")
-    monkeypatch.setattr("tests.property.test_refine.CLUSTER", one_level)
-    steps = {}
-    for mesh in logical_meshes(one_level):
-        search = MeshSearch(problem_of(random_graph(Random(0), 5), mesh), PLENTY)
-        search.run(1e-9)
-        steps[sizes(mesh)] = close(search, np.inf, 1e-9).candidates[0].sums.step_ps
+    one_level, graph = load_cluster("1x8xH100"), random_graph(Random(0), 5)
+    steps = {
+        sizes(mesh): best_ps(searched(graph, mesh, cluster=one_level))
+        for mesh in logical_meshes(one_level)
+    }
     assert steps[4, 2] < steps[2, 4]
 
 
@@ -91,91 +82,42 @@ def test_no_mesh_is_searched_twice_and_the_order_of_equal_links_matters(
 @given(st.integers(0, 10**6))
 def test_what_is_kept_holds_the_best_of_all(seed: int) -> None:
     graph = random_graph(Random(seed))
-    (mesh,) = (m for m in logical_meshes(CLUSTER, 3) if len(m.axes) == 3)
-    every = MeshSearch(problem_of(graph, mesh), PLENTY).run()
-    few = MeshSearch(problem_of(graph, mesh, tally_of(graph)), PLENTY).run()
-    best = every.candidates[0].sums.step_ps
-    assert every.bound_ps - 0.5 <= few.candidates[0].sums.step_ps <= best * (1 + 1e-3)
+    menus, left_out = kept(graph, CHOICES)
+    assert left_out
+    every, few = searched(graph, THREE), searched(graph, THREE, menus)
+    assert best_ps(few) <= best_ps(every) * (1 + 1e-3)
+    assert every.columns.bound_ps(PLENTY) <= best_ps(few) * (1 + 1e-9)
 
 
-def test_what_is_kept_may_be_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_may_be_too_few() -> None:
     """Negative control: with two choices of each operator, some best plan is lost."""
-    monkeypatch.setattr(refine, "KEPT_CHOICES", (2,))
     lost = 0
-    for seed in range(6):
+    for seed in range(4):
         graph = random_graph(Random(seed))
-        (mesh,) = (m for m in logical_meshes(CLUSTER, 3) if len(m.axes) == 3)
-        every = MeshSearch(problem_of(graph, mesh), PLENTY).run().candidates[0]
-        few = MeshSearch(problem_of(graph, mesh, tally_of(graph)), PLENTY).run().candidates[0]
-        lost += few.sums.step_ps > every.sums.step_ps * (1 + 1e-3)
+        every, few = searched(graph, THREE), searched(graph, THREE, kept(graph, 2)[0])
+        lost += best_ps(few) > best_ps(every) * (1 + 1e-3)
     assert lost
 
 
-def test_everything_is_kept_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refine, "KEPT_CHOICES", (10**4,))
-    monkeypatch.setattr(refine, "CELLS", float("inf"))
+def test_everything_is_kept_where_there_is_room() -> None:
     graph = random_graph(Random(1))
-    (mesh,) = (m for m in logical_meshes(CLUSTER, 3) if len(m.axes) == 3)
-    problem = problem_of(graph, mesh, tally_of(graph))
-    for operator, menu in zip(problem.program.operators, problem.menus, strict=True):
+    menus, left_out = kept(graph, 10**4)
+    assert not left_out
+    program = context_of(graph, CLUSTER, THREE, menus=menus).layouts.program
+    for operator, menu in zip(program.operators, menus, strict=True):
         found = {frozenset(choice.assignment) for choice in menu.choices}
-        assert found == {frozenset(a.items()) for a in assignments(operator.rule, mesh)}
+        assert found == {frozenset(a.items()) for a in assignments(operator.rule, THREE)}
 
 
-@settings(max_examples=2)
-@given(st.integers(0, 10**6), st.floats(0.2, 1.0))
-def test_search_finds_what_enumeration_finds_on_three_axes(seed: int, share: float) -> None:
-    """Every layout with every storage of its weights, as far as they are within the limit."""
-    (mesh,) = (m for m in logical_meshes(CLUSTER, 3) if len(m.axes) == 3)
-    problem = problem_of(random_graph(Random(seed), num_operators=1), mesh)
-    every = []
-    for values in product(*map(range, problem.sizes)):
-        passes = problem.passes(values)
-        weights = range(len(problem.program.weights))
-        options = [list(problem.storage.options(problem.stored(i, values))[1]) for i in weights]
-        for chosen in product(*options):
-            every.append(summed(passes, sum(chosen, np.zeros(WEIGHT_PARTS, dtype=np.int64))))
-    low, high = min(s.held_bytes for s in every), max(s.held_bytes for s in every)
-    limit = low + share * (high - low)
-    least = min(s.step_ps for s in every if s.held_bytes <= limit)
-    searching = MeshSearch(problem, limit)
-    searching.run(tolerance=1e-9)
-    found = close(searching, np.inf, tolerance=1e-9, listed=10**5)
-    assert found.bound_ps <= least + 0.5
-    assert found.candidates[0].sums.step_ps == least
-    assert MeshSearch(problem, limit).prove(Worth(), 1e18) <= least + 0.5
-
-
-def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound() -> None:
+@pytest.mark.parametrize("wanted", [Wanted.PRICE, Wanted.PROOF])
+def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound(wanted: Wanted) -> None:
     said: list[str] = []
     graph = random_graph(Random(4), num_operators=4)
-    question = Question(graph, CLUSTER, ADAM, int(PLENTY))
-    found = search(question, Decisions(Mesh(())), said.append)
-    assert any("z=" in line for line in said)
+    question = Question(graph, CLUSTER, ADAM, PLENTY, 1, wanted=wanted)
+    found = search(question, Decisions(), said.append)
+    assert any("z=" in line for line in said) == (wanted is Wanted.PROOF)
     least = min(p.estimate_ps for p in found.proposals)
-    assert found.estimate_bound_ps <= least + 0.5
-    for mesh in logical_meshes(CLUSTER, 3):
-        best = MeshSearch(problem_of(graph, mesh), PLENTY).run().candidates[0].sums.step_ps
-        assert least <= best * 1.01
-
-
-def test_where_recomputing_all_is_too_dear_a_tally_has_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Memory is worth next to nothing: narrowing leaves no plan that recomputes everything."""
-    mesh = next(m for m in logical_meshes(CLUSTER) if len(m.axes) == 2)
-    found = MeshSearch(problem_of(model(), mesh), PLENTY)
-    found.run()
-    found.worth, found.limit_bytes = replace(found.worth, held=1e-6), 0.0
-    monkeypatch.setattr(refine, "BEYOND", 0.01)
-    plain, narrowed = Tally(), Tally()
-    plain.add(found)
-    monkeypatch.setattr(domains, "MANY", 0)
-    narrowed.add(found)
-    limit = found.best_ps * (1 + refine.BEYOND)
-    known, told = (
-        {where: min(cost, limit) for where, cost in tally.least.items()}
-        for tally in (plain, narrowed)
-    )
-    assert told == pytest.approx(known)
-    assert min(told.values()) < limit
+    if wanted is Wanted.PROOF:
+        assert found.estimate_bound_ps <= least * (1 + 1e-9)
+        for mesh in logical_meshes(CLUSTER, 3):
+            assert least <= best_ps(searched(graph, mesh)) * 1.01

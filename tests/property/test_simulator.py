@@ -11,7 +11,6 @@ from parloom.cost.simulate import Simulator, step_tasks
 from parloom.cost.tasks import Segment, StepTasks
 from parloom.cost.timeline import Slice, Timeline, slices
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
 from tests.unit.test_simulate import chunked, model
 
@@ -85,7 +84,7 @@ def test_a_known_step_is_not_played_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_equal_blocks_are_played_once() -> None:
-    cluster, decisions = load_cluster("1xH100"), Decisions(Mesh(()))
+    cluster, decisions = load_cluster("1xH100"), Decisions()
     counts = []
     for depth in (4, 24):
         player = Simulator()

@@ -4,23 +4,21 @@ import random
 
 import pytest
 
+from parloom.comparators.baselines import (
+    data_parallel,
+    fsdp,
+    megatron,
+    random_plan,
+    random_plans,
+)
+from parloom.comparators.configuration import Configuration, mesh_of
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
-from parloom.ir.layout import Layout, Shard
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import Compute, Movement
 from parloom.ir.plan import Decisions
-from parloom.search.baselines import (
-    batch_seeds,
-    data_parallel,
-    fsdp,
-    megatron,
-    mesh_of,
-    random_plan,
-    random_plans,
-)
-from tests.unit.graphs import cluster, fused, graph, node, perceptron
+from tests.unit.graphs import cluster, fused, graph, node, perceptron, stack
 
 CLUSTER = cluster(2, 2)
 
@@ -30,15 +28,15 @@ def factors(plan: Decisions) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def test_the_tensor_axis_takes_the_fastest_links() -> None:
-    mesh = mesh_of(cluster(2, 4), 4)
+    mesh = mesh_of(Configuration(tensor=4, data=2), cluster(2, 4))
     assert [(a.name, a.size, a.level) for a in mesh.axes] == [("data", 2, 1), ("tensor", 4, 0)]
     assert mesh.coordinates(5) == {"data": 1, "tensor": 1}
-    assert mesh_of(cluster(1)).num_ranks == 1
+    assert mesh_of(Configuration(), cluster(1)).num_ranks == 1
 
 
 def test_a_degree_must_be_a_product_of_links() -> None:
-    with pytest.raises(InputError, match="4 is no product of the fastest links of toy"):
-        mesh_of(cluster(2, 3), 4)
+    with pytest.raises(InputError, match="an axis of 4 is no product of the links of toy"):
+        mesh_of(Configuration(tensor=4), cluster(2, 3))
 
 
 def test_data_parallel_shards_samples_only() -> None:
@@ -48,23 +46,34 @@ def test_data_parallel_shards_samples_only() -> None:
     assert plan.parameters == ()
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
-    with pytest.raises(InputError) as caught:
-        next(data_parallel(perceptron(batch=6), CLUSTER))
-    assert str(caught.value) == (
-        "batch tensor 'x' has 6 samples, which do not divide over 4 data-parallel ranks; take"
-        " 8 of them: --batch 8, or where a factory makes the batch, in the factory"
-    )
+def test_where_samples_divide_over_no_full_mesh_ranks_do_the_same_work() -> None:
+    (plan,) = data_parallel(perceptron(batch=6), CLUSTER)
+    assert [(a.name, a.size) for a in plan.mesh.axes] == [("data", 2), ("copy", 2)]
+    assert {tuple(f.items()) for f in factors(plan).values()} == {(("d0", ("data",)),)}
+    (stored,) = fsdp(perceptron(batch=6), CLUSTER)
+    assert {p.weight.axes for p in stored.parameters} == {("data", "copy")}
+    (thirds,) = data_parallel(perceptron(batch=6), CLUSTER, 3)
+    assert [(a.name, a.size) for a in thirds.mesh.axes] == [("data", 2), ("copy", 2)]
+    (alone,) = data_parallel(perceptron(batch=3), CLUSTER)
+    assert [(a.name, a.size) for a in alone.mesh.axes] == [("copy", 4)]
+
+
+def test_positions_take_the_ranks_that_samples_leave() -> None:
+    (plan,) = data_parallel(stack(1, batch=2, seq=12), cluster(2, 8))
+    assert [(a.name, a.size) for a in plan.mesh.axes] == [("data", 2), ("copy", 2), ("context", 4)]
+    lower(stack(1, batch=2, seq=12), plan)
 
 
 def test_only_tensors_with_the_samples_are_sharded() -> None:
     made = graph(
-        {"w": (8,)},
+        {"w": (8, 4)},
         {"x": ((8, 4), "float32"), "table": ((5, 4), "float32"), "scale": ((), "float32")},
-        node("sum", "w", to="loss", shape=()),
+        node("mul", "x", "w", to="y", shape=(8, 4)),
+        node("sum", "table", to="other", shape=()),
+        node("sum", "y", to="loss", shape=(), number=1),
     )
-    seeds = batch_seeds(made, mesh_of(CLUSTER))
-    assert seeds == {"x": Layout((Shard("data", 0, 2),))}
+    (plan,) = data_parallel(made, CLUSTER)
+    assert factors(plan) == {":mul#0": {"d0": ("data",)}, ":sum#1": {"d0": ("data",)}}
 
 
 def test_fsdp_stores_all_three_in_chunks() -> None:
@@ -98,9 +107,9 @@ def test_megatron_shards_heads_inside_a_fused_projection() -> None:
     assert len(lower(fused(), two).parameters) == 2
 
 
-def test_megatron_leaves_out_degrees_that_the_batch_does_not_fit() -> None:
+def test_megatron_has_every_degree_where_the_batch_does_not_divide() -> None:
     plans = list(megatron(perceptron(batch=3), cluster(2, 2)))
-    assert [p.mesh.names for p in plans] == [("tensor",)]
+    assert [p.mesh.names for p in plans] == [("copy", "tensor"), ("tensor",)]
 
 
 def test_megatron_ends_where_heads_do_not_divide() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parloom.comparators.baselines import data_parallel
 from parloom.cost.calibration import (
     Calibration,
     Fingerprint,
@@ -38,10 +39,8 @@ from parloom.cost.simulate import simulate
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import Compute
 from parloom.ir.plan import Decisions
-from parloom.search.baselines import data_parallel
 from tests.unit.graphs import perceptron
 from tests.unit.test_simulate import chunked
 from tests.unit.test_simulate import model as blocks
@@ -269,7 +268,7 @@ def test_what_goes_on_beside_the_other_is_gained_in_part() -> None:
 
 def test_one_device_has_no_collective_to_look_up() -> None:
     graph = perceptron()
-    pcg = lower(graph, Decisions(Mesh(())))
+    pcg = lower(graph, Decisions())
     cluster, kernels = calibrated(load_cluster("1xcpu"), MADE)
     assert isinstance(kernels, Kernels)
-    assert simulate(pcg, cluster, Decisions(Mesh(())), kernels=kernels).step_s > 0
+    assert simulate(pcg, cluster, Decisions(), kernels=kernels).step_s > 0

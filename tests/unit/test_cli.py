@@ -19,6 +19,7 @@ import pytest
 
 import parloom
 from parloom import cli, errors
+from parloom.comparators.baselines import data_parallel
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
 from parloom.execute.files import check_folder, read_plan, write_atomic
@@ -26,7 +27,6 @@ from parloom.ir.plan import INTERRUPTED, Alternative, Constraint, Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
 from parloom.report.shortage import Change, Shortage, shortage_document, shortage_text
-from parloom.search.baselines import data_parallel
 from tests.unit.graphs import cluster, perceptron
 from tests.unit.test_calibration import MADE
 from tests.unit.test_plan_json import example
@@ -390,7 +390,7 @@ def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
         ),
         (
             ["plan", "m", "--cluster", "4xcpu", "--method", "fsdp", "--budget", "10"],
-            "budget: only auto, alpa, flexflow count work",
+            "budget: only auto, random, alpa, flexflow count work",
         ),
         (["plan", "m", "--cluster", "4xcpu", "--pin", "lm_head"], "write --pin NAME=LAYOUT"),
         (["plan", "m", "--cluster", "4xcpu", "--forbid", "a=b c"], "--forbid a=b c: 'b c' is no"),
@@ -550,7 +550,7 @@ def test_verify_refuses_damaged_plans(
     assert "truncated" in capsys.readouterr().err
     path.write_text(whole.replace('"cluster": "6xcpu"', '"cluster": "7xcpu"'), encoding="utf-8")
     assert cli.main(["verify", str(path)]) == 2
-    assert "7xcpu has 7 devices, and the mesh of the plan numbers 6" in capsys.readouterr().err
+    assert "6 devices are no part of 7xcpu; a plan uses 7, 1 of them" in capsys.readouterr().err
     path.write_text(whole.replace('"cluster": "6xcpu"', '"cluster": "6xcpux"'), encoding="utf-8")
     assert cli.main(["simulate", str(path)]) == 2
     assert f"{path}: cluster: unknown device 'cpux'" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import RenderableType
 
+from parloom.comparators.baselines import data_parallel, fsdp, megatron, random_plans
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
@@ -28,7 +29,6 @@ from parloom.report.explain_screen import plan_explained_screen
 from parloom.report.grid import mesh_grid
 from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
-from parloom.search.baselines import data_parallel, fsdp, megatron, random_plans
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from parloom.comparators.baselines import data_parallel, fsdp, megatron
 from parloom.cost.clusters import load_cluster
 from parloom.cost.shares import runs, shares
 from parloom.cost.simulate import simulate
@@ -18,7 +19,6 @@ from parloom.report.explain import Document
 from parloom.report.explain_name import name_explained
 from parloom.report.name_screen import name_screen, sentence, way_words
 from parloom.report.names import Names
-from parloom.search.baselines import data_parallel, fsdp, megatron
 from tests.unit.explained import ADAM, case_of
 from tests.unit.graphs import stack
 from tests.unit.test_explain import screen

@@ -32,7 +32,7 @@ sys.exit(main())
         ("parloom.cli", ["--help"]),
         ("typer", ["--version"]),
         ("rich.console", ["doctor"]),
-        ("parloom.search.candidates", ["plan"]),
+        ("parloom.candidates", ["plan"]),
         ("yaml", ["cluster", "show", "2xcpu"]),
         ("torch", ["plan", "zoo:mlp", "--cluster", "2xcpu"]),
         ("torch._C", ["verify", "nothing"]),

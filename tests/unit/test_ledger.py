@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parloom.comparators.baselines import fsdp, megatron, random_plans
 from parloom.cost.clusters import load_cluster
 from parloom.cost.engine import Run
 from parloom.cost.ledger import (
@@ -28,7 +29,6 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import ActivationDecision, Decisions, Optimizer
-from parloom.search.baselines import fsdp, megatron, random_plans
 from tests.unit.graphs import stack
 from tests.unit.test_simulate import DEPTH, chunked, model
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parloom.comparators.baselines import random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels
 from parloom.cost.liveness import section_ends
@@ -13,11 +14,10 @@ from parloom.cost.works import Called, Walked, Work
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, grid
+from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.ir.plan import ActivationDecision, Decisions, one_stage
 from parloom.ir.text import parse_graph
-from parloom.search.baselines import random_plan
 from tests.unit.graphs import fused, graph, node, perceptron
 
 BLOCKS = """\
@@ -67,9 +67,9 @@ def walked(graph: Graph, decisions: Decisions) -> tuple[PCG, Walked]:
 def test_backward_gives_back_what_forward_took(policy: str, both: bool) -> None:
     names = ("0", "1") if both else ("0",)
     activations = tuple(ActivationDecision(name, policy) for name in names)
-    _, main = walked(parse_graph(BLOCKS), Decisions(Mesh(()), activations=activations))
+    _, main = walked(parse_graph(BLOCKS), Decisions(activations=activations))
     assert main.forward.net_bytes + main.backward.net_bytes == 0
-    kept = walked(parse_graph(BLOCKS), Decisions(Mesh(())))[1]
+    kept = walked(parse_graph(BLOCKS), Decisions())[1]
     least = 8 * ROW * (2 * 4 + 1)  # both widths and the shown result of a block
     assert kept.forward.net_bytes > 2 * least
     if policy != "keep":
@@ -89,7 +89,7 @@ def test_random_layouts_lose_no_memory(seed: int, name: str) -> None:
 
 def test_peak_is_where_the_widest_operator_runs_backward() -> None:
     """x [8, 6] -> up 12 -> gelu 12 -> down 4 -> mul 4 -> mean: float32."""
-    _, main = walked(perceptron(), Decisions(Mesh(())))
+    _, main = walked(perceptron(), Decisions())
     # Kept: h (gelu), a (down), y (mul), and the mean, which is the loss. The product is gone.
     assert main.forward.net_bytes == 8 * (12 + 12 + 4) * 4 + 4
     # Backward of down: h, a, the gradients of y and of a; then a is gone.
@@ -114,7 +114,7 @@ def test_what_stays_in_a_merged_kernel_is_made_again_of_what_is_kept(
     merges: str, kept: int
 ) -> None:
     """Apart, a + b, gelu's result and b are kept, and the product; merged a, b and the product."""
-    decisions = Decisions(grid({"data": 1}))
+    decisions = Decisions(one_stage(grid({"data": 1})))
     kernels = Kernels(CLUSTER.device, Software("merges", merges=merges))
     main = priced(lower(GATED, decisions), CLUSTER, decisions, kernels=kernels).main
     assert main.inside_bytes == kept * 8 * 12 * 4
@@ -123,7 +123,7 @@ def test_what_stays_in_a_merged_kernel_is_made_again_of_what_is_kept(
 
 
 def test_values_die_at_the_end_of_their_section() -> None:
-    pcg, main = walked(perceptron(), Decisions(Mesh(())))
+    pcg, main = walked(perceptron(), Decisions())
     assert section_ends(pcg.main.body) == [0, 1, 2, 4, 4]
     given_back = [work.gives for work in main.forward.works]
     # The square is read by the mean, in the same section, which the loss ends.
@@ -132,7 +132,7 @@ def test_values_die_at_the_end_of_their_section() -> None:
 
 def test_gradients_of_parameters_arrive_last_used_first() -> None:
     graph = parse_graph(BLOCKS)
-    decisions = Decisions(Mesh(()))
+    decisions = Decisions()
     pcg = lower(graph, decisions)
     found = priced(pcg, CLUSTER, decisions)
     names = [value.name for value in pcg.main.inputs]

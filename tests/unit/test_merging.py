@@ -12,7 +12,6 @@ from parloom.cost.step import priced
 from parloom.cost.works import Work
 from parloom.errors import InputError
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import Decisions
 from parloom.ir.text import parse_graph
@@ -44,7 +43,7 @@ BARE = Software("bare", launch_s=0.0)
 
 
 def lowered() -> PCG:
-    return lower(parse_graph(TEXT), Decisions(Mesh(())))
+    return lower(parse_graph(TEXT), Decisions())
 
 
 def kernels_of(merges: str) -> dict[str, bool]:
@@ -87,7 +86,7 @@ def test_each_step_of_merging_takes_less_time(backward: bool) -> None:
     times = []
     for merges in ("", ELEMENTWISE, ROWS):
         kernels = Kernels(cluster.device, replace(BARE, merges=merges))
-        walked = priced(lowered(), cluster, Decisions(Mesh(())), kernels=kernels).main
+        walked = priced(lowered(), cluster, Decisions(), kernels=kernels).main
         track = walked.backward if backward else walked.forward
         times.append(track.total.price.compute_s)
     assert times[0] > times[1] > times[2] > 0
@@ -97,7 +96,7 @@ def test_bytes_of_a_merged_chain_by_hand() -> None:
     """x and gain are read; what the skip and the product read is written."""
     cluster = load_cluster("1xA100")
     kernels = Kernels(cluster.device, replace(BARE, merges=ROWS))
-    walked = priced(lowered(), cluster, Decisions(Mesh(())), kernels=kernels).main
+    walked = priced(lowered(), cluster, Decisions(), kernels=kernels).main
     kinds = ("mul", "gelu", "square", "mean", "rsqrt")
     works = [w for w in walked.forward.works if isinstance(w, Work) and w.kind in kinds]
     chain = sum(w.compute_s for w in works)
@@ -111,7 +110,7 @@ def test_generations_differ_in_what_a_step_takes() -> None:
     seconds = {}
     for name, software in GENERATIONS.items():
         kernels = Kernels(cluster.device, software)
-        found = priced(lowered(), cluster, Decisions(Mesh(())), kernels=kernels).main
+        found = priced(lowered(), cluster, Decisions(), kernels=kernels).main
         seconds[name] = found.forward.total.seconds + found.backward.total.seconds
     assert seconds["eager"] > seconds["fused"] > seconds["compiled"]
     with pytest.raises(InputError, match="merges 'all'"):

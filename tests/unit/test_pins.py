@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from parloom.candidates import candidates
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import grid
-from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
-from parloom.search.candidates import candidates
+from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, one_stage
 from parloom.search.conflicts import broken, check_pins
 from parloom.search.pinned import Pinned, clashes, resolve
 from parloom.search.pins import Kind, parse_pin
@@ -212,7 +212,9 @@ def test_a_block_cannot_be_kept_and_recomputed() -> None:
 def test_plans_are_checked_against_pins() -> None:
     graph = stack(2)
     nodes = tuple(NodeDecision(f"blocks.{i}.up:linear#0", (("n", ("x",)),)) for i in range(2))
-    plan = Decisions(MESH, nodes, activations=(ActivationDecision("blocks.1", "recompute"),))
+    plan = Decisions(
+        one_stage(MESH), nodes, activations=(ActivationDecision("blocks.1", "recompute"),)
+    )
     held = ("blocks.*.up=n:x", "blocks.1=recompute", "blocks.0.up.weight=sharded", "mesh=2x4")
     assert broken(pinned_by(graph, *held), graph, plan) is None
     for text in held:

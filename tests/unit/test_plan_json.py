@@ -25,6 +25,7 @@ from parloom.ir.plan import (
     Prediction,
     Stage,
     Storage,
+    one_stage,
 )
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import print_graph
@@ -32,16 +33,17 @@ from parloom.rewrite.rewrites import parse_rewrite
 from tests.unit.graphs import perceptron
 
 AXES = ("x", "y")
+BIG = [{"size": 2**31, "stride": 1, "level": 0}] * 600
+ONE = Mesh((MeshAxis("data", (PrimeAxis(1, 1, 0),)),))
 SHARDED = Storage(("y",), 0)
 
 
 def example() -> Plan:
-    mesh = grid({"x": 2, "y": 3})
     decisions = Decisions(
-        mesh=mesh,
+        stages=one_stage(grid({"x": 2, "y": 3})),
         nodes=(
             NodeDecision("transformer.h.10.attn:addmm#0", (("n1", ("x",)), ("b", ("y",)))),
-            NodeDecision("transformer.h.2.attn:addmm#0", (("n1", ("x",)),), (("y", 1),)),
+            NodeDecision("transformer.h.2.attn:addmm#0", (("n1", ("x",)),)),
         ),
         parameters=(
             ParameterDecision("transformer.wte.weight", SHARDED, SHARDED, SHARDED),
@@ -54,7 +56,6 @@ def example() -> Plan:
             ),
         ),
         num_microbatches=4,
-        stages=(Stage(("transformer",), (("x", 0),)),),
         master_dtype="float32",
     )
     return Plan(
@@ -85,15 +86,16 @@ def test_the_command_says_all_that_was_asked() -> None:
         " --method fsdp --microbatches 4"
     )
     source = ModelSource("my model.py:build")
-    plain = replace(example(), source=source, seed=3, decisions=Decisions(grid({"x": 2})))
+    plain = replace(
+        example(), source=source, seed=3, decisions=Decisions(one_stage(grid({"x": 2})))
+    )
     assert plain.command() == (
         "parloom plan 'my model.py:build' --cluster 6xcpu --optimizer adamw --method fsdp --seed 3"
     )
 
 
 def test_one_device() -> None:
-    mesh = Mesh((MeshAxis("data", (PrimeAxis(1, 1, 0),)),))
-    plan = replace(example(), decisions=Decisions(mesh))
+    plan = replace(example(), decisions=Decisions(one_stage(ONE)))
     assert plan_from_json(plan_to_json(plan), "plan.json") == plan
 
 
@@ -102,7 +104,7 @@ def test_numbers_in_names_have_any_length() -> None:
     long = "9" * 5000
     names = [f"h.{long}.w", "h.10.w", "h.9.w", "h.010.v", f"h.1{long}.w"]
     decided = tuple(ParameterDecision(name) for name in names)
-    ordered = [p.name for p in Decisions(grid({"x": 2}), parameters=decided).parameters]
+    ordered = [p.name for p in Decisions(one_stage(grid({"x": 2})), parameters=decided).parameters]
     assert ordered == ["h.9.w", "h.010.v", "h.10.w", f"h.{long}.w", f"h.1{long}.w"]
     with pytest.raises(InputError, match="unknown rewrite"):
         parse_rewrite(f"pad w 5 {long}")
@@ -139,7 +141,7 @@ def test_order_of_maps_has_no_meaning() -> None:
 def test_a_name_decided_twice_is_refused() -> None:
     node = NodeDecision("a:b#0")
     with pytest.raises(VerifyError, match="'a:b#0' is decided twice"):
-        Decisions(grid({"x": 2}), nodes=(node, node))
+        Decisions(one_stage(grid({"x": 2})), nodes=(node, node))
 
 
 # Control characters, which names may not have, are refused (test_printed_names).
@@ -148,20 +150,29 @@ names = st.text(alphabet, min_size=1, max_size=8)
 axes = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 storages = st.builds(Storage, axes, st.integers(0, 3), st.sampled_from(["device", "host"]))
 factors = st.dictionaries(names, axes, max_size=3).map(lambda d: tuple(d.items()))
-submeshes = st.dictionaries(st.sampled_from(AXES), st.integers(0, 1)).map(
-    lambda d: tuple(d.items())
-)
 numbers = st.floats(0, 1e6)
 
 
 @st.composite
+def stages(draw: st.DrawFn) -> Stage:
+    """Of six devices, in ranges that are apart."""
+    sizes = draw(st.sampled_from([(6,), (1, 5), (2, 1, 3)]))
+    devices, start = [], draw(st.integers(0, 9))
+    for size in sizes:
+        devices.append(range(start, start + size))
+        start += size + draw(st.integers(1, 9))
+    mesh = grid({"x": 2, "y": 3})
+    return Stage(tuple(draw(st.lists(names, max_size=3))), tuple(devices), mesh)
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    nodes = draw(st.lists(st.builds(NodeDecision, names, factors, submeshes), max_size=4))
+    nodes = draw(st.lists(st.builds(NodeDecision, names, factors), max_size=4))
     parameters = draw(
         st.lists(st.builds(ParameterDecision, names, storages, storages, storages), max_size=4)
     )
     decisions = Decisions(
-        mesh=grid({"x": 2, "y": 3}),
+        stages=draw(st.lists(stages(), min_size=1, max_size=3).map(tuple)),
         nodes=tuple({n.key: n for n in nodes}.values()),
         parameters=tuple({p.name: p for p in parameters}.values()),
         activations=tuple(
@@ -172,7 +183,6 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         num_microbatches=draw(st.integers(1, 64)),
         rewrites=tuple(draw(st.lists(names, max_size=2))),
-        stages=(Stage(tuple(draw(st.lists(st.text(alphabet, max_size=4)))), draw(submeshes)),),
     )
     return replace(
         example(),
@@ -193,6 +203,46 @@ def test_any_plan_round_trips(plan: Plan) -> None:
     assert plan_to_json(again) == text
 
 
+def version_1(plan: Plan) -> dict[str, Any]:
+    """The document of a plan as version 1 had it."""
+    document: dict[str, Any] = json.loads(plan_to_json(plan)) | {"version": "1.0"}
+    decisions = document["decisions"]
+    (stage,) = decisions["stages"]
+    whole: list[Any] = [{"prefixes": [], "submesh": {}}]
+    document["decisions"] = {"mesh": stage["mesh"]} | decisions | {"stages": whole, "submeshes": {}}
+    return document
+
+
+@pytest.mark.parametrize("mesh", [grid({"x": 2, "y": 3}), Mesh(()), ONE])
+def test_version_1_is_read(mesh: Mesh) -> None:
+    plan = replace(example(), decisions=Decisions(one_stage(mesh)))
+    found = plan_from_json(json.dumps(version_1(plan)), "plan.json")
+    assert found == plan
+    assert '"version": "2.0"' in plan_to_json(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(submeshes={"a:b#0": {"x": 1}}), "stages of version 1 never ran"),
+        (lambda d: d["stages"][0].update(prefixes=["h"]), "stages of version 1 never ran"),
+        (lambda d: d.pop("mesh"), "no decisions of version 1 .KeyError"),
+        (lambda d: d.update(mesh=[3]), "no decisions of version 1 .TypeError"),
+        (lambda d: d["mesh"][1]["primes"][0].update(size=7), "strides do not number the ranks"),
+        (lambda d: d["mesh"][0]["primes"][0].update(size="a"), "no decisions of version 1"),
+        (lambda d: d["mesh"][0]["primes"].extend(BIG), "no decisions of version 1"),
+        (lambda d: d.update(stages=3), "stages of version 1 never ran"),
+    ],
+)
+def test_bad_plans_of_version_1_are_refused(
+    change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    document = version_1(example())
+    change(document["decisions"])
+    with pytest.raises(InputError, match=r"^plan.json.*" + message):
+        plan_from_json(json.dumps(document), "plan.json")
+
+
 def test_every_truncation_is_refused_with_a_place() -> None:
     text = plan_to_json(example())
     for end in range(len(text.rstrip()) - 1, 0, -97):
@@ -206,6 +256,12 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
     return json.dumps(document, indent=1)
 
 
+def only(document: dict[str, Any]) -> dict[str, Any]:
+    """The stage of a document with one."""
+    found: dict[str, Any] = document["decisions"]["stages"][0]
+    return found
+
+
 def node(document: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = document["decisions"]["nodes"]["transformer.h.2.attn:addmm#0"]
     return found
@@ -216,7 +272,10 @@ def node(document: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda d: d.update(sead=1), r"\d+:2: sead: unknown key; did you mean 'seed'"),
         (lambda d: d.pop("method"), r"key 'method' is missing"),
-        (lambda d: d.update(version="2.0"), r"plan version '2.0', and this parloom reads '1.0'"),
+        (
+            lambda d: d.update(version="3.0"),
+            r"version '3.0', and this parloom reads '2.0' and '1.0'",
+        ),
         (lambda d: d.update(format="other"), r"format is 'other', expected 'parloom.plan'"),
         (lambda d: d.pop("format"), r"format is none"),
         (lambda d: d.update(seed="1"), r"\d+:10: seed: .*valid integer, got '1'"),
@@ -229,13 +288,19 @@ def node(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d["decisions"].update(reduce_dtype="int64"), r"reduce_dtype: .*got 'int64'"),
         (lambda d: d["decisions"].update(reduce_dtype="float16"), r"reduce_dtype: .*'float16'"),
         (lambda d: d["decisions"].update(batch_norm="none"), r"batch_norm: .*'global' or 'local'"),
-        (lambda d: d["decisions"]["mesh"][0]["primes"][0].update(stride=5), r"strides do not numb"),
-        (lambda d: d["decisions"]["mesh"][0].update(axis="y"), r"axis 'y' is given twice"),
-        (lambda d: d["decisions"]["mesh"][0].update(steps=2), r"steps: unknown key"),
-        (lambda d: d["decisions"]["mesh"][0].update(primes=[]), r"primes: .*at least 1 item"),
-        (lambda d: d["decisions"]["submeshes"].update(q={"x": 0}), r"no such node in nodes"),
-        (lambda d: d["decisions"]["stages"][0]["submesh"].update(x=2), r"coordinate 2 is not on"),
-        (lambda d: d["decisions"]["stages"][0]["submesh"].update(q=0), r"unknown mesh axis; known"),
+        (lambda d: only(d)["mesh"][0]["primes"][0].update(stride=5), r"strides do not numb"),
+        (lambda d: only(d)["mesh"][0].update(axis="y"), r"axis 'y' is given twice"),
+        (lambda d: only(d)["mesh"][0].update(steps=2), r"steps: unknown key"),
+        (lambda d: only(d)["mesh"][0].update(primes=[]), r"primes: .*at least 1 item"),
+        (lambda d: d["decisions"].update(mesh=[]), r"decisions.mesh: unknown key"),
+        (lambda d: d["decisions"].update(stages=[]), r"decisions.stages: .*at least 1 item"),
+        (lambda d: only(d).update(devices="0-4"), r"0.devices: 5 of them, and the mesh numbers 6"),
+        (lambda d: only(d).update(devices="3-5,0-2"), r"ascending and apart.*not 3-5,0-2"),
+        (lambda d: only(d).update(devices="0-2,3-5"), r"ascending and apart"),
+        (lambda d: only(d).update(devices="5-0"), r"ascending and apart"),
+        (lambda d: only(d).update(devices="0-x"), r"0.devices: .*pattern"),
+        (lambda d: only(d).update(devices="0-" + "9" * 5000), r"0.devices: .*pattern"),
+        (lambda d: only(d).update(items=[""]), r"stages.0.items.0: "),
         (
             lambda d: d["decisions"]["parameters"]["lm_head.bias"]["optimizer"].update(axs=1),
             r"lm_head.bias.optimizer.axs: unknown key; did you mean 'axes'",

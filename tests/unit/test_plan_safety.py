@@ -21,7 +21,7 @@ from parloom.ir.graph import Dtype, Function, Graph, Input, Ref, TensorSpec, Val
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.ops.opdef import keywords, literal
-from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan, one_stage
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from tests.unit.graphs import graph, node, perceptron
@@ -38,7 +38,7 @@ def victim(program: Graph | None = None) -> Document:
         fingerprint="0",
         optimizer=Optimizer(),
         method="hand",
-        decisions=Decisions(grid({"x": 2}), nodes),
+        decisions=Decisions(one_stage(grid({"x": 2})), nodes),
         graph=print_graph(program or perceptron()),
     )
     document: Document = json.loads(plan_to_json(plan))
@@ -93,14 +93,14 @@ def test_axis_names_are_short_identifiers(tmp_path: Path, name: str) -> None:
     document = victim()
     evil = json.dumps(name.replace("{!r}", repr(str(marker))))
     document["decisions"] = json.loads(json.dumps(document["decisions"]).replace('"x"', evil))
-    with pytest.raises(InputError, match=r"^plan.json:\d+:\d+: decisions.mesh.0"):
+    with pytest.raises(InputError, match=r"^plan.json:\d+:\d+: decisions.stages.0.mesh.0"):
         source(document)
     assert not marker.exists()
 
 
 def test_axes_in_time_are_no_part_of_a_file() -> None:
     document = victim()
-    document["decisions"]["mesh"].append({"axis": "t", "steps": 1})
+    document["decisions"]["stages"][0]["mesh"].append({"axis": "t", "steps": 1})
     with pytest.raises(InputError, match=r"mesh.1"):
         source(document)
 
@@ -189,8 +189,10 @@ def test_meshes_made_in_python_are_printed_safely(tmp_path: Path) -> None:
     evil = f"x\n    open({str(marker)!r}, 'w')\n    #"
     nodes = (NodeDecision("up:linear#0", (("d0", (evil,)),)),)
     with pytest.raises(VerifyError, match="no identifier"):
-        generate(lower(perceptron(), Decisions(grid({evil: 2}), nodes)), "title")
-    assert not opens(generate(lower(perceptron(), Decisions(grid({evil: 2}))), 'a"""\nopen(1)\0'))
+        generate(lower(perceptron(), Decisions(one_stage(grid({evil: 2})), nodes)), "title")
+    assert not opens(
+        generate(lower(perceptron(), Decisions(one_stage(grid({evil: 2})))), 'a"""\nopen(1)\0')
+    )
     assert not marker.exists()
 
 
@@ -203,7 +205,7 @@ def test_an_embedding_takes_a_number_for_padding() -> None:
             {"w": (6, 4)}, {"x": ((8,), "int64")}, look, node("sum", "y", to="loss", shape=())
         )
         nodes = (NodeDecision(":embedding#0", (("v", ("x",)),)),)
-        return generate(lower(program, Decisions(grid({"x": 2}), nodes)), "title")
+        return generate(lower(program, Decisions(one_stage(grid({"x": 2})), nodes)), "title")
 
     assert "padding=3)" in made(3)
     with pytest.raises(LayoutError, match="padding_idx must be an integer"):
@@ -256,7 +258,7 @@ def test_constants_that_are_not_finite_run() -> None:
     made = source(victim(program))
     assert 'float("nan")' in made
     assert "(), torch.float32, (0, 3))" in made
-    pcg = lower(parse_graph(print_graph(program)), Decisions(grid({"x": 1})))
+    pcg = lower(parse_graph(print_graph(program)), Decisions(one_stage(grid({"x": 1}))))
     compiled = compile_pcg(pcg, "test").program
     batch = {"x": torch.ones(4)}
 
@@ -421,12 +423,15 @@ def test_constants_are_of_the_size_they_say(tmp_path: Path, shape: str, data: st
         api.load(written(tmp_path, document))
 
 
+FIRST_AXIS = ("decisions", "stages", 0, "mesh", 0, "primes")
+
+
 @pytest.mark.parametrize(
     ("path", "value", "where"),
     [
         (("decisions", "num_microbatches"), 10**9, "decisions.num_microbatches"),
         (("decisions", "num_microbatches"), 10**30, "decisions.num_microbatches"),
-        (("decisions", "mesh", 0, "primes"), [{"size": 2**30, "stride": 1, "level": 0}], "ranks"),
+        (FIRST_AXIS, [{"size": 2**30, "stride": 1, "level": 0}], "1073741824 ranks"),
         (("seed",), 2**64, "seed"),
         (("seed",), -1, "seed"),
         (("bound_s",), float("inf"), "not a plan"),
@@ -491,7 +496,7 @@ def named(text: str) -> str:
     main = replace(main, inputs=tuple(i.value for i in inputs))
     outputs = ((text, main.outputs[0]),)
     made = Graph(text, (), main, inputs, plain.loss, outputs)
-    return generate(lower(made, Decisions(grid({"x": 2}))), text)
+    return generate(lower(made, Decisions(one_stage(grid({"x": 2})))), text)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

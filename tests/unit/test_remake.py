@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.codegen.source import generate
+from parloom.comparators.baselines import random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import AGAIN, COMPUTING, ledger
 from parloom.cost.shares import runs, shares
@@ -19,12 +20,11 @@ from parloom.errors import VerifyError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Node, without_gradients
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, grid
+from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, Movement, Remake, results_of
-from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
+from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, one_stage
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
-from parloom.search.baselines import random_plan
 
 BLOCKS = """\
 graph "Blocks" training=True
@@ -73,7 +73,7 @@ def lowered(
 ) -> PCG:
     """Both blocks with these lists."""
     both = tuple(ActivationDecision(p, "recompute", values, moves) for p in ("0", "1"))
-    plan = replace(plan or Decisions(Mesh(())), activations=both)
+    plan = replace(plan or Decisions(), activations=both)
     verify_decisions(GRAPH, plan)
     return verify_pcg(lower(GRAPH, plan))
 
@@ -111,13 +111,13 @@ def test_memory_is_dropped_and_not_names(values: tuple[str, ...]) -> None:
     """Views of what is kept, and what the caller has, drop nothing: there is one function."""
     pcg = lowered(values)
     assert [function.remake for function in pcg.functions] == [None]
-    assert pcg.functions == lower(GRAPH, Decisions(Mesh(()))).functions
+    assert pcg.functions == lower(GRAPH, Decisions()).functions
 
 
 def test_an_evaluation_program_drops_nothing() -> None:
     """It has the decisions of training, about operators that it may not have."""
     activations = (ActivationDecision("0", "recompute", (*KEYS, "drop:dropout#0"), ("hidden",)),)
-    pcg = lower(without_gradients(GRAPH), Decisions(Mesh(()), activations=activations))
+    pcg = lower(without_gradients(GRAPH), Decisions(activations=activations))
     assert [function.remake for function in pcg.functions] == [None]
 
 
@@ -127,18 +127,18 @@ def test_equal_lists_share_functions() -> None:
         ActivationDecision(prefix, "recompute", values)
         for prefix, values in zip("01", lists, strict=True)
     )
-    pcg = lower(GRAPH, Decisions(Mesh(()), activations=activations))
+    pcg = lower(GRAPH, Decisions(activations=activations))
     assert [function.name for function in pcg.functions] == ["block"]
     source = generate(pcg, "test")
     assert source.count("def block_again(") == 1
     assert source.count("again=block_again)") == 2
-    one = lower(GRAPH, Decisions(Mesh(()), activations=activations[:1]))
+    one = lower(GRAPH, Decisions(activations=activations[:1]))
     assert [bool(function.remake) for function in one.functions] == [True, False]
     assert generate(one, "test").count("again=") == 1
 
 
 SPLIT = Decisions(
-    grid({"x": 4}),
+    one_stage(grid({"x": 4})),
     tuple(
         NodeDecision(f"{prefix}{key}", ((factor, ("x",)),))
         for prefix in "01"
@@ -173,7 +173,7 @@ def test_moves_alone_are_made_again() -> None:
 )  # fmt: skip
 def test_lists_that_say_nothing_are_refused(decision: ActivationDecision, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
-        verify_decisions(GRAPH, Decisions(Mesh(()), activations=(decision,)))
+        verify_decisions(GRAPH, Decisions(activations=(decision,)))
     with pytest.raises(VerifyError, match="'a' is decided twice in the values of the recomp"):
         ActivationDecision("0", "recompute", ("a", "a"))
 
@@ -194,7 +194,7 @@ def block_of(pcg: PCG) -> Walked:
     ],
 )
 def test_bytes_that_are_kept(values: tuple[str, ...], dropped: int, extra: int) -> None:
-    kept, block = block_of(lower(GRAPH, Decisions(Mesh(())))), block_of(lowered(values))
+    kept, block = block_of(lower(GRAPH, Decisions())), block_of(lowered(values))
     assert block.inside_bytes == kept.inside_bytes - dropped
     assert block.forward.net_bytes == kept.forward.net_bytes - dropped
     assert block.forward.peak_bytes <= kept.forward.peak_bytes + dropped

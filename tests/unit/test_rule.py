@@ -1,12 +1,14 @@
 """Rules: factors of an operator's dims, and the layouts that an assignment gives."""
 
+from dataclasses import replace
+
 import pytest
 
 from parloom.errors import LayoutError
 from parloom.ir.graph import Node, TensorSpec
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Mesh, MeshAxis, grid
-from parloom.ir.ops import OPS, Rule, Site
+from parloom.ir.ops import OPS, Assignment, Rule, Site
 from parloom.ir.ops.rule import WHOLE, broadcast, build, einsum, opaque
 from parloom.ir.pcg import TIME
 from tests.unit.graphs import node
@@ -149,3 +151,46 @@ def test_views_share_factors_where_running_products_meet() -> None:
     assert rule.operands[0][1] == tuple(f for dim in rule.results[0][1:] for f in dim)
     odd = view((4, 6), (6, 4))
     assert {odd.kind(f) for f, _ in odd.sizes} == {WHOLE}
+
+
+# A mixture in small: rows of expert and token, tokens, a table of experts.
+ROUTED = Rule(
+    (("t", 12), ("e", 6), ("k", 4)),
+    ((("t",), ("k",)), (("e",), ("k",))),
+    ((("e", "t"), ()), (("t",),)),
+    routes=(("t", "e"),),
+)
+
+
+def test_a_routed_axis_shards_both_sides_and_leaves_no_sums() -> None:
+    both = {"t": ("x", "y"), "e": ("y",)}
+    ROUTED.check(both, MESH, "here")
+    assert ROUTED.routed(both, MESH) == ("y",)
+    assert ROUTED.operand_layout(0, both, MESH) == Layout((Shard("x", 0, 6), Shard("y", 0, 2)))
+    assert ROUTED.operand_layout(1, both, MESH) == Layout((Shard("y", 0, 2),))
+    assert ROUTED.result_layout(1, both, MESH) == Layout((Shard("x", 0, 6), Shard("y", 0, 2)))
+    assert ROUTED.varying(0, both) == ()
+    assert ROUTED.varying(1, both) == ("x",)
+    assert ROUTED.result_layout(1, {"e": ("y",)}, MESH).partial == (("y", "sum"),)
+
+
+def test_rows_are_routed_to_the_second_factor() -> None:
+    """The axis leaves its digit of tokens and takes one of experts; the other keeps its own."""
+    both = {"t": ("y", "x"), "e": ("y",)}
+    assert ROUTED.result_layout(0, both, MESH).shards == (Shard("y", 0, 24), Shard("x", 0, 2))
+    back = replace(ROUTED, routes=(("e", "t"),))
+    assert back.result_layout(0, both, MESH).shards == (Shard("y", 0, 4), Shard("x", 0, 2))
+
+
+def test_places_are_factors_alone_and_routes() -> None:
+    assert ROUTED.places == ((), ("t",), ("e",), ("k",), ("e", "t"))
+    cut = ROUTED.split({"t": (3, 4), "e": (2, 3)})
+    assert cut.routes == (("t0", "e0"), ("t0", "e1"), ("t1", "e0"), ("t1", "e1"))
+
+
+@pytest.mark.parametrize(
+    "assignment", [{"t": ("x",), "k": ("x",)}, {"t": ("x",), "e": ("x",), "k": ("x",)}]
+)
+def test_an_axis_is_on_two_factors_of_a_route_only(assignment: Assignment) -> None:
+    with pytest.raises(LayoutError, match="assigned twice"):
+        ROUTED.check(assignment, MESH, "here")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parloom.comparators.baselines import data_parallel, fsdp, megatron, random_plans
 from parloom.cost.clusters import load_cluster
 from parloom.cost.simulate import simulate
 from parloom.cost.step import priced
@@ -17,7 +18,6 @@ from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.search import runner_up
-from parloom.search.baselines import data_parallel, fsdp, megatron, random_plans
 from parloom.search.runner_up import MOST, Ways, assignment_of, operator_ways, parameter_ways
 from tests.property.searched import every_assignment
 from tests.unit.explained import ADAM

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from parloom.comparators.baselines import fsdp, megatron, random_plans
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import AGAIN, COMPUTING, COPYING, WAITING, ledger
 from parloom.cost.shares import parameter_terms, runs, shares, work_ps
@@ -16,7 +17,6 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import Movement
 from parloom.ir.plan import ActivationDecision, Decisions, Optimizer
 from parloom.ir.step_program import EACH_MICROBATCH, EACH_PASS
-from parloom.search.baselines import fsdp, megatron, random_plans
 from tests.unit.graphs import stack
 from tests.unit.test_simulate import DEPTH, chunked, model
 
@@ -82,7 +82,14 @@ def test_terms_of_a_parameter() -> None:
     cluster = load_cluster("2x4xH100")
     for level, wanted in (
         (0, ["reduce the gradient: all_reduce", "update"]),
-        (1, ["reduce the gradient: all_reduce", "gather the updated weight: all_gather", "update"]),
+        (
+            1,
+            [
+                "reduce the gradient: reduce_scatter",
+                "gather the updated weight: all_gather",
+                "update",
+            ],
+        ),
         (3, ["gather the weight: all_gather", "reduce the gradient: reduce_scatter", "update"]),
     ):
         plan = chunked(cluster, level=level)

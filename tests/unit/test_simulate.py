@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parloom.candidates import candidates
+from parloom.comparators.baselines import random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.cost.pipeline import simulate_pipeline, stage_actions
 from parloom.cost.simulate import Simulator, simulate, step_tasks
@@ -24,11 +26,11 @@ from parloom.ir.plan import (
     Optimizer,
     ParameterDecision,
     Storage,
+    one_stage,
 )
 from parloom.ir.schedules import schedule
 from parloom.ir.text import parse_graph
-from parloom.search.baselines import random_plan
-from parloom.search.candidates import candidates
+from parloom.search.meshes import logical_meshes
 from parloom.search.question import Question
 
 BLOCK = """
@@ -75,7 +77,7 @@ def chunked(cluster: Cluster, depth: int = DEPTH, level: int = 3, **other: objec
     parameters = tuple(
         ParameterDecision(f"{i}.{kind}", *storage) for i in range(depth) for kind in ("up", "down")
     )
-    return replace(Decisions(mesh, nodes, parameters), **other)  # type: ignore[arg-type]
+    return replace(Decisions(one_stage(mesh), nodes, parameters), **other)  # type: ignore[arg-type]
 
 
 def played(timeline: Timeline, track: str) -> list[Slice]:
@@ -89,7 +91,7 @@ def run(graph: Graph, cluster: Cluster, decisions: Decisions) -> Timeline:
 
 
 def test_one_device_is_the_sum_of_its_works() -> None:
-    cluster, decisions = load_cluster("1xH100"), Decisions(Mesh(()), num_microbatches=2)
+    cluster, decisions = load_cluster("1xH100"), Decisions(num_microbatches=2)
     graph = model()
     found = run(graph, cluster, decisions)
     price = price_plan(lower(graph, decisions), cluster, decisions, Optimizer("adamw", 2))
@@ -110,7 +112,7 @@ def test_tensor_parallel_collectives_wait_and_are_waited_for() -> None:
     nodes = tuple(
         NodeDecision(f"{i}.{key}", ((f, ("tensor",)),)) for i in range(DEPTH) for f, key in factors
     )
-    decisions = Decisions(mesh, nodes)
+    decisions = Decisions(one_stage(mesh), nodes)
     graph = model()
     found = run(graph, cluster, decisions)
     price = price_plan(lower(graph, decisions), cluster, decisions, Optimizer("adamw", 2))
@@ -172,6 +174,31 @@ def test_zero_1_gathers_weights_at_the_end() -> None:
     assert found.exposed()["weights all_gather"] == found.processes[0].spans[-1].played.ps > 0
 
 
+def test_states_across_nodes_pay_over_slow_links() -> None:
+    """With two microbatches: weights and gradients within nodes, and states in chunks across them,
+    send less over a slow network than ZeRO-3, and store fewer states than ZeRO-3 within nodes.
+    """
+    cluster = load_cluster("2x4xH100")
+    slow = replace(
+        cluster.levels[1], link=replace(cluster.levels[1].link, bandwidth_bytes_per_s=1e9)
+    )
+    cluster = replace(cluster, levels=(cluster.levels[0], slow))
+    mesh = next(m for m in logical_meshes(cluster) if [a.size for a in m.axes] == [2, 4])
+    flat = chunked(cluster, num_microbatches=2)
+    nodes = tuple(NodeDecision(n.key, (("d0", ("x", "y")),)) for n in flat.nodes)
+    found = {}
+    for chunks in (("xy", "xy", "xy"), ("y", "y", "y"), ("y", "y", "yx")):
+        storage = [Storage(tuple(axes)) for axes in chunks]
+        stored = tuple(ParameterDecision(p.name, *storage) for p in flat.parameters)
+        plan = replace(flat, stages=one_stage(mesh), nodes=nodes, parameters=stored)
+        found[chunks[0], chunks[2]] = run(model(), cluster, plan)
+    across, within, both = found.values()
+    assert both.step_ps < across.step_ps
+    assert both.step_ps <= within.step_ps * 1.01
+    states = COMPONENTS.index("optimizer")
+    assert 2 * both.processes[0].base[states] == within.processes[0].base[states]
+
+
 def test_chunked_gradients_go_on_into_the_next_microbatch() -> None:
     cluster = load_cluster("2x4xH100")
     steps = 4
@@ -197,8 +224,8 @@ def with_host(cluster: Cluster) -> Cluster:
 def test_offloaded_activations_leave_and_come_back() -> None:
     cluster = with_host(load_cluster("1xH100"))
     offload = tuple(ActivationDecision(str(i), "offload") for i in range(DEPTH))
-    kept = run(model(), cluster, Decisions(Mesh(())))
-    found = run(model(), cluster, Decisions(Mesh(()), activations=offload))
+    kept = run(model(), cluster, Decisions())
+    found = run(model(), cluster, Decisions(activations=offload))
     size = 64 * 2048 * 4  # what relu keeps of a block; its input is the result of another
     each = picoseconds(size / 50e9) + 10**6
     out, back = played(found, "to host"), played(found, "from host")
@@ -210,7 +237,7 @@ def test_offloaded_activations_leave_and_come_back() -> None:
     assert least < most - (DEPTH - 4) * size
     bare = replace(cluster, host=None)
     with pytest.raises(InputError, match="has no host"):
-        run(model(), bare, Decisions(Mesh(()), activations=offload))
+        run(model(), bare, Decisions(activations=offload))
 
 
 def test_optimizer_states_in_host_memory_come_and_go() -> None:
@@ -229,8 +256,8 @@ def test_optimizer_states_in_host_memory_come_and_go() -> None:
 def test_recomputation_has_memory_of_its_own() -> None:
     cluster = load_cluster("1xH100")
     again = tuple(ActivationDecision(str(i), "recompute") for i in range(DEPTH))
-    kept = run(model(), cluster, Decisions(Mesh(())))
-    found = run(model(), cluster, Decisions(Mesh(()), activations=again))
+    kept = run(model(), cluster, Decisions())
+    found = run(model(), cluster, Decisions(activations=again))
     assert found.step_ps > kept.step_ps
     line = dict(zip(COMPONENTS, found.processes[0].memory.peaks, strict=True))
     assert line["recomputation"] >= 64 * 2048 * 4
@@ -241,13 +268,13 @@ def test_recomputation_has_memory_of_its_own() -> None:
 def test_gradients_that_nobody_reduces_come_with_the_backward_pass() -> None:
     cluster, graph = load_cluster("1xH100"), model()
     each = 2048 * 512 * 4
-    one = run(graph, cluster, Decisions(Mesh(())))
+    one = run(graph, cluster, Decisions())
     process = one.processes[0]
     gradients = COMPONENTS.index("gradients")
     assert process.base[gradients] == 0
     assert process.memory.peaks[gradients] == 2 * DEPTH * each
     # A second microbatch adds to them, and has one more while it does.
-    two = run(graph, cluster, Decisions(Mesh(()), num_microbatches=2))
+    two = run(graph, cluster, Decisions(num_microbatches=2))
     assert two.processes[0].memory.peaks[gradients] == (2 * DEPTH + 1) * each
     # The optimizer's denominators, for all weights at once.
     optimizer = COMPONENTS.index("optimizer")
@@ -304,7 +331,7 @@ def test_a_pipeline_of_one_stage_is_the_step() -> None:
 
 
 def test_a_split_backward_pass_is_as_long_as_a_whole_one() -> None:
-    cluster, decisions = load_cluster("1xH100"), Decisions(Mesh(()), num_microbatches=2)
+    cluster, decisions = load_cluster("1xH100"), Decisions(num_microbatches=2)
     pcg = lower(model(), decisions)
     whole = stage_actions("all", pcg, cluster, decisions)
     split = stage_actions("all", pcg, cluster, decisions, split=True)
@@ -328,4 +355,4 @@ def test_a_machine_far_too_slow_is_refused_in_words() -> None:
     with pytest.raises(InputError, match=said):
         candidates(asked, "auto", lambda text: None)
     with pytest.raises(InputError, match=said):
-        run(model(), slow, Decisions(grid({"x": 2})))
+        run(model(), slow, Decisions(one_stage(grid({"x": 2}))))

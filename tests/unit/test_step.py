@@ -17,6 +17,7 @@ from parloom.ir.plan import (
     Optimizer,
     ParameterDecision,
     Storage,
+    one_stage,
 )
 from parloom.ir.text import parse_graph
 
@@ -61,14 +62,14 @@ def data_parallel(cluster: Cluster, *storages: Storage) -> Decisions:
     mesh = Mesh((MeshAxis("data", tuple(reversed(cluster.prime_axes()))),))
     nodes = tuple(NodeDecision(key, (("d0", ("data",)),)) for key in NODES)
     parameters = tuple(ParameterDecision(name, *storages) for name in NAMES) if storages else ()
-    return Decisions(mesh, nodes, parameters)
+    return Decisions(one_stage(mesh), nodes, parameters)
 
 
 def tensor_parallel(cluster: Cluster) -> Decisions:
     mesh = Mesh((MeshAxis("tensor", tuple(reversed(cluster.prime_axes()))),))
     factors = (("n", "net.up:linear#0"), ("d1", "net.act:relu#0"), ("k", "net.down:linear#0"))
     nodes = tuple(NodeDecision(key, ((factor, ("tensor",)),)) for factor, key in factors)
-    return Decisions(mesh, nodes)
+    return Decisions(one_stage(mesh), nodes)
 
 
 def price(graph: Graph, decisions: Decisions, cluster: Cluster) -> StepPrice:
@@ -77,7 +78,7 @@ def price(graph: Graph, decisions: Decisions, cluster: Cluster) -> StepPrice:
 
 def test_one_device(graph: Graph) -> None:
     cluster = load_cluster("1xcpu")
-    found = price(graph, Decisions(Mesh(())), cluster)
+    found = price(graph, Decisions(), cluster)
     memory = dict(found.memory)
     assert tuple(memory) == COMPONENTS
     assert memory["weights"] == memory["gradients"] == WEIGHTS
@@ -104,7 +105,7 @@ def test_data_parallel_reduces_all_weights_once(graph: Graph) -> None:
     assert level == 0
     assert sent == pytest.approx(1.5 * WEIGHTS)
     assert found.exposed_s > 0
-    one = price(graph, Decisions(Mesh(())), load_cluster("1xcpu"))
+    one = price(graph, Decisions(), load_cluster("1xcpu"))
     assert found.forward.price.compute_s < one.forward.price.compute_s
 
 
@@ -147,7 +148,7 @@ def test_tensor_parallel_reduces_activations(graph: Graph) -> None:
 
 def test_recompute_trades_memory_for_time(graph: Graph) -> None:
     cluster = load_cluster("1xcpu")
-    keep = Decisions(Mesh(()))
+    keep = Decisions()
     recompute = replace(keep, activations=(ActivationDecision("net", "recompute"),))
     kept, recomputed = price(graph, keep, cluster), price(graph, recompute, cluster)
     assert recomputed.step_s > kept.step_s
@@ -169,13 +170,13 @@ def test_microbatches_keep_fewer_activations_and_reduce_once(graph: Graph) -> No
 
 def test_master_weights_count(graph: Graph) -> None:
     cluster = load_cluster("1xcpu")
-    plain = Decisions(Mesh(()))
+    plain = Decisions()
     master = replace(plain, master_dtype="float64")
     assert dict(price(graph, master, cluster).memory)["optimizer"] == 3 * 2 * WEIGHTS
 
 
 def test_prediction_is_what_a_plan_stores(graph: Graph) -> None:
-    found = price(graph, Decisions(Mesh(())), load_cluster("1xcpu"))
+    found = price(graph, Decisions(), load_cluster("1xcpu"))
     prediction = found.prediction()
     assert prediction.peak_bytes == sum(size for _, size in prediction.memory)
     assert found.price.peak_bytes == prediction.peak_bytes

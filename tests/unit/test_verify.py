@@ -1,6 +1,7 @@
 """Every invariant of `ir.verify` holds for sound values and catches a damaged one."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,14 @@ from parloom.ir.layout import Layout, Shard
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, Compute, Item, Movement, PValue, Remake
-from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, ParameterDecision, Storage
+from parloom.ir.plan import (
+    ActivationDecision,
+    Decisions,
+    NodeDecision,
+    ParameterDecision,
+    Storage,
+    one_stage,
+)
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import (
     DECISIONS,
@@ -26,7 +34,7 @@ from tests.unit.graphs import perceptron
 PERCEPTRON = perceptron()
 # The batch over x, the hidden width over y: `down` leaves a sum over y, its input varies over it.
 MEGATRON = Decisions(
-    grid({"x": 2, "y": 2}),
+    one_stage(grid({"x": 2, "y": 2})),
     (
         NodeDecision("up:linear#0", (("d0", ("x",)), ("n", ("y",)))),
         NodeDecision("act:gelu#0", (("d0", ("x",)), ("d1", ("y",)))),
@@ -175,6 +183,26 @@ BAD_PROGRAMS: dict[str, Callable[[PCG], PCG]] = {
     "the loss is whole or a sum": _sharded_loss,
     "parameters are sharded and reduced once per axis": _reduced_twice,
 }
+
+
+@pytest.mark.parametrize(
+    ("weight", "gradient", "state", "legal"),
+    [
+        ((), (), ("y",), True),
+        (("y",), ("y", "x"), ("y", "x"), True),
+        (("x",), ("y", "x"), ("y", "x"), False),  # not the first of them
+        (("y",), (), ("y",), False),
+        (("y",), ("y",), (), False),
+        ((), (), ("y", "y"), False),
+    ],
+)
+def test_axes_of_storage_begin_those_of_the_next(
+    weight: tuple[str, ...], gradient: tuple[str, ...], state: tuple[str, ...], legal: bool
+) -> None:
+    stored = ParameterDecision("up", Storage(weight), Storage(gradient), Storage(state))
+    decisions = replace(MEGATRON, parameters=(stored,))
+    with nullcontext() if legal else pytest.raises(VerifyError, match="storage"):
+        verify_decisions(PERCEPTRON, decisions)
 
 
 def test_every_invariant_has_a_damaged_value() -> None:

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from parloom.answer import ALL
+from parloom.comparators.baselines import data_parallel, fsdp, megatron
 from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
 from parloom.ir.fold import unfold
@@ -19,6 +20,7 @@ from parloom.ir.plan import (
     ParameterDecision,
     Prediction,
     Storage,
+    one_stage,
 )
 from parloom.report.words import (
     constraint_line,
@@ -31,7 +33,6 @@ from parloom.report.words import (
     uncalibrated_words,
     words,
 )
-from parloom.search.baselines import data_parallel, fsdp, megatron
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 from tests.unit.test_plan_json import example
 
@@ -78,9 +79,9 @@ def test_what_has_no_name_is_a_dim() -> None:
         node("add", "y", "made", to="both", shape=(4, 8)),
         node("sum", "both", to="loss", shape=()),
     )
-    assert words(hand, Decisions(mesh, (NodeDecision(":zeros#0", (("d0", ("x",)),)),)))[0] == (
-        "axis x over 2 devices splits dim 0 of the result in 1 operator"
-    )
+    assert words(hand, Decisions(one_stage(mesh), (NodeDecision(":zeros#0", (("d0", ("x",)),)),)))[
+        0
+    ] == ("axis x over 2 devices splits dim 0 of the result in 1 operator")
 
 
 def test_names_go_with_values_however_they_lie() -> None:
@@ -91,7 +92,7 @@ def test_names_go_with_values_however_they_lie() -> None:
         NodeDecision(":mul#0", (("d0", ("x",)),)),
         NodeDecision(":mean#0", (("d1", ("x",)),)),
     )
-    assert words(perceptron(), Decisions(mesh, nodes))[0] == (
+    assert words(perceptron(), Decisions(one_stage(mesh), nodes))[0] == (
         "axis x over 2 devices splits output features in 2 operators, samples in 1 operator"
     )
 
@@ -103,7 +104,7 @@ def test_views_and_positions() -> None:
         NodeDecision(":view#0", (("f0", ("x",)), ("f1", ("y",)))),
         NodeDecision(":cross_entropy_loss#0", (("n0", ("x",)), ("n1", ("y",)), ("c", ("z",)))),
     )
-    assert words(model, Decisions(mesh, nodes))[:3] == (
+    assert words(model, Decisions(one_stage(mesh), nodes))[:3] == (
         "axis x over 2 devices splits samples in 3 operators",
         "axis y over 2 devices splits positions in 3 operators",
         "axis z over 2 devices splits output features in 2 operators",
@@ -113,10 +114,10 @@ def test_views_and_positions() -> None:
 def test_recomputed_blocks_are_counted_among_all() -> None:
     again = (ActivationDecision("blocks.0", "recompute"), ActivationDecision("blocks.1"))
     assert "recompute activations of 1 of 3 blocks" in words(
-        stack(3), Decisions(grid({"x": 1}), activations=again)
+        stack(3), Decisions(one_stage(grid({"x": 1})), activations=again)
     )
     values = ActivationDecision("blocks.1", "recompute", ("act:gelu#0",))
-    made = Decisions(grid({"x": 1}), activations=(values,), rewrites=("block blocks.1",))
+    made = Decisions(one_stage(grid({"x": 1})), activations=(values,), rewrites=("block blocks.1",))
     assert "recompute some values of 1 of 1 block" in words(unfold(stack(3)), made)
 
 
@@ -154,7 +155,7 @@ def narrow(graph: Graph, dtype: str) -> Function:
 
 def test_an_axis_that_splits_nothing_is_idle() -> None:
     mesh = grid({"x": 2, "y": 3, "z": 1})
-    plan = Decisions(mesh, (NodeDecision("up:linear#0", (("d0", ("x",)),)),))
+    plan = Decisions(one_stage(mesh), (NodeDecision("up:linear#0", (("d0", ("x",)),)),))
     assert [axis.name for axis in idle_axes(plan)] == ["y"]
     assert words(perceptron(), plan)[1:3] == (
         "axis y over 3 devices splits no operator: they all do the same work",

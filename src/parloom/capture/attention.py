@@ -9,9 +9,11 @@ That is what the untraced model computes, to the bit; it lets a device use its f
 leaves dozens of operators dead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ MAX_ELEMENTS = 1 << 30
 LOOKED_THROUGH = 1 << 24  # elements up to which a value is looked through for dims it repeats along
 # Elementwise without torch's tag.
 ELEMENTWISE = frozenset({"__and__", "__or__", "__xor__", "_to_copy", "clone"})
+# Of one dim, the same for all places along the others; with the position of that dim.
+ALONG_DIM: Mapping[str, int] = MappingProxyType({"cumsum": 1, "diff": 2})
 # Of any strides, without a copy.
 VIEWS = frozenset({
     "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose",
@@ -119,9 +123,15 @@ def run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     spec = node.meta.get("val")
     elementwise = is_elementwise(node)
     view = target is torch.ops.aten.view.default
-    any_strides = view or packet(node) in VIEWS
-    plain = distinct if elementwise else as_it_lies if any_strides else contiguous
+    any_strides = view or packet(node) in VIEWS or is_lookup(node, known)
+    plain: Callable[[Any], Any] = (
+        distinct if elementwise else as_it_lies if any_strides else contiguous
+    )
+    if packet(node) in ALONG_DIM:
+        plain = partial(without_repeats, dims=shared_repeats(node, known))
     args: Any = fx.node.map_arg(node.args, lambda n: plain(known[n]))
+    if is_lookup(node, known):
+        args = looked_up_once(*args)
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: plain(known[n]))
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -136,6 +146,47 @@ def run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     if view:
         target = torch.ops.aten.reshape.default
     return repeated(target(*args, **kwargs)).expand(spec.shape)
+
+
+def shared_repeats(node: fx.Node, known: Mapping[fx.Node, Any]) -> list[int]:
+    """The dims along which all operands of a node repeat, but the one that it works along."""
+    arguments: tuple[Any, ...] = node.args
+    position = ALONG_DIM[packet(node)]
+    rank = known[arguments[0]].dim()
+    along = (arguments[position] if len(arguments) > position else -1) % rank
+    operands = [known[n] for n in node.all_input_nodes]
+    alike = all(t.dim() == rank for t in operands)
+    return [
+        dim
+        for dim in range(rank)
+        if alike and dim != along and all(t.stride(dim) == 0 for t in operands)
+    ]
+
+
+def without_repeats(value: Tensor, dims: list[int]) -> Tensor:
+    """A tensor with size 1 in some dims along which it is expanded."""
+    for dim in dims:
+        value = value.narrow(dim, 0, 1)
+    return value.contiguous()
+
+
+def is_lookup(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
+    """Whether each element of a node's result is one of its first operand, at given indices."""
+    if packet(node) != "index":
+        return False
+    arguments: tuple[Any, ...] = node.args
+    source, indices = arguments
+    given = [known[n] for n in indices if isinstance(n, fx.Node)]
+    integers = all(t.dtype in (torch.int32, torch.int64) for t in given)
+    return integers and len(given) == len(indices) == known[source].dim()
+
+
+def looked_up_once(source: Tensor, indices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The operands of a lookup, read at 0 along the dims along which the source repeats."""
+    first = torch.zeros((), dtype=torch.int64)
+    repeats = [stride == 0 for stride in source.stride()]
+    once = [first if r else distinct(i) for r, i in zip(repeats, indices, strict=True)]
+    return distinct(source), once
 
 
 def as_it_lies(value: Any) -> Any:

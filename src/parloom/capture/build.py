@@ -88,22 +88,24 @@ def translated(
 
     A trace in which calls were repeated and that fails in any way says nothing of the model.
     """
-    repeats = Repeats(model)
-    for short in (repeats, None) if repeats.kinds else (None,):
+    first = Repeats(model)
+    repeats = first if first.kinds else None
+    while True:
         try:
-            traced = trace(model, batch, loss, training, short)
+            traced = trace(model, batch, loss, training, repeats)
             translator = translator_for(traced, state, batch)
             translator.translate(traced.program.graph.nodes)
             results = results_of(traced, translator, state)
             loss_name, outputs, updates = results
             translator.expansion.check((loss_name or "", *(v for _, v in (*outputs, *updates))))
         except Exception as err:
-            if short is None or not short.did:
+            if repeats is None or not repeats.did:
                 raise
-            logging.getLogger(__name__).debug("the whole model is traced: %s", err)
+            repeats = repeats.fewer()
+            how = "the whole model" if repeats is None else "more of the model"
+            logging.getLogger(__name__).debug("%s is traced: %s", how, err)
         else:
-            break
-    return traced, translator, results
+            return traced, translator, results
 
 
 def checkpointed(graph: Graph, numbers: Mapping[str, int]) -> tuple[str, ...]:
@@ -177,7 +179,7 @@ def translator_for(traced: Traced, state: State, batch: Mapping[str, Tensor]) ->
     program = traced.program
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     names = {}
-    specs = {}
+    specs = {f"state:{target}": spec_of(tensor) for target, tensor in state.tensors.items()}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         name = value_name(spec, state)
         names[node] = name

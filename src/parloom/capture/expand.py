@@ -93,7 +93,7 @@ class Expansion:
 
     def repeat(self, node: fx.Node) -> None:
         """The nodes of a call that was not run, after those of the graph."""
-        operands, number, _ = node.args
+        operands, number, _, aside = node.args
         assert isinstance(number, int)
         first = self.firsts.get(number)
         if first is None:
@@ -102,7 +102,9 @@ class Expansion:
         self.seer.classes.update(
             (ORDINAL.sub("", path) + below, kind) for below, kind in first.classes
         )
-        names = self.operand_names(node, first.operands, listed(operands))
+        traced = iter(listed(operands))
+        theirs = tuple(f"state:{name}" if name else next(traced) for name in strings(aside))
+        names = self.operand_names(node, first.operands, theirs)
         own = {v.name: f"{node.name}/{v.name}" for n in first.nodes for v in n.results}
         names |= own
         numbers: dict[int, int] = {}
@@ -130,9 +132,9 @@ class Expansion:
         self.seer.names[node] = tuple(names[result] for result in first.results)
 
     def operand_names(
-        self, node: fx.Node, ours: Sequence[fx.Node], theirs: Sequence[fx.Node]
+        self, node: fx.Node, ours: Sequence[fx.Node], theirs: Sequence[fx.Node | str]
     ) -> dict[str, str]:
-        """What the operands of the first call are in another one.
+        """What the operands of the first call are in another one, where some have a name already.
 
         Raises: `Unlike` where the two may have been translated in another way.
         """
@@ -140,10 +142,12 @@ class Expansion:
         if is_fixed(node):
             raise Unlike("a call that is the same for all batches")
         for one, other in zip(ours, theirs, strict=True):
-            old, new = self.seer.value(one), self.seer.value(other)
+            old = self.seer.value(one)
+            new = other if isinstance(other, str) else self.seer.value(other)
             if names.setdefault(old, new) != new:
                 raise Unlike(f"two operands of one call are {old}")
-            if one is not other and (one in self.looked or is_fixed(one) or is_fixed(other)):
+            fixed = is_fixed(one) or (isinstance(other, fx.Node) and is_fixed(other))
+            if one is not other and (one in self.looked or fixed):
                 raise Unlike(f"{old} was looked into")
         return names
 
@@ -159,6 +163,11 @@ class Expansion:
                 raise Unlike(f"{node.key} reads a value from inside of a call")
         if not private.keys().isdisjoint(returned):
             raise Unlike("a value from inside of a call is returned")
+
+
+def strings(argument: Any) -> tuple[str, ...]:
+    """The strings in a list that is an argument."""
+    return tuple(argument)
 
 
 def listed(argument: Any) -> tuple[fx.Node, ...]:

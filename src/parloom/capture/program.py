@@ -122,7 +122,7 @@ class LossProgram(nn.Module):
     def results(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The loss and the other tensors that are kept."""
         repeats = nullcontext() if self.repeats is None else self.repeats.watching()
-        with NothingRaised(), assignments_written(self.model), self.watch.call(), repeats:
+        with repeats, NothingRaised(), assignments_written(self.model), self.watch.call():
             output = self.model(**{k: v for k, v in batch.items() if k in self.taken})
             flat = list(named_tensors(output))
             try:
@@ -234,10 +234,11 @@ def trace(
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         try:
             exported, custom = export(wrapper, example)
-            if repeats is None or not repeats.did:
+            short = repeats is not None and repeats.did
+            if not short:
                 wrapper.repeats = None
-                wrapper.watch.check(exported, lambda: export(wrapper, example)[0])
-            else:
+            wrapper.watch.check(exported, lambda: export(wrapper, example)[0])
+            if repeats is not None and short:
                 check_repeats(wrapper, repeats)
             if training and custom:
                 check_derivatives(custom, called_for_real(wrapper, example))
@@ -257,14 +258,14 @@ def trace(
 
 
 def check_repeats(wrapper: LossProgram, repeats: Repeats) -> None:
-    """Raise `Unlike` where forward changed state, which is then as before, or a call is no other's.
+    """Raise `Unlike` where the last call that was traced changes state, or a call is no other's.
 
-    What a call that did not run would have changed is not known.
+    What a call that did not run would have changed is not known. The first calls of a model may
+    change state that settles (hooks that are installed once, a default that is filled in).
     """
     left = wrapper.watch.left
     if left is not None and not left.is_clean:
-        wrapper.watch.undo()
-        raise Unlike("forward changes state")
+        raise Unlike("every call of forward changes state")
     if repeats.why:
         raise Unlike(repeats.why)
 
@@ -278,7 +279,8 @@ def export(
         replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given
     )
     asked = nothing_asked(wrapper.model)
-    with derived_autograd(wrapper.model) as custom, seen, kept, asked:
+    taken = nullcontext() if wrapper.repeats is None else wrapper.repeats.taken()
+    with derived_autograd(wrapper.model) as custom, seen, kept, asked, taken:
         return torch.export.export(wrapper, (), example, strict=False), custom
 
 

@@ -13,7 +13,7 @@ What stands in the way raises `Unlike`, and the whole model is traced.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -26,6 +26,7 @@ from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from parloom.capture.aside import LEAST, Aside
 from parloom.capture.gradient_paths import storage_of
 from parloom.capture.left import node_of
 from parloom.capture.replace import replaced
@@ -34,11 +35,11 @@ from parloom.capture.state.aspects import is_plain
 from parloom.capture.state.numbers import Number, Reads
 
 MARK = "parloom_calls"  # of a node: the numbers of the calls that it is in
-LEAST = 4  # modules of one class
 FAILURES = 8  # calls of a class that no other one repeats, in a row
+RETRIES = 1  # layers that turn out to repeat no other one
 
 _LIBRARY: Any = torch.library.Library("parloom_capture", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("again(Tensor[] operands, int call, str results) -> Tensor[]")
+_LIBRARY.define("again(Tensor[] operands, int call, str results, str[] aside) -> Tensor[]")
 _LIBRARY.define("seen(Tensor[] operands, Tensor[] results, int call) -> Tensor")
 
 
@@ -46,8 +47,11 @@ class Unlike(Exception):
     """The whole model must be traced; the text says why."""
 
 
-def _again(operands: list[Tensor], call: int, results: str) -> list[Tensor]:
-    """Results of the shapes that a text has, on the device of the operands."""
+def _again(operands: list[Tensor], call: int, results: str, aside: list[str]) -> list[Tensor]:
+    """Results of the shapes that a text has, on the device of the operands.
+
+    `aside` has a name for each operand that is no tensor of the trace, and `""` for the others.
+    """
     return [_result(text, operands[0].device) for text in results.split("|")]
 
 
@@ -121,7 +125,9 @@ class Kind:
 class Repeats:
     """Stands in for calls of modules during one trace."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, run: frozenset[int] | None = frozenset()) -> None:
+        """`run` are layers that do not repeat others, by identity; None says that none may."""
+        self.model = model
         self.finder = Finder(indices_of(model))
         self.kinds: dict[type, Kind] = {}
         self.modules: dict[int, nn.Module] = {}
@@ -133,17 +139,32 @@ class Repeats:
             if len(modules) >= LEAST:
                 self.kinds[kind] = Kind()
                 self.modules.update((id(vars(m)), m) for m in modules)
+        self.run = run
+        self.aside: Aside | None = None
+        if self.kinds and run is not None:
+            self.aside = Aside(model, self.finder.places, run)
+        self.missing: nn.Module | None = None  # a layer that had to be run
+        self.repeated = 0
+        # Whether a trace may be another one than that of the whole model.
+        self.did = self.aside is not None and bool(self.aside.names)
+        self.why = ""
+        self.begin()
+
+    def begin(self) -> None:
+        """Before each trace: no call of another one is repeated in it."""
+        for kind in self.kinds.values():
+            kind.firsts.clear()
+            kind.failures = 0
         self.numbers = count()
         self.inside: tuple[int, ...] = ()
         self.seen: list[Tensor] = []
-        self.repeated = 0
-        self.noted = False
-        self.why = ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls of modules that find what another one found are not run."""
         original: Any = nn.Module._call_impl
+        self.begin()
+        shown = nullcontext() if self.aside is None else self.aside.shown()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A module of two names is called as a proxy that has its attributes.
@@ -153,6 +174,7 @@ class Repeats:
                 return original(module, *args, **kwargs)
             kind = self.kinds[type(base)]
             if kind.failures >= FAILURES:
+                self.check_run(base)
                 return original(module, *args, **kwargs)
             found = self.finder.found(base, args, kwargs)
             nested = any("@" in key for key in tracer.module_stack)
@@ -160,28 +182,56 @@ class Repeats:
             if first is not None:
                 kind.failures = 0
                 return self.again(first, found, tracer)
+            self.check_run(base)
             kind.failures += 1
             before, last = dict(tracer.num_calls), tracer.graph._root.prev
+            given = tuple(node_of(tensor, tracer) for tensor in found.tensors)
             number, reads = next(self.numbers), Reads(active=True)
             with self.marked(number), self.noting(found, reads):
                 result = original(module, *args, **kwargs)
             if self.finder.found(base, args, kwargs).is_unchanged(found):
-                ran = Ran(number, found, reads, result, nodes_after(last), tracer, before)
+                nodes = nodes_after(last)
+                ran = Ran(number, found, given, reads, result, nodes, tracer, before)
                 made = ran.first(nested)
                 if made is not None:
                     self.keep(kind, made, result)
             return result
 
-        with replaced(nn.Module, "_call_impl", call):
+        with shown, replaced(nn.Module, "_call_impl", call):
             yield
+
+    def taken(self) -> AbstractContextManager[object]:
+        """Around a trace: what repeats has no parameters outside of forward."""
+        return nullcontext() if self.aside is None else self.aside.taken()
+
+    def fewer(self) -> "Repeats | None":
+        """Stands in for fewer calls after a trace that failed; None where all are to be run."""
+        if self.aside is None or not self.aside.names:
+            return None
+        if self.missing is None or self.run is None or len(self.run) == RETRIES:
+            return type(self)(self.model, None)
+        return type(self)(self.model, self.run | {id(self.missing)})
+
+    def check_run(self, module: nn.Module) -> None:
+        """Raise `Unlike` where a call must run whose parameters are not in the trace."""
+        layer = None if self.aside is None else self.aside.layers.get(id(vars(module)))
+        if layer is not None:
+            self.missing = self.missing or layer
+            self.why = "a layer repeats no other one"
+            raise Unlike(self.why)
 
     def again(self, first: First, found: Found, tracer: Any) -> Any:
         """What a call would return that does what `first` did."""
         if first.reads.found:
             read(found)
         self.repeated += 1
+        names = {} if self.aside is None else self.aside.names
         operands = [found.tensors[i] for i in first.operands]
-        made = AGAIN(operands, first.number, first.texts)
+        aside = [names.get(id(t), "") for t in operands]
+        traced = [t for t, name in zip(operands, aside, strict=True) if not name]
+        if not traced:
+            raise Unlike("a call reads no tensor of the trace")
+        made = AGAIN(traced, first.number, first.texts, aside)
         if tuple(t.requires_grad for t in made) != first.gradients:
             self.why = "a call's results require gradients in another way"
         path = path_of(tracer)
@@ -203,13 +253,9 @@ class Repeats:
             if type(leaf) is New and leaf.made
         }
         operands = [first.found.tensors[i] for i in first.operands]
+        self.did = True
         self.seen.append(SEEN(operands, [made[i] for i in sorted(made)], first.number))
         kind.firsts.append(first)
-
-    @property
-    def did(self) -> bool:
-        """Whether the trace may be another one than that of the whole model."""
-        return bool(self.seen or self.why or self.noted)
 
     @contextmanager
     def marked(self, number: int) -> Iterator[None]:
@@ -232,7 +278,7 @@ class Repeats:
         ]
         for (owner, name, _), index in zip(found.indices, noting, strict=True):
             vars(owner)[name] = index
-        self.noted = self.noted or bool(noting)
+        self.did = self.did or bool(noting)
         kept = True
         try:
             yield
@@ -248,10 +294,14 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A call that was run, with the nodes that it made; `before` are the counts of calls."""
+    """A call that was run, with the nodes that it made.
+
+    `given` are the nodes of the tensors that it found, and `before` the counts of calls.
+    """
 
     number: int
     found: Found
+    given: tuple[fx.Node | None, ...]
     reads: Reads
     result: Any
     nodes: list[fx.Node]
@@ -289,10 +339,12 @@ class Ran:
         """The tensors that the call found and read; none where it read others, too."""
         own = set(self.nodes)
         read = {n for node in self.nodes for n in node.all_input_nodes if n not in own}
-        made = [node_of(tensor, self.tracer) for tensor in self.found.tensors]
-        if not read <= set(made) or any(n.op != "call_function" for n in self.nodes):
+        if not read <= set(self.given) or any(n.op != "call_function" for n in self.nodes):
             return ()
-        return tuple(i for i, node in enumerate(made) if node in read)
+        both = zip(self.given, self.found.tensors, strict=True)
+        if not all(node not in read or is_same(node_of(t, self.tracer), node) for node, t in both):
+            return ()
+        return tuple(i for i, node in enumerate(self.given) if node in read)
 
     def leaves(self, values: list[Any]) -> tuple[Any, ...] | None:
         """The values that a call returned; None where one is neither plain nor a tensor of its own.
@@ -334,6 +386,21 @@ def check_untouched(graph: fx.Graph, before: set[fx.Node]) -> None:
     for node in graph.nodes:
         if node not in before and not ends.isdisjoint(node.all_input_nodes):
             raise Unlike("what writes to a call's results changes its gradients")
+
+
+def is_same(now: fx.Node | None, before: fx.Node | None) -> bool:
+    """Whether a tensor has the value of a node that it had before.
+
+    A tensor that an operator returns as it is has the node of that operator after it.
+    """
+    while now is not before:
+        target = None if now is None else now.target
+        if now is None or not isinstance(target, torch._ops.OpOverload):
+            return False
+        if target._schema.is_mutable or not now.all_input_nodes:
+            return False
+        now = now.all_input_nodes[0]
+    return True
 
 
 def is_traced(tensor: Tensor) -> bool:

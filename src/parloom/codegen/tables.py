@@ -146,5 +146,6 @@ def groups(pcg: PCG) -> tuple[tuple[str, ...], ...]:
             elif isinstance(item, Compute):
                 for _, axes in item.assignment:
                     found.setdefault(axes)
+                found.setdefault(item.rule.routed(dict(item.assignment), pcg.mesh))
     space = [a.name for a in pcg.mesh.axes if not a.steps]
     return tuple(g for g in found if g and all(a in space for a in g))

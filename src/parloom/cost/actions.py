@@ -37,7 +37,6 @@ from parloom.cost.transfers import ROOT, Gathered, Offloaded, Pool, Ready, Reduc
 from parloom.cost.works import Called, Track, Work
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
-from parloom.ir.step_program import EACH_STEP
 
 # Collectives that gloo runs at once: its threads (torch 2.13's default). Others wait with what they
 # would need.
@@ -72,7 +71,8 @@ class Stage:
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
         self.pending: list[str] = []
-        self.own_gradients = 0  # bytes of gradients that come and go with the step
+        # Bytes of gradients that come and go with the step: as stored, and as updated.
+        self.passing_gradients = self.own_gradients = 0
         self._segments: dict[object, Segment] = {}
         self._bodies: dict[object, tuple[list[Entry], list[int]]] = {}
         self._known_makers: dict[tuple[str, bool], tuple[tuple[int, Flat], ...]] = {}
@@ -105,7 +105,7 @@ class Stage:
         stored = self.found.parameters.stored_bytes()
         base = [0] * len(COMPONENTS)
         base[WEIGHTS] = stored["weights"]
-        base[GRADIENTS] = stored["gradients"] - self.own_gradients
+        base[GRADIENTS] = stored["gradients"] - self.passing_gradients
         base[OPTIMIZER] = stored["optimizer"]
         base[COMMUNICATION] = self.pool.held_bytes
         base[BUFFERS] = self.found.parameters.held_bytes()
@@ -143,12 +143,14 @@ class Stage:
         touched = [name for work in works for name in self._touched(work)]
         parameters, buckets = self.found.parameters, self.found.buckets
         pending = self.pending if last and self.found.walker.kernels.software.overlaps else None
-        ready = Ready(parameters, buckets, touched, self.reduced, pending)
+        ready = Ready(parameters, buckets, touched, self.reduced, pending, last)
         classes = self._classes(first)
         self.reduced.first = first
         if first:
-            own = {name for name in touched if self._is_own(name) or self._in_chunks(name)}
-            self.own_gradients = sum(parameters.kept_gradient_bytes(n) for n in own)
+            names = {name for name in touched if self._is_own(name) or self._in_chunks(name)}
+            own = [parameters.by_name[name] for name in names]
+            self.passing_gradients = sum(parameters.stored_of(p)["gradients"] for p in own)
+            self.own_gradients = sum(map(parameters.updated_gradient_bytes, own))
         parts: list[Placed] = []
         out = Listing()
         self.host.expect([w for w in works if isinstance(w, Called) and w.moves])
@@ -179,7 +181,7 @@ class Stage:
         """Wait until all gradients are whole; some software launches their reduction only now."""
         out = Listing()
         if not self.found.walker.kernels.software.overlaps:
-            late = (bucket for bucket in self.found.buckets if bucket.when == EACH_STEP)
+            late = (bucket for bucket in self.found.buckets if not bucket.chunked)
             self.pending = [whole(bucket, self.links, out) for bucket in late]
         for key in self.pending:
             out.run("gradients", "wait", waits=(key,))
@@ -289,12 +291,11 @@ class Stage:
     def _is_own(self, name: str) -> bool:
         """Whether a gradient stays where autograd leaves it, until the next step."""
         parameter = self.found.parameters.by_name[name]
-        shared = self.found.parameters.reduces(parameter) or parameter.decision.gradient.axes
-        return name not in self.unit_of and not shared
+        return not (self.found.parameters.reduces(parameter) or self._in_chunks(name))
 
     def _in_chunks(self, name: str) -> bool:
-        """Whether a gradient is stored in chunks, which come and go with the step."""
-        return bool(self.found.parameters.by_name[name].decision.gradient.axes)
+        """Whether a gradient leaves in chunks, which come and go with the step."""
+        return bool(self.found.parameters.by_name[name].decision.optimizer.axes)
 
     def _classes(self, first: bool) -> dict[int, Gradient]:
         """Per parameter among main's inputs, what autograd leaves of its gradient."""
@@ -304,10 +305,10 @@ class Stage:
             parameter = parameters.by_name.get(name)
             if parameter is None or not parameter.input.trainable:
                 continue
-            chunks = parameter.decision.gradient.axes
-            if first and self._is_own(name):
+            collects = parameters.collects_whole(parameter)
+            if first and (collects or self._is_own(name)):
                 found[index] = (RETAINED, parameters.gradient_bytes(parameter))
-            elif name in self.unit_of or chunks:
+            elif self._in_chunks(name) and not collects:
                 found[index] = (RETAINED, parameters.home_bytes(parameter))
             else:
                 found[index] = (TEMPORARY, parameters.home_bytes(parameter))

@@ -4,7 +4,7 @@ The step program says which collectives there are; this says how the runtime bat
 that are gathered together, buckets of gradients in the order in which they become ready.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from parloom.ir.step_program import (
     EACH_PASS,
     EACH_STEP,
     MIN_BUCKET_BYTES,
+    StepNode,
     step_program,
 )
 
@@ -27,9 +28,10 @@ from parloom.ir.step_program import (
 class Transfer:
     """Parameters that travel together, by the collectives `exchanges` one after the other.
 
-    `num_bytes` are those of the whole tensors. What is stored in `parts` chunks travels through
-    `staging_bytes` of memory, chunks padded to equal length. `unit` as in `StepNode`; `when` is
-    when the gradients are reduced.
+    `num_bytes` are those of the whole tensors. What is `chunked` travels through `staging_bytes` of
+    memory, `parts` chunks padded to equal length. `unit` as in `StepNode`; `when` is when the
+    gradients are reduced, and `then` what the last microbatch goes on with: from chunks of
+    gradients to those that are updated.
     """
 
     name: str
@@ -41,6 +43,12 @@ class Transfer:
     dtype: str = ""
     parts: int = 1
     staging_bytes: int = 0
+    chunked: bool = False
+    then: "Transfer | None" = None
+
+    def chain(self) -> tuple["Transfer", ...]:
+        """This and `then`."""
+        return (self,) if self.then is None else (self, self.then)
 
     @property
     def scratch_bytes(self) -> int:
@@ -74,7 +82,7 @@ class Parameters:
     def gathers(self) -> tuple[Transfer, ...]:
         """Weights stored in chunks, by unit in order of first use."""
         return tuple(
-            self._transfer(f"gather {node.unit or 'main'} {index}", node.parameters, (index,))
+            self._gather(f"gather {node.unit or 'main'} {index}", node, node.parameters)
             for index, node in enumerate(self.nodes)
             if (node.action, node.when) == ("GATHER", EACH_PASS)
         )
@@ -84,13 +92,13 @@ class Parameters:
         """Gradients of weights stored in chunks, by unit."""
         found: list[Transfer] = []
         for gather in self.gathers:
-            alike: dict[tuple[int, ...], list[PParameter]] = {}
+            alike: dict[object, list[PParameter]] = {}
             for parameter in (self.by_name[n] for n in gather.parameters):
                 if parameter.input.trainable:
-                    alike.setdefault(self._path(parameter), []).append(parameter)
-            for path, members in alike.items():
+                    alike.setdefault(self._kind(parameter), []).append(parameter)
+            for members in alike.values():
                 name = f"reduce {gather.unit or 'main'} {len(found)}"
-                found.append(self._transfer(name, tuple(members), path, gather.unit))
+                found.append(self._reduction(name, tuple(members), gather.unit))
         return tuple(found)
 
     def buckets(self, backward: Track) -> tuple[Transfer, ...]:
@@ -104,9 +112,9 @@ class Parameters:
         for name in arrival:
             parameter = self.by_name[name]
             path = self._path(parameter)
-            if name in gathered or not (path or parameter.decision.gradient.axes):
+            if name in gathered or not (path or parameter.decision.optimizer.axes):
                 continue
-            kind = path, parameter.decision.gradient, self.gradient_width(parameter)
+            kind = self._kind(parameter)
             bucket = filling.setdefault(kind, [])
             bucket.append(parameter)
             limit = self.nodes[path[0]].bucket_bytes if path else 0
@@ -117,15 +125,14 @@ class Parameters:
                 full.append(filling.pop(kind))
         full += filling.values()
         return tuple(
-            self._transfer(f"bucket {i}", tuple(members), self._path(members[0]))
-            for i, members in enumerate(full)
+            self._reduction(f"bucket {i}", tuple(members)) for i, members in enumerate(full)
         )
 
     @cached_property
     def publications(self) -> tuple[Transfer, ...]:
         """Whole weights that are gathered after the update."""
         found: list[Transfer] = []
-        for index, node in enumerate(self.nodes):
+        for node in self.nodes:
             if (node.action, node.when) != ("GATHER", EACH_STEP):
                 continue
             filling: list[PParameter] = []
@@ -134,7 +141,7 @@ class Parameters:
                 full = sum(map(self.home_bytes, filling)) >= node.bucket_bytes
                 if full or parameter is node.parameters[-1]:
                     name = f"publish {len(found)}"
-                    found.append(self._transfer(name, tuple(filling), (index,)))
+                    found.append(self._gather(name, node, tuple(filling)))
                     filling = []
         return tuple(found)
 
@@ -199,12 +206,10 @@ class Parameters:
 
     def state_bytes(self, parameter: PParameter, memory: str) -> int:
         """Bytes of optimizer states and master weights that are kept in `memory`."""
-        decision, master = parameter.decision, self.master_width(parameter)
-        own_copy = decision.optimizer.axes != decision.weight.axes or master != self.width(
-            parameter
-        )
-        width = master * (self.optimizer.num_states + own_copy)
-        return self._on(memory, parameter, decision.optimizer, width)
+        master = self.master_width(parameter)
+        # What is updated lies in the memory of the weight, if it has the same dtype.
+        width = master * (self.optimizer.num_states + (master != self.width(parameter)))
+        return self._on(memory, parameter, parameter.decision.optimizer, width)
 
     def held_bytes(self) -> int:
         """Module buffers and the batch."""
@@ -219,14 +224,23 @@ class Parameters:
         """Bytes of a whole home shard, as computed with."""
         return self._elements(parameter) * self.width(parameter)
 
+    def kept_bytes(self, parameter: PParameter) -> int:
+        """Bytes of the weight as it is stored."""
+        return self._elements(parameter, parameter.decision.weight) * self.width(parameter)
+
     def gradient_bytes(self, parameter: PParameter) -> int:
         """Bytes of a home shard's gradient, as reduced."""
         return self._elements(parameter) * self.gradient_width(parameter)
 
-    def kept_gradient_bytes(self, name: str) -> int:
-        """Bytes of the gradient that outlives a microbatch: the whole home shard, or a chunk."""
-        parameter = self.by_name[name]
-        elements = self._elements(parameter, parameter.decision.gradient)
+    def collects_whole(self, parameter: PParameter) -> bool:
+        """Whether a whole gradient adds up over the microbatches before it leaves in chunks."""
+        decision = parameter.decision
+        chunked = decision.optimizer.axes and not decision.gradient.axes
+        return bool(chunked) and self.pcg.num_microbatches > 1
+
+    def updated_gradient_bytes(self, parameter: PParameter) -> int:
+        """Bytes of the gradient that the optimizer reads: the whole home shard, or a chunk."""
+        elements = self._elements(parameter, parameter.decision.optimizer)
         return elements * self.gradient_width(parameter)
 
     def width(self, parameter: PParameter) -> int:
@@ -249,7 +263,7 @@ class Parameters:
         return known
 
     def _path(self, parameter: PParameter) -> tuple[int, ...]:
-        """The nodes that make a gradient whole, in order."""
+        """The nodes that reduce a gradient, in order."""
         return self._paths.get(parameter.input.value.name, ())
 
     @cached_property
@@ -266,41 +280,68 @@ class Parameters:
         elements = self._elements(parameter, storage)
         return elements * width if storage.memory == memory else 0
 
-    def _transfer(
-        self,
-        name: str,
-        members: tuple[PParameter, ...],
-        path: tuple[int, ...],
-        unit: str | None = None,
-    ) -> Transfer:
-        nodes = [self.nodes[index] for index in path]
-        gathers = bool(nodes) and nodes[0].action == "GATHER"
-        size = sum(map(self.home_bytes if gathers else self.gradient_bytes, members))
-        dtype = members[0].input.value.spec.dtype
-        dtype = dtype if gathers else self.decisions.reduce_dtype or dtype
-        chunk = sum(self._elements(p, _owner(p)) for p in members)
-        parts = self.pcg.mesh.size(_owner(members[0]).axes)
-        exchanges, left = [], size
-        for node in nodes:
-            exchanges.append(self.walker.exchange(node.kind, node.axes, left))
-            if node.kind == "reduce_scatter":
-                left //= self.pcg.mesh.size(node.axes)
-        names = tuple(p.input.value.name for p in members)
-        when = nodes[0].when if nodes else EACH_MICROBATCH
-        return Transfer(
-            name,
-            names,
-            tuple(exchanges),
-            size,
-            when,
-            nodes[0].unit if gathers else unit,
-            dtype,
-            parts,
-            parts * chunk * DTYPE_BYTES[dtype],
+    def _kind(self, parameter: PParameter) -> object:
+        """What gradients that travel together have in common."""
+        decision = parameter.decision
+        stored = decision.gradient.axes, decision.optimizer.axes
+        return self._path(parameter), *stored, self.gradient_width(parameter)
+
+    def _gather(self, name: str, node: StepNode, members: tuple[PParameter, ...]) -> Transfer:
+        """Weights: for a pass from their chunks, or after the update from smaller ones."""
+        mesh, dtype, late = self.pcg.mesh, members[0].input.value.spec.dtype, node.unit is None
+        wholes = [p.decision.weight if late else WHOLE for p in members]
+        owned = [p.decision.optimizer if late else p.decision.weight for p in members]
+        size, chunk = (
+            sum(map(self._elements, members, stored)) * DTYPE_BYTES[dtype]
+            for stored in (wholes, owned)
         )
+        exchange = self.walker.exchange(node.kind, node.axes, size)
+        parts = mesh.size(node.axes)
+        return Transfer(
+            name, _names(members), (exchange,), size, node.when, node.unit, dtype, parts,
+            parts * chunk, chunked=True,
+        )  # fmt: skip
+
+    def _reduction(
+        self, name: str, members: tuple[PParameter, ...], unit: str | None = None
+    ) -> Transfer:
+        """Gradients of equal storage on their way to how they are stored, and to their owners."""
+        decision, mesh = members[0].decision, self.pcg.mesh
+        gradient, state = (mesh.size(s.axes) for s in (decision.gradient, decision.optimizer))
+        late = any(self.nodes[i].when == EACH_STEP for i in self._path(members[0]))
+        if gradient == 1:
+            return self._stage(name, members, EACH_STEP, unit, state)
+        first = self._stage(name, members, EACH_MICROBATCH, unit, gradient)
+        if gradient == state and not late:
+            return first
+        other = self._stage(f"{name} to owners", members, EACH_STEP, unit, state)
+        return replace(first, then=other)
+
+    def _stage(
+        self, name: str, members: tuple[PParameter, ...], when: str, unit: str | None, parts: int
+    ) -> Transfer:
+        """The collectives of one time, which leave one of so many parts of each gradient."""
+        mesh, dtype = self.pcg.mesh, members[0].input.value.spec.dtype
+        dtype = self.decisions.reduce_dtype or dtype
+        size = sum(map(self.gradient_bytes, members))
+        nodes = [n for n in map(self.nodes.__getitem__, self._path(members[0])) if n.when == when]
+        scattered = mesh.size(next((n.axes for n in nodes if n.kind == "reduce_scatter"), ()))
+        exchanges = [
+            self.walker.exchange(n.kind, n.axes, size // parts * scattered)
+            if n.kind == "reduce_scatter"
+            else self.walker.exchange(n.kind, n.axes, size // parts)
+            for n in nodes
+        ]
+        stored = [
+            p.decision.gradient if when == EACH_MICROBATCH else p.decision.optimizer
+            for p in members
+        ]
+        chunk = sum(map(self._elements, members, stored)) * DTYPE_BYTES[dtype]
+        return Transfer(
+            name, _names(members), tuple(exchanges), size, when, unit, dtype, scattered,
+            scattered * chunk, chunked=bool(members[0].decision.optimizer.axes),
+        )  # fmt: skip
 
 
-def _owner(parameter: PParameter) -> Storage:
-    """How what a rank updates of a parameter, or has of a frozen one, is stored."""
-    decision = parameter.decision
-    return decision.optimizer if parameter.input.trainable else decision.weight
+def _names(members: tuple[PParameter, ...]) -> tuple[str, ...]:
+    return tuple(p.input.value.name for p in members)

@@ -31,7 +31,8 @@ from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 class Share:
     """An item of a function each time that it runs; `key` is that of the operator it belongs to, or
     empty. `roots` are the values that a movement starts from, which are no movements' results;
-    `again` is an item that every backward pass runs once more.
+    `again` is an item that every backward pass runs once more. An operator that routes rows has two
+    shares: what it computes, and what it sends.
     """
 
     key: str
@@ -40,6 +41,20 @@ class Share:
     backward: Work | None
     roots: tuple[str, ...]
     again: bool = False
+
+    @property
+    def moves(self) -> tuple[str, tuple[str, ...]] | None:
+        """The movement that it is, and its axes; None for what computes."""
+        if isinstance(self.item, Movement):
+            return self.item.step.row.removesuffix("_varying"), self.item.step.axes
+        exchange = self.exchange
+        return None if exchange is None else ("route", exchange.axes)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What it sends forward, or if nothing, backward."""
+        works = (work for work in (self.forward, self.backward) if work is not None)
+        return next((work.exchange for work in works if work.exchange is not None), None)
 
     @property
     def forward_ps(self) -> int:
@@ -103,7 +118,7 @@ def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Sha
     remade = set() if lowered.remake is None else {id(item) for item in lowered.remake.body}
     keys = _keys(function, items)
     roots: dict[str, str] = {}
-    found = []
+    found: list[Share] = []
     for item, key, forward, backward in zip(
         items, keys, lives.forward, lives.backward, strict=True
     ):
@@ -111,8 +126,19 @@ def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Sha
         if isinstance(item, Movement):
             roots[item.result.name] = starts[0]
         one, other = (work if isinstance(work, Work) else None for work in (forward, backward))
-        found.append(Share(key, item, one, other, starts, id(item) in remade))
+        share = Share(key, item, one, other, starts, id(item) in remade)
+        sends = share.exchange is not None and not isinstance(item, Movement)
+        found += _apart(share) if sends else (share,)
     return tuple(found)
+
+
+def _apart(share: Share) -> Iterator[Share]:
+    """An operator that routes rows: what it computes, and what it sends."""
+    one, other = share.forward, share.backward
+    still = [work and replace(work, exchange=None) for work in (one, other)]
+    sent = [work and replace(work, compute_s=0.0) for work in (one, other)]
+    for forward, backward in (still, sent):
+        yield replace(share, forward=forward, backward=backward)
 
 
 def _keys(function: Function, items: Sequence[Item]) -> list[str]:
@@ -161,8 +187,8 @@ def parameter_terms(found: Priced, parameter: PParameter) -> Iterator[Term]:
     kept = tuple(replace(g, when=EACH_MICROBATCH) if g.unit in stay else g for g in gathers)
     for transfers, size, words in (
         (kept, home, GATHERS),
-        ((*priced.unit_reductions, *found.buckets), priced.gradient_bytes(parameter), REDUCES),
-        (priced.publications, home, PUBLISHES),
+        (found.reductions, priced.gradient_bytes(parameter), REDUCES),
+        (priced.publications, priced.kept_bytes(parameter), PUBLISHES),
     ):
         for transfer in transfers:
             if name in transfer.parameters:

@@ -60,6 +60,12 @@ class Priced:
     parameters: Parameters
     buckets: tuple[Transfer, ...]
 
+    @property
+    def reductions(self) -> tuple[Transfer, ...]:
+        """All that gradients send."""
+        heads = (*self.parameters.unit_reductions, *self.buckets)
+        return tuple(transfer for head in heads for transfer in head.chain())
+
 
 def priced(
     pcg: PCG,
@@ -99,7 +105,7 @@ def price_plan(
     """Price one step of `pcg`, which was lowered from `decisions`, on `cluster`; see `priced`."""
     found = priced(pcg, cluster, decisions, optimizer, kernels)
     parameters, steps = found.parameters, pcg.num_microbatches
-    reductions = (*parameters.unit_reductions, *found.buckets)
+    reductions = found.reductions
     gathers = _total(parameters.gathers)
     # Main's own weights, and those of the last unit, stay whole from forward to backward pass.
     units = list(dict.fromkeys(gather.unit for gather in parameters.gathers))
@@ -142,8 +148,7 @@ def _memory(found: Priced) -> tuple[tuple[str, int], ...]:
     forward, backward = found.main.forward, found.main.backward
     activations = max(forward.peak_bytes, forward.net_bytes + backward.peak_bytes)
     parameters = found.parameters
-    reductions = (*parameters.unit_reductions, *found.buckets)
-    chunked = [t for t in reductions if t.when == EACH_MICROBATCH]
+    chunked = [t for t in found.reductions if t.chunked]
     sizes = [(t.staging_bytes, t.dtype) for t in parameters.gathers]
     memory = [(t.num_bytes, t.dtype) for t in parameters.gathers]
     leaving = [(t.staging_bytes, t.dtype) for t in chunked]

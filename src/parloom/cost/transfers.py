@@ -2,13 +2,14 @@
 
 Weights stored in chunks are gathered for the unit at hand, with the next one under way
 (`runtime.units`); gradients in chunks are reduced in every microbatch, at most two reductions at a
-time (`runtime.chunked`); others in buckets as they become ready (`runtime.leaves`). Activations
+time (`runtime.chunked`), or in the last one; others in buckets as they become ready
+(`runtime.leaves`). Activations
 that leave for the host do so while the next block runs, and come back a block ahead.
 """
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from parloom.cost.parameters import Parameters, Transfer
 from parloom.cost.tasks import (
@@ -20,7 +21,7 @@ from parloom.cost.tasks import (
     key_of,
 )
 from parloom.cost.works import Called
-from parloom.ir.step_program import EACH_MICROBATCH
+from parloom.ir.step_program import EACH_STEP
 
 ROOT = ""
 
@@ -146,6 +147,19 @@ class Gathered:
         return any(n in self._lasting for gather in self.units[unit] for n in gather.parameters)
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A reduction under way: what is still to be launched, and waited for after the `last` launch,
+    which gives back `given` bytes; `staged` until what was packed has been scattered.
+    """
+
+    name: str
+    later: list[tuple[Transfer, int]]
+    last: tuple[Transfer, int]
+    given: int = 0
+    staged: bool = False
+
+
 class Reduced:
     """The reductions of chunked gradients under way, oldest first.
 
@@ -155,59 +169,83 @@ class Reduced:
     def __init__(self, links: Links, pool: Pool) -> None:
         self.links, self.pool = links, pool
         self.first = False
-        # Each with the number of its collectives that were launched, and what it then gives back.
-        self.flights: list[tuple[Transfer, int, int]] = []
+        self.flights: list[_Flight] = []
 
-    def launch(self, transfer: Transfer, freed_bytes: int, out: Listing) -> None:
+    def launch(self, chain: Sequence[Transfer], freed_bytes: int, out: Listing) -> None:
         """Gradients set out; `freed_bytes` of them were whole until now."""
-        chunk = transfer.chunk_bytes
-        self.flights = [(t, self._proceed(t, n, out), size) for t, n, size in self.flights]
-        while len(self.flights) > 1:
+        for flight in self.flights:
+            self._proceed(flight, out)
+        while len(self.flights) > 1 or any(f.name == chain[0].name for f in self.flights):
             self._land(out)
-        if any(flight.name == transfer.name for flight, _, _ in self.flights):
-            # That of the microbatch before is still under way.
-            transfer = replace(transfer, name=f"{transfer.name} again")
-        self.pool.take(transfer.staging_bytes, transfer.dtype)
-        given = transfer.scratch_bytes + (0 if self.first else chunk)
-        before = ((COMMUNICATION, given), (GRADIENTS, chunk if self.first else 0))
-        after = ((GRADIENTS, -freed_bytes),)
-        if transfer.exchanges:
-            first = self.links.exchange(_key(transfer), transfer.exchanges[0])
-            out.launch(first, transfer.name, before, after)
-        else:  # whole on every rank already, which keeps its chunk
-            out.run(transfer.name, "memory", before=before, after=after)
-        self.flights.append((transfer, 1, given))
+        # A collective of nothing stands for what is cut and not sent.
+        steps = [(t, index) for t in chain for index in range(max(1, len(t.exchanges)))]
+        flight = _Flight(chain[0].name, steps[1:], steps[0])
+        stays = self.first or chain[0].when == EACH_STEP
+        self._start(flight, chain[0], freed_bytes, stays, out)
+        self.flights.append(flight)
 
     def land(self, out: Listing) -> None:
         """Wait for all of them."""
         while self.flights:
             self._land(out)
 
-    def _proceed(self, transfer: Transfer, launched: int, out: Listing) -> int:
-        """Launch what comes after the first collective, when that is over."""
-        for index in range(launched, len(transfer.exchanges)):
-            out.run(transfer.name, "wait", waits=(_key(transfer, index - 1),))
-            launch = self.links.exchange(_key(transfer, index), transfer.exchanges[index])
-            out.launch(launch, transfer.name)
-        return len(transfer.exchanges)
+    def _start(
+        self, flight: _Flight, transfer: Transfer, freed_bytes: int, stays: bool, out: Listing
+    ) -> None:
+        """Pack what leaves and launch the first collective."""
+        chunk = transfer.chunk_bytes
+        self.pool.take(transfer.staging_bytes, transfer.dtype)
+        flight.staged = True
+        flight.given = transfer.scratch_bytes + (0 if stays else chunk)
+        before = ((COMMUNICATION, flight.given), (GRADIENTS, chunk if stays else 0))
+        after = ((GRADIENTS, -freed_bytes),)
+        if transfer.exchanges:
+            first = self.links.exchange(_key(transfer), transfer.exchanges[0])
+            out.launch(first, transfer.name, before, after)
+        else:  # whole on every rank already, which keeps its chunk
+            out.run(transfer.name, "memory", before=before, after=after)
+        if not any(exchange.kind == "reduce_scatter" for exchange in transfer.exchanges):
+            self._unstage(flight, transfer)
+
+    def _unstage(self, flight: _Flight, transfer: Transfer) -> None:
+        if flight.staged:
+            self.pool.give(transfer.staging_bytes, transfer.dtype)
+            flight.staged = False
+
+    def _proceed(self, flight: _Flight, out: Listing) -> None:
+        """Launch what comes after the first collective, each when the one before is over."""
+        for transfer, index in flight.later:
+            before, _ = flight.last
+            if transfer is before:
+                out.run(transfer.name, "wait", waits=(_key(*flight.last),))
+                self._unstage(flight, transfer)
+                launch = self.links.exchange(_key(transfer, index), transfer.exchanges[index])
+                out.launch(launch, transfer.name)
+            else:
+                self._arrive(flight, out)
+                self._start(flight, transfer, before.chunk_bytes, True, out)
+            flight.last = transfer, index
+        flight.later = []
+
+    def _arrive(self, flight: _Flight, out: Listing) -> None:
+        """Wait for the last collective of a transfer."""
+        transfer, _ = flight.last
+        self._unstage(flight, transfer)
+        waits = (_key(*flight.last),) if transfer.exchanges else ()
+        out.run(transfer.name, "wait", waits=waits, after=((COMMUNICATION, -flight.given),))
 
     def _land(self, out: Listing) -> None:
-        transfer, launched, given = self.flights.pop(0)
-        self._proceed(transfer, launched, out)
-        self.pool.give(transfer.staging_bytes, transfer.dtype)
-        out.run(
-            transfer.name,
-            "wait",
-            waits=(_key(transfer, len(transfer.exchanges) - 1),) if transfer.exchanges else (),
-            after=((COMMUNICATION, -given),),
-        )
+        flight = self.flights.pop(0)
+        self._proceed(flight, out)
+        self._arrive(flight, out)
 
 
 class Ready:
     """Launches reductions in one backward pass as gradients become ready.
 
     `touched` are the names of the parameters in the order in which gradients are made for them,
-    each as often as that happens; `whole` collects the keys of what is reduced once a step.
+    each as often as that happens; `whole` collects the keys of what is reduced once a step. `last`:
+    no microbatch comes after.
     """
 
     def __init__(
@@ -217,9 +255,10 @@ class Ready:
         touched: Iterable[str],
         reduced: Reduced,
         whole: list[str] | None,
+        last: bool,
     ) -> None:
         self._parameters, self._buckets, self._reduced = parameters, buckets, reduced
-        self._whole = whole
+        self._whole, self._last = whole, last
         self._left = Counter(touched)
         self._bucket = {name: i for i, b in enumerate(buckets) for name in b.parameters}
         self._missing = [len(bucket.parameters) for bucket in buckets]
@@ -246,21 +285,27 @@ class Ready:
     def unit(self, unit: str, out: Listing) -> None:
         """The backward pass of a unit is over."""
         for transfer in self._units.get(unit, ()):
-            self._reduced.launch(transfer, self._home_bytes(transfer), out)
+            self._scatter(transfer, out)
 
     def _launch(self, out: Listing) -> None:
         """Launch the buckets that are complete, in order."""
         while self._next < len(self._buckets) and not self._missing[self._next]:
             bucket = self._buckets[self._next]
             self._next += 1
-            if bucket.when == EACH_MICROBATCH:
-                self._reduced.launch(bucket, self._home_bytes(bucket), out)
+            if bucket.chunked:
+                self._scatter(bucket, out)
             elif self._whole is not None:
                 self._whole.append(whole(bucket, self._reduced.links, out))
 
-    def _home_bytes(self, transfer: Transfer) -> int:
-        by_name = self._parameters.by_name
-        return sum(self._parameters.home_bytes(by_name[name]) for name in transfer.parameters)
+    def _scatter(self, transfer: Transfer, out: Listing) -> None:
+        if not self._last and transfer.when == EACH_STEP:
+            return
+        if self._parameters.collects_whole(self._parameters.by_name[transfer.parameters[0]]):
+            freed = transfer.num_bytes
+        else:
+            by_name = self._parameters.by_name
+            freed = sum(self._parameters.home_bytes(by_name[n]) for n in transfer.parameters)
+        self._reduced.launch(transfer.chain() if self._last else (transfer,), freed, out)
 
 
 class Offloaded:

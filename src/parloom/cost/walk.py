@@ -46,6 +46,9 @@ COLLECTIVE_PRIMITIVES = {
 # Primitives that may need a stacked copy of the larger side.
 STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 
+# Numbers of rows, their places, and rows: what is sent one after the other where rows are routed.
+LED_ROUNDS = 3
+
 # Of a collective that is cut up and runs beside the product that it feeds or follows: the rest is
 # the first chunk, and the cores and memory that it takes from the product (taken to be half).
 HIDDEN_SHARE = 0.5
@@ -269,6 +272,7 @@ class _Body:
         forward = Work(
             name, kind, seconds.forward_s, staging=staging, parameters=self.weights(read)
         )
+        forward = self.routing(item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
         self.keep(item, saved_by(item))
@@ -284,10 +288,39 @@ class _Body:
         share = seconds.weights_s
         if len(weights) == len(wanted):
             share = seconds.backward_s
-        return forward, Work(
+        undone = Work(
             name, kind, seconds.backward_s, staging=undo, parameters=weights,
             weights_s=share if weights else 0.0,
         )  # fmt: skip
+        return forward, self.routing(item, undone, backward=True)
+
+    def routing(self, item: Compute, work: Work, *, backward: bool) -> Work:
+        """`work` with what it takes to send rows over the axes that the operator routes, if any.
+
+        All ranks are taken to have equally many rows. They are copied by receiver, and again as
+        they are sorted. Where their places are sent, too, these and numbers of rows go first.
+        """
+        rule, walker = item.rule, self.walker
+        axes = rule.routed(dict(item.assignment), walker.mesh)
+        if not axes:
+            return work
+        made = [v for v, dims in zip(item.results, rule.results, strict=True) if rule.travel(dims)]
+        read = [
+            v for v, dims in zip(item.operands, rule.operands, strict=True) if rule.travel(dims)
+        ]
+        rows = sum(walker.local_bytes(v) for v in made or read if v.spec.is_float)
+        places = sum(walker.local_bytes(v) for v in made if not v.spec.is_float and not backward)
+        exchange = walker.exchange("all_to_all", axes, rows + places)
+        if places:
+            latency_s = LED_ROUNDS * exchange.latency_s
+            seconds = exchange.seconds - exchange.latency_s + latency_s
+            exchange = replace(exchange, seconds=seconds, latency_s=latency_s)
+        return replace(
+            work,
+            compute_s=work.compute_s + walker.kernels.stream_s(2 * rows, 2),
+            exchange=exchange,
+            staging=work.staging + 2 * rows,
+        )
 
     @property
     def fused(self) -> bool:

@@ -13,6 +13,7 @@ from parloom.errors import InputError, ParloomError
 from parloom.execute.consistent import check_results
 from parloom.execute.optimizers import named_optimizer
 from parloom.input_files import MIB, read_input
+from parloom.ir.mesh import check_part
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json
 from parloom.ir.text import parse_graph
@@ -81,16 +82,12 @@ def read_plan(path: Path) -> Plan:
     data = read_input(file, "the plan", MOST_PLAN_BYTES, "make one with `parloom plan`")
     plan = plan_from_json(data, str(file))
     try:
-        devices = read_cluster(plan.cluster).cluster.num_devices
+        check_part(read_cluster(plan.cluster).cluster, plan.decisions.mesh.num_ranks)
     except InputError as error:
-        raise InputError(f"{file}: cluster: {error}") from error
-    ranks = plan.decisions.mesh.num_ranks
-    if devices != ranks:
         raise InputError(
-            f"{file}: cluster: {plan.cluster} has {devices} devices, and the mesh of the plan"
-            f" numbers {ranks} ranks. If the file was edited by hand, undo that; `parloom plan"
+            f"{file}: cluster: {error}. If the file was edited by hand, undo that; `parloom plan"
             " --cluster` plans for another one"
-        )
+        ) from error
     wanted = named_optimizer(plan.optimizer.name)
     if plan.optimizer != wanted:
         raise InputError(

@@ -28,7 +28,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.watch import last_record
-from parloom.ir.plan import Plan
+from parloom.ir.plan import DEVICES, Plan
 
 TRACEBACK = "rank-{}-traceback.txt"
 # What gloo and NCCL say when a peer is no longer there.
@@ -108,13 +108,18 @@ def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
 
 def check_world_size(plan: Plan, world_size: int) -> None:
     """Raise `LaunchError` unless the plan was made for that many ranks."""
-    ranks = plan.decisions.mesh.num_ranks
-    if world_size != ranks:
-        raise LaunchError(
-            f"the plan is for {ranks} ranks ({plan.cluster}) and this job has {world_size}; start "
-            f"{ranks} processes, or plan for {world_size}: "
-            f"{replace(plan, cluster='...').command()}"
-        )
+    ranks, devices = plan.decisions.mesh.num_ranks, load_cluster(plan.cluster).num_devices
+    if world_size == ranks:
+        return
+    where = plan.cluster if ranks == devices else f"of the {devices} of {plan.cluster}"
+    kept = tuple(c for c in plan.constraints if not c.text.startswith(DEVICES))
+    other = replace(plan, constraints=kept, cluster="...").command()
+    if ranks < world_size == devices:  # all of the cluster's ranks were started
+        other = f"{replace(plan, constraints=kept).command()} {DEVICES}{world_size}"
+    raise LaunchError(
+        f"the plan is for {ranks} ranks ({where}) and this job has {world_size}; start {ranks}"
+        f" processes, or plan for {world_size}: {other}"
+    )
 
 
 def first_death(error: ChildFailedError) -> Death:

@@ -18,7 +18,7 @@ from parloom.cost.simulate import simulate
 from parloom.cost.timeline import Timeline
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
-from parloom.ir.mesh import Cluster
+from parloom.ir.mesh import Cluster, check_part, part_of
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
 
@@ -27,12 +27,15 @@ from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
 class Machine:
     """A cluster with its assumptions, and the calibration that overrides its data sheets.
 
+    `described` is the cluster before it was measured, and before its processes shared cores.
     `cores`: those that processes of a CPU cluster are taken to have; `notes` say where they are
     those of another machine.
     """
 
     loaded: LoadedCluster
+    described: LoadedCluster
     calibration: Calibration | None = None
+    path: str = ""
     kernels: Kernels | None = None
     different: tuple[str, ...] = ()
     cores: int | None = None
@@ -41,6 +44,18 @@ class Machine:
     @property
     def cluster(self) -> Cluster:
         return self.loaded.cluster
+
+    def part(self, num_devices: int) -> "Machine":
+        """The first devices alone; raises `InputError` where they are no part (`check_part`).
+
+        Fewer processes on one machine have more of its cores each.
+        """
+        check_part(self.cluster, num_devices)
+        if num_devices == self.cluster.num_devices:
+            return self
+        cluster = part_of(self.described.cluster, num_devices)
+        described = replace(self.described, cluster=cluster)
+        return _machine(described, self.calibration, self.path, self.cores)
 
     def simulate(
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
@@ -64,42 +79,62 @@ class Machine:
         return replace(found, source=source.name, error=source.error, cores=self.cores)
 
 
+def cluster_of(plan: Plan) -> Cluster:
+    """The devices that `plan` uses, as they are described."""
+    cluster = resolve_cluster(plan.cluster).cluster
+    ranks = plan.decisions.mesh.num_ranks
+    return cluster if ranks == cluster.num_devices else part_of(cluster, ranks)
+
+
 def machine_of(plan: Plan, calibration: str | Path | None = None) -> Machine:
-    """The machine that `plan` was predicted for, with the cores that it had there."""
+    """The devices that `plan` uses, with the cores that it was predicted for.
+
+    Raises `InputError` as `machine_for` does.
+    """
     planned = plan.prediction.cores if plan.prediction else None
-    return machine_for(plan.cluster, calibration, planned)
+    return machine_for(plan.cluster, calibration, planned, plan.decisions.mesh.num_ranks)
 
 
 def machine_for(
-    cluster: str, calibration: str | Path | None = None, planned: int | None = None
+    cluster: str,
+    calibration: str | Path | None = None,
+    planned: int | None = None,
+    num_devices: int | None = None,
 ) -> Machine:
-    """The machine that a cluster's spec or file describes. Processes of a CPU cluster share the
-    cores of the machine that was calibrated, else those that a plan was made for (`planned`), else
-    those of this computer.
+    """The machine that a cluster's spec or file describes, or its first `num_devices` devices.
 
-    Raises `InputError` for a cluster or a calibration that cannot be read.
+    Processes of a CPU cluster share the cores of the machine that was calibrated, else those that a
+    plan was made for (`planned`), else those of this computer. Raises `InputError` for a cluster or
+    a calibration that cannot be read, or where there is no such part.
     """
-    loaded = resolve_cluster(cluster)
     found = None if calibration is None else read_calibration(Path(calibration))
+    whole = _machine(resolve_cluster(cluster), found, str(calibration or ""), planned)
+    return whole if num_devices is None else whole.part(num_devices)
+
+
+def _machine(
+    loaded: LoadedCluster, found: Calibration | None, path: str, planned: int | None
+) -> Machine:
+    """`loaded` with the rates that were measured (read from `path`), and shared cores."""
     measured = found.fingerprint.cores if found and found.fingerprint.device == "cpu" else None
     cores, notes = _cores(loaded.cluster, measured or planned)
     shared = loaded if cores is None else on_this_machine(loaded, cores)
     if found is None:
-        return Machine(shared, cores=cores, notes=notes)
+        return Machine(shared, loaded, cores=cores, notes=notes)
     here = fingerprint() if loaded.cluster.device.name == "cpu" else None
     different = mismatches(found, loaded.cluster, here)
     slowdown = 1.0
     if found.num_ranks == 1 and cores is not None:
         slowdown = loaded.cluster.num_devices / cores
     priced, kernels = calibrated(loaded.cluster, found, slowdown)
-    rates = f"rates of {calibration}, measured on {found.fingerprint.processor}"
+    rates = f"rates of {path}, measured on {found.fingerprint.processor}"
     ranks = f"by {found.num_ranks} ranks" if found.num_ranks > 1 else "by one process"
     lines = [f"{rates} {ranks}"]
     if slowdown > 1:
         lines.append(f"{loaded.cluster.num_devices} processes share {cores} cores")
     lines += [f"that calibration is of another machine: {line}" for line in different]
     kept = LoadedCluster(priced, (*loaded.assumptions, *lines), loaded.spec)
-    return Machine(kept, found, kernels, different, cores, notes)
+    return Machine(kept, loaded, found, path, kernels, different, cores, notes)
 
 
 def _cores(cluster: Cluster, known: int | None) -> tuple[int | None, tuple[str, ...]]:

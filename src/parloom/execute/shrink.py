@@ -30,7 +30,7 @@ from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
-from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
+from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan, one_stage
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.pad import Padding
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
@@ -261,7 +261,9 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
     """The big plan's decisions on the small graph, by key."""
     plan = big.plan.decisions
     small_nodes = {flat.key: flat for flat in graph.flat()}
-    stacks = Stacks.match(blocks_of(big.nodes, plan), blocks_of(small_nodes, Decisions(big.mesh)))
+    stacks = Stacks.match(
+        blocks_of(big.nodes, plan), blocks_of(small_nodes, Decisions(one_stage(big.mesh)))
+    )
     lost = [f"{path}: the copy has no block of its kind" for path in stacks.missing]
     rewrites = tuple(_rewrites(big, graph, stacks))
     padded = rewritten(graph, rewrites)
@@ -290,7 +292,7 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
     activations = [(a, stacks.small_path(a.prefix)) for a in plan.activations]
     decisions = replace(
         plan,
-        mesh=big.mesh,
+        stages=one_stage(big.mesh),
         nodes=tuple(kept),
         parameters=tuple(parameters),
         activations=tuple(replace(a, prefix=p) for a, p in activations if p is not None),

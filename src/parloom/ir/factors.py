@@ -95,19 +95,20 @@ def follow(rule: Rule, operands: tuple[Layout, ...], mesh: Mesh) -> dict[str, tu
     """The assignment that takes operands as they lie: each axis goes to the factor it shards.
 
     The first operand that shards an axis decides; axes that lie on no shardable factor, or do not
-    divide there, are left out (the operand is then gathered).
+    divide there, are left out (the operand is then gathered). An axis that lies on both factors of
+    a route is on both.
     """
     chosen: dict[str, list[tuple[int, str]]] = {}
-    used: set[str] = set()
+    on: dict[str, tuple[str, ...]] = {}
     for layout, dims in zip(operands, rule.operands, strict=True):
         for shard in layout.shards:
-            if shard.axis in used:
-                continue
             for factor, unit in units(rule, dims[shard.dim]):
                 top = unit * rule.size(factor)
-                if unit <= shard.stride < top and factor in rule.shardable:
+                place = (*on.get(shard.axis, ()), factor)
+                free = len(place) == 1 or place in rule.routes or place[::-1] in rule.routes
+                if unit <= shard.stride < top and factor in rule.shardable and free:
                     chosen.setdefault(factor, []).append((-shard.stride, shard.axis))
-                    used.add(shard.axis)
+                    on[shard.axis] = place
     assignment = {}
     for factor, axes in chosen.items():
         names: tuple[str, ...] = ()

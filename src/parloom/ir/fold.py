@@ -225,14 +225,15 @@ class Folder:
         return self.classes.get(ORDINAL.sub("", prefix), "")
 
     def make_function(
-        self, group: list[Segment], users: Mapping[str, tuple[int, ...]]
+        self, group: list[Segment], users: Mapping[str, Sequence[int]]
     ) -> tuple[Function, list[Call]]:
         """The function for a group of equal segments, and the call for each of them.
 
         It returns what any of its instances needs outside.
         """
         first = group[0]
-        positions = [i for i in range(len(first.defined)) if self.escapes(group, i, users)]
+        defined = {segment.start: segment.defined for segment in group}
+        positions = sorted({i for s in group for i in self.escaping(s, defined[s.start], users)})
         operands = first.operands()
         roles = [self.role(name, first.prefix) for name in operands]
         order = sorted(range(len(operands)), key=lambda i: roles[i][0] != "activation")
@@ -245,28 +246,25 @@ class Folder:
             self.names.take(stem),
             tuple(Value(local[operands[i]], self.specs[operands[i]]) for i in order),
             numbered(body),
-            tuple(first.defined[p] for p in positions),
+            tuple(defined[first.start][p] for p in positions),
         )
         calls = []
         for segment in group:
             actual = segment.operands()
-            results = tuple(
-                Value(segment.defined[p], self.specs[segment.defined[p]]) for p in positions
-            )
+            names = [defined[segment.start][p] for p in positions]
+            results = tuple(Value(name, self.specs[name]) for name in names)
             args = tuple(actual[i] for i in order)
             calls.append(Call(function.name, segment.prefix, args, results))
         return function, calls
 
-    def escapes(
-        self, group: list[Segment], position: int, users: Mapping[str, tuple[int, ...]]
-    ) -> bool:
-        """Whether the value at `position` is read outside of its segment in some instance."""
-        for segment in group:
-            name = segment.defined[position]
-            inside = range(segment.start, segment.start + len(segment.nodes))
+    def escaping(
+        self, segment: Segment, defined: Sequence[str], users: Mapping[str, Sequence[int]]
+    ) -> Iterator[int]:
+        """Positions among the values that a segment defines of those read outside of it."""
+        inside = range(segment.start, segment.start + len(segment.nodes))
+        for position, name in enumerate(defined):
             if name in self.returned or any(i not in inside for i in users.get(name, ())):
-                return True
-        return False
+                yield position
 
     def local_names(
         self,
@@ -347,12 +345,12 @@ def segments(body: Body, prefix_of: Callable[[str], str]) -> Iterator[Segment]:
             yield Segment(prefix, start, tuple(nodes))
 
 
-def readers(body: Body) -> dict[str, tuple[int, ...]]:
+def readers(body: Body) -> Mapping[str, Sequence[int]]:
     """Positions in the body that read each value."""
-    users: dict[str, tuple[int, ...]] = {}
+    users: dict[str, list[int]] = {}
     for position, item in enumerate(body):
         for name in dict.fromkeys(item.refs if isinstance(item, Node) else item.args):
-            users[name] = (*users.get(name, ()), position)
+            users.setdefault(name, []).append(position)
     return users
 
 

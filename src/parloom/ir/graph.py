@@ -306,12 +306,12 @@ def with_operands(node: Node, names: tuple[str, ...]) -> Node:
 
 def rename_node(node: Node, names: dict[str, str]) -> Node:
     """A node with its arguments and results renamed."""
-    return replace(
-        node,
-        args=rename_args(node.args, names),
-        kwargs=tuple((k, rename_args((v,), names)[0]) for k, v in node.kwargs),
-        results=tuple(Value(names.get(v.name, v.name), v.spec) for v in node.results),
-    )
+    if not any(v.name in names for v in node.results) and not any(n in names for n in node.refs):
+        return node
+    kwargs = tuple((k, rename_args((v,), names)[0]) for k, v in node.kwargs)
+    results = tuple(Value(names.get(v.name, v.name), v.spec) for v in node.results)
+    args = rename_args(node.args, names)
+    return Node(node.op, args, kwargs, results, node.path, node.index, node.source)
 
 
 def widened(graph: Graph) -> Graph:
@@ -364,7 +364,8 @@ def numbered(body: tuple[Node | Call, ...]) -> tuple[Node | Call, ...]:
         if isinstance(item, Node):
             count = seen.get((item.path, item.op), 0)
             seen[item.path, item.op] = count + 1
-            item = replace(item, index=count)
+            if item.index != count:
+                item = replace(item, index=count)
         result.append(item)
     return tuple(result)
 

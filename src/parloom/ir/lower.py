@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 
-from parloom.errors import LayoutError, NotYetError
+from parloom.errors import LayoutError
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
     Call,
@@ -82,8 +82,6 @@ class _Lowering:
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
         self.samples = sample_dims(self.factored) if self.steps > 1 else {}
-        if len(decisions.stages) > 1:
-            raise NotYetError("pipeline stages are not yet executable; use one stage")
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
         self.parameters = _parameters(self, homes)
@@ -184,8 +182,6 @@ class _Lowering:
         place = prefix, node.key
         if place not in self.assigned:
             decision = self.decision(prefix, node)
-            if decision.submesh:
-                raise NotYetError(f"{decision.key}: operators on a submesh are not yet executable")
             self.assigned[place] = {f: axes for f, axes in decision.factors if axes}
         return self.assigned[place]
 

@@ -205,6 +205,28 @@ def part_of(cluster: Cluster, count: int) -> Cluster:
     return replace(cluster, name=f"{count} of {cluster.name}", levels=tuple(levels))
 
 
+def check_part(cluster: Cluster, num_devices: int) -> None:
+    """Raise `InputError` where the first `num_devices` are neither `cluster` nor a part of it."""
+    sizes = (cluster.num_devices, *part_sizes(cluster))
+    if num_devices not in sizes:
+        raise InputError(
+            f"{num_devices} devices are no part of {cluster.name}; a plan uses"
+            f" {', '.join(map(str, sizes))} of them"
+        )
+
+
+def part_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """How many devices the parts of `cluster` have, the largest first: a divisor of a level above
+    whole inner levels (of 2 x 8 devices 8, 4, 2, 1), so that a part is the first devices.
+    """
+    sizes: set[int] = set()
+    inner = 1
+    for level in cluster.levels:
+        sizes |= {inner * n for n in range(1, level.size + 1) if level.size % n == 0}
+        inner *= level.size
+    return tuple(sorted(sizes - {inner}, reverse=True))
+
+
 @dataclass(frozen=True)
 class MeshAxis:
     """A logical axis: its name and its prime axes, most significant first.

@@ -12,7 +12,7 @@ from math import gcd
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import Factored
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, prime_factors
+from parloom.ir.mesh import prime_factors
 from parloom.ir.microbatches import divisors, nearest_counts
 from parloom.ir.pcg import PCG, TIME, Compute
 from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions
@@ -59,7 +59,7 @@ def legal_microbatches(factored: Factored, batch_semantics: str = GLOBAL) -> Mic
     limits: dict[int, int] = {}
     reasons: list[str] = []
     for prime in sorted(set(prime_factors(samples))):
-        decisions = Decisions(Mesh(()), num_microbatches=prime)
+        decisions = Decisions(num_microbatches=prime)
         try:
             pcg = lower(factored.graph, decisions, factored=factored)
         except LayoutError as error:

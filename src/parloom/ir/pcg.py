@@ -117,10 +117,16 @@ class PParameter:
     decision: ParameterDecision
 
     def elements(self, mesh: Mesh, storage: Storage = WHOLE) -> int:
-        """Elements of one rank's (largest) chunk of the home shard under `storage`."""
+        """Elements of one rank's (largest) chunk of the home shard under `storage`.
+
+        The larger chunks of a weight or gradient are made of those of the optimizer state, padding
+        included.
+        """
         shape = list(local_shape(self.layout, self.input.value.spec.shape, mesh))
         if storage.axes and shape:
-            shape[storage.dim] = ceil(shape[storage.dim] / mesh.size(storage.axes))
+            parts = mesh.size(storage.axes)
+            finest = max(parts, mesh.size(self.decision.optimizer.axes))
+            shape[storage.dim] = ceil(shape[storage.dim] / finest) * (finest // parts)
         return prod(shape)
 
 

@@ -63,7 +63,9 @@ def _item(item: Item, mesh: Mesh) -> str:
     if isinstance(item, Compute):
         chosen = ", ".join(f"{f}: {'x'.join(axes)}" for f, axes in item.assignment)
         call = f"{item.node.op}({', '.join(_arg(a) for a in item.node.args)})"
-        return f"{made} = {call}" + (f"  {{{chosen}}}" if chosen else "")
+        over = item.rule.routed(dict(item.assignment), mesh)
+        sends = f"  (all_to_all over {'x'.join(over)})" if over else ""
+        return f"{made} = {call}" + (f"  {{{chosen}}}" if chosen else "") + sends
     names = ", ".join(v.name for v in item.args)
     return f"{made} = {item.function}({names})  @ {item.prefix}"
 

@@ -16,16 +16,18 @@ from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
 
-from parloom.errors import VerifyError
+from parloom.errors import NotYetError, VerifyError
 from parloom.ir.mesh import Mesh
 
 T = TypeVar("T")
 
 FORMAT = "parloom.plan"
-VERSION = "1.0"
+VERSION = "2.0"
 
 # What a note ends with where a search was stopped.
 INTERRUPTED = "interrupted; this is the best of what was found until then"
+# The flag that asks for so many devices of a cluster.
+DEVICES = "--devices "
 # What a model can be cast to, by the name of the flag.
 DTYPES = MappingProxyType(
     {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -62,23 +64,22 @@ WIDE_DTYPES = ("float32", "float64")  # of masters and of the reduction of gradi
 
 @dataclass(frozen=True, slots=True)
 class NodeDecision:
-    """Factor -> mesh axes (outermost first) of one operator; `submesh` fixes coordinates."""
+    """Factor -> mesh axes (outermost first) of one operator; the axes are those of its stage."""
 
     key: str
     factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    submesh: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", _sorted(self.factors, lambda f: f[0], self.key))
-        object.__setattr__(self, "submesh", _sorted(self.submesh, lambda a: a[0], self.key))
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
     """How a stored tensor is chunked beyond its compute layout.
 
-    Dim `dim` of the local compute shard is cut into ceil-chunks over the ranks of `axes` (which the
-    compute layout replicates); `memory` is `device` or `host`.
+    Dim `dim` of the local compute shard is cut into chunks over the ranks of `axes` (which the
+    compute layout replicates), of an optimizer state into ceil-chunks; `memory` is `device` or
+    `host`.
     """
 
     axes: tuple[str, ...] = ()
@@ -88,7 +89,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class ParameterDecision:
-    """Storage of a parameter's weight, its gradient and its optimizer state (ZeRO 1-3)."""
+    """Storage of a parameter's weight, its gradient and its optimizer state (ZeRO 1-3): along one
+    dim, the axes of each the first ones of the next.
+    """
 
     name: str
     weight: Storage = Storage()
@@ -124,13 +127,23 @@ class ActivationDecision:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A pipeline stage: the block prefixes it owns and its ranks. One stage owns everything."""
+    """A convex set of items of main's body, the devices that compute them, and their mesh.
 
-    prefixes: tuple[str, ...] = ()
-    submesh: tuple[tuple[str, int], ...] = ()
+    `items` are keys of operators and prefixes of block calls; none are all. `devices` are ranks of
+    the cluster, in ascending ranges; the mesh numbers them from 0 in this order.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "submesh", _sorted(self.submesh, lambda a: a[0], "a stage"))
+    items: tuple[str, ...]
+    devices: tuple[range, ...]
+    mesh: Mesh
+
+
+def one_stage(mesh: Mesh) -> tuple[Stage, ...]:
+    """The stage that has all items, on as many of the first ranks as `mesh` numbers."""
+    return (Stage((), (range(mesh.num_ranks),), mesh),)
+
+
+ONE_DEVICE = one_stage(Mesh(()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +170,11 @@ class Optimizer:
 class Decisions:
     """Everything that the search chooses."""
 
-    mesh: Mesh
+    stages: tuple[Stage, ...] = ONE_DEVICE
     nodes: tuple[NodeDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()
     activations: tuple[ActivationDecision, ...] = ()
     num_microbatches: int = 1
-    stages: tuple[Stage, ...] = (Stage(),)
     schedule: str = "one_stage"
     rewrites: tuple[str, ...] = ()
     batch_semantics: str = GLOBAL
@@ -178,6 +190,13 @@ class Decisions:
         object.__setattr__(
             self, "activations", _sorted(self.activations, lambda a: a.prefix, "activations")
         )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the only stage; raises `NotYetError` where there are several."""
+        if len(self.stages) > 1:
+            raise NotYetError("pipeline stages are not yet executable; use one stage")
+        return self.stages[0].mesh
 
     @property
     def accumulates(self) -> bool:

@@ -7,6 +7,7 @@ complaint says file:line:column, what is wrong there, and what to do.
 
 import hashlib
 import json
+from math import prod
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,7 +37,10 @@ from parloom.ir.plan import (
 
 MAX_RANKS = 1 << 20
 Path = tuple[str | int, ...]
-Names = tuple[tuple[str, int], ...]
+Names = tuple[str, ...]
+# Read, not written.
+VERSION_1 = "1.0"
+ALL_OF_VERSION_1: list[Any] = [{"prefixes": [], "submesh": {}}]
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -123,7 +127,6 @@ def _read_prediction(document: schema.PredictionDocument | None) -> Prediction |
 
 def _decisions(decisions: Decisions) -> dict[str, Any]:
     return {
-        "mesh": [_axis(axis) for axis in decisions.mesh.axes],
         "num_microbatches": decisions.num_microbatches,
         "schedule": decisions.schedule,
         "batch_semantics": decisions.batch_semantics,
@@ -132,13 +135,22 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
         "reduce_dtype": decisions.reduce_dtype,
         "rewrites": list(decisions.rewrites),
         "stages": [
-            {"prefixes": list(s.prefixes), "submesh": dict(s.submesh)} for s in decisions.stages
+            {
+                "items": list(stage.items),
+                "devices": ranks_text(stage.devices),
+                "mesh": [_axis(axis) for axis in stage.mesh.axes],
+            }
+            for stage in decisions.stages
         ],
         "nodes": {n.key: {f: list(axes) for f, axes in n.factors} for n in decisions.nodes},
-        "submeshes": {n.key: dict(n.submesh) for n in decisions.nodes if n.submesh},
         "parameters": {p.name: _parameter(p) for p in decisions.parameters},
         "activations": {a.prefix: _activation(a) for a in decisions.activations},
     }
+
+
+def ranks_text(devices: tuple[range, ...]) -> str:
+    """Ranks as `0-3,8`."""
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in devices)
 
 
 def _axis(axis: MeshAxis) -> dict[str, Any]:
@@ -215,6 +227,8 @@ class _Reader:
     def plan(self) -> Plan:
         raw = self._syntax()
         self._version(raw)
+        if raw["version"] == VERSION_1:
+            raw = self._from_version_1(raw)
         try:
             document = schema.PlanDocument.model_validate(raw)
         except ValidationError as error:
@@ -243,7 +257,6 @@ class _Reader:
             seed=document.seed,
             bound_s=document.bound_s,
             solver_gap=document.solver_gap,
-            version=document.version,
             notes=tuple(document.notes),
             settings=tuple(document.settings.items()),
             ranges=tuple((name, low, high) for name, (low, high) in document.ranges.items()),
@@ -276,11 +289,27 @@ class _Reader:
                 f"{self.where}: not a plan: format is {found}, expected {FORMAT!r}; "
                 f"make one with `parloom plan`"
             )
-        if raw.get("version") != VERSION:
+        if raw.get("version") not in (VERSION, VERSION_1):
             raise InputError(
                 f"{self.where}: plan version {raw.get('version')!r}, and this parloom reads "
-                f"{VERSION!r}; install the parloom that wrote it, or plan anew"
+                f"{VERSION!r} and {VERSION_1!r}; install the parloom that wrote it, or plan anew"
             )
+
+    def _from_version_1(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """A document of version 1 as one of version 2: the mesh of all devices is that of the only
+        stage.
+        """
+        try:
+            decisions = dict(raw["decisions"])
+            mesh, sizes = decisions.pop("mesh"), []
+            for axis in mesh:
+                sizes += [prime["size"] for prime in axis["primes"]]
+            if decisions.pop("stages") != ALL_OF_VERSION_1 or decisions.pop("submeshes"):
+                raise self.error(("decisions", "stages"), "stages of version 1 never ran")
+            stage = {"items": [], "devices": f"0-{prod(sizes) - 1}", "mesh": mesh}
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.error(("decisions",), f"no decisions of version 1 ({error!r:.60})") from None
+        return raw | {"version": VERSION, "decisions": decisions | {"stages": [stage]}}
 
     def _schema_error(self, error: ValidationError) -> InputError:
         first = error.errors(include_url=False)[0]
@@ -295,30 +324,24 @@ class _Reader:
         return self.error(path, f"{first['msg']}, got {first['input']!r:.60}")
 
     def _decisions(self, document: schema.DecisionsDocument) -> Decisions:
-        mesh = self._mesh(document.mesh)
+        stages = tuple(self._stage(i, stage) for i, stage in enumerate(document.stages))
+        names = tuple(dict.fromkeys(name for stage in stages for name in stage.mesh.names))
         for role in ("master_dtype", "reduce_dtype"):
             dtype = getattr(document, role)
             if dtype is not None and dtype not in WIDE_DTYPES:
                 message = f"it is one of {', '.join(WIDE_DTYPES)}, got {dtype!r:.60}"
                 raise self.error(("decisions", role), message)
         return Decisions(
-            mesh=mesh,
-            nodes=self._nodes(document, mesh),
+            stages=stages,
+            nodes=self._nodes(document, names),
             parameters=tuple(
-                self._parameter(name, parameter, mesh)
+                self._parameter(name, parameter, names)
                 for name, parameter in document.parameters.items()
             ),
             activations=tuple(
                 self._activation(prefix, found) for prefix, found in document.activations.items()
             ),
             num_microbatches=document.num_microbatches,
-            stages=tuple(
-                Stage(
-                    tuple(s.prefixes),
-                    self._submesh(("decisions", "stages", index, "submesh"), s.submesh, mesh),
-                )
-                for index, s in enumerate(document.stages)
-            ),
             schedule=document.schedule,
             rewrites=tuple(document.rewrites),
             batch_semantics=document.batch_semantics,
@@ -327,9 +350,25 @@ class _Reader:
             reduce_dtype=document.reduce_dtype,
         )
 
-    def _mesh(self, document: list[schema.AxisDocument]) -> Mesh:
+    def _stage(self, index: int, document: schema.StageDocument) -> Stage:
+        """A stage has as many devices as its mesh numbers."""
+        path: Path = ("decisions", "stages", index)
+        mesh = self._mesh((*path, "mesh"), document.mesh)
+        devices: list[range] = []
+        for text in document.devices.split(","):
+            first, _, last = text.partition("-")
+            devices.append(range(int(first), int(last or first) + 1))
+            if not devices[-1] or any(r.stop >= devices[-1].start for r in devices[:-1]):
+                message = f"ranges are ascending and apart, as in 0-3,8-11, not {document.devices}"
+                raise self.error((*path, "devices"), message)
+        count = sum(map(len, devices))
+        if count != mesh.num_ranks:
+            message = f"{count} of them, and the mesh numbers {mesh.num_ranks}"
+            raise self.error((*path, "devices"), message)
+        return Stage(tuple(document.items), tuple(devices), mesh)
+
+    def _mesh(self, path: Path, document: list[schema.AxisDocument]) -> Mesh:
         """A mesh numbers every rank once: sorted by stride, each stride is the product so far."""
-        path: Path = ("decisions", "mesh")
         names = [axis.axis for axis in document]
         for index, axis in enumerate(document):
             if names.index(axis.axis) != index:
@@ -356,29 +395,22 @@ class _Reader:
             )
         )
 
-    def _nodes(self, document: schema.DecisionsDocument, mesh: Mesh) -> tuple[NodeDecision, ...]:
-        for key in document.submeshes:
-            if key not in document.nodes:
-                message = f"no such node in nodes{nearest(key, list(document.nodes)[:2000])}"
-                raise self.error(("decisions", "submeshes", key), message, at_key=True)
+    def _nodes(self, document: schema.DecisionsDocument, names: Names) -> tuple[NodeDecision, ...]:
         result: list[NodeDecision] = []
         for key, factors in document.nodes.items():
             for factor, axes in factors.items():
-                self._axes(("decisions", "nodes", key, factor), axes, mesh)
-            submesh = self._submesh(
-                ("decisions", "submeshes", key), document.submeshes.get(key, {}), mesh
-            )
+                self._axes(("decisions", "nodes", key, factor), axes, names)
             pairs = tuple((factor, tuple(axes)) for factor, axes in factors.items())
-            result.append(NodeDecision(key, pairs, submesh))
+            result.append(NodeDecision(key, pairs))
         return tuple(result)
 
     def _parameter(
-        self, name: str, document: schema.ParameterDocument, mesh: Mesh
+        self, name: str, document: schema.ParameterDocument, names: Names
     ) -> ParameterDecision:
         storages: dict[str, Storage] = {}
         for role in ("weight", "gradient", "optimizer"):
             storage: schema.StorageDocument = getattr(document, role)
-            self._axes(("decisions", "parameters", name, role, "axes"), storage.axes, mesh)
+            self._axes(("decisions", "parameters", name, role, "axes"), storage.axes, names)
             storages[role] = Storage(tuple(storage.axes), storage.dim, storage.memory)
         return ParameterDecision(name, **storages)
 
@@ -400,20 +432,10 @@ class _Reader:
             prefix, "recompute", tuple(document.values), tuple(document.moves)
         )
 
-    def _axes(self, path: Path, axes: list[str], mesh: Mesh) -> None:
+    def _axes(self, path: Path, axes: list[str], names: Names) -> None:
         for index, axis in enumerate(axes):
-            if axis not in mesh.names:
-                message = f"unknown mesh axis {axis!r}{nearest(axis, mesh.names)}"
+            if axis not in names:
+                message = f"unknown mesh axis {axis!r}{nearest(axis, names)}"
                 raise self.error((*path, index), message)
             if axes.index(axis) != index:
                 raise self.error((*path, index), f"mesh axis {axis!r} is given twice")
-
-    def _submesh(self, path: Path, submesh: dict[str, int], mesh: Mesh) -> Names:
-        for axis, coordinate in submesh.items():
-            if axis not in mesh.names:
-                message = f"unknown mesh axis{nearest(axis, mesh.names)}"
-                raise self.error((*path, axis), message, at_key=True)
-            if not 0 <= coordinate < mesh[axis].size:
-                message = f"coordinate {coordinate} is not on an axis of size {mesh[axis].size}"
-                raise self.error((*path, axis), message)
-        return tuple(submesh.items())

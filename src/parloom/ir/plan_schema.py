@@ -21,6 +21,8 @@ Name = Annotated[str, Field(min_length=1)]
 # compared with the mesh's.
 AxisName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=32)]
 
+# Ranks of a cluster in ascending order: `0-3,8-11`.
+Ranks = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*$")]
 
 # A setting of torch (`torch.set_default_dtype`) and its value (`torch.float64`).
 Setting = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$", max_length=100)]
@@ -81,10 +83,11 @@ class ParameterDocument(Document):
 
 
 class StageDocument(Document):
-    """A pipeline stage."""
+    """Items of main's body (none: all), the ranks of the devices that compute them, their mesh."""
 
-    prefixes: list[str]
-    submesh: dict[Name, Index]
+    items: list[Name]
+    devices: Ranks
+    mesh: list[AxisDocument]
 
 
 class RecomputedDocument(Document):
@@ -108,7 +111,6 @@ Activation = Annotated[
 class DecisionsDocument(Document):
     """Everything that the search chose, keyed by the user's names."""
 
-    mesh: list[AxisDocument]
     num_microbatches: Microbatches
     schedule: Name
     batch_semantics: Literal["global", "microbatch"]
@@ -118,7 +120,6 @@ class DecisionsDocument(Document):
     rewrites: list[Name]
     stages: Annotated[list[StageDocument], Field(min_length=1)]
     nodes: dict[Name, dict[Name, list[Name]]]
-    submeshes: dict[Name, dict[Name, Index]]
     parameters: dict[Name, ParameterDocument]
     activations: dict[str, Activation]
 

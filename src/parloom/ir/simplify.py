@@ -71,6 +71,8 @@ def without_copies_for_views(graph: Graph) -> Graph:
 
 def without(graph: Graph, idle: set[str]) -> Graph:
     """The graph without the nodes that define `idle`; their operands take their places."""
+    if not idle:
+        return graph
     names: dict[str, str] = {}
     body: list[Node] = []
     for item in nodes_of(graph):

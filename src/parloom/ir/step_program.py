@@ -1,10 +1,17 @@
 """The step program: what happens to parameters outside autograd, as nodes.
 
-Gradients leave autograd partial over `PParameter.reduce`. The nodes below make them whole, update
-the owned chunks and make the weights whole again (ZeRO: Rajbhandari et al., SC'20). The action list
-names when: GATHER nodes of chunked weights run in every pass, REDUCE nodes of chunked gradients in
-every microbatch, everything else once a step. The cost layer prices these nodes, the generated
-program lists them and the runtime runs them.
+Gradients leave autograd partial over `PParameter.reduce`. The nodes below reduce them, update the
+owned chunks and make the weights whole again (ZeRO: Rajbhandari et al., SC'20). A weight is in
+chunks over axes W, its gradient over G, its optimizer state over S, where W begins G and G begins S
+(ZeRO-1: none, none, S; within a node and across all of them: W, W, S):
+
+    each pass         all_gather over W
+    each microbatch   reduce_scatter over G
+    each step         reduce_scatter over S without G, all_reduce over what else is partial,
+                      update, all_gather over S without W
+
+Along an axis of G or S over which a gradient is not partial, each rank keeps its chunk. The cost
+layer prices these nodes, the generated program lists them and the runtime runs them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -122,33 +129,42 @@ def _gathers(units: dict[str, tuple[PParameter, ...]]) -> Iterator[StepNode]:
 def _reductions(
     trained: tuple[PParameter, ...], units: dict[str, tuple[PParameter, ...]]
 ) -> Iterator[StepNode]:
-    """Gradients stored in chunks are scattered where they are partial over the chunks' axes."""
+    """Gradients are scattered over the axes of their chunks over which they are partial: in every
+    microbatch to how they are stored, once a step to how their optimizer state is stored. Over the
+    axes that replicate the state, its chunk alone is all-reduced.
+    """
     unit_of = {p.input.value.name: unit for unit, members in units.items() for p in members}
     steps = []
     for parameter in trained:
-        unit = unit_of.get(parameter.input.value.name)
+        gradient, state = parameter.decision.gradient.axes, parameter.decision.optimizer.axes
         partial = tuple(a for a in parameter.reduce if a != TIME)
-        chunks = parameter.decision.gradient.axes
-        when = EACH_MICROBATCH if chunks else EACH_STEP
-        if chunks and set(chunks) <= set(partial):
-            steps.append((("reduce_scatter", chunks, when, unit), parameter))
-            partial = tuple(a for a in partial if a not in chunks)
-        if partial:
-            steps.append((("all_reduce", partial, when, unit), parameter))
-    # What is scattered first is reduced over its other axes afterwards.
-    steps.sort(key=lambda step: step[0][0] != "reduce_scatter")
+        scattered = tuple(a for a in gradient if a in partial)
+        for kind, axes, when in (
+            ("reduce_scatter", scattered, EACH_MICROBATCH),
+            ("reduce_scatter", tuple(a for a in state[len(gradient) :] if a in partial), EACH_STEP),
+            ("all_reduce", tuple(a for a in partial if a not in state), EACH_STEP),
+        ):
+            if axes:
+                unit = unit_of.get(parameter.input.value.name)
+                steps.append(((kind, axes, when, unit), parameter))
+    # A gradient passes its nodes in this order.
+    order = ("reduce_scatter", EACH_MICROBATCH), ("reduce_scatter", EACH_STEP)
+    rank = {key: index for index, key in enumerate((*order, ("all_reduce", EACH_STEP)))}
+    steps.sort(key=lambda step: rank[step[0][0], step[0][2]])
     for (kind, axes, when, unit), members in _grouped(steps):
         yield StepNode("REDUCE", kind, axes, members, when, unit)
 
 
 def _publications(trained: tuple[PParameter, ...]) -> Iterator[StepNode]:
-    """Whole weights of which each rank updated a chunk (ZeRO-1 and 2) are gathered at the end."""
-    decided = ((p, p.decision) for p in trained)
-    apart = (
-        ((d.optimizer.axes, p.input.value.spec.dtype), p)
-        for p, d in decided
-        if d.optimizer.axes and not d.weight.axes
-    )
+    """Weights in larger chunks than those that each rank updated, or whole, are gathered at the
+    end.
+    """
+    apart = []
+    for parameter in trained:
+        state = parameter.decision.optimizer.axes
+        axes = state[len(parameter.decision.weight.axes) :]
+        if axes:
+            apart.append(((axes, parameter.input.value.spec.dtype), parameter))
     for (axes, _), members in _grouped(apart):
         yield StepNode("GATHER", "all_gather", axes, members)
 

@@ -5,6 +5,7 @@ What is checked here is relied on everywhere else without asking again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ from parloom.ir.plan import (
     ActivationDecision,
     Decisions,
     ParameterDecision,
-    Stage,
+    one_stage,
 )
 
 KINDS = ("parameter", "buffer", "batch", "constant")
@@ -225,21 +226,22 @@ def _storage(planned: Planned) -> Problems:
 
 
 def _storage_of(parameter: ParameterDecision, spec: TensorSpec, decisions: Decisions) -> Problems:
-    widest = parameter.optimizer
     stored = (parameter.weight, parameter.gradient, parameter.optimizer)
     for storage in stored:
         if storage.memory != "device":
             yield f"{parameter.name}: storage on the {storage.memory} is not yet executable"
         if set(storage.axes) - set(decisions.mesh.names):
             yield f"{parameter.name}: unknown mesh axes in {storage.axes}"
+        if len(set(storage.axes)) < len(storage.axes):
+            yield f"{parameter.name}: an axis stands twice in {storage.axes}"
         if storage.axes and not 0 <= storage.dim < len(spec.shape):
             yield f"{parameter.name}: no dim {storage.dim} in shape {spec.shape}"
-    sharded = [s.axes == widest.axes and s.dim == widest.dim for s in stored if s.axes]
-    levels = [bool(s.axes) for s in stored]
-    if not all(sharded) or levels != sorted(levels):
+    nested = all(fine.axes[: len(coarse.axes)] == coarse.axes for coarse, fine in pairwise(stored))
+    if not nested or len({s.dim for s in stored if s.axes}) > 1:
         yield (
-            f"{parameter.name}: weight, gradient and optimizer storage must be one of ZeRO 0 to 3"
-            " over the same axes and dim"
+            f"{parameter.name}: weight, gradient and optimizer storage"
+            f" {tuple(s.axes for s in stored)} must be along one dim, the axes of each the first"
+            " ones of the next (ZeRO 0 to 3)"
         )
 
 
@@ -275,13 +277,13 @@ def _recomputed_values(activation: ActivationDecision, block: Function) -> Probl
 def _executable(planned: Planned) -> Problems:
     """Fields that plans have from the first version on and that do not run yet."""
     _, decisions = planned
-    if decisions.schedule != "one_stage" or decisions.stages != (Stage(),):
-        yield f"pipelines (schedule {decisions.schedule!r}) are not yet executable"
+    if decisions.schedule != "one_stage" or decisions.stages != one_stage(decisions.mesh):
+        yield (
+            f"only one stage, on the first devices, is executable yet (schedule"
+            f" {decisions.schedule!r}, {len(decisions.stages)} stages)"
+        )
     if decisions.batch_norm != "global":
         yield f"batch_norm {decisions.batch_norm!r} is not yet executable"
-    for node in decisions.nodes:
-        if node.submesh:
-            yield f"{node.key}: operators on a submesh are not yet executable"
 
 
 def _batch_semantics(planned: Planned) -> Problems:

@@ -58,7 +58,7 @@ def values_of(case: Case, flat: FlatNode) -> dict[str, PValue]:
 def prices(case: Case, flat: FlatNode) -> Iterator[Price]:
     """All terms of one call of an operator; those of what leaves it belong to its readers, too."""
     own, runs = own_shares(case, flat), runs_of(case, flat)
-    computed = [share for share in own if isinstance(share.item, Compute)]
+    computed = [share for share in own if share.moves is None]
     yield Price(
         "computing",
         forward_s=sum(share.forward_ps for share in computed) / PS,
@@ -72,7 +72,7 @@ def prices(case: Case, flat: FlatNode) -> Iterator[Price]:
     )
     made = {value.name for share in computed for value in results_of(share.item)}
     for share in own:
-        if isinstance(share.item, Movement):
+        if share.moves is not None:
             inside = share.roots[0] in made
             yield _moved(case, "inside: " if inside else "comes in: ", share, runs)
     for reader, share in _leaving(case, flat):
@@ -121,7 +121,7 @@ def memory_s(case: Case, computed: list[Share]) -> float:
 
 def bound_of(case: Case, flat: FlatNode) -> str:
     """What keeps the forward pass of an operator busy most: launches, memory or arithmetic."""
-    computed = [share for share in own_shares(case, flat) if isinstance(share.item, Compute)]
+    computed = [share for share in own_shares(case, flat) if share.moves is None]
     seconds = sum(share.forward_ps for share in computed) / PS
     runs = sum(share.forward_ps > 0 for share in computed)
     launches = runs * case.priced.walker.kernels.software.launch_s
@@ -153,15 +153,14 @@ def level_of(case: Case, exchange: Exchange | None) -> str:
 
 
 def _moved(case: Case, word: str, share: Share, runs: Runs) -> Price:
-    assert isinstance(share.item, Movement)
-    step = share.item.step
+    assert share.moves is not None
+    (row, axes), exchange = share.moves, share.exchange
     works = [work for work in (share.forward, share.backward) if work is not None]
     kinds = dict.fromkeys(work.exchange.kind if work.exchange else work.kind for work in works)
-    exchange = next((work.exchange for work in works if work.exchange is not None), None)
     size = sum(size for _, size, _ in exchange.traffic) if exchange else 0
     return Price(
-        f"{word}{step.row.removesuffix('_varying')} ({', '.join(kinds) or 'nothing is sent'})",
-        share.roots[0], step.axes, level_of(case, exchange), round(size),
+        f"{word}{row} ({', '.join(kinds) or 'nothing is sent'})",
+        share.roots[0], axes, level_of(case, exchange), round(size),
         share.forward_ps / PS, share.backward_ps / PS, runs.ps(share) / PS,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 from parloom.cost.ledger import AGAIN, COMPUTING, MAIN, STEP, WAITING, Cause
 from parloom.cost.tasks import COMPONENTS
 from parloom.ir.mesh import MeshAxis
-from parloom.ir.pcg import Compute, Movement, PParameter
+from parloom.ir.pcg import PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
@@ -124,7 +124,7 @@ def _operators(case: Case, place: str) -> list[Document]:
     for function in case.variants[place]:
         for share in case.shares[function.name]:
             ps = case.runs[function.name].ps(share)
-            (moved if isinstance(share.item, Movement) else computed)[share.key] += ps
+            (computed if share.moves is None else moved)[share.key] += ps
     keys = sorted(computed, key=lambda key: -(computed[key] + moved[key]))
     return [
         {
@@ -216,13 +216,11 @@ def _expensive(case: Case) -> list[Document]:
         for function in functions:
             for share in case.shares[function.name]:
                 ps = case.runs[function.name].ps(share)
-                if isinstance(share.item, Compute):
-                    found[place, share.key, ""] += ps
-                elif isinstance(share.item, Movement):
-                    row = share.item.step.row.removesuffix("_varying")
-                    over = ", ".join(share.item.step.axes)
-                    what = f"{row} of {share.roots[0]} over {over}"
-                    found[place, share.key, what] += ps
+                what = ""
+                if share.moves is not None:
+                    row, axes = share.moves
+                    what = f"{row} of {share.roots[0]} over {', '.join(axes)}"
+                found[place, share.key, what] += ps
     for (place, cause), ps in case.ledger.time.items():
         if place == STEP and cause.what not in (WAITING, AGAIN):
             found[STEP, cause.what, ""] += ps

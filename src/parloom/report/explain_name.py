@@ -59,7 +59,7 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Doc
     rule = factored.rule(flat.function, flat.node)
     assignment = dict(assignment_of(case.decisions, flat.key))
     words = _splits(case.pcg, case.decisions, flat.key)
-    computed = [s for s in own_shares(case, flat) if isinstance(s.item, Compute)]
+    computed = [s for s in own_shares(case, flat) if s.moves is None]
     ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.limit, play)
     runs = runs_of(case, flat)
     terms = [*prices(case, flat)]

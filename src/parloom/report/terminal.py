@@ -11,6 +11,7 @@ from rich.text import Text
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Alternative, Plan
+from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
 from parloom.report.words import (
@@ -72,7 +73,7 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "method": plan.method,
         "mesh": [{"axis": a.name, "size": a.size} for a in plan.decisions.mesh.axes],
         "stages": [
-            {"prefixes": list(s.prefixes), "submesh": dict(s.submesh)}
+            {"items": list(s.items), "devices": ranks_text(s.devices)}
             for s in plan.decisions.stages
         ],
         "num_microbatches": plan.decisions.num_microbatches,
@@ -99,6 +100,9 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
     graph = parse_graph(plan.graph)
     for index, line in enumerate(words(graph, plan.decisions, cluster.levels)):
         table.add_row("" if index else "plan", Text(line))
+    used = plan.decisions.mesh.num_ranks
+    if used < cluster.num_devices:
+        table.add_row("devices", Text(f"{used} of {cluster.num_devices}"))
     table.add_row("microbatches", Text(str(plan.decisions.num_microbatches)))
     if plan.prediction is not None:
         step_s, said = plan.prediction.step_s, plan.prediction

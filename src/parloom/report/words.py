@@ -16,11 +16,13 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
 from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
+from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.ops.rule import Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
 from parloom.rewrite.rewrites import rewritten
 
 WARNING = "warning: "
+CPU = "cpu"
 MEMORY = "--memory "
 BYTES = re.compile("[0-9]{1,18}")
 MOST = 6
@@ -113,6 +115,13 @@ def _half(dtype: str, rates: Mapping[str, float]) -> str:
     return f"; --dtype fp16 computes at {format_rate(rates['float16'], 'FLOP/s')}"
 
 
+def routing_words(graph: Graph) -> tuple[str, ...]:
+    """What is assumed of routers."""
+    if not any(node.op == EXPERTS for _, node in graph.unfolded()):
+        return ()
+    return ("routers choose all experts equally often; others make the busiest rank slower",)
+
+
 def checkpoint_words(graph: Graph) -> tuple[str, ...]:
     """What becomes of the checkpoints that the model itself asks for."""
     blocks = graph.recomputed_calls
@@ -155,6 +164,45 @@ def idle_words(decisions: Decisions, why: str = "") -> tuple[str, ...]:
         f"{WARNING}axis {axis.name} splits no operator: its {axis.size} devices do the same work"
         for axis in idle
     )
+
+
+def part_words(
+    cluster: Cluster, decisions: Decisions, step_s: float, fewest: int, their_step_s: float
+) -> tuple[str, ...]:
+    """Which devices of `cluster` a plan leaves idle, and what a plan on the `fewest` devices saves
+    whose step is as long, but for a percent.
+    """
+    used, there, lines = decisions.mesh.num_ranks, cluster.num_devices, []
+    if used < there:
+        lines.append(
+            f"{_part(cluster, used)} will do{_share(cluster, used, there)}: {there - used} of"
+            f" {there} devices stay idle, and no plan that was found on more is faster"
+        )
+    if fewest < used:
+        longer, saved = their_step_s / step_s - 1, _share(cluster, fewest, used)
+        part = _part(cluster, fewest)
+        lines.append(f"the same step on {part} ({longer:+.1%}){saved}: --devices {fewest}")
+    return tuple(lines)
+
+
+def _part(cluster: Cluster, num_devices: int) -> str:
+    """The first devices in words: those of a node where links have two levels."""
+    inner = cluster.levels[0].size
+    if len(cluster.levels) != 2 or num_devices < inner or inner == 1:
+        return "one device" if num_devices == 1 else f"{num_devices} devices"
+    return "one node" if num_devices == inner else f"{num_devices // inner} nodes"
+
+
+def _share(cluster: Cluster, some: int, others: int) -> str:
+    """What some devices cost against others; processes of one machine cost nothing."""
+    if cluster.device.name == CPU and len(cluster.levels) == 1:
+        return ""
+    share = "half the price" if 2 * some == others else f"{some / others:.3g} of the price"
+    price = cluster.price_per_hour
+    if price is None:
+        return f", {share}"
+    each = price / cluster.num_devices
+    return f", {share} (${some * each:.2f} an hour, not ${others * each:.2f})"
 
 
 def ways_of(graph: Graph, decisions: Decisions) -> Mapping[str, Counter[str]]:

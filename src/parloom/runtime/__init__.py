@@ -3,7 +3,7 @@
 from parloom.runtime.comm import Comm, DistributedComm, Group, SingleComm, Work
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
-from parloom.runtime.experts import collect, dispatch, expert_rows, grouped_mm
+from parloom.runtime.experts import collect, dispatch, expert_rows, grouped_mm, route, unroute
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.mesh import Axis, Mesh, grid
 from parloom.runtime.moves import (
@@ -64,7 +64,7 @@ from parloom.runtime.same import (
     told_by_all,
     told_by_the_first,
 )
-from parloom.runtime.sharding import Box, boxes, chunk, indices, put, take, untake
+from parloom.runtime.sharding import Box, boxes, indices, put, take, untake
 from parloom.runtime.step import StepResult
 from parloom.runtime.store import Store, required_groups
 from parloom.runtime.threads import ThreadComm, run_threads
@@ -108,7 +108,6 @@ __all__ = [
     "check_same_values",
     "told_by_all",
     "told_by_the_first",
-    "chunk",
     "collect",
     "combine",
     "dispatch",
@@ -142,11 +141,13 @@ __all__ = [
     "reduce_scatter",
     "replicate",
     "required_groups",
+    "route",
     "rows",
     "run_threads",
     "segment_reduce",
     "take",
     "triangle",
+    "unroute",
     "untake",
     "write",
 ]

@@ -1,6 +1,13 @@
-"""Gradients stored in chunks: reduced in every microbatch, accumulated by their owners only."""
+"""Gradients that leave in chunks: scattered to their owners, and accumulated by them only.
 
-from collections.abc import Sequence
+A gradient is stored in chunks over axes G, its optimizer state over S, which begins with G. In
+every microbatch a reduce-scatter over G leaves a chunk, which accumulates; once a step a
+reduce-scatter over the other axes of S and an all-reduce over those that replicate the state leave
+the owned chunk. Along an axis over which a gradient is not partial nothing is sent: each rank keeps
+its chunk.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,88 +15,133 @@ from torch import Tensor
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm, Work
 from parloom.runtime.program import StepNode
-from parloom.runtime.sharded_parameter import ShardedParameter
+from parloom.runtime.sharded_parameter import ShardedParameter, owner_axes
 
 Path = tuple[StepNode, ...]
+Axes = tuple[str, ...]
+
+
+class _Stage:
+    """From chunks over `have` (or whole home shards) to chunks over `want`, by the collectives of
+    `nodes`.
+    """
+
+    def __init__(
+        self, helds: Sequence[ShardedParameter], have: Axes, want: Axes, nodes: Path, comm: Comm
+    ) -> None:
+        axes = {node.kind: node.axes for node in nodes}
+        scattered, new, mesh = axes.get("reduce_scatter", ()), want[len(have) :], comm.mesh
+        self.scatter = comm.group(scattered)
+        self.rest = comm.group(axes.get("all_reduce", ()))
+        self.sections, self.total = layout(held.section(comm, have, want) for held in helds)
+        self.mine = mesh.index(new, comm.rank)
+        # The chunks of those among whom this rank scatters: all, or those along its own ones.
+        self.indices = [mesh.index(new, rank) for rank in mesh.group(scattered, comm.rank)]
+
+    @property
+    def num_collectives(self) -> int:
+        return 1 + (self.rest.size > 1)
+
+    def pack(self, tensors: Sequence[Tensor | None], pool: Pool, dtype: torch.dtype) -> Tensor:
+        """Staging memory [indices, total] with their chunks."""
+        count = len(self.indices)
+        staging = pool.take(count * self.total, dtype).view(count, self.total)
+        for section, tensor in zip(self.sections, tensors, strict=True):
+            if tensor is not None:
+                section.pack(tensor, staging, self.indices)
+        return staging
 
 
 class ChunkedReduction:
-    """Parameters of equal storage whose gradients run through the same `nodes` together.
+    """Parameters of equal storage whose gradients run through the same nodes together.
 
-    A reduce-scatter over the storage axes, then an all-reduce over others. Without the first one
-    (where gradients are equal along a storage axis) nothing can be scattered: the gradients are
-    all-reduced, and each rank keeps its chunk.
+    `each` runs in every microbatch, `once` in the last; one of them may be missing.
     """
 
     def __init__(
         self, helds: list[ShardedParameter], nodes: Path, comm: Comm, pool: Pool, dtype: torch.dtype
     ) -> None:
-        axes = {node.kind: node.axes for node in nodes}
         self.helds = helds
         self.pool = pool
         self.dtype = dtype
-        self.parts = helds[0].parts
-        self.index = helds[0].index
-        self.scatters = "reduce_scatter" in axes
-        self.scatter = comm.group(axes.get("reduce_scatter", ()))
-        self.rest = comm.group(axes.get("all_reduce", ()))
-        self.sections, self.total = layout(
-            [(held.home, held.spec.storage.dim) for held in helds], self.parts
-        )
+        gradient, state = helds[0].spec.storage.gradient, owner_axes(helds[0].spec)
+        early = tuple(node for node in nodes if node.when == "microbatch")
+        late = tuple(node for node in nodes if node.when == "step")
+        self.each = self.once = None
+        if comm.mesh.size(gradient) > 1:
+            self.each = _Stage(helds, (), gradient, early, comm)
+        if late or comm.mesh.size(gradient) < comm.mesh.size(state):
+            self.once = _Stage(helds, gradient, state, late, comm)
+
+    def stages(self, last: bool) -> list[_Stage]:
+        """Those that run in a microbatch."""
+        return [stage for stage in (self.each, self.once if last else None) if stage is not None]
 
 
 class _Flight:
     """One reduction under way."""
 
-    def __init__(self, kind: ChunkedReduction, gradients: Sequence[Tensor | None]) -> None:
-        self._kind = kind
-        self._reached = [gradient is not None for gradient in gradients]
-        self._staging = kind.pool.take(kind.parts * kind.total, kind.dtype)
-        buffer = self._staging.view(kind.parts, kind.total)
-        for section, gradient in zip(kind.sections, gradients, strict=True):
-            if gradient is not None:
-                section.pack(gradient, buffer)
-        self._chunks = torch.empty(kind.total, dtype=kind.dtype, device=kind.pool.device)
-        self._work: Work = (
-            kind.scatter.reduce_scatter(self._chunks, buffer)
-            if kind.scatters
-            else kind.rest.all_reduce(self._staging)
-        )
-        self._proceeded = not kind.scatters or kind.rest.size == 1
+    def __init__(
+        self, kind: ChunkedReduction, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
+        self.kind = kind
+        stages = kind.stages(last)
+        staging = stages[0].pack(gradients, kind.pool, kind.dtype)
+        reached = [gradient is not None for gradient in gradients]
+        self._works = self._run(stages, staging, reached)
+        self._work = next(self._works)
+        self._later = sum(stage.num_collectives for stage in stages) - 1
 
     def proceed(self) -> None:
-        """Launch the second collective, where there is one, when the first is over."""
-        if not self._proceeded:
+        """Launch all collectives but the first, each when the one before is over."""
+        while self._later:
             self._work.wait()
-            self._work = self._kind.rest.all_reduce(self._chunks)
-            self._proceeded = True
+            self._work = next(self._works)
+            self._later -= 1
 
     def land(self) -> None:
         """Wait, and hand every owner its chunk."""
         self.proceed()
         self._work.wait()
-        kind = self._kind
-        if not kind.scatters:
-            self._chunks.copy_(self._staging.view(kind.parts, kind.total)[kind.index])
-        kind.pool.give(self._staging)
-        for section, held, reached in zip(kind.sections, kind.helds, self._reached, strict=True):
-            if reached:
-                held.add_gradient(section.part(self._chunks, kind.index))
+        next(self._works, None)
+
+    def _run(self, stages: list[_Stage], staging: Tensor, reached: list[bool]) -> Iterator[Work]:
+        """The collectives; each is over when the next one is asked for."""
+        kind = self.kind
+        for stage in stages:
+            if stage is not stages[0]:
+                reached = [held.collected is not None for held in kind.helds]
+                staging = stage.pack([h.collected for h in kind.helds], kind.pool, kind.dtype)
+                for held in kind.helds:
+                    held.collected = None
+            chunks = torch.empty(stage.total, dtype=kind.dtype, device=kind.pool.device)
+            yield stage.scatter.reduce_scatter(chunks, staging)
+            kind.pool.give(staging.view(-1))
+            if stage.rest.size > 1:
+                yield stage.rest.all_reduce(chunks)
+            for section, held, there in zip(stage.sections, kind.helds, reached, strict=True):
+                if there:
+                    held.add_gradient(section.part(chunks, stage.mine))
 
 
 class Traffic:
-    """The chunked reductions under way, oldest first; at most two hold staging memory."""
+    """The chunked reductions under way, oldest first; at most two hold staging memory.
+
+    `last`: no microbatch of this step comes after.
+    """
 
     def __init__(self) -> None:
+        self.last = True
         self._flights: list[_Flight] = []
 
     def launch(self, kind: ChunkedReduction, gradients: Sequence[Tensor | None]) -> None:
         """Start to reduce home-shard gradients; None where the loss does not reach a parameter."""
         for flight in self._flights:
             flight.proceed()
-        while len(self._flights) > 1:
+        # What goes on in the last microbatch is the sum of all, those before included.
+        while len(self._flights) > 1 or any(flight.kind is kind for flight in self._flights):
             self._flights.pop(0).land()
-        self._flights.append(_Flight(kind, gradients))
+        self._flights.append(_Flight(kind, gradients, self.last))
 
     def land(self) -> None:
         """Wait for all of them."""

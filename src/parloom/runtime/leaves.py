@@ -2,8 +2,9 @@
 
 Gradients collect over the microbatches in the reduce dtype. One that needs no reduction stays where
 autograd left it. A *whole* bucket all-reduces the gradients of home shards once a step, in the last
-microbatch; its flat memory is where they accumulate. A *chunked* bucket is reduced in every
-microbatch and leaves only the owned chunks (`runtime.chunked`).
+microbatch; its flat memory is where they accumulate. A *chunked* bucket leaves only the owned
+chunks (`runtime.chunked`): where gradients are stored in chunks it is scattered in every
+microbatch, otherwise whole gradients collect and are scattered in the last.
 
 Buckets are built after the first backward pass, in the order in which gradients became ready (rank
 0's order, told to all), and are launched in that order. So parameters that no loss reaches are in
@@ -31,20 +32,22 @@ FIRST_BUCKET_BYTES = 1 << 20  # as torch's DDP: a small one first, to start earl
 class _Leaf:
     """A leaf weight, and the memory where its gradient collects over the microbatches.
 
-    `place` is in the reduce dtype; where that is the weight's own, it is also `weight.grad`.
+    `place` is in the reduce dtype; where that is the weight's own, it is also `weight.grad`. With
+    `each` the gradient leaves in every microbatch.
     """
 
     held: ShardedParameter
     weight: Tensor
     dtype: torch.dtype
     path: Path
+    each: bool
     bucket: "_Bucket | None" = None
     place: Tensor | None = None
     filled: bool = False
 
     @property
     def chunked(self) -> bool:
-        return self.held.chunks_gradient
+        return self.held.parts > 1
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +66,13 @@ class _Leaf:
             self.place.copy_(gradient)
         self.filled = True
         self.weight.grad = self.place if self.dtype == gradient.dtype else None
+
+    def leave(self) -> Tensor | None:
+        """The gradient of all microbatches since it left last."""
+        gradient = self.place if self.filled else self.weight.grad
+        self.weight.grad = self.place = None
+        self.filled = False
+        return gradient
 
     def move(self, place: Tensor) -> None:
         """Collect in `place` from now on."""
@@ -109,7 +119,8 @@ class LeafGradients:
             if held.weight is None or not held.spec.trainable:
                 continue
             wanted: torch.dtype = getattr(torch, dtype or held.spec.dtype)
-            leaf = _Leaf(held, held.weight, wanted, paths[held.name])
+            each = comm.mesh.size(held.spec.storage.gradient) > 1
+            leaf = _Leaf(held, held.weight, wanted, paths[held.name], each)
             local = not leaf.path and not leaf.chunked
             leaves = self._local if local else self._leaves
             ready = _collect if local else partial(self._ready, len(leaves))
@@ -153,17 +164,17 @@ class LeafGradients:
                 bucket.work = None
         for leaf in self._leaves:
             if leaf.filled and leaf.place is not None:
-                _hand_over(leaf.held, leaf.place)
+                leaf.held.owned.grad = leaf.place.to(leaf.held.owned.dtype)
         for leaf in self._local:
             if leaf.place is not None:
-                _hand_over(leaf.held, leaf.place)
+                leaf.held.owned.grad = leaf.place.to(leaf.held.owned.dtype)
                 leaf.place = None
             if leaf.weight is not leaf.held.owned:
                 leaf.weight.grad = None
 
     def _ready(self, index: int, leaf: _Leaf, weight: Tensor) -> None:
         """Autograd has left a gradient in `weight.grad`."""
-        if not leaf.chunked:
+        if not leaf.chunked or not (leaf.each or (self._last and not leaf.filled)):
             leaf.collect()
         if self._buckets is None:
             if index not in self._arrived:
@@ -181,9 +192,9 @@ class LeafGradients:
             bucket = buckets[self._next]
             self._next += 1
             if bucket.chunked is not None:
-                self._traffic.launch(bucket.chunked, [leaf.weight.grad for leaf in bucket.leaves])
-                for leaf in bucket.leaves:
-                    leaf.weight.grad = None
+                if self._last or bucket.chunked.each is not None:
+                    gradients = [leaf.leave() for leaf in bucket.leaves]
+                    self._traffic.launch(bucket.chunked, gradients)
             elif bucket.flat is not None and self._last:
                 group = self._comm.group(bucket.leaves[0].path[0].axes)
                 bucket.work = group.all_reduce(bucket.flat)
@@ -218,10 +229,6 @@ def _collect(leaf: _Leaf, weight: Tensor) -> None:
     leaf.collect()
 
 
-def _hand_over(held: ShardedParameter, home: Tensor) -> None:
-    held.owned.grad = held.part(home).to(held.owned.dtype)
-
-
 def _flatten(leaves: list[_Leaf]) -> Tensor:
     """Flat memory in which the leaves collect their gradients from now on."""
     sizes = [prod(leaf.held.home) for leaf in leaves]
@@ -251,4 +258,5 @@ def _grouped(order: Sequence[_Leaf]) -> list[list[_Leaf]]:
 
 def _kind(leaf: _Leaf) -> object:
     """What gradients of one collective have in common."""
-    return leaf.path, leaf.held.spec.storage.gradient, leaf.dtype
+    storage = leaf.held.spec.storage
+    return leaf.path, storage.gradient, storage.optimizer, leaf.dtype

@@ -75,6 +75,13 @@ class Mesh:
             axis.name: microbatch if axis.in_time else axis.coordinate(rank) for axis in self.axes
         }
 
+    def index(self, axes: tuple[str, ...], rank: int) -> int:
+        """Position of `rank` in its group of `axes`."""
+        index = 0
+        for name in axes:
+            index = index * self[name].size + self[name].coordinate(rank)
+        return index
+
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, in the order of the group."""
         primes = [prime for name in axes for prime in self[name].primes]

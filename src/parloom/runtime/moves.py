@@ -175,18 +175,21 @@ def _place(numbers: list[int], op: str) -> Place:
     return Place(dim, inner, split_dim, split_inner, before, after, op)
 
 
+def named_group(name: str, members: list[int], rank: int) -> DistributedGroup:
+    """The group that an operator was given by the name of its process group."""
+    # Private, and what torch's own traceable collectives call: there is no public way.
+    named = distributed_c10d._resolve_process_group(  # type: ignore[attr-defined]
+        distributed_c10d.GroupName(name)
+    )
+    return DistributedGroup(named, tuple(members), rank)
+
+
 @torch.library.custom_op("parloom::communicate", mutates_args=())
 def communicate(
     x: Tensor, primitive: str, group: str, members: list[int], rank: int, place: list[int], op: str
 ) -> Tensor:
     """A communicating primitive for torch.compile."""
-    ranks = tuple(members)
-    # Private, and what torch's own traceable collectives call: there is no public way.
-    named = distributed_c10d._resolve_process_group(  # type: ignore[attr-defined]
-        distributed_c10d.GroupName(group)
-    )
-    joined = DistributedGroup(named, ranks, rank)
-    return PRIMITIVES[primitive](x, joined, _place(place, op))
+    return PRIMITIVES[primitive](x, named_group(group, members, rank), _place(place, op))
 
 
 @communicate.register_fake
@@ -227,6 +230,11 @@ COMPILED: dict[str, Primitive] = {
 }
 
 
+def primitive_of(name: str) -> Primitive:
+    """A primitive, as torch.compile can trace it where it does."""
+    return (COMPILED if torch.compiler.is_compiling() else PRIMITIVES)[name]
+
+
 class _Move(torch.autograd.Function):
     """A primitive whose gradient is another primitive."""
 
@@ -257,13 +265,11 @@ def _move(
     backward: str,
     backward_place: Place | None = None,
 ) -> Tensor:
-    primitives = COMPILED if torch.compiler.is_compiling() else PRIMITIVES
-    primitive = primitives[forward]
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return primitive(x, group, place)
+        return primitive_of(forward)(x, group, place)
     undo = place if backward_place is None else backward_place
     moved: Tensor = _Move.apply(  # type: ignore[no-untyped-call]
-        x, group, primitive, place, primitives[backward], undo
+        x, group, primitive_of(forward), place, primitive_of(backward), undo
     )
     return moved
 

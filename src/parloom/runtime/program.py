@@ -26,9 +26,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Axes over which a parameter's home shard is cut into ceil-chunks along `dim`.
+    """Axes over which a parameter's home shard is cut into chunks along `dim`.
 
-    One of (), (), () [replicated]; (), (), A [ZeRO-1]; (), A, A [ZeRO-2]; A, A, A [ZeRO-3, FSDP].
+    The axes of each begin those of the next: (), (), () [replicated]; (), (), A [ZeRO-1];
+    (), A, A [ZeRO-2]; A, A, A [ZeRO-3, FSDP]; A, A, AB [within nodes, states across all].
     """
 
     weight: tuple[str, ...] = ()
@@ -68,10 +69,12 @@ class StepNode:
     | action | kind | when | |
     |---|---|---|---|
     | GATHER | all_gather | forward and backward | chunked weights, for the call `unit` ("": main) |
-    | REDUCE | reduce_scatter, all_reduce | microbatch, step | gradients become whole |
+    | REDUCE | reduce_scatter | microbatch, step | gradients become chunks, as they are stored or
+    updated |
+    | REDUCE | all_reduce | step | gradients, or the chunks that are updated, become whole |
     | STEP | unscale | step | float16 gradients lose the loss scale and are checked |
     | STEP | gradient_norm, update | step | clipping and the optimizer, for all trained parameters |
-    | GATHER | all_gather | step | whole weights of which each rank updated a chunk |
+    | GATHER | all_gather | step | weights of whose stored part each rank updated a chunk |
 
     A gradient runs through its REDUCE nodes in order. Collectives leave in buckets of about
     `bucket_bytes`; with `unit`, all at once when the unit's backward pass is over.

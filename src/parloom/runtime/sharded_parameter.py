@@ -9,17 +9,20 @@ from parloom.errors import InputError
 from parloom.runtime.chunks import Section
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import ParameterSpec
-from parloom.runtime.sharding import Box, axes_of, boxes, chunk, local_shape, take, untake
+from parloom.runtime.sharding import Box, axes_of, boxes, local_shape, take, untake
+
+Axes = tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
     """One rank's memory of a parameter.
 
-    `owned` is what the optimizer updates, in the master dtype when there is one. `stored` is the
-    same chunk in the compute dtype: `owned` itself, or what it is copied to after each step.
-    `weight` is the whole home shard and an autograd leaf, unless the weight is stored in chunks.
-    `collected` is where the gradient of an owned chunk adds up during a step.
+    `owned` is what the optimizer updates, in the master dtype when there is one: of `parts` chunks
+    of the home shard the one with this `index`. `stored` is the same chunk in the compute dtype:
+    `owned` itself, or what it is copied to after each step. It lies in `kept`, the weight as it is
+    stored: a larger chunk, or whole. `weight` is the whole home shard and an autograd leaf, unless
+    the weight is stored in chunks. `collected` is where the chunk of a gradient adds up.
     """
 
     spec: ParameterSpec
@@ -28,6 +31,7 @@ class ShardedParameter:
     parts: int
     owned: nn.Parameter
     stored: Tensor
+    kept: Tensor
     weight: Tensor | None
     has_master: bool
     collected: Tensor | None = None
@@ -36,27 +40,21 @@ class ShardedParameter:
     def name(self) -> str:
         return self.spec.name
 
-    @property
-    def section(self) -> Section:
-        """The home shard's chunks over its storage axes."""
-        return Section(self.home, self.spec.storage.dim, self.parts)
+    def section(self, comm: Comm, have: Axes, want: Axes) -> Section:
+        """The chunks over `want` of this rank's chunk over `have`, with which `want` begins."""
+        return section(self.spec, self.home, comm, have, want)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes over which `owned` is sharded."""
         return (*axes_of(self.spec.dims), *owner_axes(self.spec))
 
-    @property
-    def chunks_gradient(self) -> bool:
-        """Whether only the owned chunk of the gradient outlives a microbatch."""
-        return self.parts > 1 and bool(self.spec.storage.gradient)
-
-    def part(self, home: Tensor) -> Tensor:
+    def part(self, home: Tensor, comm: Comm) -> Tensor:
         """The rows of a home shard that `owned` covers."""
-        return self.section.rows(home, self.index) if self.parts > 1 else home
+        return _rows(self.spec, home, comm, owner_axes(self.spec))
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Accumulate the whole (reduced) gradient of the owned chunk, in the finer of two dtypes.
+        """Accumulate the chunk of a gradient, in the finer of two dtypes.
 
         One is the dtype in which it was reduced, the other that of `owned`.
         """
@@ -76,7 +74,7 @@ class ShardedParameter:
         """The contiguous boxes of the user's tensor that `owned` holds."""
         spec, rows = self.spec, None
         if self.parts > 1:
-            rows = chunk(self.home[spec.storage.dim], self.parts, self.index)
+            rows = self.section(comm, (), owner_axes(spec)).range(self.index)
         coordinates = comm.mesh.coordinates(comm.rank)
         return boxes(spec.dims, comm.mesh, coordinates, spec.storage.dim, rows, spec.valid)
 
@@ -84,19 +82,19 @@ class ShardedParameter:
         """Take this rank's part of the user's full tensor."""
         home = home_shard(self.spec, full, comm)
         with torch.no_grad():
-            if self.weight is not None and self.weight is not self.owned:
-                self.weight.copy_(home)
-            self.owned.copy_(self.part(home))
+            self.kept.copy_(_rows(self.spec, home, comm, self.spec.storage.weight))
+            self.owned.copy_(self.part(home, comm))
             self.publish()
 
     def whole(self, comm: Comm) -> Tensor:
         """The full tensor, padding included, in the compute dtype; every rank must ask."""
         home = self.weight
         if home is None:
-            group, section = comm.group(self.spec.storage.weight), self.section
-            mine = self.stored.new_zeros(section.numel)
-            section.part(mine, self.index).copy_(self.stored)
-            buffer = mine.new_empty(self.parts, section.numel)
+            group = comm.group(self.spec.storage.weight)
+            section = self.section(comm, (), self.spec.storage.weight)
+            mine = self.kept.new_zeros(section.numel)
+            section.part(mine, group.index).copy_(self.kept)
+            buffer = mine.new_empty(section.parts, section.numel)
             group.all_gather(buffer, mine).wait()
             home = mine.new_empty(self.home)
             section.unpack(buffer, home)
@@ -111,6 +109,34 @@ class ShardedParameter:
 def owner_axes(spec: ParameterSpec) -> tuple[str, ...]:
     """Storage axes of what the optimizer owns; a frozen parameter is only ever a weight."""
     return spec.storage.optimizer if spec.trainable else spec.storage.weight
+
+
+def section(
+    spec: ParameterSpec, home: tuple[int, ...], comm: Comm, have: Axes, want: Axes
+) -> Section:
+    """The chunks over `want` of this rank's chunk over `have` of a home shard.
+
+    All larger chunks are made of those that the optimizer owns, which are ceil-chunks.
+    """
+    dim, mesh = spec.storage.dim, comm.mesh
+    parts = mesh.size(owner_axes(spec))
+    finest = -(-home[dim] // parts)
+
+    def rows(axes: Axes) -> int:
+        return finest * (parts // mesh.size(axes))
+
+    whole = Section(home, dim, mesh.size(have), rows(have))
+    first, last = whole.range(mesh.index(have, comm.rank))
+    shape = (*home[:dim], last - first, *home[dim + 1 :])
+    return Section(shape, dim, mesh.size(want) // mesh.size(have), rows(want))
+
+
+def _rows(spec: ParameterSpec, home: Tensor, comm: Comm, axes: Axes) -> Tensor:
+    """This rank's chunk over `axes` of a home shard."""
+    if comm.mesh.size(axes) == 1:
+        return home
+    chunks = section(spec, tuple(home.shape), comm, (), axes)
+    return chunks.rows(home, comm.mesh.index(axes, comm.rank))
 
 
 def home_shard(spec: ParameterSpec, full: Tensor, comm: Comm) -> Tensor:
@@ -133,27 +159,26 @@ def home_shard(spec: ParameterSpec, full: Tensor, comm: Comm) -> Tensor:
 def hold(
     spec: ParameterSpec, full: Tensor, comm: Comm, device: torch.device, shard: Tensor | None
 ) -> ShardedParameter:
-    """Take over a parameter; `shard` is the memory of its chunk when the weight is stored so."""
-    home = local_shape(spec.dims)
-    group = comm.group(owner_axes(spec))
+    """Take over a parameter; `shard` is the memory of the weight's chunk when it is stored so."""
+    home, axes = local_shape(spec.dims), owner_axes(spec)
+    index, parts = comm.mesh.index(axes, comm.rank), comm.mesh.size(axes)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    weight = None
-    if shard is None:
-        weight = torch.empty(home, dtype=dtype, device=device)
-    section = Section(home, spec.storage.dim, group.size)
-    stored = shard
-    if stored is None:
-        assert weight is not None
-        stored = section.rows(weight, group.index) if group.size > 1 else weight
+    weight = torch.empty(home, dtype=dtype, device=device) if shard is None else None
+    kept = shard if weight is None else weight
+    assert kept is not None
+    stored, have = kept, spec.storage.weight
+    if parts > comm.mesh.size(have):
+        finer = section(spec, home, comm, have, axes)
+        stored = finer.rows(kept, index % finer.parts)
     master = spec.master_dtype if spec.trainable else None
     memory, has_master = stored, master is not None and master != spec.dtype
     if master is not None and has_master:
         memory = torch.empty(stored.shape, dtype=getattr(torch, master), device=device)
     owned = nn.Parameter(memory, requires_grad=spec.trainable)
     if weight is stored and not has_master:
-        weight = owned
+        weight = kept = owned
     elif weight is not None:
         weight.requires_grad_(spec.trainable)
-    held = ShardedParameter(spec, home, group.index, group.size, owned, stored, weight, has_master)
+    held = ShardedParameter(spec, home, index, parts, owned, stored, kept, weight, has_master)
     held.load(full, comm)
     return held

@@ -109,13 +109,7 @@ def _indices(ctx: Context, digits: tuple[Digit, ...]) -> Tensor:
     return take(everything, (digits,), ctx.mesh, ctx.coordinates).contiguous()
 
 
-# Storage chunks and boxes.
-
-
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, stop) of the ceil-chunk `index` of `size` rows; the last ones may be empty."""
-    step = -(-size // parts)
-    return min(index * step, size), min((index + 1) * step, size)
+# Boxes.
 
 
 @dataclass(frozen=True, slots=True)

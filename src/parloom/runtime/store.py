@@ -1,9 +1,9 @@
 """The parameter store: where a program's weights, gradients and buffers live.
 
 A weight is an autograd leaf holding its whole home shard, or is stored in chunks and gathered for
-the unit that uses it. A gradient leaves autograd partial and becomes whole in buckets. An optimizer
-shard is the same memory as the weight where it can be; otherwise the step ends with copies and
-gathers.
+the unit that uses it. A gradient leaves autograd partial and is reduced in buckets, to its whole or
+to the chunk that the optimizer owns. That chunk lies in the memory of the weight where it can;
+otherwise the step ends with copies, and with gathers where the weight is stored in larger chunks.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,7 +76,7 @@ class Store:
         self._units = Units(units, paths, comm, self._pool, self._traffic, dtype)
         ordered = list(self.helds.values())
         self._leaves = LeafGradients(ordered, paths, comm, self._pool, self._traffic, dtype)
-        self._gathers = _gathers(program, self.helds)
+        self._gathers = _gathers(program, self.helds, comm)
         self._outstanding = 0
 
     # What generated code asks for.
@@ -180,6 +180,7 @@ class Store:
 
     def begin_backward(self, last: bool) -> None:
         """`last`: no microbatch of this step comes after."""
+        self._traffic.last = last
         self._units.turn(backward=True)
         self._leaves.begin_backward(last)
 
@@ -204,7 +205,7 @@ class Store:
 
     def gather_weights(self) -> None:
         """Make whole the weights of which only the optimizer's chunk is up to date."""
-        pending = [gather.launch(self._comm, self._pool) for gather in self._gathers]
+        pending = [gather.launch(self._pool) for gather in self._gathers]
         for gather, (work, staging) in zip(self._gathers, pending, strict=True):
             work.wait()
             gather.unpack(staging)
@@ -234,43 +235,43 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class _Gather:
-    """Weights whose chunks are updated apart (ZeRO-1 and 2), gathered in one collective."""
+    """Weights that are updated in smaller chunks, gathered over `axes` in one collective."""
 
-    def __init__(self, helds: list[ShardedParameter], axes: tuple[str, ...]) -> None:
-        self._helds, self._axes = helds, axes
-        self._parts = helds[0].parts
+    def __init__(self, helds: list[ShardedParameter], axes: tuple[str, ...], comm: Comm) -> None:
+        self._helds, self._group = helds, comm.group(axes)
         self._dtype = helds[0].stored.dtype
-        shapes = [(held.home, held.spec.storage.dim) for held in helds]
-        self._sections, self._total = layout(shapes, self._parts)
+        self._sections, self._total = layout(
+            held.section(comm, held.spec.storage.weight, held.spec.storage.optimizer)
+            for held in helds
+        )
 
-    def launch(self, comm: Comm, pool: Pool) -> tuple[Work, Tensor]:
+    def launch(self, pool: Pool) -> tuple[Work, Tensor]:
         mine = torch.empty(self._total, dtype=self._dtype, device=pool.device)
         for section, held in zip(self._sections, self._helds, strict=True):
-            section.part(mine, held.index).copy_(held.stored.detach())
-        staging = pool.take(self._parts * self._total, self._dtype)
-        group = comm.group(self._axes)
-        return group.all_gather(staging.view(self._parts, self._total), mine), staging
+            section.part(mine, self._group.index).copy_(held.stored.detach())
+        staging = pool.take(self._group.size * self._total, self._dtype)
+        return self._group.all_gather(staging.view(self._group.size, self._total), mine), staging
 
     def unpack(self, staging: Tensor) -> None:
-        buffer = staging.view(self._parts, self._total)
+        buffer = staging.view(self._group.size, self._total)
         for section, held in zip(self._sections, self._helds, strict=True):
-            assert held.weight is not None
-            section.unpack(buffer, held.weight.detach())
+            section.unpack(buffer, held.kept.detach())
 
 
-def _gathers(program: Program, helds: Mapping[str, ShardedParameter]) -> list[_Gather]:
+def _gathers(program: Program, helds: Mapping[str, ShardedParameter], comm: Comm) -> list[_Gather]:
     """The buckets of the GATHER nodes at the end of a step."""
     buckets: list[_Gather] = []
     for node in program.nodes("GATHER"):
         filling: list[ShardedParameter] = []
+        if program.mesh.size(node.axes) == 1:
+            continue
         for name in node.parameters:
-            if helds[name].parts > 1:
-                filling.append(helds[name])
+            filling.append(helds[name])
             if sum(prod(h.home) * h.stored.itemsize for h in filling) >= node.bucket_bytes > 0:
-                buckets.append(_Gather(filling, node.axes))
+                buckets.append(_Gather(filling, node.axes, comm))
                 filling = []
         if filling:
-            buckets.append(_Gather(filling, node.axes))
+            buckets.append(_Gather(filling, node.axes, comm))
     return buckets
 
 

@@ -17,7 +17,7 @@ from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm, Work
 from parloom.runtime.program import ParameterSpec
-from parloom.runtime.sharded_parameter import ShardedParameter, hold
+from parloom.runtime.sharded_parameter import ShardedParameter, hold, section
 from parloom.runtime.sharding import local_shape
 
 
@@ -33,13 +33,13 @@ class Flat:
     ) -> None:
         self.group = comm.group(specs[0].storage.weight)
         self.dtype: torch.dtype = getattr(torch, specs[0].dtype)
-        homes = [local_shape(spec.dims) for spec in specs]
-        dims = [spec.storage.dim for spec in specs]
-        self.sections, self.total = layout(list(zip(homes, dims, strict=True)), self.group.size)
+        self.sections, self.total = layout(
+            section(spec, local_shape(spec.dims), comm, (), spec.storage.weight) for spec in specs
+        )
         self.shard = torch.zeros(self.total, dtype=self.dtype, device=pool.device)
         self.helds = [
-            hold(spec, source(spec), comm, pool.device, section.part(self.shard, self.group.index))
-            for spec, section in zip(specs, self.sections, strict=True)
+            hold(spec, source(spec), comm, pool.device, own.part(self.shard, self.group.index))
+            for spec, own in zip(specs, self.sections, strict=True)
         ]
         self.pool = pool
         self._staging: Tensor | None = None
@@ -59,8 +59,8 @@ class Flat:
         self._work.wait()
         self.memory = self.pool.take(sum(prod(s.shape) for s in self.sections), self.dtype)
         buffer = self._staging.view(self.group.size, self.total)
-        for section, home in zip(self.sections, self.homes(), strict=True):
-            section.unpack(buffer, home)
+        for own, home in zip(self.sections, self.homes(), strict=True):
+            own.unpack(buffer, home)
         self.pool.give(self._staging)
         self._staging = self._work = None
 
@@ -278,13 +278,17 @@ class _Weights(torch.autograd.Function):
 def _reductions(
     unit: Unit, paths: Mapping[str, Path], comm: Comm, pool: Pool, dtype: str | None
 ) -> list[ChunkedReduction]:
-    """One reduction per flat and path through the step program."""
-    groups: dict[tuple[int, Path], list[ShardedParameter]] = {}
+    """One reduction per flat, storage and path through the step program."""
+    groups: dict[object, list[ShardedParameter]] = {}
     for index, flat in enumerate(unit.flats):
         for held in flat.helds:
             if held.spec.trainable:
-                groups.setdefault((index, paths[held.name]), []).append(held)
+                storage = held.spec.storage
+                key = index, paths[held.name], storage.gradient, storage.optimizer
+                groups.setdefault(key, []).append(held)
     return [
-        ChunkedReduction(helds, path, comm, pool, getattr(torch, dtype or helds[0].spec.dtype))
-        for (_, path), helds in groups.items()
+        ChunkedReduction(
+            helds, paths[helds[0].name], comm, pool, getattr(torch, dtype or helds[0].spec.dtype)
+        )
+        for helds in groups.values()
     ]

@@ -1,7 +1,7 @@
 """What can be chosen for an operator on a mesh: every assignment of axes to its factors.
 
-An axis goes to one factor that it divides, or to none; of several axes on one factor the first of
-the mesh is outermost. `docs/space.md` says what this leaves out.
+An axis goes to one factor that it divides, to both factors of a route, or to none; of several axes
+on one factor the first of the mesh is outermost. `docs/space.md` says what this leaves out.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from parloom.search.program import Axes, Operator, Program, State
 from parloom.search.single import Single, is_local_program
 
 T = TypeVar("T", bound=Hashable)
+Place = tuple[str, ...]  # the factors that an axis is on
 Indices = NDArray[np.intp]
 
 
@@ -38,7 +39,12 @@ class Choice:
     @property
     def used(self) -> Axes:
         """The axes that it splits something over."""
-        return tuple(a for _, axes in self.assignment for a in axes)
+        return tuple(dict.fromkeys(a for _, axes in self.assignment for a in axes))
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """The factors that each of these axes is on."""
+        return places_of(self.assignment)
 
 
 @dataclass(frozen=True)
@@ -105,18 +111,30 @@ def menu_of(
 def assignments(rule: Rule, mesh: Mesh) -> Iterator[dict[str, Axes]]:
     """Every legal assignment of the axes of `mesh` to factors of `rule`."""
     sizes = dict(rule.sizes)
-    for factors in product((None, *rule.shardable), repeat=len(mesh.axes)):
+    for places in product(rule.places, repeat=len(mesh.axes)):
         left = dict(sizes)
-        chosen: dict[str, Axes] = {}
-        for axis, factor in zip(mesh.axes, factors, strict=True):
-            if factor is None:
-                continue
-            if left[factor] % axis.size:
+        for axis, place in zip(mesh.axes, places, strict=True):
+            if any(left[factor] % axis.size for factor in place):
                 break
-            left[factor] //= axis.size
-            chosen[factor] = (*chosen.get(factor, ()), axis.name)
+            left |= {factor: left[factor] // axis.size for factor in place}
         else:
-            yield chosen
+            yield assigned(mesh, places)
+
+
+def assigned(mesh: Mesh, places: Sequence[Place]) -> dict[str, Axes]:
+    """The assignment that puts each axis of `mesh` on the factors of its place."""
+    chosen: dict[str, Axes] = {}
+    for axis, place in zip(mesh.axes, places, strict=True):
+        chosen |= {factor: (*chosen.get(factor, ()), axis.name) for factor in place}
+    return chosen
+
+
+def places_of(assignment: Iterable[tuple[str, Axes]]) -> dict[str, Place]:
+    """The factors that each axis of an assignment is on, sorted by name."""
+    found: dict[str, Place] = {}
+    for factor, axes in sorted(assignment):
+        found |= {axis: (*found.get(axis, ()), factor) for axis in axes}
+    return found
 
 
 def subsets(axes: Sequence[str]) -> Iterator[Axes]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from parloom.search.fates import REGATHER, REMAKE
 from parloom.search.flow_costs import PASSES
 from parloom.search.layout_model import LayoutModel
 from parloom.search.linear import LinearProgram, picked
@@ -23,9 +24,17 @@ from parloom.search.prices import (
     KEPT,
     PARTS,
 )
-from parloom.search.program import Axes, Block, Program, Weight
+from parloom.search.program import Block, Program, Weight
 from parloom.search.solve.elimination import Elimination
-from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums, row_prices, step_sums
+from parloom.search.step_rows import (
+    EXPOSED,
+    INSTANTS,
+    NUM_ROWS,
+    ShadowPrices,
+    StepSums,
+    row_prices,
+    step_sums,
+)
 from parloom.search.storage import AFTER, Level, StoragePrices, stored_of
 from parloom.search.work import Work
 
@@ -34,7 +43,6 @@ GAP = 1e-5  # how far an answer may be from the best
 # Prices of a byte under which variants are sought, as multiples of the one that is paid, and the
 # least that is taken to be paid.
 SPREAD, LEAST_BYTE_PS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0), 0.05
-EXPOSED = ("forward_ps", "between_ps", "last_ps")
 Values = tuple[int, ...]
 
 
@@ -76,6 +84,30 @@ def policy_of(program: Program, prefix: str) -> str | None:
     return program.pinned.policies.get(prefix, own)
 
 
+def recomputed(
+    layouts: LayoutModel, block: Block, variant: Variant, prices: Floats
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The operators whose results a call makes again, and those and inputs of which it makes the
+    redistributions again; nothing where it recomputes as a whole.
+    """
+    if variant.whole:
+        return (), ()
+    values, moves = [], []
+    for index, _ in block.operators:
+        _, fate = layouts.options[index].option(variant.values[index])
+        key = layouts.program.operators[index].node.key
+        if fate == REMAKE:
+            values.append(key)
+        if fate == REGATHER:
+            moves.append(key)
+    for number in block.flows:
+        for edge in layouts.flows.rows(number, variant.values, prices)[1]:
+            assert edge.reader is not None, "what is written back is not made again"
+            node = layouts.program.operators[edge.reader.operator].node
+            moves.append(node.refs[edge.reader.operand])
+    return tuple(values), tuple(dict.fromkeys(moves))
+
+
 class Composer:
     """Composes candidates of one layout model."""
 
@@ -110,7 +142,7 @@ class Composer:
             found: dict[Values, None] = {}
             for factor in SPREAD:
                 byte_ps = max(duals.byte_ps, LEAST_BYTE_PS) * factor
-                prices = row_prices(replace(duals, byte_ps=byte_ps), self.num_microbatches)
+                prices = row_prices(duals.with_byte(byte_ps), self.num_microbatches)
                 _, some = exact.minimum(prices)
                 if some:
                     found[tuple(int(k[v]) for k, v in zip(kept, some, strict=True))] = None
@@ -118,15 +150,22 @@ class Composer:
         return self._fates[key]
 
     def compose(
-        self, solutions: Sequence[Values], duals: ShadowPrices, limit_bytes: float
+        self,
+        solutions: Sequence[Values],
+        duals: ShadowPrices,
+        limit_bytes: float,
+        byte_ps: float = 0.0,
     ) -> Candidate | None:
         """The fastest candidate with the layouts that `solutions` share, of at most `limit_bytes`
-        as the model counts it; None where there is none.
+        as the model counts it; None where there is none. Each byte held costs `byte_ps` besides.
         """
+        prices = row_prices(duals, self.num_microbatches)
+        if not duals.byte_ps and not byte_ps:  # nothing is made again that need not be
+            found = _Composition(self, solutions, prices).solve(limit_bytes, 0.0)
+            if found is not None:
+                return found
         every = tuple(dict.fromkeys((*solutions, *self.fates(solutions[0], duals))))
-        return _Composition(self, every, row_prices(duals, self.num_microbatches)).solve(
-            limit_bytes
-        )
+        return _Composition(self, every, prices).solve(limit_bytes, byte_ps)
 
 
 @dataclass
@@ -139,7 +178,7 @@ class _Composition:
     program: LinearProgram = field(default_factory=LinearProgram)
     rows: dict[int, Floats] = field(default_factory=dict)
 
-    def solve(self, limit_bytes: float) -> Candidate | None:
+    def solve(self, limit_bytes: float, byte_ps: float) -> Candidate | None:
         exposed = [self.program.column(1.0) for _ in EXPOSED]
         calls, main = self._calls()
         weights = [self._weight(index) for index in range(len(self.composer.program.weights))]
@@ -149,8 +188,12 @@ class _Composition:
         for column, name in zip(exposed, EXPOSED, strict=True):
             terms = {i: -getattr(some, name) / MS for i, some in sums.items()}
             self.program.row({column: 1.0, **terms}, low=0.0)
-        held = {i: some.held_bytes / GB for i, some in sums.items()}
-        self.program.row(held, high=limit_bytes / GB)
+        # Of small models, a byte would be less than what the solver tolerates.
+        unit = min(GB, limit_bytes)
+        most = self.program.column(byte_ps * unit / MS, high=limit_bytes / unit)
+        for name in INSTANTS:
+            held = {i: getattr(some, name) / unit for i, some in sums.items()}
+            self.program.row({most: -1.0, **held}, high=0.0)
         work = self.composer.work
         answer = self.program.solve(GAP, work.left)
         work.spend(1 if answer is None else answer.nodes)
@@ -212,11 +255,17 @@ class _Composition:
             columns = [
                 (self._column(_wide(r), count), Chosen(variant, 0, policy))
                 for r, variant in variants
-                if policy is None or variant.whole == (policy == RECOMPUTE)
+                if policy is None or self._follows(block, variant, policy)
             ]
             self._all_of((column for column, _ in columns), count)
             found += columns
         return found
+
+    def _follows(self, block: Block, variant: Variant, policy: str) -> bool:
+        """Whether a call with this variant does what it is asked to do."""
+        if policy == RECOMPUTE or variant.whole:
+            return variant.whole and policy == RECOMPUTE
+        return not any(recomputed(self.composer.layouts, block, variant, self.prices))
 
     def _weight(self, index: int) -> list[tuple[int, Level]]:
         """Columns of the ways to store equal weights."""
@@ -242,33 +291,34 @@ class _Composition:
         for weight, columns in zip(program.weights, weights, strict=True):
             over: dict[_Message, list[int]] = {}
             for column, level in columns:
-                if level.axes:
+                if level.optimizer:
                     over.setdefault(self._message(weight, level), []).append(column)
             for message, some in over.items():
                 if message not in known:
                     rows = np.zeros(NUM_ROWS)
                     if message.unit:
-                        rows[PARTS:] = apart.messages(message.axes, program.units, weight.trainable)
+                        rows[PARTS:] = apart.messages(
+                            message.level, program.units, weight.trainable
+                        )
                     else:
-                        rows[PARTS:][AFTER] = apart.message_ps(message.axes)
+                        rows[PARTS:][AFTER] = apart.message_ps(message.level.optimizer)
                     known[message] = self._column(rows, weight.count if message.unit else 1)
                 calls = 1.0 if message.unit else float(weight.count)
                 self.program.row({**dict.fromkeys(some, 1.0), known[message]: -calls}, high=0.0)
 
     def _message(self, weight: Weight, level: Level) -> "_Message":
+        level = replace(level, dim=0)
         if weight.block and level.weight:
             function = self.composer.program.operators[weight.readers[0].operator].function
-            return _Message(level.axes, unit=function)
-        return _Message(level.axes, level.weight, level.gradient)
+            return _Message(level, function)
+        return _Message(level)
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
     """What travels together: weights of one `unit`, or those of main that are stored alike."""
 
-    axes: Axes
-    weight: bool = True
-    gradient: bool = True
+    level: Level
     unit: str = ""
 
 

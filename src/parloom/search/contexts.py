@@ -5,6 +5,7 @@ simulator says how much each holds beyond what the model counts.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import inf
 
@@ -12,15 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.walk import Walker
+from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions, Prediction
-from parloom.search.choices import Menu
+from parloom.ir.plan import MICROBATCH, Decisions, Prediction
+from parloom.search.choices import Menu, assignments
 from parloom.search.compose import Candidate, Composer
+from parloom.search.conflicts import meshes_of
 from parloom.search.decide import decisions_of
 from parloom.search.layout_model import LayoutModel
+from parloom.search.microbatch import microbatch_of
 from parloom.search.prices import Known
-from parloom.search.program import Program
+from parloom.search.program import Program, program_of
 from parloom.search.question import Question
 from parloom.search.solve.columns import Column, ColumnGeneration
 from parloom.search.step_rows import ShadowPrices, row_prices
@@ -32,8 +36,8 @@ COMPOSED, SIMULATED = 4, 2
 # How often the limit is corrected by a simulated peak, and the share of the memory that is near.
 CORRECTIONS, CLOSE = 5, 0.01
 # The least share of its estimate that a step is taken to need at first, or less where that was
-# seen; and how much less than was seen, after so many simulations.
-RATIO, SPREAD, ENOUGH = 0.985, 0.002, 4
+# seen; and how much less than was seen, after simulations in so many contexts.
+RATIO, SPREAD, ENOUGH = 0.985, 0.002, 3
 Ints = NDArray[np.int64]
 
 
@@ -67,20 +71,22 @@ class Seen:
     """What simulations of one question showed of estimates."""
 
     def __init__(self) -> None:
-        self.ratios: list[float] = []
-        self.beyond: dict[int, float] = {}
+        self.ratios: dict[tuple[Mesh, int], float] = {}
+        self.beyond: dict[int, dict[Mesh, float]] = {}
 
     def add(self, num_microbatches: int, found: Judged) -> None:
         """Take down how far a simulated step is from its estimate."""
-        self.ratios.append(found.step_ps / found.estimate_ps)
-        known = self.beyond.get(num_microbatches, inf)
-        self.beyond[num_microbatches] = min(known, found.beyond_bytes)
+        known, mesh = self.beyond.setdefault(num_microbatches, {}), found.decisions.mesh
+        context, ratio = (mesh, num_microbatches), found.step_ps / found.estimate_ps
+        self.ratios[context] = min(self.ratios.get(context, inf), ratio)
+        known[mesh] = min(known.get(mesh, inf), found.beyond_bytes)
 
     @property
     def ratio(self) -> float:
         """The least share of its estimate that a step is taken to need."""
-        least = min(self.ratios, default=1.0)
-        return least - SPREAD if len(self.ratios) >= ENOUGH else min(RATIO, least)
+        least = min(self.ratios.values(), default=1.0)
+        # One that was higher everywhere need not be so in the next context.
+        return min(least, 1.0) - SPREAD if len(self.ratios) >= ENOUGH else min(RATIO, least)
 
     def promises(self, estimate_ps: float, best_ps: float) -> bool:
         """Whether a plan with this estimate may be faster than the best."""
@@ -88,12 +94,12 @@ class Seen:
 
     def beyond_bytes(self, num_microbatches: int) -> float:
         """What plans hold at least beyond what the model counts; for a count that was not looked at
-        as if all of it were of one microbatch.
+        as if all of it were of one microbatch. Plans on one mesh alone say nothing of others.
         """
-        if num_microbatches in self.beyond:
-            return max(0.0, self.beyond[num_microbatches])
-        others = (size * n / num_microbatches for n, size in self.beyond.items()
-                  if n < num_microbatches)  # fmt: skip
+        known = {n: min(sizes.values()) for n, sizes in self.beyond.items() if len(sizes) > 1}
+        if num_microbatches in known:
+            return max(0.0, known[num_microbatches])
+        others = (size * n / num_microbatches for n, size in known.items() if n < num_microbatches)
         return max(0.0, min(others, default=0.0))
 
 
@@ -121,10 +127,18 @@ class ContextSearch:
         self.judged: dict[Decisions, Judged] = {}
         # Bytes that the model may count, such that simulated peaks are within the limit.
         self.limit = float(question.limit_bytes)
+        # What a byte that is held costs beside the limit.
+        self.held_ps = 0.0
 
-    def run(self, duals: ShadowPrices) -> None:
-        """Columns under the present limit."""
-        self.duals = self.columns.run(self.limit, duals)
+    def run(self, duals: ShadowPrices, enough: float = inf) -> None:
+        """Columns under the present limit; a bound of `enough` ends it."""
+        self.duals = self.columns.run(self.limit, duals, enough=enough)
+
+    def price_memory(self, byte_ps: float) -> None:
+        """Columns and candidates in which a byte costs so much, whatever the limit."""
+        self.limit, self.held_ps = inf, byte_ps
+        self.duals = ShadowPrices(pass_byte_ps=byte_ps / 2, update_byte_ps=byte_ps / 2)
+        self.columns.prove(self.duals)
 
     def candidates(self) -> Iterator[Candidate]:
         """Composed layouts, the best estimate first."""
@@ -135,10 +149,14 @@ class ContextSearch:
             groups.setdefault(key, []).append(column.values)
         found = []
         for solutions in list(groups.values())[:COMPOSED]:
-            candidate = self.composer.compose(solutions, self.duals, self.limit)
+            candidate = self.compose(solutions)
             if candidate is not None:
                 found.append(candidate)
         yield from sorted(found, key=lambda c: c.sums.step_ps)
+
+    def compose(self, solutions: Sequence[tuple[int, ...]]) -> Candidate | None:
+        """The best candidate with the layouts that `solutions` share; None where none fits."""
+        return self.composer.compose(solutions, self.duals, self.limit, self.held_ps)
 
     def _lagrangian(self, column: Column) -> float:
         return float(column.rows @ row_prices(self.duals, self.num_microbatches))
@@ -159,9 +177,16 @@ class ContextSearch:
         the fastest step that fits.
         """
         limit, count = self.question.limit_bytes, self.num_microbatches
-        low, high = 0.0, inf  # limits under which the best candidate fits, and does not
+        # Limits under which the best candidate fits or there is none, and under which it does not.
+        low, high = 0.0, inf
         for _ in range(CORRECTIONS):
             candidates = list(self.candidates())
+            if not candidates and self.limit < min(high, limit) * (1 - CLOSE):
+                # What holds as little need not exist; what holds more may still fit.
+                low = max(low, self.limit)
+                self.limit = (self.limit + min(high, limit)) / 2
+                self.run(self.duals)
+                continue
             if not candidates or not seen.promises(candidates[0].sums.step_ps, best_ps):
                 break
             found = self.judge(candidates[0])
@@ -175,8 +200,8 @@ class ContextSearch:
             if fits and not self.duals.byte_ps:
                 break
             corrected = limit - found.beyond_bytes
-            if not low < corrected < high:
-                corrected = (low + high) / 2 if low and high < inf else corrected
+            if high < inf and not low < corrected < high:
+                corrected = (low + high) / 2
             if abs(corrected - self.limit) < CLOSE * limit or corrected <= 0:
                 break
             self.limit = corrected
@@ -192,3 +217,59 @@ class ContextSearch:
     def fitting(self) -> Iterator[Judged]:
         limit = self.question.limit_bytes
         return (found for found in self.judged.values() if found.peak_bytes <= limit)
+
+
+class Contexts:
+    """The contexts of a question: its meshes of one and two axes, or the one that pins name, and
+    the numbers of microbatches. They share prices and count their work together.
+    """
+
+    def __init__(self, question: Question, base: Decisions) -> None:
+        self.question, self.base = question, base
+        self.work, self.shared = Work(question.budget), Known()
+        factored = factorize(question.graph)
+        self.whole = program_of(question.graph, factored, question.pinned)
+        self.meshes = tuple(meshes_of(question.cluster, question.pinned, factored))
+        self.counts = question.microbatch_counts(factored)
+        self._programs: dict[int, Program | None] = {}
+
+    def on_part(self, question: Question) -> "Contexts":
+        """Those of `question`, which is this one on a part of the cluster."""
+        found = copy(self)
+        found.question = question
+        if question.cluster.device != self.question.cluster.device:
+            found.shared = Known()
+        found.meshes = tuple(meshes_of(question.cluster, question.pinned, self.whole.factored))
+        return found
+
+    def program(self, count: int) -> Program | None:
+        """The program of one of `count` microbatches; None where operators do not divide."""
+        if self.base.batch_semantics == MICROBATCH:  # the graph is that of one
+            return self.whole
+        if count not in self._programs:
+            self._programs[count] = microbatch_of(self.whole, count)
+        return self._programs[count]
+
+    def on(self, mesh: Mesh, count: int) -> Program | None:
+        """The same; None also where pins leave an operator no choice on `mesh`: what a batch can do
+        that part of it need not.
+        """
+        program, pinned = self.program(count), self.question.pinned
+        for operator in program.operators if program and pinned.operators else ():
+            place = operator.function, operator.node.key
+            allowed = pinned.allowed(place, operator.rule, mesh)
+            if allowed and not any(map(allowed, assignments(operator.rule, mesh))):
+                return None
+        return program
+
+    def walker(self, mesh: Mesh) -> Walker:
+        """Prices of collectives and operators on a mesh."""
+        return Walker({}, mesh, self.question.cluster, self.question.kernels)
+
+    def search(
+        self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()
+    ) -> ContextSearch:
+        """A search of its own in one context."""
+        return ContextSearch(
+            program, mesh, count, self.question, self.base, self.shared, self.work, menus
+        )

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
-from parloom.search.compose import Candidate, Chosen, Variant, policy_of
-from parloom.search.fates import REGATHER, REMAKE
+from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, one_stage
+from parloom.search.compose import Candidate, Chosen, policy_of, recomputed
 from parloom.search.layout_model import LayoutModel
 from parloom.search.model import Floats
 from parloom.search.prices import KEPT
@@ -32,7 +31,7 @@ def decisions_of(
         parameters += [
             level.decision(target)
             for level, target in zip(levels, weight.targets, strict=True)
-            if level.axes
+            if level.optimizer
         ]
     activations = [
         decision
@@ -41,7 +40,7 @@ def decisions_of(
     ]
     return replace(
         base,
-        mesh=layouts.mesh,
+        stages=one_stage(layouts.mesh),
         nodes=tuple(nodes),
         parameters=tuple(parameters),
         activations=tuple(activations),
@@ -64,30 +63,6 @@ def _activations(
     for some in sorted(chosen, key=kept):
         own = [p for p in left if policy_of(layouts.program, p) == some.policy][: some.count]
         left = [prefix for prefix in left if prefix not in own]
-        values, moves = _recomputed(layouts, block, some.variant, prices)
+        values, moves = recomputed(layouts, block, some.variant, prices)
         if some.variant.whole or values or moves:
             yield from (ActivationDecision(prefix, "recompute", values, moves) for prefix in own)
-
-
-def _recomputed(
-    layouts: LayoutModel, block: Block, variant: Variant, prices: Floats
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The operators whose results a call makes again, and those and inputs of which it makes the
-    redistributions again; nothing where it recomputes as a whole.
-    """
-    if variant.whole:
-        return (), ()
-    values, moves = [], []
-    for index, _ in block.operators:
-        _, fate = layouts.options[index].option(variant.values[index])
-        key = layouts.program.operators[index].node.key
-        if fate == REMAKE:
-            values.append(key)
-        if fate == REGATHER:
-            moves.append(key)
-    for number in block.flows:
-        for edge in layouts.flows.rows(number, variant.values, prices)[1]:
-            assert edge.reader is not None, "what is written back is not made again"
-            node = layouts.program.operators[edge.reader.operator].node
-            moves.append(node.refs[edge.reader.operand])
-    return tuple(values), tuple(dict.fromkeys(moves))

@@ -51,7 +51,7 @@ def _as_laid_out(program: Unfolded, index: int, assignment: Assignment, rule: Ru
     own, mesh = program.rules[index], program.mesh
     operands = (own.operand_layout(i, assignment, mesh) for i in range(len(own.operands)))
     results = (own.result_layout(i, assignment, mesh) for i in range(len(own.results)))
-    tensors = Rule(rule.sizes, (*rule.operands, *rule.results), (), rule.kinds)
+    tensors = replace(rule, operands=(*rule.operands, *rule.results), results=())
     return follow(tensors, (*operands, *results), mesh)
 
 

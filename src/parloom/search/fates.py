@@ -50,12 +50,12 @@ class Options:
 
 
 class Fates:
-    """What autograd keeps of a program, and the fates that results may have; with `remakes`, values
-    of blocks may be remade.
+    """What autograd keeps of a program, and the fates that results may have; those of blocks may be
+    remade.
     """
 
-    def __init__(self, program: Program, *, remakes: bool = True) -> None:
-        self.program, self.remakes = program, remakes
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.blocks = {block.function for block in program.blocks}
         self.reads: dict[tuple[int, int], list[tuple[Flow, Reader]]] = {}
         for flow in program.flows:
@@ -71,7 +71,7 @@ class Fates:
 
     def enters(self, flow: Flow, reader: Reader) -> bool:
         """Whether a value comes into a block call from outside of it."""
-        if not self.remakes or not self.is_block(reader.operator) or flow.weight >= 0:
+        if not self.is_block(reader.operator) or flow.weight >= 0:
             return False
         return flow.operator < 0 or flow.crosses
 
@@ -125,13 +125,13 @@ class Fates:
     def of(self, index: int) -> tuple[str, ...]:
         """The fates that an operator may have."""
         operator = self.program.operators[index]
-        own, read = self.results(index)
-        if operator.is_scalar or not (own or read or self.remakes):
+        own, _ = self.results(index)
+        if operator.is_scalar:
             return (DROP,)
         if op_of(operator.node).view:
             return (ALIAS, DROP)
         kept = (KEEP,) if own else (DROP, KEEP)
-        if not self.remakes or not self.is_block(index):
+        if not self.is_block(index):
             return kept
         leaves = any(
             flow.crosses or flow.whole
@@ -139,3 +139,22 @@ class Fates:
             for flow, _ in self.reads.get((index, result), ())
         )
         return (*kept, REGATHER) if leaves else (*kept, REGATHER, REMAKE)
+
+
+class AskedFates(Fates):
+    """One fate for each operator: results are kept, or remade in block kinds all of whose calls the
+    user's model checkpoints.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        asked = program.graph.recomputed_calls
+        others = {b.function for b in program.blocks if not {*b.prefixes} <= {*asked}}
+        self.checkpointed = self.blocks - others
+
+    def of(self, index: int) -> tuple[str, ...]:
+        """The fate of an operator."""
+        possible = super().of(index)
+        again = self.program.operators[index].function in self.checkpointed
+        preferred = (REMAKE, KEEP, ALIAS, DROP) if again else (KEEP, ALIAS, DROP)
+        return (next(fate for fate in preferred if fate in possible),)

@@ -5,7 +5,6 @@ splits an operator so or so over an axis; of the choices on a finer mesh those a
 do what is cheap on coarser ones.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import Rule
-from parloom.search.choices import Menu, Menus
+from parloom.search.choices import Menu, Menus, Place, assigned
 from parloom.search.contexts import ContextSearch
 from parloom.search.meshes import NAMES, across
 from parloom.search.program import Axes, Program
@@ -23,8 +22,8 @@ from parloom.search.single import Single
 
 # How many meshes are made of one by cutting an axis in two: all that 8 x 8 has.
 CUTS = 4
-Where = tuple[int, PrimeAxis, str | None]
-"""An operator, a prime axis of the cluster, and the factor that it is on (None: on none)."""
+Where = tuple[int, PrimeAxis, Place]
+"""An operator, a prime axis of the cluster, and the factors that it is on."""
 
 
 def refinements(mesh: Mesh, at_most: int = CUTS) -> tuple[Mesh, ...]:
@@ -58,15 +57,15 @@ class LeastCosts:
         for index, options in enumerate(layouts.options):
             reduced = columns.pruning.reduced[index].reshape(len(options.menu), -1).min(axis=1)
             for choice, cost in zip(options.menu.choices, (bound + reduced).tolist(), strict=True):
-                on = {axis: factor for factor, axes in choice.assignment for axis in axes}
+                places = choice.places
                 for axis in layouts.mesh.axes:
                     for prime in axis.primes:
-                        where = index, prime, on.get(axis.name)
+                        where = index, prime, places.get(axis.name, ())
                         self.least[where] = min(self.least.get(where, inf), cost)
 
-    def cost(self, index: int, axis: MeshAxis, factor: str | None) -> float:
-        """What plans cost at least with `axis` on `factor`, as far as anything is known of it."""
-        return max(self.least.get((index, prime, factor), -inf) for prime in axis.primes)
+    def cost(self, index: int, axis: MeshAxis, place: Place) -> float:
+        """What plans cost at least with `axis` on `place`, as far as anything is known of it."""
+        return max(self.least.get((index, prime, place), -inf) for prime in axis.primes)
 
 
 def promising(
@@ -89,38 +88,33 @@ def promising(
 
 
 class Costs(Protocol):
-    """What plans cost at least with an axis on a factor of an operator."""
+    """What plans cost at least with an axis on factors of an operator."""
 
-    def cost(self, index: int, axis: MeshAxis, factor: str | None) -> float: ...
+    def cost(self, index: int, axis: MeshAxis, place: Place) -> float: ...
 
 
 def ranked_choices(index: int, rule: Rule, mesh: Mesh, costs: Costs) -> NDArray[np.intp]:
     """All legal assignments of an operator, the most promising first, as numbers with a digit for
     each axis: what all axes cost above their best counts together.
     """
-    factors = (None, *rule.shardable)
-    shape = (len(factors),) * len(mesh.axes)
+    places = rule.places
+    shape = (len(places),) * len(mesh.axes)
     total, legal = np.zeros(shape), np.ones(shape, dtype=bool)
     left = {factor: np.full(shape, rule.size(factor)) for factor in rule.shardable}
     for axis, on in zip(mesh.axes, np.indices(shape), strict=True):
-        known = np.array([costs.cost(index, axis, factor) for factor in factors])
+        known = np.array([costs.cost(index, axis, place) for place in places])
         best = min((cost for cost in known if abs(cost) < inf), default=0.0)
         total += np.maximum(known - best, 0.0)[on]
-        for position, factor in enumerate(rule.shardable, start=1):
+        for position, place in enumerate(places):
             here = on == position
-            legal &= ~here | (left[factor] % axis.size == 0)
-            left[factor] = np.where(here, left[factor] // axis.size, left[factor])
+            for factor in place:
+                legal &= ~here | (left[factor] % axis.size == 0)
+                left[factor] = np.where(here, left[factor] // axis.size, left[factor])
     every = np.where(legal, total, inf).ravel()
     return np.argsort(every, kind="stable")[: int(legal.sum())]
 
 
 def assignment_of(rule: Rule, mesh: Mesh, number: int) -> dict[str, Axes]:
     """The assignment that a number of `ranked_choices` stands for."""
-    factors: Sequence[str | None] = (None, *rule.shardable)
-    chosen: dict[str, Axes] = {}
-    digits = np.unravel_index(number, (len(factors),) * len(mesh.axes))
-    for axis, digit in zip(mesh.axes, digits, strict=True):
-        factor = factors[int(digit)]
-        if factor is not None:
-            chosen[factor] = (*chosen.get(factor, ()), axis.name)
-    return chosen
+    digits = np.unravel_index(number, (len(rule.places),) * len(mesh.axes))
+    return assigned(mesh, [rule.places[int(digit)] for digit in digits])

@@ -5,6 +5,7 @@ count a share of a movement for each reader, which is never more than the truth;
 variable for the state in which some of the readers share one copy.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +18,7 @@ from parloom.ir.ops import op_of
 from parloom.search.choices import Distinct
 from parloom.search.fates import NEEDING, SEEN, Fates, Options
 from parloom.search.homes import Home
-from parloom.search.model import Bools, Floats, Term, Variable, View
+from parloom.search.model import Bools, Floats, Indices, Term, Variable, View
 from parloom.search.prices import (
     BACKWARD,
     BACKWARD_SENT,
@@ -87,7 +88,7 @@ class FlowCosts:
     def _edges(self, number: int, flow: Flow) -> Iterator[Edge]:
         source, states = self._source(flow)
         for reader in flow.readers:
-            if reader != flow.like or flow.outside:
+            if reader != flow.like:
                 saves = self.fates.saves(flow, reader)
                 yield Edge(flow, number, reader, source, states, saves)
         if flow.whole:
@@ -180,15 +181,23 @@ class FlowCosts:
             legal[: len(some), :, :, position, 0] = possible[:, :, :, at, kept]
         whole = ((made * flow.count, legal),)
         terms = [_term((self._source_view(edges[0]), (own, [0])), whole)]
+        # Those that do not take the copy may share others.
+        most = max(1, len(edges) - 2)
+        may_want = Counter(layout for r in requests for layout in {s.layout for s in r.targets})
         for edge, request, (each, possible) in zip(edges, requests, costs, strict=True):
-            terms.append(self._beside(edge, request, each * flow.count, possible, own, copies))
+            others = np.array([min(most, may_want[s.layout]) for s in request.targets])
+            terms.append(
+                self._beside(edge, request, each * flow.count, possible, own, copies, others)
+            )
         return Variable(f"copy of flow {number}", copies), terms
 
     def _beside(
         self, edge: Edge, request: Request, costs: Floats, legal: Bools, own: View,
-        copies: Sequence[tuple[State, int] | None],
+        copies: Sequence[tuple[State, int] | None], others: Indices,
     ) -> Term:  # fmt: skip
-        """One reader beside a shared copy: it takes that for nothing, or pays alone."""
+        """One reader beside a shared copy: it takes that for nothing, or pays alone; where there is
+        a copy, a share, as if as many took another as is possible (`others`).
+        """
         takes = np.zeros((1, 1, 1, len(copies), len(request.targets), 2), dtype=bool)
         for position, copy in enumerate(copies):
             for target, state in enumerate(request.targets if copy else ()):
@@ -198,6 +207,9 @@ class FlowCosts:
                     same = state.layout == copy[0].layout
                 takes[0, 0, 0, position, target] = same, same and bool(copy[1])
         alone = costs[:, :, :, None], legal[:, :, :, None]
+        if others.max() > 1:
+            paid = np.where(np.arange(len(copies))[:, None] > 0, 1.0 / others, 1.0)
+            alone = alone[0] * paid[:, :, None, None], alone[1]
         free = np.zeros((*[1] * takes.ndim, PARTS))
         ends = self._source_view(edge), self._target_view(edge)
         return _term(ends, (alone, (free, takes)), own)

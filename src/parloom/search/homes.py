@@ -8,7 +8,7 @@ import numpy as np
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.search.choices import Distinct, Menu, subsets
-from parloom.search.eliminate import Factor, Indices
+from parloom.search.model import Bools, Indices
 from parloom.search.program import Axes, Flow, Operator, Program, Reader, State, Weight
 
 
@@ -21,6 +21,14 @@ class Home:
     layout: Layout
     reduce: Axes
     star: int
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Which homes or choices of two variables (`scope`) go together."""
+
+    scope: tuple[int, int]
+    legal: Bools
 
 
 def homes(weight: Weight, menus: Sequence[Menu], mesh: Mesh) -> Iterator[Home]:
@@ -45,8 +53,8 @@ def agreements(
     menus: Sequence[Menu],
     places: Mapping[int, Sequence[Home]],
     variable: Mapping[int, int],
-) -> Iterator[Factor]:
-    """Infinite where a reader contradicts the home of a weight, or what is made of weights.
+) -> Iterator[Agreement]:
+    """What readers allow of the homes of weights, and of what is made of weights.
 
     `places` and `variable`: the homes of a weight and the variable that chooses one, by its index.
     """
@@ -61,15 +69,14 @@ def agreements(
                 ]
                 for home in found
             ]
-            costs = np.where(table, 0.0, np.inf)[:, which]
-            yield Factor((variable[index], reader.operator), costs)
+            yield Agreement((variable[index], reader.operator), np.array(table)[:, which])
     for flow in program.flows:
         if flow.operator >= 0 and program.operators[flow.operator].derived:
             yield from _of_derived(program, menus, flow)
 
 
-def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator[Factor]:
-    """Infinite where what weights make does not pass on what its readers leave partial."""
+def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator[Agreement]:
+    """Whether what weights make passes on what its readers leave partial."""
     source = Distinct.of((c.passed, c.used) for c in menus[flow.operator].choices)
     for reader in flow.readers:
         operator, (wanted, which) = program.operators[reader.operator], _wanted(menus, reader)
@@ -81,8 +88,8 @@ def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator
             ]
             for varying, split in source.values
         ]
-        costs = np.where(table, 0.0, np.inf)[np.ix_(source.index, which)]
-        yield Factor((flow.operator, reader.operator), costs)
+        legal = np.array(table)[np.ix_(source.index, which)]
+        yield Agreement((flow.operator, reader.operator), legal)
 
 
 def _wanted(

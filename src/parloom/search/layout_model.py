@@ -30,20 +30,21 @@ from parloom.search.program import Axes, Block, Flags, Program
 from parloom.search.storage import WEIGHT_PARTS, StoragePrices, stored_of
 
 STORAGE = slice(PARTS, PARTS + WEIGHT_PARTS)
-BYTES = ("kept", "stored", "moving")
+BYTES = ("kept", "stored", "moving", "updating")
 ROWS = tuple(
     Row(name, "bytes" if name in BYTES else "ps")
     for name in (
         "forward", "forward sent", "backward", "backward sent", "kept", "near", "far",
         "gathered", "again", "chunked", "reduced", "alone", "after", "stored", "moving",
-        "updated", "weights near", "weights far",
+        "updating", "updated", "weights near", "weights far",
     )
 )  # fmt: skip
 
 
 class LayoutModel:
     """The model of `program` on the mesh of `walker`; `given` menus take the place of all choices,
-    `shared` is what is known of prices that hold on every mesh.
+    `storage` and `fates` of all levels and fates; `shared` is what is known of prices that hold on
+    every mesh.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class LayoutModel:
         optimizer: Optimizer,
         shared: Known | None = None,
         given: Sequence[Menu] = (),
+        storage: StoragePrices | None = None,
+        fates: Fates | None = None,
     ) -> None:
         self.program, self.mesh = program, walker.mesh
         self.prices = Prices(program, walker, shared)
-        self.storage = StoragePrices(walker, decisions, optimizer)
-        self.fates = Fates(program)
+        self.storage = storage or StoragePrices(walker, decisions, optimizer)
+        self.fates = fates or Fates(program)
         menus = tuple(given) or tuple(self._menus())
         self.options = [Options(menu, self.fates.of(i)) for i, menu in enumerate(menus)]
         self.homes = {
@@ -138,8 +141,11 @@ class LayoutModel:
                 rows[:, i, KEPT] += kept
             if fate == REMAKE:  # what it saves inside is dropped, too
                 rows[:, i, KEPT] = 0.0
-                rows[:, i, BACKWARD] += prices[:, FORWARD]
-                rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
+                # A call without gradients has no backward pass; in one where the operator alone has
+                # none, this is too little.
+                if any(flags):
+                    rows[:, i, BACKWARD] += prices[:, FORWARD]
+                    rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
         return rows
 
     def _weights(self) -> Iterator[Term]:
@@ -169,7 +175,7 @@ class LayoutModel:
 
     def _agreements(self, menus: Sequence[Menu]) -> Iterator[Term]:
         """What is impossible of weights that several operators read."""
-        for factor in agreements(self.program, self.mesh, menus, self.homes, self.variable):
+        for found in agreements(self.program, self.mesh, menus, self.homes, self.variable):
             views = tuple(
                 View(
                     variable,
@@ -178,11 +184,10 @@ class LayoutModel:
                     else np.arange(size),
                     size,
                 )
-                for variable, size in zip(factor.scope, factor.costs.shape, strict=True)
+                for variable, size in zip(found.scope, found.legal.shape, strict=True)
             )
-            legal = np.isfinite(factor.costs)[None]
-            costs = np.zeros((*[1] * legal.ndim, 1))
-            yield Term(views, ((costs, legal),), slice(0, 1), "agreement")
+            costs = np.zeros((1, 1, 1, 1))
+            yield Term(views, ((costs, found.legal[None]),), slice(0, 1), "agreement")
 
     # Solutions
 

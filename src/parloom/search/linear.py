@@ -1,6 +1,6 @@
 """Linear and integer programs, by HiGHS."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -35,7 +35,6 @@ class LinearProgram:
     bounds: list[tuple[float, float]] = field(default_factory=list)
     integers: list[bool] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    known: dict[Hashable, int] = field(default_factory=dict)
 
     def column(
         self, cost: float, low: float = 0.0, high: float = INFINITY, *, integer: bool = False
@@ -46,12 +45,6 @@ class LinearProgram:
         self.integers.append(integer)
         return len(self.costs) - 1
 
-    def shared(self, name: Hashable, cost: float) -> int:
-        """The column, 0 or 1, that all who name it share; its index."""
-        if name not in self.known:
-            self.known[name] = self.column(cost, 0.0, 1.0, integer=True)
-        return self.known[name]
-
     def row(
         self, terms: Mapping[int, float], low: float = -INFINITY, high: float = INFINITY
     ) -> int:
@@ -59,13 +52,11 @@ class LinearProgram:
         self.rows.append((dict(terms), low, high))
         return len(self.rows) - 1
 
-    def solve(
-        self, gap: float = 1e-6, max_nodes: int | None = None, *, relaxed: bool = False
-    ) -> Answer | None:
+    def solve(self, gap: float = 1e-6, max_nodes: int | None = None) -> Answer | None:
         """The least cost, on one thread: the same every time. None where nothing is allowed.
 
         With `max_nodes`, the best of what so many branches find; None where they find nothing.
-        `relaxed`: integers may be fractions. Raises `RuntimeError` where the solver fails.
+        Raises `RuntimeError` where the solver fails.
         """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
@@ -76,7 +67,7 @@ class LinearProgram:
         solver.setOptionValue("mip_feasibility_tolerance", TOLERANCE)
         if max_nodes is not None:
             solver.setOptionValue("mip_max_nodes", max_nodes)
-        solver.passModel(self._model(relaxed))
+        solver.passModel(self._model())
         solver.run()
         status, kinds = solver.getModelStatus(), highspy.HighsModelStatus
         found, info = solver.getSolution(), solver.getInfo()
@@ -89,11 +80,11 @@ class LinearProgram:
             ended = solver.modelStatusToString(status)
             raise RuntimeError(f"HiGHS: {ended} on a program of {size}")
         cost = float(info.objective_function_value)
-        bound = float(info.mip_dual_bound) if any(self.integers) and not relaxed else cost
+        bound = float(info.mip_dual_bound) if any(self.integers) else cost
         nodes = max(1, int(info.mip_node_count))
         return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound, nodes)
 
-    def _model(self, relaxed: bool) -> highspy.HighsLp:
+    def _model(self) -> highspy.HighsLp:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self.costs), len(self.rows)
         model.col_cost_ = np.array(self.costs)
@@ -112,7 +103,7 @@ class LinearProgram:
         model.a_matrix_.start_ = np.array(starts)
         model.a_matrix_.index_ = np.array(indices, dtype=np.int32)
         model.a_matrix_.value_ = np.array(values, dtype=float)
-        if any(self.integers) and not relaxed:
+        if any(self.integers):
             kinds = highspy.HighsVarType
             model.integrality_ = [kinds.kInteger if i else kinds.kContinuous for i in self.integers]
         return model

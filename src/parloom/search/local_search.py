@@ -1,13 +1,15 @@
 """Local search on the simulator: what its estimate does not see shows when a plan is played.
 
-Around the fastest plan of a context lie all weights stored alike, one kind of weight stored
-otherwise, and the best plans with an option that the fastest does not have. Those with the lowest
-estimates are simulated, as many as a model of its size bears.
+Around a plan lie all weights stored alike, one kind of weight stored otherwise, and the best plans
+with one more option that is forced. A neighbor is expected to take as long as the plan beside it
+was simulated to take, and the difference of their estimates; those that are expected to be the best
+are simulated first, whichever context they are of.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
 
 from parloom.search.compose import Candidate, Stored
 from parloom.search.contexts import ContextSearch, Judged, Seen
@@ -15,84 +17,230 @@ from parloom.search.prices import PARTS
 from parloom.search.step_rows import row_prices, step_sums
 
 # Operators of plans that are simulated in all, and the fewest and the most plans.
-OPERATORS, FEWEST, MOST = 30_000, 4, 160
-# Options that are forced into a plan, and how much they may cost above the bound.
+OPERATORS, FEWEST, MOST = 60_000, 8, 320
+# So many plans of one kind in a context, one after the other, that are no better end it.
+PATIENCE = 40
+# The share by which a plan must be better to be counted as such.
+BETTER = 3e-4
+# Options that are forced around a plan, and how much they may cost above the bound.
 FORCED, BEYOND = 48, 0.1
-# Estimates that are this share above the best are not simulated.
-WORSE = 0.1
-ROUNDS = 4
-# Weight, gradient and optimizer state in chunks, of all weights alike: ZeRO 3, 2, 1 and 0.
-ALIKE = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
+# Neighbors that are expected to be this share worse than the best are not simulated.
+WORSE = 0.05
+# ZeRO levels that all weights have alike.
+ALIKE = (3, 2, 1, 0)
+Forced = tuple[tuple[int, int], ...]
+"""Variables and the options that they must have."""
 
 
-def improved(context: ContextSearch, seen: Seen) -> None:
-    """Simulate what is around the fastest plan of `context` until nothing there is faster."""
-    operators = sum(1 for _ in context.question.graph.flat())
-    left = max(FEWEST, min(MOST, OPERATORS // max(1, operators)))
-    tried: set[tuple[object, ...]] = set()
-    for _ in range(ROUNDS):
-        best = min(context.fitting(), key=lambda found: found.step_ps)
-        around = [c for c in _around(context, best, left) if _key(c) not in tried]
-        around.sort(key=lambda candidate: candidate.sums.step_ps)
-        limit = best.candidate.sums.step_ps * (1 + WORSE)
-        for candidate in around:
-            if left <= 0 or candidate.sums.step_ps > limit:
-                break
-            tried.add(_key(candidate))
-            seen.add(context.num_microbatches, context.judge(candidate))
-            left -= 1
-        if left <= 0 or min(f.step_ps for f in context.fitting()) >= best.step_ps:
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Which plan is the best: by what is estimated of a candidate, and by what was simulated."""
+
+    estimated: Callable[[Candidate], float]
+    simulated: Callable[[Judged], tuple[float, float]]
+
+
+FASTEST = Aim(lambda c: c.sums.step_ps, lambda found: (found.step_ps, found.peak_bytes))
+SMALLEST = Aim(lambda c: c.sums.held_bytes, lambda found: (found.peak_bytes, found.step_ps))
+
+
+def improved(
+    contexts: Sequence[ContextSearch],
+    seen: Seen,
+    aim: Aim = FASTEST,
+    patience: int = PATIENCE,
+    operators: int = OPERATORS,
+) -> None:
+    """Simulate what is around the best plan of each context and around what is better, until
+    nothing there is, or plans with so many operators in all were simulated.
+    """
+    if contexts:
+        _LocalSearch(contexts, seen, aim, patience, operators).run()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Neighbor:
+    """A plan that is `expected` to be so good; `number` orders equals. Without a candidate it is
+    the best one with the options `forced`, beside `parent`.
+    """
+
+    expected: float
+    number: int
+    context: ContextSearch = field(compare=False)
+    parent: Judged = field(compare=False)
+    forced: Forced = field(compare=False)
+    candidate: Candidate | None = field(compare=False)
+
+
+@dataclass
+class _Queue:
+    """Neighbors of one kind in one context, and how many more that are no better it may have."""
+
+    patience: int
+    neighbors: list[_Neighbor] = field(default_factory=list)
+
+
+class _LocalSearch:
+    def __init__(
+        self,
+        contexts: Sequence[ContextSearch],
+        seen: Seen,
+        aim: Aim,
+        patience: int,
+        operators: int,
+    ) -> None:
+        self.seen, self.aim, self.patience = seen, aim, patience
+        each = max(1, sum(1 for _ in contexts[0].question.graph.flat()))
+        self.left = max(FEWEST, min(MOST, operators // each))
+        # Storage and layouts take turns: their estimates are off in different ways.
+        self.stored = {id(context): _Queue(patience) for context in contexts}
+        self.laid_out = {id(context): _Queue(patience) for context in contexts}
+        self.known: set[tuple[object, ...]] = set()
+        self.solved: dict[tuple[int, Forced], tuple[int, ...]] = {}
+        self.composed: dict[tuple[int, tuple[int, ...]], Candidate | None] = {}
+        self.numbers = count()
+        starts = [(min(c.fitting(), key=aim.simulated), c) for c in contexts]
+        self.own = {id(context): aim.simulated(found) for found, context in starts}
+        for found, context in starts:
+            self._expand(context, found, ())
+
+    def run(self) -> None:
+        queues = [queue for key in self.stored for queue in (self.stored[key], self.laid_out[key])]
+        while self.left > 0 and any(q.neighbors and q.patience > 0 for q in queues):
+            for queue in queues:
+                if queue.neighbors and queue.patience > 0 and self.left > 0:
+                    self._look(queue)
+
+    def _look(self, queue: _Queue) -> None:
+        """Simulate the next neighbor of a queue."""
+        neighbor = heappop(queue.neighbors)
+        if neighbor.expected > min(self.own.values())[0] * (1 + WORSE):
+            queue.neighbors.clear()
             return
+        context, key = neighbor.context, id(neighbor.context)
+        if neighbor.candidate is None:
+            self._solve(neighbor)
+            return
+        found = context.judge(neighbor.candidate)
+        self.seen.add(context.num_microbatches, found)
+        self.left, queue.patience = self.left - 1, queue.patience - 1
+        fits = found.peak_bytes <= context.question.limit_bytes
+        if fits and self.aim.simulated(found) < self.own[key]:
+            if self.aim.simulated(found)[0] < self.own[key][0] * (1 - BETTER):
+                self.stored[key].patience = self.laid_out[key].patience = self.patience
+            self.own[key] = self.aim.simulated(found)
+            self._expand(context, found, neighbor.forced)
+
+    def _expand(self, context: ContextSearch, found: Judged, forced: Forced) -> None:
+        """Add what is around a plan to what may be simulated."""
+        known = self.aim.simulated(found)[0]
+        stored = self.stored[id(context)]
+        if not forced:  # estimates of these are the least exact: they come first
+            for candidate in _stored_alike(context, found.candidate):
+                self._add(stored, context, found, forced, candidate, known)
+        for candidate in _stored_otherwise(context, found.candidate):
+            self._add(stored, context, found, forced, candidate)
+        laid_out = self.laid_out[id(context)].neighbors
+        for more, option in _options(context, found.candidate, forced):
+            expected = known + more * self._scale(context)
+            number = next(self.numbers)
+            heappush(laid_out, _Neighbor(expected, number, context, found, (*forced, option), None))
+
+    def _scale(self, context: ContextSearch) -> float:
+        """What a picosecond of the Lagrangian is in the unit of the aim."""
+        return 1.0 if self.aim is FASTEST else 1.0 / max(context.duals.byte_ps, 1.0)
+
+    def _solve(self, neighbor: _Neighbor) -> None:
+        """Make the candidate of a neighbor, and the same with its parent's storage."""
+        context, parent = neighbor.context, neighbor.parent
+        composed = self._composed(context, neighbor.forced)
+        if composed is not None:
+            queue = self.laid_out[id(context)]
+            self._add(queue, context, parent, neighbor.forced, composed)
+            if not context.duals.byte_ps:
+                stored = _stored_as(context, composed, parent.candidate.levels)
+                self._add(queue, context, parent, neighbor.forced, stored)
+
+    def _composed(self, context: ContextSearch, forced: Forced) -> Candidate | None:
+        """The best candidate with some options, which may be the same as with others."""
+        prices = row_prices(context.duals, context.num_microbatches)
+        key = id(context), tuple(sorted(forced))
+        if key not in self.solved:
+            self.solved[key] = context.columns.minimum_with(forced, prices)
+        values = self.solved[key]
+        layout = id(context), values
+        if layout not in self.composed:
+            self.composed[layout] = context.compose([values]) if values else None
+        return self.composed[layout]
+
+    def _add(
+        self,
+        queue: _Queue,
+        context: ContextSearch,
+        parent: Judged,
+        forced: Forced,
+        candidate: Candidate,
+        at_most: float | None = None,
+    ) -> None:
+        key = id(context), candidate.values, candidate.levels, candidate.variants
+        if key not in self.known:
+            self.known.add(key)
+            more = self.aim.estimated(candidate) - self.aim.estimated(parent.candidate)
+            expected = self.aim.simulated(parent)[0] + more
+            if at_most is not None:
+                expected = min(expected, at_most)
+            number = next(self.numbers)
+            neighbor = _Neighbor(expected, number, context, parent, forced, candidate)
+            heappush(queue.neighbors, neighbor)
 
 
-def _key(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.values, candidate.levels, candidate.variants
-
-
-def _around(context: ContextSearch, best: Judged, count: int) -> Iterator[Candidate]:
-    yield from _stored_otherwise(context, best.candidate)
-    yield from islice(_forced(context, best), min(FORCED, count))
-
-
-def _forced(context: ContextSearch, best: Judged) -> Iterator[Candidate]:
-    """The best plans with one option that `best` does not have, the cheapest first."""
+def _options(
+    context: ContextSearch, candidate: Candidate, forced: Forced
+) -> Iterator[tuple[float, tuple[int, int]]]:
+    """Options that `candidate` does not have, with what they cost at least beside the minimum, the
+    cheapest first.
+    """
     columns, composer = context.columns, context.composer
     prices = row_prices(context.duals, context.num_microbatches)
-    columns.minimum(prices, 1e-4)
-    bound = columns.bound_ps(context.limit)
-    layout = composer.layout_of(best.candidate.values)
-    options = [
-        (float(cost), variable, value)
+    bound, _ = columns.minimum(prices, 1e-4)
+    layout = composer.layout_of(candidate.values)
+    fixed = {variable for variable, _ in forced}
+    found = [
+        (float(cost), (variable, value))
         for variable, reduced in enumerate(columns.pruning.reduced[: columns.size])
         for value, cost in enumerate(reduced)
-        if cost <= BEYOND * bound and composer.choice_of(variable, value) != layout[variable]
+        if cost <= BEYOND * bound
+        and variable not in fixed
+        and composer.choice_of(variable, value) != layout[variable]
     ]
-    for _, variable, value in sorted(options):
-        values = columns.minimum_with(variable, value, prices)
-        if values:
-            candidate = composer.compose([values], context.duals, context.limit)
-            if candidate is not None:
-                yield candidate
+    yield from sorted(found)[:FORCED]
+
+
+def _stored_alike(context: ContextSearch, candidate: Candidate) -> Iterator[Candidate]:
+    """`candidate` with all weights stored alike, over the same axes as far as these replicate
+    them.
+    """
+    weights = context.layouts.program.weights
+    options = [context.stored(index, candidate.values)[0] for index in range(len(weights))]
+    sets = dict.fromkeys(level.axes for levels in options for level in levels if level.axes)
+    for chunked in ALIKE:
+        for axes in sets if chunked else [()]:
+            found = []
+            for weight, levels in zip(weights, options, strict=True):
+                same = (
+                    level
+                    for level in levels
+                    if level.zero == chunked and set(level.axes) <= set(axes)
+                )
+                level = max(same, key=lambda level: len(level.axes), default=levels[0])
+                found.append(((level, weight.count),))
+            yield _restored(context, candidate, tuple(found))
 
 
 def _stored_otherwise(context: ContextSearch, candidate: Candidate) -> Iterator[Candidate]:
-    """`candidate` with all weights stored alike, over as many ranks as can be, and with the weights
-    of one kind stored otherwise.
-    """
-    size = context.mesh.size
+    """`candidate` with the weights of one kind stored otherwise."""
     weights = context.layouts.program.weights
     options = [context.stored(index, candidate.values)[0] for index in range(len(weights))]
-    for chunked in ALIKE:
-        found = []
-        for weight, levels in zip(weights, options, strict=True):
-            same = (
-                level
-                for level in levels
-                if (level.weight, level.gradient, level.optimizer) == chunked
-            )
-            level = max(same, key=lambda level: size(level.axes), default=levels[0])
-            found.append(((level, weight.count),))
-        yield _restored(context, candidate, tuple(found))
     for index, (weight, levels) in enumerate(zip(weights, options, strict=True)):
         for level in levels:
             changed = ((level, weight.count),)
@@ -103,6 +251,15 @@ def _stored_otherwise(context: ContextSearch, candidate: Candidate) -> Iterator[
                 )
 
 
+def _stored_as(context: ContextSearch, candidate: Candidate, levels: Sequence[Stored]) -> Candidate:
+    """`candidate` with weights stored as `levels` say, where its layouts allow that."""
+    found = []
+    for index, (own, other) in enumerate(zip(candidate.levels, levels, strict=True)):
+        options, _ = context.stored(index, candidate.values)
+        found.append(other if all(level in options for level, _ in other) else own)
+    return _restored(context, candidate, tuple(found))
+
+
 def _restored(
     context: ContextSearch, candidate: Candidate, levels: tuple[Stored, ...]
 ) -> Candidate:
@@ -111,8 +268,8 @@ def _restored(
     rows[PARTS:] = 0
     for index, chosen in enumerate(levels):
         options, parts = context.stored(index, candidate.values)
-        for level, count in chosen:
-            rows[PARTS:] += count * parts[options.index(level)]
+        for level, number in chosen:
+            rows[PARTS:] += number * parts[options.index(level)]
     return replace(
         candidate, levels=levels, rows=rows, sums=step_sums(rows, context.num_microbatches)
     )

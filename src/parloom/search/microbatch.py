@@ -71,7 +71,7 @@ def _cut(operator: Operator, factor: str | None, num_microbatches: int) -> Opera
         return operator
     rule = operator.rule
     sizes = tuple((f, n // num_microbatches if f == factor else n) for f, n in rule.sizes)
-    small = Rule(sizes, rule.operands, rule.results, rule.kinds, rule.reduction)
+    small = replace(rule, sizes=sizes)
     operands = zip(operator.operands, rule.operands, strict=True)
     results = tuple(
         Value(value.name, _sized(value.spec, dims, small))

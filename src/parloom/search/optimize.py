@@ -6,30 +6,26 @@ columns are generated, composed and simulated. Finer meshes are made of the best
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
 from parloom.cost.units import format_seconds
-from parloom.cost.walk import Walker
-from parloom.ir.factors import factorize
-from parloom.ir.mesh import Mesh
-from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import MICROBATCH, Decisions
+from parloom.ir.mesh import Mesh, part_of
+from parloom.ir.plan import Decisions
 from parloom.search.choices import Menu, Menus
-from parloom.search.conflicts import meshes_of
-from parloom.search.contexts import ContextSearch, Judged, Seen
+from parloom.search.contexts import Contexts, ContextSearch, Judged, Seen
 from parloom.search.finer import LeastCosts, promising, refinements
 from parloom.search.least import least_share
-from parloom.search.local_search import improved
-from parloom.search.meshes import MAX_AXES, joined
+from parloom.search.local_search import PATIENCE, improved
+from parloom.search.meshes import MAX_AXES, joined, logical_meshes
 from parloom.search.microbatch import microbatch_of
-from parloom.search.prices import BACKWARD, FORWARD, Known, Prices
+from parloom.search.prices import BACKWARD, FORWARD, Prices
 from parloom.search.program import Program, program_of
 from parloom.search.question import Question, Say, Wanted
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.stream_bound import least_step_ps
-from parloom.search.work import OutOfWorkError, Work
+from parloom.search.work import OutOfWorkError
 
 # Meshes (of one axis, and cut between levels) on which all numbers of microbatches come first.
 FIRST = 2
@@ -37,10 +33,18 @@ FIRST = 2
 CHOICES = 32
 # Contexts from which local search starts, and how far from the best their plans are at most.
 LOCAL, NEARBY = 3, 0.03
+# Plans that are no better, one after the other, before finer meshes are made.
+SHORT = 12
+# Operators of plans that are simulated where estimates leave no room.
+FEW_OPERATORS = 6_000
 # The share by which a plan may be better for local search to look for it.
 WORTH = 0.005
+# Contexts of which finer meshes are made.
+PARENTS = 2
 # How near to the best plan a bound is near enough.
-NEAR = 0.002
+NEAR = 0.004
+# The share by which a step may be longer where fewer devices count as as fast.
+SAME = 0.01
 # How near to the best estimate bounds are brought.
 CLOSED = 0.0075
 # The share by which a finer mesh must be better for its own refinements to be looked at.
@@ -104,7 +108,7 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
     judged = {found.decisions: found for found in driver.judged()}.values()
     fitting = [found for found in judged if found.peak_bytes <= question.limit_bytes]
     return Searched(
-        tuple(sorted(fitting, key=lambda found: found.step_ps)),
+        tuple(sorted(fitting, key=lambda found: (found.step_ps, found.decisions.mesh.num_ranks))),
         driver.bound_ps,
         driver.estimate_bound_ps,
         interrupted,
@@ -118,14 +122,11 @@ class Driver:
     """Searches all contexts of a question."""
 
     def __init__(self, question: Question, base: Decisions, say: Say) -> None:
-        self.question, self.base, self.say = question, base, say
-        self.work = Work(question.budget)
-        factored = factorize(question.graph)
-        self.program = program_of(question.graph, factored, question.pinned)
-        self.meshes = tuple(meshes_of(question.cluster, question.pinned, factored))
-        self.counts = self._counts()
-        self.programs: dict[int, Program | None] = {}
-        self.shared, self.seen, self.duals = Known(), Seen(), ShadowPrices()
+        self.question, self.say = question, say
+        self.contexts = Contexts(question, base)
+        # Of the whole cluster and of parts of it, by the number of devices.
+        self.on = {question.cluster.num_devices: self.contexts}
+        self.seen, self.duals = Seen(), ShadowPrices()
         self.best_ps = inf
         self.looked: list[ContextSearch] = []
         # Bounds of contexts as if memory had no limit.
@@ -133,31 +134,22 @@ class Driver:
         self.estimate_bound_ps = self.bound_ps = 0.0
         self.left_out = ""
 
-    def _counts(self) -> tuple[int, ...]:
-        """The numbers of microbatches that are looked at."""
-        asked = self.question.num_microbatches
-        if asked is not None or self.base.batch_semantics == MICROBATCH:
-            return (asked or 1,)
-        return legal_microbatches(self.program.factored).counts
-
-    def _program(self, count: int) -> Program | None:
-        """The program of one of `count` microbatches."""
-        if self.base.batch_semantics == MICROBATCH:  # the graph is that of one
-            return self.program
-        if count not in self.programs:
-            self.programs[count] = microbatch_of(self.program, count)
-        return self.programs[count]
-
     def run(self) -> None:
-        """All contexts; those of the first meshes first, so that others have a plan to beat."""
-        for meshes in (self.meshes[:FIRST], self.meshes[FIRST:]):
-            for count in self.counts:
-                for mesh in meshes:
-                    program = self._program(count)
-                    if program is not None and not self._is_beaten(mesh, count):
-                        self._look(program, mesh, count, self._menus(program, mesh, count))
+        """All contexts of the whole cluster, then those of its parts as long as these may be as
+        fast.
+        """
+        self._look_on(self.contexts.meshes)
         if self.question.wanted is Wanted.PRICE:
             return
+        self._improve(SHORT)
+        self._refine()
+        for question in self.question.parts() if self.best_ps < inf else ():
+            contexts = self.contexts.on_part(question)
+            devices = question.cluster.num_devices
+            if least_work_ps(contexts) / devices > self.best_ps * (1 + SAME):
+                break
+            self.on[devices] = contexts
+            self._look_on(contexts.meshes)
         self._refine()
         self._improve()
         self._close()
@@ -167,25 +159,39 @@ class Driver:
                 least = min(least, least_step_ps(context, least))
             self.bound_ps = least
 
+    def _look_on(self, meshes: Sequence[Mesh]) -> None:
+        """The contexts on `meshes`; those of the first ones first, so that others have a plan to
+        beat.
+        """
+        for some in (meshes[:FIRST], meshes[FIRST:]):
+            for count in self.contexts.counts:
+                for mesh in some:
+                    program = self.contexts.on(mesh, count)
+                    if program is not None and not self._is_beaten(mesh, count):
+                        self._look(program, mesh, count, self._menus(program, mesh, count))
+
+    def _enough_ps(self, mesh: Mesh) -> float:
+        """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
+        whole = mesh.num_ranks == self.question.cluster.num_devices
+        return self.best_ps * (1 - NEAR if whole else 1 + SAME)
+
     def least_compute_ps(self) -> float:
         """What the compute stream does at least on any mesh; more microbatches compute no less."""
-        program = self._program(self.counts[0])
+        contexts, count = self.contexts, self.contexts.counts[0]
+        program = contexts.program(count)
         assert program is not None, "the whole batch is always one microbatch"
         least = inf
-        for mesh in self.meshes:
-            prices = Prices(program, self._walker(mesh), self.shared)
-            least = min(least, self.counts[0] * _least_compute_ps(program, prices))
+        for mesh in contexts.meshes:
+            prices = Prices(program, contexts.walker(mesh), contexts.shared)
+            least = min(least, count * _least_compute_ps(program, prices))
         return least
-
-    def _walker(self, mesh: Mesh) -> Walker:
-        return Walker({}, mesh, self.question.cluster, self.question.kernels)
 
     def _is_beaten(self, mesh: Mesh, count: int) -> bool:
         """Whether a part of so many microbatches is no better than the best plan even if memory had
         no limit: more microbatches compute and send no less.
         """
         return any(
-            count % fewer == 0 and bound >= self.best_ps * (1 - NEAR)
+            count % fewer == 0 and bound >= self._enough_ps(mesh)
             for (other, fewer), bound in self.unlimited.items()
             if other == mesh
         )
@@ -197,7 +203,7 @@ class Driver:
         costs, free = LeastCosts(), program_of(program.graph, program.factored)
         cut = microbatch_of(free, count) or free
         for coarse in joined(mesh):
-            context = self._context(cut, coarse, count)
+            context = self.on[mesh.num_ranks].search(cut, coarse, count)
             context.run(self.duals)
             costs.add(context)
         return self._promising(program, mesh, costs)
@@ -211,28 +217,21 @@ class Driver:
             )
         return menus
 
-    def _context(
-        self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()
-    ) -> ContextSearch:
-        return ContextSearch(
-            program, mesh, count, self.question, self.base, self.shared, self.work, menus
-        )
-
     def _look(self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()) -> None:
         """Bounds of a context, and plans where these promise some."""
-        context = self._context(program, mesh, count, menus)
+        context = self.on[mesh.num_ranks].search(program, mesh, count, menus)
         self.looked.append(context)
-        free = replace(self.duals, byte_ps=0.0)
+        free = self.duals.with_byte(0.0)
         context.columns.prove(free, ROUGH)
         self.unlimited[mesh, count] = context.columns.bounds.get(free, 0.0)
         if self.duals != free:
             context.columns.prove(self.duals, ROUGH)
         context.limit = max(1.0, self.question.limit_bytes - self.seen.beyond_bytes(count))
         if self._promises(context):
-            context.run(self.duals)
+            context.run(self.duals, self._enough_ps(mesh) / min(1.0, self.seen.ratio))
             if self._promises(context):
-                before = self.best_ps
-                self.best_ps = context.improve(before, self.seen)
+                before, enough = self.best_ps, self._enough_ps(mesh)
+                self.best_ps = min(before, context.improve(max(before, enough), self.seen))
                 if self.best_ps < before:
                     self.duals = context.duals
         self._tell(context)
@@ -242,39 +241,53 @@ class Driver:
         those did that were simulated.
         """
         bound = context.columns.bound_ps(context.limit)
-        return bound < self.best_ps * (1 - NEAR) and self.seen.promises(bound, self.best_ps)
+        enough = self._enough_ps(context.mesh)
+        return bound < enough and self.seen.promises(bound, max(enough, self.best_ps))
 
     def _refine(self) -> None:
-        """Meshes with an axis of the best one cut in two, and on from what is better."""
+        """Meshes with an axis of the best ones cut in two, and on from what is better."""
         while self.best_ps < inf:
-            parent = min(self.looked, key=_fastest)
-            count = parent.num_microbatches
-            program, costs = self._program(count), LeastCosts()
-            assert program is not None, "it was searched"
-            for context in self.looked:
-                if context.num_microbatches == count:
-                    costs.add(context)
             before = self.best_ps
-            for mesh in refinements(parent.mesh):
-                known = (mesh, count) in self.unlimited
-                if known or not self.program.pinned.allows_mesh(mesh):
-                    continue
-                menus = self._promising(program, mesh, costs)
-                if all(menus):
-                    self._look(program, mesh, count, menus)
+            nearest = sorted(self.looked, key=_fastest)
+            for parent in nearest[: PARENTS if self._has_room() else 1]:
+                if _fastest(parent) <= before * (1 + NEARBY):
+                    self._refine_one(parent)
             if self.best_ps > before * (1 - BETTER):
                 return
 
-    def _improve(self) -> None:
-        """Local search on the simulator from the fastest plans of some contexts, if estimates leave
-        room for better ones.
-        """
+    def _has_room(self) -> bool:
+        """Whether bounds on estimates allow a plan that is better by more than a little."""
         least = min((c.columns.bound_ps(self._counted(c)) for c in self.looked), default=inf)
-        if self.best_ps <= least * self.seen.ratio * (1 + WORTH):
-            return
-        for context in sorted(self.looked, key=_fastest)[:LOCAL]:
-            if _fastest(context) <= self.best_ps * (1 + NEARBY) < inf:
-                improved(context, self.seen)
+        return self.best_ps > least * self.seen.ratio * (1 + WORTH)
+
+    def _refine_one(self, parent: ContextSearch) -> None:
+        count, devices = parent.num_microbatches, parent.mesh.num_ranks
+        program, costs = self.contexts.program(count), LeastCosts()
+        assert program is not None, "it was searched"
+        for context in self.looked:
+            if (context.num_microbatches, context.mesh.num_ranks) == (count, devices):
+                costs.add(context)
+        for mesh in refinements(parent.mesh):
+            known = (mesh, count) in self.unlimited
+            if known or not self.question.pinned.allows_mesh(mesh):
+                continue
+            menus = self._promising(program, mesh, costs)
+            if all(menus):
+                self._look(program, mesh, count, menus)
+
+    def _improve(self, patience: int = PATIENCE) -> None:
+        """Local search on the simulator from the fastest plans of some contexts; a short one where
+        estimates leave no room for better ones, as all of them may be wrong.
+        """
+        nearby = self.best_ps * (1 + NEARBY)
+        # A finer mesh may have the best plan of a coarser one.
+        different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
+        nearest = sorted(different.values(), key=_fastest)[:LOCAL]
+        some = [c for c in nearest if _fastest(c) <= nearby < inf]
+        if self._has_room():
+            improved(some, self.seen, patience=patience)
+        else:
+            improved(some, self.seen, patience=SHORT, operators=FEW_OPERATORS)
         self.best_ps = min(map(_fastest, self.looked), default=inf)
 
     def _close(self) -> None:
@@ -309,23 +322,38 @@ class Driver:
         self.say(f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}")
 
 
+def least_work_ps(contexts: Contexts) -> float:
+    """What one device computes that does all the work."""
+    count = contexts.counts[0]
+    program, alone = contexts.program(count), part_of(contexts.question.cluster, 1)
+    assert program is not None, "the whole batch is always one microbatch"
+    (mesh,) = logical_meshes(alone)
+    prices = Prices(program, contexts.walker(mesh), contexts.shared)
+    return count * _least_compute_ps(program, prices)
+
+
 def _least_compute_ps(program: Program, prices: Prices) -> float:
     """What the operators of a program compute at least, each with the best of its choices."""
     menus, total = Menus(program, prices.single), 0
     for index, operator in enumerate(program.operators):
         choices = menus.of(index).choices
-        total += min(
+        times = (
             sum(
                 count * int(prices.operator(index, choice, flags)[[FORWARD, BACKWARD]].sum())
                 for flags, count in operator.flows
             )
             for choice in choices
         )
+        total += min(times, default=0)  # where pins leave none
     return float(total)
 
 
 def _fastest(context: ContextSearch) -> float:
     return min((found.step_ps for found in context.fitting()), default=inf)
+
+
+def _fineness(context: ContextSearch) -> int:
+    return len(context.mesh.axes)
 
 
 def _seconds(ps: float) -> str:

@@ -42,16 +42,10 @@ class Known:
 
 
 class Prices:
-    """Prices on one mesh of one cluster; what was asked before is known.
+    """Prices on one mesh of one cluster; what was asked before is known."""
 
-    What is kept for the backward pass is kept of `in_flight` microbatches at once.
-    """
-
-    def __init__(
-        self, program: Program, walker: Walker, shared: Known | None = None, in_flight: int = 1
-    ) -> None:
+    def __init__(self, program: Program, walker: Walker, shared: Known | None = None) -> None:
         self.program, self.walker, self.mesh = program, walker, walker.mesh
-        self.in_flight = in_flight
         self.single = Single(program.graph, program.factored, self.mesh)
         self.known: dict[object, Price] = {}
         self.shared = shared or Known()
@@ -69,11 +63,7 @@ class Prices:
         key = self.program.places[index], flags, signature
         if key not in known:
             known[key] = self._operator(operator, choice, flags)
-        if self.in_flight == 1:
-            return known[key]
-        price = known[key].copy()
-        price[KEPT] *= self.in_flight
-        return price
+        return known[key]
 
     def _signature(self, operator: Operator, choice: Choice) -> tuple[object, ...]:
         """What the price depends on where every rank runs the operator on its shards."""
@@ -155,8 +145,8 @@ class Prices:
         return np.array([*passes_ps(lives), walked.inside_bytes, *busy], dtype=np.int64)
 
     def held_bytes(self, spec: TensorSpec, state: State) -> int:
-        """Bytes of one rank's shard, of all microbatches in flight."""
-        size = DTYPE_BYTES[spec.dtype] * self.in_flight
+        """Bytes of one rank's shard."""
+        size = DTYPE_BYTES[spec.dtype]
         for n in local_shape(state.layout, spec.shape, self.mesh):
             size *= n
         return size

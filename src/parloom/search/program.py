@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parloom.errors import InputError
 from parloom.ir.factors import Factored
-from parloom.ir.graph import Call, FlatNode, Graph, Input, Node, TensorSpec, with_operands
+from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec, with_operands
 from parloom.ir.layout import Layout
-from parloom.ir.ops import Rule, Site, op_of
+from parloom.ir.ops import Rule, op_of
 from parloom.ir.step_program import bucket_bytes
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.pins import Pin
@@ -77,9 +76,8 @@ class Flow:
     """A value with all that read it in one call, `count` times.
 
     The source is result `result` of operator `operator`, or the weight `weight` (an index, where
-    several operators read it); a batch tensor comes as the reader `like` wants it, and so does what
-    is made `outside` of a part; with none of these the value is replicated. `whole` flows end
-    replicated (buffers that are written back).
+    several operators read it); a batch tensor comes as the reader `like` wants it; with none of
+    these the value is replicated. `whole` flows end replicated (buffers that are written back).
     """
 
     spec: TensorSpec
@@ -91,7 +89,6 @@ class Flow:
     like: Reader | None = None
     weight: int = -1
     whole: bool = False
-    outside: bool = False
     crosses: bool = False
     """Whether another call makes it than reads it."""
 
@@ -133,8 +130,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Program:
-    """All of a graph, or of a part, that layouts are chosen for; `index` says which operator a call
-    is of, by the key of a plan's decision, in the order of the graph.
+    """All of a graph that layouts are chosen for; `index` says which operator a call is of, by the
+    key of a plan's decision, in the order of the graph.
     """
 
     graph: Graph
@@ -147,23 +144,6 @@ class Program:
     pinned: Pinned = NONE
     units: int = 1
     """Block calls that read weights of their own."""
-
-    def keeps(self, flow: Flow, reader: Reader) -> bool:
-        """Whether autograd keeps what the reader of a flow gets."""
-        operator = self.operators[reader.operator]
-        if flow.weight >= 0 or not any(any(flags) for flags, _ in operator.flows):
-            return False
-        site = Site(operator.node, operator.operands)
-        return ("operand", reader.operand) in op_of(operator.node).saves(site)
-
-    def is_there(self, flow: Flow) -> bool:
-        """Whether a value as it is made stays in memory, whoever reads it."""
-        if flow.operator < 0:
-            return flow.like is not None and not flow.outside
-        operator = self.operators[flow.operator]
-        site = Site(operator.node, operator.operands)
-        flows = any(any(flags) for flags, _ in operator.flows)
-        return flows and ("result", flow.result) in op_of(operator.node).saves(site)
 
     @cached_property
     def places(self) -> tuple[tuple[str, str], ...]:
@@ -186,18 +166,13 @@ class Program:
 
 
 def last_reduced(graph: Graph) -> frozenset[str]:
-    """Of all weights, those whose gradients arrive last."""
-    return _last_reduced(graph.of_kind("parameter"), graph.flat())
-
-
-def _last_reduced(entries: Iterable[Input], flats: Iterable[FlatNode]) -> frozenset[str]:
-    """Of some weights the first that is read, and those after it that fit half a bucket with it (a
-    last bucket is half full as a rule).
+    """The weights whose gradients arrive last: the first that is read, and those after it that fit
+    half a bucket with it (a last bucket is half full as a rule).
     """
-    trained = {e.value.name: e.value.spec for e in entries if e.trainable}
+    trained = {e.value.name: e.value.spec for e in graph.of_kind("parameter") if e.trainable}
     total = sum(spec.num_elements for spec in trained.values())
     room, found = bucket_bytes(total * WIDTH) / WIDTH / 2, set[str]()
-    for flat in flats:
+    for flat in graph.flat():
         for name in flat.operands:
             if name in trained and name not in found:
                 room -= trained[name].num_elements
@@ -220,46 +195,20 @@ def reached(graph: Graph) -> frozenset[str]:
 
 
 def program_of(
-    graph: Graph,
-    factored: Factored,
-    pinned: Pinned = NONE,
-    *,
-    apart: bool = False,
-    part: range | None = None,
+    graph: Graph, factored: Factored, pinned: Pinned = NONE, *, apart: bool = False
 ) -> Program:
     """Fold the unfolded program of `graph` into counted operators, flows and weights.
 
-    With `apart`, every call of an operator is one of its own. `part`: only these items of main's
-    body, and the weights that they read; those that nothing reads belong to the first item. What
-    others make comes as its first reader wants it and leaves its gradient there, what others read
-    stays as it is made; whether gradients flow, and what is made of weights alone, is as in all.
+    With `apart`, every call of an operator is one of its own.
     """
-    items = range(len(graph.main.body))
-    part = items if part is None else part
-    if part.step != 1 or not (items.start <= part.start < part.stop <= items.stop):
-        raise InputError(f"items {part} are no part of main, which has {len(items)}")
-    return _Folding(graph, factored, pinned, apart, part).run()
-
-
-def _num_operators(graph: Graph, items: Iterable[Node | Call]) -> int:
-    """How many operators items of a body run."""
-    return sum(
-        _num_operators(graph, graph.by_name[item.function].body) if isinstance(item, Call) else 1
-        for item in items
-    )
+    return _Folding(graph, factored, pinned, apart).run()
 
 
 class _Folding:
     """One walk over the unfolded program."""
 
-    def __init__(
-        self, graph: Graph, factored: Factored, pinned: Pinned, apart: bool, part: range
-    ) -> None:
+    def __init__(self, graph: Graph, factored: Factored, pinned: Pinned, apart: bool) -> None:
         self.graph, self.factored, self.pinned, self.apart = graph, factored, pinned, apart
-        self.part, self.items = part, graph.main.body[part.start : part.stop]
-        start = _num_operators(graph, graph.main.body[: part.start])
-        self.inside = range(start, start + _num_operators(graph, self.items))
-        self.flats = list(graph.flat())
         self.inputs = {entry.value.name: entry for entry in graph.inputs}
         self.index: dict[str, int] = {}
         self.made: dict[str, tuple[int, int]] = {}
@@ -278,14 +227,12 @@ class _Folding:
         reads: dict[tuple[CallKey, str], list[Reader]] = {}
         runs: dict[CallKey, list[tuple[int, Flags]]] = {}
         kinds: dict[tuple[str, str], int] = {}
-        for number, flat in enumerate(self.flats):
+        for flat in self.graph.flat():
             key = flat.prefix if self.apart else flat.function, flat.node.key
             flags = tuple(name in self.flowing for name in flat.operands)
             self._define(flat, flags)
             for position, name in enumerate(flat.operands):
                 self.readers.setdefault(name, set()).add((*key, position))
-            if number not in self.inside:
-                continue
             at = self.index[flat.key] = kinds.setdefault(key, len(templates))
             if at == len(templates):
                 templates.append(flat)
@@ -358,12 +305,7 @@ class _Folding:
     ) -> tuple[tuple[Flow, ...], dict[CallKey, list[int]]]:
         """All flows, and those of each call."""
         ids, top = self.graph.flat_ids, (self.graph.main.name, "")
-        # What is no operator's belongs to the first item.
-        ends = dict.fromkeys(
-            name
-            for name in (ids[name] for _, name in self.graph.updates)
-            if name in self.made or (name in self.inputs and not self.part.start)
-        )
+        ends = dict.fromkeys(ids[name] for _, name in self.graph.updates)
         for name in ends:
             reads.setdefault((top, name), [])
         found: dict[Flow, int] = {}
@@ -388,7 +330,7 @@ class _Folding:
         """The calls of main whose blocks call no others, those that cost the same together."""
         callers = {f.name for f in self.graph.functions if any(isinstance(i, Call) for i in f.body)}
         alike: dict[tuple[str, tuple[int, ...], tuple[tuple[int, Flags], ...]], list[str]] = {}
-        for item in self.items:
+        for item in self.graph.main.body:
             if isinstance(item, Call) and item.function not in callers:
                 call = item.function, item.prefix
                 key = item.function, tuple(flows.get(call, ())), tuple(runs.get(call, ()))
@@ -400,13 +342,12 @@ class _Folding:
         self, name: str, readers: tuple[Reader, ...], shared: Mapping[str, int]
     ) -> Flow | None:
         """How `readers` get a value; None where there is nothing to choose."""
-        spec, flows, entry = self.specs[name], name in self.flowing, self.inputs.get(name)
+        spec, flows = self.specs[name], name in self.flowing
         if not spec.shape:
             return None
         if name in self.made:
             return Flow(spec, flows, readers, 1, *self.made[name])
-        if entry is None:
-            return Flow(spec, flows, readers, 1, like=self.first[name], outside=True)
+        entry = self.inputs[name]
         if entry.kind == "parameter":
             weight = shared.get(entry.target)
             return None if weight is None else Flow(spec, flows, readers, 1, weight=weight)
@@ -423,7 +364,7 @@ class _Folding:
         for (call, name), some in reads.items():
             places.setdefault(name, []).append(call)
             readers.setdefault(name, []).extend(some)
-        entries = [e for e in self.graph.of_kind("parameter") if self._has(e.value.name)]
+        entries = self.graph.of_kind("parameter")
         unit: dict[str, CallKey | None] = {}
         elements: Counter[CallKey | None] = Counter()
         for entry in entries:
@@ -432,7 +373,7 @@ class _Folding:
             unit[name] = where[0] if block else None
             elements[unit[name]] += entry.value.spec.num_elements
         self.units = max(1, len(elements) - (None in elements))
-        last = _last_reduced(entries, (self.flats[number] for number in self.inside))
+        last = last_reduced(self.graph)
         trained = reached(self.graph)
         for entry in entries:
             name = entry.value.name
@@ -449,7 +390,3 @@ class _Folding:
             found.setdefault(key, []).append(entry.target)
         for (spec, trainable, by, block, together, late, pins, loss), targets in found.items():
             yield Weight(spec, trainable, by, tuple(targets), block, together, late, pins, loss)
-
-    def _has(self, weight: str) -> bool:
-        """Whether the part reads a weight; what nothing reads belongs to the first item."""
-        return weight in self.first or (weight not in self.readers and not self.part.start)

@@ -5,11 +5,12 @@
            + max(0, again + chunked + reduced - backward) + after
 
 for n microbatches: weights gathered for a block hide behind the forward pass, those gathered again
-and gradients in chunks behind each backward pass, gradients reduced once behind the last. Memory is
-what is kept, stored, and there of weights that move.
+and gradients in chunks behind each backward pass, gradients reduced once behind the last. Memory
+has two instants: in the passes what is kept, stored, and there of weights that move; during the
+update what is stored and what the optimizer needs beside its states.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from parloom.search.storage import (
     MOVING,
     REDUCED,
     STORED,
+    UPDATING,
     WEIGHT_PARTS,
 )
 
@@ -34,13 +36,25 @@ COMPUTE_AND_SENT = [FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT]
 @dataclass(frozen=True, slots=True)
 class ShadowPrices:
     """Dual values: of hiding gathers behind the forward pass, of hiding behind each backward pass
-    but the last and behind the last (each 0 to 1), and of a byte of memory (ps).
+    but the last and behind the last (each 0 to 1), and of a byte of memory in the passes and during
+    the update (ps).
     """
 
     forward: float = 0.5
     between: float = 0.5
     last: float = 0.5
-    byte_ps: float = 0.0
+    pass_byte_ps: float = 0.0
+    update_byte_ps: float = 0.0
+
+    @property
+    def byte_ps(self) -> float:
+        """A byte at both instants."""
+        return self.pass_byte_ps + self.update_byte_ps
+
+    def with_byte(self, byte_ps: float) -> "ShadowPrices":
+        """The same where a byte costs so much, shared between the instants as it is here."""
+        share = self.pass_byte_ps / self.byte_ps if self.byte_ps else 1.0
+        return replace(self, pass_byte_ps=share * byte_ps, update_byte_ps=(1.0 - share) * byte_ps)
 
 
 def row_prices(duals: ShadowPrices, num_microbatches: int) -> Floats:
@@ -55,8 +69,14 @@ def row_prices(duals: ShadowPrices, num_microbatches: int) -> Floats:
     found[PARTS + REDUCED] = duals.last
     found[PARTS + ALONE] = n
     found[PARTS + AFTER] = 1.0
-    found[[KEPT, PARTS + STORED, PARTS + MOVING]] = duals.byte_ps
+    found[[KEPT, PARTS + MOVING]] = duals.pass_byte_ps
+    found[PARTS + STORED] = duals.byte_ps
+    found[PARTS + UPDATING] = duals.update_byte_ps
     return found
+
+
+EXPOSED = ("forward_ps", "between_ps", "last_ps")
+INSTANTS = ("pass_bytes", "update_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +87,13 @@ class StepSums:
     forward_ps: float
     between_ps: float
     last_ps: float
-    held_bytes: float
+    pass_bytes: float
+    update_bytes: float = 0.0
+
+    @property
+    def held_bytes(self) -> float:
+        """At the instant at which more is held."""
+        return max(self.pass_bytes, self.update_bytes)
 
     @property
     def step_ps(self) -> float:
@@ -87,4 +113,5 @@ def step_sums(rows: Floats, num_microbatches: int) -> StepSums:
         float((n - 1) * again),
         float(again + weights[REDUCED]),
         float(rows[KEPT] + weights[STORED] + weights[MOVING]),
+        float(weights[STORED] + weights[UPDATING]),
     )

@@ -28,10 +28,14 @@ from parloom.search.program import Axes, Program, Weight
 # bytes: gathering it in the forward and in the backward pass, reducing its gradient in every
 # microbatch or once; what hides behind nothing (all that main's own weights send when they are
 # stored in chunks: they are gathered before the first operator and reduced after the last); what
-# follows (update, gathering what was updated); what is stored, and what is there of it as it moves;
-# and what of that bounds a step: the update, and how long links are busy at least (`prices`).
-GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER, STORED, MOVING, UPDATED, NEAR, FAR = range(11)
-WEIGHT_PARTS = 11
+# follows (update, gathering what was updated); what is stored between steps, what is there beside
+# that in the passes (as it moves, or whole) and during the update; and what of that bounds a step:
+# the update, and how long links are busy at least (`prices`).
+(
+    GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER,
+    STORED, MOVING, UPDATING, UPDATED, NEAR, FAR,
+) = range(12)  # fmt: skip
+WEIGHT_PARTS = 12
 MEASURES = slice(UPDATED, FAR + 1)
 # Sizes of messages among which the one is looked for that keeps links busy least, for a byte.
 SIZES = tuple(1 << power for power in range(10, 34))
@@ -43,35 +47,36 @@ WeightPrice = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Which of weight, gradient and optimizer state are in chunks over `axes` of dim `dim`."""
+    """Axes over which weight, gradient and optimizer state are in chunks of dim `dim`, each with
+    those of the one before first.
+    """
 
-    axes: Axes = ()
+    weight: Axes = ()
+    gradient: Axes = ()
+    optimizer: Axes = ()
     dim: int = 0
-    weight: bool = False
-    gradient: bool = False
-    optimizer: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        """All axes of any of them."""
+        return self.optimizer
+
+    @property
+    def zero(self) -> int | None:
+        """The ZeRO level; None where they are in chunks over different axes."""
+        stored = [axes for axes in (self.weight, self.gradient, self.optimizer) if axes]
+        return len(stored) if len(set(stored)) < 2 else None
 
     def decision(self, name: str) -> ParameterDecision:
         """As a plan says it."""
-        chunks = Storage(self.axes, self.dim)
-        whole = Storage()
-        return ParameterDecision(
-            name,
-            chunks if self.weight else whole,
-            chunks if self.gradient else whole,
-            chunks if self.optimizer else whole,
-        )
+        stored = (self.weight, self.gradient, self.optimizer)
+        return ParameterDecision(name, *(Storage(a, self.dim) if a else Storage() for a in stored))
 
 
 def level_of(decision: ParameterDecision) -> Level:
     """The level of a decision as `Level.decision` makes them."""
-    chunks = next(
-        (s for s in (decision.weight, decision.gradient, decision.optimizer) if s.axes), Storage()
-    )
-    return Level(
-        chunks.axes, chunks.dim, bool(decision.weight.axes), bool(decision.gradient.axes),
-        bool(decision.optimizer.axes),
-    )  # fmt: skip
+    state = decision.optimizer
+    return Level(decision.weight.axes, decision.gradient.axes, state.axes, state.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,17 @@ class Stored:
     last: bool = True
     pins: tuple[Pin, ...] = ()
     reached: bool = True
+
+
+def nested(axes: Axes) -> Iterator[tuple[Axes, Axes, Axes]]:
+    """Axes of weight, gradient and state, which has all: of fewer the last ones, those of the
+    fastest links. The axes of each begin with those of the one before.
+    """
+    count = len(axes)
+    for gradient in range(count, -1, -1):
+        for weight in range(count, gradient - 1, -1):
+            first, second = axes[weight:], axes[gradient:weight]
+            yield first, (*first, *second), (*first, *second, *axes[:gradient])
 
 
 def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) -> Stored:
@@ -127,6 +143,9 @@ class StoragePrices:
         self.walker, self.mesh = walker, walker.mesh
         self.latency = latency
         self.decisions, self.optimizer = decisions, optimizer
+        # Adam's denominators of all weights at once (`cost.parameters`).
+        fused = walker.kernels.software.fused_optimizer or walker.cluster.backend == "gloo"
+        self.denominators = optimizer.num_states > 1 and not fused
         self.rates: dict[tuple[str, Axes, int], float] = {}
         self.links = Links(walker.cluster)
         self.busy: dict[tuple[str, Axes], NDArray[np.float64]] = {}
@@ -142,42 +161,51 @@ class StoragePrices:
             )
             prices = np.array([self.price(weight, level) for level in levels], dtype=np.int64)
             prices = prices.reshape(-1, WEIGHT_PARTS)
-            self.known[weight] = levels, prices
+            # Of those over different axes, the ones that no other undercuts in every part.
+            plain = np.array([level.zero is not None for level in levels], dtype=bool)
+            kept = plain | ~_dominated(prices)
+            levels = tuple(level for level, some in zip(levels, kept, strict=True) if some)
+            self.known[weight] = levels, prices[kept]
         return self.known[weight]
 
     def _levels(self, weight: Stored) -> Iterator[Level]:
         yield Level()
-        free = [a for a in self.mesh.names if a not in weight.layout.axes and self.mesh[a].size > 1]
-        if not weight.spec.shape:
-            return
+        for axes in filter(None, subsets(self.free(weight))):
+            dim = self.dim(weight, axes)
+            for stored in nested(axes) if weight.trainable else [(axes, axes, axes)]:
+                yield Level(*stored, dim)
+
+    def free(self, weight: Stored) -> Axes:
+        """The axes that replicate a weight."""
+        names = self.mesh.names if weight.spec.shape else ()
+        return tuple(a for a in names if a not in weight.layout.axes and self.mesh[a].size > 1)
+
+    def dim(self, weight: Stored, axes: Axes) -> int:
+        """The dim of which chunks over `axes` waste least; of equals the first, whose chunks are
+        contiguous.
+        """
         shape = local_shape(weight.layout, weight.spec.shape, self.mesh)
-        for axes in subsets(free):
-            if not axes:
-                continue
-            count = self.mesh.size(axes)
-            # The dim that wastes least; of equals the first, whose chunks are contiguous.
-            dim = min(range(len(shape)), key=lambda d: ceil(shape[d] / count) / max(shape[d], 1))
-            if not weight.trainable:
-                yield Level(axes, dim, weight=True)
-                continue
-            yield Level(axes, dim, optimizer=True)
-            yield Level(axes, dim, gradient=True, optimizer=True)
-            yield Level(axes, dim, weight=True, gradient=True, optimizer=True)
+        count = self.mesh.size(axes)
+        return min(range(len(shape)), key=lambda d: ceil(shape[d] / count) / max(shape[d], 1))
 
     def price(self, weight: Stored, level: Level) -> WeightPrice:
         """One level."""
         found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-        shape = list(local_shape(weight.layout, weight.spec.shape, self.mesh))
-        whole = prod(shape)
-        if level.axes:
-            shape[level.dim] = ceil(shape[level.dim] / self.mesh.size(level.axes))
-        chunk = prod(shape)
+        shape = local_shape(weight.layout, weight.spec.shape, self.mesh)
+        whole, finest = prod(shape), self.mesh.size(level.optimizer)
+        rows = shape[level.dim] if shape else 1
+        # Elements of a finest chunk, of which the larger ones are made.
+        least = whole // max(rows, 1) * ceil(rows / finest)
+        kept, summed, owned = (
+            least * (finest // self.mesh.size(axes)) if axes else whole
+            for axes in (level.weight, level.gradient, level.optimizer)
+        )
         width = DTYPE_BYTES[weight.spec.dtype]
         master = DTYPE_BYTES[self.decisions.master_dtype or weight.spec.dtype]
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
             unit = weight.unit_elements
-            gathered = self._share(found, weight, "all_gather", level.axes, whole * width, unit)
+            gathered = self._share(found, weight, "all_gather", level.weight, whole * width, unit)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
             if weight.block:
                 room = WEIGHTS_AT_ONCE * width + GRADIENTS_AT_ONCE * gradient * weight.trainable
@@ -185,44 +213,54 @@ class StoragePrices:
                 # What the first call needs arrives while nothing is computed.
                 found[ALONE] = gathered // weight.units
                 found[GATHERED] -= found[ALONE]
-        found[STORED] = (chunk if level.weight else whole) * width
+        found[STORED] = kept * width
         if level.weight and not weight.block:  # whole from the first operator to the last
-            found[STORED] += whole * width + (whole * gradient if weight.trainable else 0)
+            found[MOVING] = whole * width
+            # A weight that the loss does not depend on gets no gradient.
+            found[MOVING] += whole * gradient if weight.trainable and weight.reached else 0
         if not weight.trainable:
             return found
         self._reduce(found, weight, level, whole * gradient)
-        owned = chunk if level.optimizer else whole
         found[UPDATED] = picoseconds(
             self.walker.kernels.update_s(owned * master, self.optimizer.num_states)
             - self.walker.kernels.software.launch_s
         )
         found[AFTER] += found[UPDATED]
-        if level.optimizer and not level.weight:
-            found[AFTER] += self._share(found, weight, "all_gather", level.axes, whole * width)
-        copy = level.optimizer != level.weight or master != width
-        found[STORED] += owned * master * (self.optimizer.num_states + copy)
-        found[STORED] += (chunk if level.gradient else whole) * gradient
+        apart = level.optimizer[len(level.weight) :]
+        if apart:
+            found[AFTER] += self._share(found, weight, "all_gather", apart, kept * width)
+        # What is updated lies in the memory of the weight, if it has the same dtype.
+        found[STORED] += owned * master * (self.optimizer.num_states + (master != width))
+        found[STORED] += summed * gradient
+        if self.denominators:
+            found[UPDATING] = owned * master
         return found
 
     def _reduce(self, found: WeightPrice, weight: Stored, level: Level, size: int) -> None:
-        """Making the gradient whole: scattered over its chunks where it is partial over them."""
-        partial = tuple(a for a in self.mesh.names if a in weight.reduce)
-        part, unit = REDUCED, weight.unit_elements if level.weight else 0
-        if level.gradient:
-            # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
-            part = CHUNKED if weight.block or not level.weight else ALONE
+        """Reducing the gradient as `ir.step_program` says: in every microbatch to how it is stored,
+        once a step to how its optimizer state is stored.
+        """
+        unit = weight.unit_elements if level.weight else 0
         # What is reduced last arrives when nothing is computed any more.
         late = weight.units if unit else int(weight.last)  # one of so many; none
-        sent = 0
-        if level.gradient and set(level.axes) <= set(partial):
-            sent += self._share(found, weight, "reduce_scatter", level.axes, size, unit)
-            size //= self.mesh.size(level.axes)
-            partial = tuple(a for a in partial if a not in level.axes)
-        if partial:
-            sent += self._share(found, weight, "all_reduce", partial, size, unit)
-        if part == ALONE:
-            found[ALONE] += sent
-        else:
+        partial = tuple(a for a in self.mesh.names if a in weight.reduce)
+        state = size // self.mesh.size(level.optimizer)
+        each = tuple(a for a in level.gradient if a in partial)
+        once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
+        rest = tuple(a for a in partial if a not in level.optimizer)
+        # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
+        early = CHUNKED if weight.block or not level.weight else ALONE
+        for part, kind, axes, left in (
+            (early, "reduce_scatter", each, size // self.mesh.size(level.gradient)),
+            (REDUCED, "reduce_scatter", once, state),
+            (REDUCED, "all_reduce", rest, state),
+        ):
+            if kind == "reduce_scatter":
+                left *= self.mesh.size(axes)
+            sent = self._share(found, weight, kind, axes, left, unit)
+            if part == ALONE:
+                found[ALONE] += sent
+                continue
             exposed = sent // late if late else 0
             found[part] += sent - exposed
             found[AFTER] += exposed
@@ -231,19 +269,21 @@ class StoragePrices:
         """What a collective over `axes` takes at least."""
         return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
 
-    def messages(self, axes: Axes, units: int, reduces: bool) -> WeightPrice:
-        """What the messages of one block call cost beside their bytes, whose weights are in chunks
-        over `axes`: gathered twice, and if it `reduces`, gradients scattered.
+    def messages(self, level: Level, units: int, reduces: bool) -> WeightPrice:
+        """What the messages of one block call cost beside their bytes, whose weights are stored at
+        `level`: gathered twice, and if it `reduces`, gradients scattered.
         """
         found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-        gathered = self.message_ps(axes)
+        gathered = self.message_ps(level.weight)
         found[AGAIN] = gathered
         found[ALONE] = gathered // units
         found[GATHERED] = gathered - found[ALONE]
-        if reduces:
-            sent = picoseconds(self.walker.exchange("reduce_scatter", axes, 1).seconds)
-            found[AFTER] = sent // units
-            found[CHUNKED] = sent - found[AFTER]
+        scattered = (CHUNKED, level.gradient), (REDUCED, level.optimizer[len(level.gradient) :])
+        for part, axes in scattered if reduces else ():
+            if axes:
+                sent = picoseconds(self.walker.exchange("reduce_scatter", axes, 1).seconds)
+                found[AFTER] += sent // units
+                found[part] = sent - sent // units
         return found
 
     def _share(
@@ -282,6 +322,15 @@ class StoragePrices:
             rates = [np.array(busy_ps(exchanges[s], self.links)) / s for s in known]
             self.busy[kind, axes] = np.min(rates, axis=0)
         return self.busy[kind, axes]
+
+
+def _dominated(prices: WeightPrice) -> NDArray[np.bool_]:
+    """Which rows have no part below that of some other row; of equal ones all but the first."""
+    no_more = (prices[:, None] >= prices[None]).all(-1)
+    earlier = np.tri(len(prices), k=-1, dtype=bool)
+    beaten = no_more & (~no_more.T | earlier)
+    found: NDArray[np.bool_] = np.logical_or.reduce(beaten, axis=1)
+    return found
 
 
 def _together(weight: Stored, num_bytes: int, elements: int) -> int:

@@ -3,7 +3,8 @@
 What all parts of the program can split alike, the whole can. Factors of neighbouring parts that lie
 on one dim of a value are one factor of the whole; an axis on it shards every part that has it, and
 no value between the parts ever moves. That rules out factors that some part needs whole, and those
-whose partial sums would have to be added up before the end.
+whose partial sums would have to be added up before the end. The whole routes what one part routes
+and another routes back.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,7 @@ def compose(program: Function, known: Known) -> Rule:
         tuple(tensors[:count]),
         tuple(tensors[count:]),
         tuple((f, kinds[f]) for f in used),
+        routes=tuple((names[one], names[other]) for one, other in joined.routes()),
     )
 
 
@@ -110,6 +112,16 @@ class _Joined:
     def whole(self) -> set[Member]:
         """Roots of the factors that cannot be split."""
         return {self.root(m) for m in self.blocked}
+
+    def routes(self) -> Iterator[tuple[Member, Member]]:
+        """Roots of the pairs of factors that one part routes and another routes back."""
+        found = dict.fromkeys(
+            (self.root((position, one)), self.root((position, other)))
+            for position, rule in enumerate(self.rules)
+            for one, other in rule.routes
+        )
+        there = [pair for pair in found if pair[::-1] in found and not self.whole() & {*pair}]
+        return (pair for at, pair in enumerate(there) if pair[::-1] not in there[:at])
 
     def names(self) -> dict[Member, str]:
         """A name for every joined factor: that of the last part that has it, where it is free.

@@ -4,11 +4,13 @@
 parts: `dispatch` makes one row for every (token, slot) whose expert the rank has, sorted by expert
 and then by token, so that the rows' dim is expert x token; `grouped_mm` multiplies the rows of each
 expert by its matrix; what is computed row by row lies between; `collect` brings rows back to their
-tokens. An axis on the experts shards rows and matrices alike, and the result is a partial sum.
+tokens. An axis on the experts shards rows and matrices alike, and the result is a partial sum. An
+axis on tokens and experts at once is routed: each row travels to the rank that has its expert, and
+what is made of it travels back, so that the result lies as the tokens do and is whole.
 
 Rows have no fixed number per expert. What their specs say is the number if all experts get equally
-many, which is what work and memory are on average; local code asks the tensors. So rows never move:
-they are inside of one operator, between whose parts there are no movements.
+many, which is what work and memory are on average; local code asks the tensors. So no movement
+takes rows: they are inside of one operator, whose first and last part send routed rows themselves.
 
 `places` holds, per row, expert x (number of pairs) + pair, with pair = token x slots + slot, in
 global indices and ascending.
@@ -61,6 +63,7 @@ def _rule(
     operands: list[list[str]],
     results: list[list[str]],
     whole: tuple[str, ...],
+    route: tuple[str, str] | None = None,
 ) -> Rule:
     """A rule from dims like `e t0 c`; factors of size 1 are left out."""
 
@@ -72,6 +75,7 @@ def _rule(
         tuple(dims(t) for t in operands),
         tuple(dims(t) for t in results),
         tuple((f, WHOLE) for f in whole if sizes[f] > 1),
+        routes=(route,) if route and all(sizes[f] > 1 for f in route) else (),
     )
 
 
@@ -81,24 +85,34 @@ def _dispatch_rule(site: Site) -> Rule:
     sizes = _row_factors(site, tokens, site.results[0].shape[0], site.operands[2].shape[0])
     sizes |= {"s": slots, "h": width}
     operands = [["t0 t1", "h"], ["t0 t1", "s"], ["e"]]
-    return _rule(sizes, operands, [["e t0 c", "h"], ["e t0 c"]], ("t1", "c", "s", "h"))
+    results = [["e t0 c", "h"], ["e t0 c"]]
+    return _rule(sizes, operands, results, ("t1", "c", "s", "h"), ("t0", "e"))
 
 
 def _dispatch(e: Emission) -> str:
+    digits = e.operand_digits(0)
+    if axes := e.rule.routed(e.assignment, e.mesh):
+        experts = e.operand_digits(0, 2)
+        return f"rt.route({e.arg(0)}, {e.arg(1)}, ctx, {digits}, {experts}, {axes!r})"
     total = e.site.operands[2].shape[0]
-    return f"rt.dispatch({e.arg(0)}, {e.arg(1)}, {e.arg(2)}, {total}, ctx, {e.operand_digits(0)})"
+    return f"rt.dispatch({e.arg(0)}, {e.arg(1)}, {e.arg(2)}, {total}, ctx, {digits})"
 
 
 def _collect_rule(site: Site) -> Rule:
-    """rows[e t, o] places[e t] weights[t, s] -> [t, o]."""
+    """rows[e t, o] places[e t] weights[t, s] ids[t, s] experts[e] -> [t, o]."""
     (rows, width), (tokens, slots) = site.operands[0].shape, site.operands[2].shape
-    sizes = _row_factors(site, tokens, rows, site.integer(3)) | {"s": slots, "o": width}
-    operands = [["e t0 c", "o"], ["e t0 c"], ["t0 t1", "s"]]
-    return _rule(sizes, operands, [["t0 t1", "o"]], ("t1", "c", "s"))
+    sizes = _row_factors(site, tokens, rows, site.operands[4].shape[0])
+    sizes |= {"s": slots, "o": width}
+    operands = [["e t0 c", "o"], ["e t0 c"], ["t0 t1", "s"], ["t0 t1", "s"], ["e"]]
+    return _rule(sizes, operands, [["t0 t1", "o"]], ("t1", "c", "s"), ("e", "t0"))
 
 
 def _collect(e: Emission) -> str:
-    return f"rt.collect({e.arg(0)}, {e.arg(1)}, {e.arg(2)}, ctx, {e.operand_digits(0, 2)})"
+    rows, digits = ", ".join(e.arg(i) for i in range(3)), e.operand_digits(0, 2)
+    if axes := e.rule.routed(e.assignment, e.mesh):
+        experts = e.operand_digits(0, 4)
+        return f"rt.unroute({rows}, {e.arg(3)}, ctx, {digits}, {experts}, {axes!r})"
+    return f"rt.collect({rows}, ctx, {digits})"
 
 
 def _grouped_rule(site: Site) -> Rule:
@@ -167,7 +181,7 @@ def program_of(site: Site, known: Known) -> Function:
         values |= {f"{SIGN}{v.name.removeprefix(STEP)}": v.name for v in inner.results}
         body.append(Node(inner.op, inner.args, inner.kwargs, inner.results, node.path, index))
     last = Ref(body[-1].results[0].name)
-    args = (last, Ref("places"), Ref("weights"), experts)
+    args = (last, Ref("places"), Ref("weights"), Ref("ids"), Ref("experts"))
     out = Value("out", site.results[0])
     body.append(Node("parloom.collect", args, (), (out,), node.path, 0))
     return Function("experts", inputs, tuple(body), ("out",))

@@ -10,6 +10,7 @@ Unity's operators are instances.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 from parloom.errors import LayoutError
@@ -76,6 +77,10 @@ class Rule:
     `operands` follow `node.refs` (an operand named twice stands twice); a dim's factors are listed
     outermost first, a dim of size 1 has none. `kinds` names the factors that are not plain;
     `reduction` is how results combine over a factor that they lack.
+
+    `routes` are pairs of factors that an axis may be on at once: the operator then moves what it
+    reads from the ranks that the first one says to those that the second one says. Of tensors that
+    have both factors, the axis shards operands on the first and results on the second.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -83,6 +88,7 @@ class Rule:
     results: tuple[Dims, ...]
     kinds: tuple[tuple[str, str], ...] = ()
     reduction: str = "sum"
+    routes: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def size_of(self) -> Mapping[str, int]:
@@ -104,9 +110,32 @@ class Rule:
         whole = {f for f, kind in self.kinds if kind == WHOLE}
         return tuple(f for f, size in self.sizes if f not in whole and size > 1)
 
+    @cached_property
+    def places(self) -> tuple[tuple[str, ...], ...]:
+        """The factors that one axis may be on, sorted by name: none, one, or both of a route."""
+        single = self.shardable
+        routes = (tuple(sorted(pair)) for pair in self.routes if {*pair} <= {*single})
+        return ((), *((f,) for f in single), *routes)
+
+    def routed(self, assignment: Assignment, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which the operator moves rows: those on both factors of a route."""
+        found = {
+            axis
+            for one, other in self.routes
+            for axis in assignment.get(one, ())
+            if axis in assignment.get(other, ())
+        }
+        return tuple(a for a in mesh.names if a in found)
+
+    def travel(self, dims: Dims) -> bool:
+        """Whether a tensor of these dims has both factors of a route: routed axes move it."""
+        have = {f for dim in dims for f in dim}
+        return any(have.issuperset(pair) for pair in self.routes)
+
     def check(self, assignment: Assignment, mesh: Mesh, where: str) -> None:
         """Raise `LayoutError` unless `assignment` is legal for this rule."""
         used: list[str] = []
+        routed = self.routed(assignment, mesh)
         for factor, axes in assignment.items():
             if factor not in self.shardable:
                 names = ", ".join(self.shardable) or "none"
@@ -120,29 +149,22 @@ class Rule:
                     f"{where}: factor {factor!r} of size {self.size(factor)} does not divide by"
                     f" {over} = {mesh.size(axes)}"
                 )
-        if len(set(used)) != len(used):
+        if len({*used}) + len(routed) != len(used):
             raise LayoutError(f"{where}: an axis is assigned twice: {used}")
 
     def operand_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
         """The layout that operand `index` must have."""
-        return Layout(_shards(self, self.operands[index], assignment, mesh))
+        return Layout(_shards(self, self.operands[index], assignment, mesh, 0))
 
     def result_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
         """The layout that result `index` comes out with."""
         dims = self.results[index]
-        have = {f for dim in dims for f in dim}
-        partial = tuple(
-            (axis, self.reduction)
-            for factor, axes in assignment.items()
-            if factor not in have
-            for axis in axes
-        )
-        return Layout(_shards(self, dims, assignment, mesh), partial)
+        partial = tuple((axis, self.reduction) for axis in _missing(dims, assignment))
+        return Layout(_shards(self, dims, assignment, mesh, 1), partial)
 
     def varying(self, index: int, assignment: Assignment) -> tuple[str, ...]:
         """Axes over which the gradient of operand `index` leaves the operator partial."""
-        have = {f for dim in self.operands[index] for f in dim}
-        return tuple(a for f, axes in assignment.items() if f not in have for a in axes)
+        return _missing(self.operands[index], assignment)
 
     def split(self, parts: Mapping[str, tuple[int, ...]]) -> "Rule":
         """The rule with factors cut into parts (outermost first), named `n0`, `n1`, ..."""
@@ -165,11 +187,28 @@ class Rule:
             tuple(rename(d) for d in self.results),
             tuple((n, kind) for f, kind in self.kinds for n in names.get(f, (f,))),
             self.reduction,
+            tuple(
+                pair
+                for one, other in self.routes
+                for pair in product(names.get(one, (one,)), names.get(other, (other,)))
+            ),
         )
 
 
-def _shards(rule: Rule, dims: Dims, assignment: Assignment, mesh: Mesh) -> tuple[Shard, ...]:
+def _missing(dims: Dims, assignment: Assignment) -> tuple[str, ...]:
+    """The axes in use that shard no dim of a tensor."""
+    have = {f for dim in dims for f in dim}
+    there = {a for f, axes in assignment.items() if f in have for a in axes}
+    every = (a for axes in assignment.values() for a in axes)
+    return tuple(dict.fromkeys(a for a in every if a not in there))
+
+
+def _shards(
+    rule: Rule, dims: Dims, assignment: Assignment, mesh: Mesh, side: int
+) -> tuple[Shard, ...]:
+    """The shards of a tensor; if it has both factors of a route, `side` says which one counts."""
     shards: list[Shard] = []
+    left_out = _left_out(rule, dims, assignment, side) if rule.routes else frozenset()
     for dim, factors in enumerate(dims):
         if assignment.keys().isdisjoint(factors):
             continue
@@ -179,10 +218,25 @@ def _shards(rule: Rule, dims: Dims, assignment: Assignment, mesh: Mesh) -> tuple
             axes = assignment.get(factor, ())
             stride = unit * size // mesh.size(axes)
             for axis in reversed(axes):
-                shards.append(Shard(axis, dim, stride))
+                if (factor, axis) not in left_out:
+                    shards.append(Shard(axis, dim, stride))
                 stride *= mesh[axis].size
             unit *= size
     return tuple(shards)
+
+
+def _left_out(
+    rule: Rule, dims: Dims, assignment: Assignment, side: int
+) -> frozenset[tuple[str, str]]:
+    """Factors of a tensor, each with a routed axis that shards another of its factors."""
+    have = {f for dim in dims for f in dim}
+    return frozenset(
+        (pair[1 - side], axis)
+        for pair in rule.routes
+        if have.issuperset(pair)
+        for axis in assignment.get(pair[0], ())
+        if axis in assignment.get(pair[1], ())
+    )
 
 
 def build(

@@ -3,18 +3,23 @@ solutions known so far prices what overlaps and memory, and the model's minimum 
 the next solution, and a bound on all of them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
-
-import numpy as np
 
 from parloom.search.linear import LinearProgram
 from parloom.search.model import Bools, Floats, Model
 from parloom.search.solve.elimination import Elimination
 from parloom.search.solve.pruning import Pruning
-from parloom.search.step_rows import ShadowPrices, StepSums, row_prices, step_sums
+from parloom.search.step_rows import (
+    EXPOSED,
+    INSTANTS,
+    ShadowPrices,
+    StepSums,
+    row_prices,
+    step_sums,
+)
 from parloom.search.work import Work
 
 ROUNDS, ROUNDING = 25, 1e-6
@@ -23,6 +28,8 @@ MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well sca
 PENALTY = 100.0
 # Sweeps of pruning at once, and cells of joint tables that elimination may have after it.
 SWEEPS, CELLS = 4, 4_000_000
+# Sweeps for a solution in which one option is forced, from the messages of the free minimum.
+FORCED_SWEEPS = 1
 # Flows that are missed by less than this part of the worst are not made exact at once.
 JOINED = 10.0
 
@@ -103,15 +110,10 @@ class ColumnGeneration:
         self.like = found[1] or values
         return max(bound, found[0]), self.like
 
-    def minimum_with(self, variable: int, value: int, prices: Floats) -> tuple[int, ...]:
-        """A good solution under `prices` in which a variable has a value."""
-        allowed = [np.ones(len(v), dtype=bool) for v in self.model.variables]
-        allowed[variable][:] = False
-        allowed[variable][value] = True
+    def minimum_with(self, forced: Iterable[tuple[int, int]], prices: Floats) -> tuple[int, ...]:
+        """A good solution under `prices` in which variables have these values."""
         self.work.spend()
-        small, kept = self.model.restricted(allowed)
-        *_, found, _ = Pruning(small).run(prices, (), SWEEPS)
-        return tuple(int(k[v]) for k, v in zip(kept, found, strict=False))[: self.size]
+        return self.pruning.solution_with(forced, prices, FORCED_SWEEPS)[: self.size]
 
     def minimum_among(
         self, allowed: Sequence[Bools], prices: Floats
@@ -144,9 +146,15 @@ class ColumnGeneration:
             self.columns[key] = Column(values, rows, step_sums(rows, self.num_microbatches))
         return self.columns[key]
 
-    def run(self, limit_bytes: float, duals: ShadowPrices, tolerance: float = 1e-3) -> ShadowPrices:
-        """Columns and prices in turn until the mixture's cost is within `tolerance` of the bound:
-        the prices at the end.
+    def run(
+        self,
+        limit_bytes: float,
+        duals: ShadowPrices,
+        tolerance: float = 1e-3,
+        enough: float = inf,
+    ) -> ShadowPrices:
+        """Columns and prices in turn until the mixture's cost is within `tolerance` of the bound,
+        or the bound is `enough`: the prices at the end.
         """
         for _ in range(ROUNDS):
             count = len(self.columns)
@@ -158,7 +166,8 @@ class ColumnGeneration:
                 self.least_held = min(c.sums.held_bytes for c in self.columns.values())
             limit = max(limit_bytes, self.least_held)
             cost, after = self._combine(limit)
-            if cost - self.bound_ps(limit) <= tolerance * cost:
+            bound = self.bound_ps(limit)
+            if cost - bound <= tolerance * cost or (limit == limit_bytes and bound >= enough):
                 return after
             if len(self.columns) == count and after == duals:
                 return after
@@ -178,14 +187,15 @@ class ColumnGeneration:
         above = program.column(self._penalty(limit_bytes) * GB / MS)
         shares = [program.column(c.sums.plain_ps / MS) for c in columns]
         program.row(dict.fromkeys(shares, 1.0), 1.0, 1.0)
-        for column, name in zip(exposed, ("forward_ps", "between_ps", "last_ps"), strict=True):
+        for column, name in zip(exposed, EXPOSED, strict=True):
             terms = {s: -getattr(c.sums, name) / MS for s, c in zip(shares, columns, strict=True)}
             program.row({column: 1.0, **terms}, low=0.0)
-        held = {s: c.sums.held_bytes / GB for s, c in zip(shares, columns, strict=True)}
-        program.row({above: -1.0, **held}, high=limit_bytes / GB)
+        for name in INSTANTS:
+            held = {s: getattr(c.sums, name) / GB for s, c in zip(shares, columns, strict=True)}
+            program.row({above: -1.0, **held}, high=limit_bytes / GB)
         self.work.spend()
         answer = program.solve()
         assert answer is not None, "a mixture of columns is always possible"
         forward, between, last = (min(1.0, max(0.0, p)) for p in answer.prices[1:4])
-        byte_ps = max(0.0, -answer.prices[4]) * MS / GB
-        return answer.cost * MS, ShadowPrices(forward, between, last, byte_ps)
+        passes, update = (max(0.0, -price) * MS / GB for price in answer.prices[4:6])
+        return answer.cost * MS, ShadowPrices(forward, between, last, passes, update)

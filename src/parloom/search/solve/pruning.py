@@ -6,7 +6,7 @@ PAMI 28, 2006). What each variable costs at least adds up to a lower bound; an o
 above the bound by more than the best solution is in no better one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -44,6 +44,7 @@ class Pruning:
         self.moved: dict[tuple[int, int], Floats] = {}
         # What each option cost above the bound at least, under the last prices.
         self.reduced: list[Floats] = []
+        self._priced: tuple[bytes, list[Floats]] = b"", []
         for number, term in enumerate(model.terms):
             if not term.views:
                 self.constants.append(number)
@@ -60,6 +61,13 @@ class Pruning:
                     )
                     self.moved[number, axis] = np.zeros(view.size)
 
+    def priced(self, prices: Floats) -> list[Floats]:
+        """The table of each term; that of the last prices is known."""
+        key = prices.tobytes()
+        if self._priced[0] != key:
+            self._priced = key, [term.priced(prices) for term in self.model.terms]
+        return self._priced[1]
+
     def run(
         self, prices: Floats, like: Sequence[int], sweeps: int
     ) -> tuple[float, float, tuple[int, ...], list[NDArray[np.bool_]]]:
@@ -73,14 +81,23 @@ class Pruning:
             state = _Costs(self, prices)
         if like:
             state.see(like)
-        order = list(range(len(self.model.variables)))
-        for _ in range(sweeps):
-            state.sweep(order)
-            state.sweep(order[::-1])
-            if state.limit - state.bound <= ROUNDING * abs(state.bound):
-                break
+        state.run(sweeps)
         self.reduced = state.reduced
         return state.bound, state.limit, state.best, state.alive
+
+    def solution_with(
+        self, forced: Iterable[tuple[int, int]], prices: Floats, sweeps: int
+    ) -> tuple[int, ...]:
+        """The best solution seen in which variables have these options; messages stay as they
+        are.
+        """
+        before = {key: moved.copy() for key, moved in self.moved.items()}
+        state = _Costs(self, prices)
+        for variable, option in forced:
+            state.force(variable, option)
+        state.run(sweeps)
+        self.moved.update(before)
+        return state.best
 
 
 class _Costs:
@@ -89,7 +106,7 @@ class _Costs:
     def __init__(self, pruning: Pruning, prices: Floats) -> None:
         self.pruning = pruning
         terms = pruning.model.terms
-        self.priced = [term.priced(prices) for term in terms]
+        self.priced = pruning.priced(prices)
         finite = [t[np.isfinite(t)] for t in self.priced]
         self.ceiling = 2 * sum(float(t.max(initial=0.0)) for t in finite) + 1.0
         self.priced = [np.minimum(t, self.ceiling) for t in self.priced]
@@ -120,6 +137,21 @@ class _Costs:
         self.reduced = [np.zeros(len(v)) for v in pruning.model.variables]
         self.limit = inf
         self.best: tuple[int, ...] = ()
+
+    def force(self, variable: int, option: int) -> None:
+        """Leave a variable one option."""
+        others = np.arange(len(self.single[variable])) != option
+        self.single[variable][others] += self.ceiling
+        self.original[variable][others] += self.ceiling
+
+    def run(self, sweeps: int) -> None:
+        """Sweeps there and back, until the best solution is known to be the best of all."""
+        order = list(range(len(self.single)))
+        for _ in range(sweeps):
+            self.sweep(order)
+            self.sweep(order[::-1])
+            if self.limit - self.bound <= ROUNDING * abs(self.bound):
+                break
 
     def _shift(self, number: int, axis: int, amount: Floats) -> None:
         shape = [1] * self.pairs[number].ndim

@@ -1,0 +1,57 @@
+"""Random plans: of as many draws as there is budget, or of `DRAWS`, those that are the best so far.
+
+A draw is a number of microbatches, a mesh of at most two axes, and a layout of every operator.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from parloom.comparators.baselines import random_plans
+from parloom.errors import LayoutError
+from parloom.ir.factors import factorize
+from parloom.ir.lower import lower
+from parloom.ir.plan import GLOBAL, ActivationDecision, Decisions, Prediction
+from parloom.search.question import Question
+
+# About as many as the search simulates of a large model.
+DRAWS = 32
+
+
+def drawn(question: Question, base: Decisions) -> Iterator[tuple[Decisions, Prediction]]:
+    """Plans that fit, each faster than those before, with the dtypes of `base`; first of all, and
+    until one fits, the smallest so far.
+
+    Raises `LayoutError` where none can be lowered.
+    """
+    graph, factored = question.graph, factorize(question.graph)
+    counts = question.microbatch_counts(factored)
+    rng = random.Random(question.seed)
+    asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
+    least, refused = (inf, inf), None
+    for draw in range(question.budget or DRAWS):
+        count = rng.choice(counts)
+        # The program of one microbatch is divided no further.
+        divided = count if question.batch_semantics == GLOBAL else 1
+        try:
+            (plan,) = random_plans(graph, question.cluster, divided, question.seed + draw)
+            plan = replace(
+                plan,
+                activations=asked,
+                num_microbatches=count,
+                batch_semantics=question.batch_semantics,
+                master_dtype=base.master_dtype,
+                reduce_dtype=base.reduce_dtype,
+            )
+            pcg = lower(graph, plan, factored=factored)
+        except LayoutError as error:
+            refused = error
+            continue
+        found = question.predict(pcg, plan)
+        excess = max(0, found.peak_bytes - question.limit_bytes)
+        if (excess, found.step_s) < least:
+            least = excess, found.step_s
+            yield plan, found
+    if least == (inf, inf) and refused is not None:
+        raise refused

@@ -1,0 +1,164 @@
+"""Published runs: a configuration with a pipeline, as a program that is priced and simulated.
+
+A pipeline cuts the run of equal blocks into stages, each a graph with decisions of its own, which
+are lowered, priced and simulated as any plan.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from parloom.comparators.configuration import Configuration, laid_out
+from parloom.comparators.tensor_parallel import TENSOR
+from parloom.cost.actions import Stage
+from parloom.cost.kernels import Kernels
+from parloom.cost.pipeline import Send, StageActions, play_stage, send, simulate_pipeline
+from parloom.cost.simulate import Simulator, simulate
+from parloom.cost.step import priced
+from parloom.cost.timeline import Timeline
+from parloom.errors import InputError
+from parloom.ir.graph import DTYPE_BYTES, Graph
+from parloom.ir.layout import local_shape
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, part_of
+from parloom.ir.ops.experts import NAME as EXPERTS
+from parloom.ir.pcg import PCG
+from parloom.ir.plan import (
+    Decisions,
+    Optimizer,
+)
+from parloom.ir.repeat import run_of, stage
+from parloom.ir.schedules import schedule
+from parloom.rewrite.rewrites import rewritten
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The program of a pipeline stage; a plan without a pipeline is one part."""
+
+    graph: Graph
+    decisions: Decisions
+
+
+def plan(graph: Graph, chosen: Configuration, cluster: Cluster) -> tuple[Part, ...]:
+    """A part per stage, in order; equal stages in the middle are one value.
+
+    Raises `InputError` where the configuration does not fit the cluster, the graph or its batch.
+    """
+    if chosen.ranks != cluster.num_devices:
+        raise InputError(f"{chosen.ranks} ranks for the {cluster.num_devices} of {cluster.name}")
+    if chosen.expert > 1 and not any(flat.node.op == EXPERTS for flat in graph.flat()):
+        raise InputError(f"experts over {chosen.expert} ranks: {graph.name} has none")
+    own = part_of(cluster, chosen.ranks // chosen.pipeline)
+    if chosen.pipeline == 1:
+        return (_part(graph, chosen, own),)
+    run = run_of(graph)
+    known: dict[object, Part] = {}
+    parts = []
+    begin = 0
+    stages = chosen.pipeline * chosen.interleave
+    for index, count in enumerate(_divided(run.last - run.first + 1, stages)):
+        ends = index == 0, index == stages - 1
+        key = ends, count
+        if key not in known:
+            known[key] = _part(stage(graph, range(begin, begin + count), ends), chosen, own)
+        parts.append(known[key])
+        begin += count
+    return tuple(parts)
+
+
+def _part(graph: Graph, chosen: Configuration, cluster: Cluster) -> Part:
+    return Part(graph, laid_out(graph, chosen, cluster).decisions(chosen))
+
+
+def _divided(blocks: int, stages: int) -> list[int]:
+    """Blocks of every stage: equally many, or one fewer at both ends, where embedding and loss
+    stand for one each (Megatron-LM, DeepSpeed); otherwise the first stages take what is left over.
+    """
+    if blocks % stages and not (blocks + 2) % stages:
+        each = (blocks + 2) // stages
+        return [each - (index in (0, stages - 1)) for index in range(stages)]
+    if blocks < stages:
+        raise InputError(f"{blocks} blocks do not make {stages} stages")
+    return [blocks // stages + (index < blocks % stages) for index in range(stages)]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A plan by hand, lowered: a part and its parallel program per stage."""
+
+    chosen: Configuration
+    parts: tuple[Part, ...]
+    lowered: tuple[PCG, ...]
+
+    def play(
+        self,
+        cluster: Cluster,
+        kernels: Kernels | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        rounds: int | None = None,
+    ) -> Timeline:
+        """Price and simulate a step on `cluster`.
+
+        With `rounds`, a pipeline runs no more than so many microbatches for each of its ranks: less
+        than the step, and quicker to see what changes it.
+        """
+        chosen = self.chosen
+        own = part_of(cluster, chosen.ranks // chosen.pipeline)
+        if len(self.parts) == 1:
+            return simulate(self.lowered[0], own, self.parts[0].decisions, optimizer, kernels)
+        player = Simulator()
+        known: dict[int, StageActions] = {}
+        stages: list[StageActions] = []
+        for index, (part, pcg) in enumerate(zip(self.parts, self.lowered, strict=True)):
+            if id(pcg) not in known:
+                found = Stage(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
+                known[id(pcg)] = play_stage("", found, player)
+            actions = replace(known[id(pcg)], name=f"stage {index}")
+            sent = _send(index, pcg, chosen, cluster) if index + 1 < len(self.parts) else Send()
+            # What goes back is what came.
+            came = stages[-1].forward if stages else Send()
+            stages.append(replace(actions, forward=sent, backward=came))
+        name = "interleaved_1f1b" if chosen.interleave > 1 else "1f1b"
+        count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
+        lists = schedule(name, len(stages), count, chosen.interleave)
+        return simulate_pipeline(lists, stages)
+
+
+def program(graph: Graph, chosen: Configuration, cluster: Cluster) -> Program:
+    """The plan for `chosen`, lowered; see `plan` for what it raises."""
+    parts = plan(graph, chosen, cluster)
+    known: dict[int, PCG] = {}
+    for part in parts:
+        if id(part) not in known:
+            padded = rewritten(part.graph, part.decisions.rewrites)
+            known[id(part)] = lower(padded, part.decisions)
+    return Program(chosen, parts, tuple(known[id(part)] for part in parts))
+
+
+def _sent_bytes(pcg: PCG) -> float:
+    """What each rank sends of a microbatch's activations when they leave a stage.
+
+    Where all ranks of the tensor axis have them, each sends a part (scatter-gather: Narayanan et
+    al., SC'21, section 4.1).
+    """
+    found = 0.0
+    for _, value in pcg.outputs:
+        shape = local_shape(value.layout, value.spec.shape, pcg.mesh)
+        whole = TENSOR in pcg.mesh.names and TENSOR not in value.layout.axes
+        size = prod(shape) * DTYPE_BYTES[value.spec.dtype]
+        found += size / pcg.mesh[TENSOR].size if whole else size
+    return found
+
+
+def _send(index: int, pcg: PCG, chosen: Configuration, cluster: Cluster) -> Send:
+    """What goes from a stage to the next one, over the level that joins the two ranks."""
+    devices = cluster.num_devices // chosen.pipeline
+    rank = index % chosen.pipeline
+    one, other = rank * devices, (rank + 1) % chosen.pipeline * devices
+    crossed, below = 0, 1
+    for level, found in enumerate(cluster.levels):
+        if one // below != other // below:
+            crossed = level
+        below *= found.size
+    return send(_sent_bytes(pcg), crossed, cluster)

@@ -1,0 +1,197 @@
+"""The grid of a rule of thumb: legal, as good as all of its points, and cheap to look through."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from parloom.candidates import candidates
+from parloom.comparators.baselines import RULES, layouts
+from parloom.comparators.configuration import Configuration, cheap_operators, laid_out
+from parloom.comparators.drawn import drawn
+from parloom.comparators.grid import LEVELS, MOST, Grid, Point, _divided
+from parloom.cost.clusters import load_cluster
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Call, Graph
+from parloom.ir.lower import lower
+from parloom.ir.plan import MICROBATCH, Decisions, Optimizer
+from parloom.ir.text import parse_graph
+from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.search.question import Question, base_of
+from tests.unit.graphs import perceptron, stack
+
+CLUSTER = load_cluster("2x2xA100")
+EIGHT = load_cluster("2x4xA100")
+# Activations, weights and links each matter.
+MODEL = stack(2, batch=16, seq=64, width=256, vocab=512)
+# Of the way from the smallest peak to that of the plainest plan.
+SHARES = (1.0, 0.5, 0.1)
+# How much slower than the best of all points the one that is found may be.
+SLACK = {1.0: 1.0, 0.5: 1.1, 0.1: 1.25}
+
+
+def asked(made: Graph = MODEL, limit: float = 1e12, **other: object) -> Question:
+    found = Question(made, CLUSTER, Optimizer("adamw", 2), int(limit))
+    return replace(found, **other)  # type: ignore[arg-type]
+
+
+def grid(rule: str, question: Question, most: int = 10**6) -> Grid:
+    return Grid(question, RULES[rule], base_of(question), most)
+
+
+def every(rule: str, question: Question) -> Iterator[Point]:
+    """All points of a grid, simulated one by one."""
+    found = grid(rule, question)
+    sequences = (True, False) if rule == "megatron" else (False,)
+    for sequence, zero, level in product(sequences, RULES[rule].zeros, LEVELS):
+        for chosen, _ in layouts(
+            RULES[rule], question.graph, CLUSTER, 1, found.factored, sequence_parallel=sequence
+        ):
+            varied = replace(chosen, zero=zero, recompute=level)
+            for count in found._counts(varied):
+                point = found._point(_divided(varied, count))
+                if point is not None:
+                    yield point
+
+
+@cache
+def all_points(rule: str) -> tuple[Point, ...]:
+    return tuple(every(rule, asked()))
+
+
+def fastest(points: Iterable[Point], limit: int) -> float:
+    return min(p.prediction.step_s for p in points if p.prediction.peak_bytes <= limit)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_best_point_is_found_with_few_simulations(rule: str, share: float) -> None:
+    points = all_points(rule)
+    free = points[0].prediction.peak_bytes
+    least = min(p.prediction.peak_bytes for p in points)
+    question = asked(limit=least + share * (free - least))
+    looked = grid(rule, question, MOST)
+    found = list(looked.run())
+    assert len([p for p in looked.points.values() if p is not None]) <= min(MOST, len(points) - 1)
+    best = fastest(points, question.limit_bytes)
+    assert fastest(found, question.limit_bytes) <= SLACK[share] * best
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_point_is_legal(rule: str) -> None:
+    question = asked(stack(2, batch=12, seq=8))
+    factored = factorize(question.graph)
+    points = list(every(rule, question))
+    assert {p.chosen.recompute for p in points} == set(LEVELS)
+    assert {p.chosen.num_microbatches for p in points} >= {1, 3}
+    for point in points:
+        verify_decisions(question.graph, point.decisions, factored)
+        verify_pcg(lower(question.graph, point.decisions, factored=factored))
+        assert point.decisions.mesh.num_ranks == CLUSTER.num_devices
+
+
+@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("made", [perceptron(batch=12), stack(2, batch=12)])
+def test_a_batch_of_twelve_on_eight_devices(method: str, made: Graph) -> None:
+    found = candidates(asked(made, cluster=EIGHT), method, lambda text: None).found
+    assert found
+    for candidate in found:
+        assert candidate.decisions.mesh.num_ranks == 8
+        assert candidate.prediction is not None
+    nodes = [node for candidate in found for node in candidate.decisions.nodes]
+    assert any(axes for node in nodes for _, axes in node.factors)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_where_nothing_fits_there_is_the_smallest(rule: str) -> None:
+    smallest = min(p.prediction.peak_bytes for p in all_points(rule))
+    (found,) = grid(rule, asked(limit=1000), MOST).run()
+    assert smallest <= found.prediction.peak_bytes <= 1.2 * smallest
+
+
+def test_what_stands_beside_a_search_is_bounded() -> None:
+    looked = grid("megatron", asked(), 2)
+    assert list(looked.run())
+    assert len(looked.points) <= 2
+
+
+def test_a_number_of_microbatches_that_is_asked_for_is_kept() -> None:
+    found = list(grid("fsdp", asked(num_microbatches=4)).run())
+    assert {p.decisions.num_microbatches for p in found} == {4}
+    apart = list(grid("fsdp", asked(num_microbatches=4, batch_semantics=MICROBATCH)).run())
+    assert {p.decisions.batch_semantics for p in apart} == {MICROBATCH}
+    assert {p.chosen.words[1] for p in apart} == {"4 microbatches"}
+
+
+ATTENTION = """\
+graph "Attention" training=True
+
+input wq: float32[8, 8] = parameter("wq", trainable=True)
+input wo: float32[8, 8] = parameter("wo", trainable=True)
+input x: float32[4, 6, 8] = batch("x")
+
+def block(
+    hidden: float32[4, 6, 8],
+    wq: float32[8, 8],
+    wo: float32[8, 8],
+):
+    q: float32[4, 6, 8] = linear(hidden, wq)  # q
+    k: float32[4, 8, 6] = transpose(q, 1, 2)  #
+    scores: float32[4, 6, 6] = matmul(q, k)  #
+    shares: float32[4, 6, 6] = softmax(scores, -1)  #
+    mixed: float32[4, 6, 8] = matmul(shares, q)  # "" #1
+    out: float32[4, 6, 8] = linear(mixed, wo)  # out
+    return out
+
+main main:
+    y: float32[4, 6, 8] = block["block"](x, wq, wo)
+    loss: float32[] = sum(y)  #
+    return loss
+
+loss loss
+"""
+
+
+def test_selective_recomputation_makes_scores_again_and_no_product_with_weights() -> None:
+    made = parse_graph(ATTENTION)
+    (call,) = (item for item in made.main.body if isinstance(item, Call))
+    assert cheap_operators(made, call) == (":matmul#0", ":softmax#0", ":matmul#1")
+
+
+FLAT = """\
+graph "Flat" training=True
+
+input up: float32[8, 16] = parameter("up", trainable=True)
+input down: float32[16, 8] = parameter("down", trainable=True)
+input x: float32[4, 6, 8] = batch("x")
+
+main main:
+    twice: float32[4, 6, 8] = mul(x, 2.0)  #
+    rows: float32[24, 8] = view(twice, (24, 8))  #
+    wide: float32[24, 16] = mm(rows, up)  #
+    narrow: float32[24, 8] = mm(wide, down)  # "" #1
+    y: float32[4, 6, 8] = view(narrow, (4, 6, 8))  # "" #1
+    loss: float32[] = sum(y)  #
+    return loss
+
+loss loss
+"""
+
+
+def test_sequence_parallelism_gathers_positions_in_front_of_products_of_flat_rows() -> None:
+    chosen = Configuration(tensor=2, data=2, microbatch=2, sequence_parallel=True)
+    laid = laid_out(parse_graph(FLAT), chosen, CLUSTER)
+    found = {node.key: dict(node.factors) for node in laid.decisions(chosen).nodes}
+    assert found[":mul#0"] == {"d0": ("data",), "d1": ("tensor",)}
+    assert found[":mm#0"]["n"] == found[":mm#1"]["k"] == ("tensor",)
+
+
+def test_more_draws_are_no_worse() -> None:
+    few = list(drawn(asked(stack(1), budget=2), Decisions()))
+    many = list(drawn(asked(stack(1), budget=12), Decisions()))
+    assert many[: len(few)] == few
+    assert many[-1][1].step_s <= few[-1][1].step_s
+    assert [p.step_s for _, p in many] == sorted((p.step_s for _, p in many), reverse=True)
+    assert list(drawn(asked(stack(1), budget=12, seed=1), Decisions())) != many
