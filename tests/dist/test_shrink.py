@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from parloom import api
 from parloom.capture import Loaded, capture, fingerprint, load_abstract, load_model
+from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.execute.shrink import Shrunk, require_memory, shrink, small_mesh, small_model
 from parloom.execute.shrink_sizes import (
@@ -26,7 +27,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import parse_graph, print_graph
-from parloom.comparators.baselines import random_plan
+from parloom.comparators.baselines import METHODS, random_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -127,7 +128,9 @@ def test_a_batch_keeps_enough_samples_for_its_statistics(unit: int, expected: in
 
 def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:
     spec = config(tmp_path, LLAMA)
-    plan = api.plan(spec, cluster="2x4xH100", batch=32, seq=64, method="megatron", microbatches=4)
+    plan = api.plan(
+        spec, cluster="2x4xH100", devices=8, batch=32, seq=64, method="megatron", microbatches=4
+    )
     report = api.verify(plan, shrink=True)
     assert report.passed, report
     before = " x ".join(f"{a.name}={a.size}" for a in plan.decisions.mesh.axes)
@@ -142,11 +145,12 @@ def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:
 
 def test_padded_vocabulary_is_kept(tmp_path: Path) -> None:
     spec = config(tmp_path, GPT2)
-    plan = api.plan(spec, cluster="1x4xH100", batch=4, seq=32, method="megatron")
-    assert [r.rpartition(" ")[0] for r in plan.decisions.rewrites] == [
-        "pad transformer.wte.weight 1009"
-    ]
-    copy = shrink(plan, load_model(spec, batch=4, seq=32))
+    loaded = load_model(spec, batch=4, seq=32)
+    graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
+    *_, decisions = METHODS["megatron"](graph, load_cluster("1x4xH100"))
+    assert decisions.rewrites == ("pad transformer.wte.weight 1009 1012",)
+    plan = replace(planned(spec, loaded, decisions), source=ModelSource(spec, 4, 32))
+    copy = shrink(plan, loaded)
     assert copy.plan.decisions.rewrites == ("pad transformer.wte.weight 61 62",)
     assert proved(copy).passed
 
