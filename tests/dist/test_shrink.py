@@ -27,7 +27,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import parse_graph, print_graph
-from parloom.comparators.baselines import METHODS, random_plan
+from parloom.comparators.baselines import megatron, random_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -147,7 +147,7 @@ def test_padded_vocabulary_is_kept(tmp_path: Path) -> None:
     spec = config(tmp_path, GPT2)
     loaded = load_model(spec, batch=4, seq=32)
     graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
-    *_, decisions = METHODS["megatron"](graph, load_cluster("1x4xH100"))
+    *_, decisions = megatron(graph, load_cluster("1x4xH100"))
     assert decisions.rewrites == ("pad transformer.wte.weight 1009 1012",)
     plan = replace(planned(spec, loaded, decisions), source=ModelSource(spec, 4, 32))
     copy = shrink(plan, loaded)

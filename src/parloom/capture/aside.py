@@ -3,8 +3,9 @@
 torch.export makes every parameter of a module an input of its program, and copies, names and checks
 each several times: most of the time that the trace of a deep model takes. Layers of one list that
 look alike at first sight are taken to repeat the first two (`repeats.py` proves it). Outside
-of forward the others have no parameters; inside, they have tensors of another `FakeTensorMode`,
-with which no operator can be called.
+of forward the others have no parameters; inside, they have tensors of the same shapes. No operator
+raises on these, as it would in the middle of the user's code, which could catch it or leave things
+half done; that one read them shows in the trace.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import active_fake_mode
 
 from parloom.capture.state.aspects import is_plain
 
@@ -47,13 +48,12 @@ class Aside:
             for m in model.modules()
             if id(vars(m)) in self.layers and m._parameters
         }
-        self.tensors: dict[int, Tensor] = {}
-        mode = FakeTensorMode()
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in kept and type(parameter) is nn.Parameter:
-                tensor = mode.from_tensor(parameter)
-                self.tensors[id(parameter)] = tensor
-                self.names[id(tensor)] = name
+        self.parameters: dict[int, tuple[str, nn.Parameter]] = {
+            id(p): (name, p)
+            for name, p in model.named_parameters()
+            if id(p) not in kept and type(p) is nn.Parameter
+        }
+        self.tensors: dict[int, Tensor] = {}  # in the place of parameters, by their identity
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -69,6 +69,13 @@ class Aside:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside a trace, the layers have tensors of the shapes of their parameters."""
+        mode = active_fake_mode()
+        assert mode is not None, "a trace is of fake tensors"
+        self.tensors.clear()
+        self.names.clear()
+        for key, (name, parameter) in self.parameters.items():
+            self.tensors[key] = tensor = mode.from_tensor(parameter, static_shapes=True)
+            self.names[id(tensor)] = name
         try:
             for now, before in self.own.values():
                 traced = dict(now)
@@ -78,10 +85,14 @@ class Aside:
         finally:
             self._take()
 
+    def is_read(self, traced: nn.Module) -> bool:
+        """Whether an operator read the tensors that are shown: constants of the trace's root."""
+        return any(id(value) in self.names for value in vars(traced).values())
+
     def _take(self) -> None:
         for now, before in self.own.values():
             for name, parameter in before.items():
-                if id(parameter) in self.tensors:
+                if id(parameter) in self.parameters:
                     now.pop(name, None)
 
     def _shown(self, parameter: Any) -> Any:

@@ -134,7 +134,10 @@ class LossProgram(nn.Module):
             results += [(name, tensor) for name, tensor in flat if tensor is not loss]
         if not results:
             raise CaptureError(f"the model returns no tensor ({type(output).__name__})")
-        seen = [] if self.repeats is None else self.repeats.seen
+        seen: list[Tensor] = []
+        if self.repeats is not None:
+            self.repeats.check_results([tensor for _, tensor in results])
+            seen = self.repeats.seen
         self.names.found = (*(name for name, _ in results), *(None for _ in seen))
         return (*(tensor for _, tensor in results), *seen)
 
@@ -233,7 +236,13 @@ def trace(
         # Whether what forward assigns matters is checked here.
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         try:
-            exported, custom = export(wrapper, example)
+            try:
+                exported, custom = export(wrapper, example)
+                if repeats is not None and repeats.why:
+                    raise Unlike(repeats.why)
+            except BaseException:
+                wrapper.watch.undo()
+                raise
             short = repeats is not None and repeats.did
             if not short:
                 wrapper.repeats = None

@@ -146,7 +146,7 @@ class Repeats:
         self.missing: nn.Module | None = None  # a layer that had to be run
         self.repeated = 0
         # Whether a trace may be another one than that of the whole model.
-        self.did = self.aside is not None and bool(self.aside.names)
+        self.did = self.aside is not None and bool(self.aside.parameters)
         self.why = ""
         self.begin()
 
@@ -178,7 +178,8 @@ class Repeats:
                 return original(module, *args, **kwargs)
             found = self.finder.found(base, args, kwargs)
             nested = any("@" in key for key in tracer.module_stack)
-            first = next((f for f in reversed(kind.firsts) if f.is_like(found, nested)), None)
+            alike = (f for f in reversed(kind.firsts) if f.is_like(found, nested))
+            first = next((f for f in alike if self.reads_traced(f, found)), None)
             if first is not None:
                 kind.failures = 0
                 return self.again(first, found, tracer)
@@ -206,19 +207,35 @@ class Repeats:
 
     def fewer(self) -> "Repeats | None":
         """Stands in for fewer calls after a trace that failed; None where all are to be run."""
-        if self.aside is None or not self.aside.names:
+        if self.aside is None or not self.aside.parameters:
             return None
         if self.missing is None or self.run is None or len(self.run) == RETRIES:
             return type(self)(self.model, None)
         return type(self)(self.model, self.run | {id(self.missing)})
 
     def check_run(self, module: nn.Module) -> None:
-        """Raise `Unlike` where a call must run whose parameters are not in the trace."""
+        """Note where a call must run whose parameters are not in the trace.
+
+        It runs with tensors of their shapes: an exception would leave the user's code half done.
+        """
         layer = None if self.aside is None else self.aside.layers.get(id(vars(module)))
         if layer is not None:
             self.missing = self.missing or layer
             self.why = "a layer repeats no other one"
-            raise Unlike(self.why)
+
+    def check_results(self, results: list[Tensor]) -> None:
+        """Note where what is no call of a layer reads or returns its parameters."""
+        tracer = getattr(get_proxy_mode(), "tracer", None)
+        if self.aside is None or tracer is None or self.why:
+            return
+        returned = any(id(tensor) in self.aside.names for tensor in results)
+        if returned or self.aside.is_read(tracer.root):
+            self.why = "parameters of layers that are not traced are read"
+
+    def reads_traced(self, first: First, found: Found) -> bool:
+        """Whether a call in the place of `first` would read a tensor of the trace."""
+        names = {} if self.aside is None else self.aside.names
+        return any(id(found.tensors[i]) not in names for i in first.operands)
 
     def again(self, first: First, found: Found, tracer: Any) -> Any:
         """What a call would return that does what `first` did."""
@@ -229,8 +246,6 @@ class Repeats:
         operands = [found.tensors[i] for i in first.operands]
         aside = [names.get(id(t), "") for t in operands]
         traced = [t for t, name in zip(operands, aside, strict=True) if not name]
-        if not traced:
-            raise Unlike("a call reads no tensor of the trace")
         made = AGAIN(traced, first.number, first.texts, aside)
         if tuple(t.requires_grad for t in made) != first.gradients:
             self.why = "a call's results require gradients in another way"
