@@ -19,9 +19,9 @@ from parloom.cost.units import bytes_up
 from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
-from parloom.ir.plan import DEVICES, INTERRUPTED, Constraint, Plan, Prediction
+from parloom.ir.plan import DEVICES, Constraint, Plan, Prediction, Status
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
-from parloom.report.words import constraint_line
+from parloom.report.words import INTERRUPTED, constraint_line
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict
@@ -209,7 +209,7 @@ def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
             say(constraint_line(constraints[-1], found))
     except KeyboardInterrupt:
         line = f"what {text} costs is left out: {INTERRUPTED}"
-        found = replace(found, notes=(line, *found.notes))
+        found = replace(found, notes=(line, *found.notes), status=Status.INTERRUPTED)
     return replace(found, constraints=tuple(constraints))
 
 
@@ -236,7 +236,7 @@ def check_gap(plan: Plan, allowed: float | None) -> None:
     gap = plan.gap
     if gap is None or gap > allowed:
         what = "no bound was proved" if gap is None else f"the gap is {gap:.3g}"
-        spent = any("--budget" in line for line in plan.notes)
+        spent = plan.status is Status.OUT_OF_BUDGET
         raise GapError(
             f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
             " bound supposes that all overlaps (docs/space.md): ask for less"

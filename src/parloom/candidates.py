@@ -19,7 +19,7 @@ from parloom.comparators.tofu import tofu
 from parloom.errors import InputError, LayoutError, ParloomError, one_line
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import ActivationDecision, Decisions, Prediction
+from parloom.ir.plan import ActivationDecision, Decisions, Prediction, Status
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, Judged
@@ -65,8 +65,7 @@ class Candidates:
     refused: tuple[str, ...] = ()
     bound_s: float | None = None
     solver_gap: float | None = None
-    interrupted: bool = False
-    exhausted: bool = False
+    status: Status = Status.COMPLETE
 
 
 def candidates(question: Question, method: str, say: Say) -> Candidates:
@@ -87,19 +86,19 @@ def candidates(question: Question, method: str, say: Say) -> Candidates:
     found += _of_search(question, searched) if searched else ()
     if searched is not None and searched.left_out:
         lines.append(f"{AUTO}: {searched.left_out}")
-    if searched is not None and searched.exhausted:
+    if searched is not None and searched.status is Status.OUT_OF_BUDGET:
         lines.append(f"{AUTO}: --budget {question.budget} is used up; the best until then")
     # Where the search finds nothing that fits, there may be a plan that does not.
-    unknown = searched is not None and not (searched.interrupted or searched.exhausted)
+    unknown = searched is not None and searched.status is Status.COMPLETE
     if not found and stopped:
         raise KeyboardInterrupt
     if not found and not unknown:
         raise _nothing(method, searched, against, refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    stopped = stopped or (searched is not None and searched.interrupted)
-    exhausted = searched is not None and searched.exhausted
-    return Candidates(tuple(found), tuple(lines), bound, gap, stopped, exhausted)
+    status = searched.status if searched else Status.COMPLETE
+    status = Status.INTERRUPTED if stopped else status
+    return Candidates(tuple(found), tuple(lines), bound, gap, status)
 
 
 def _of_search(question: Question, searched: Searched) -> Iterator[Candidate]:
@@ -202,7 +201,7 @@ def _nothing(
     refused: Mapping[str, ParloomError],
 ) -> BaseException:
     """Why a method proposes nothing."""
-    if searched is not None and searched.interrupted:
+    if searched is not None and searched.status is Status.INTERRUPTED:
         return KeyboardInterrupt()
     if against:
         what = f"{method} has no plan as asked: {against[0][1]}"

@@ -15,8 +15,8 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import check_part
 from parloom.ir.microbatches import with_whole_batch
-from parloom.ir.plan import INTERRUPTED, MICROBATCH, Alternative, Decisions, Plan, Prediction
-from parloom.report.words import idle_words, part_words, splits
+from parloom.ir.plan import MICROBATCH, Alternative, Decisions, Plan, Prediction, Status
+from parloom.report.words import INTERRUPTED, idle_words, part_words, splits
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
@@ -145,9 +145,9 @@ def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     played: list[tuple[Candidate, Prediction]] = []
     factored = factorize(ask.graph)
     refused: list[LayoutError] = []
-    notes, interrupted = asked.notes, proposed.interrupted
+    notes, status = asked.notes, proposed.status
     for candidate in proposed.found:
-        if interrupted and candidate.prediction is None:
+        if status is Status.INTERRUPTED and candidate.prediction is None:
             continue
         try:
             prediction = candidate.prediction or predict(ask, candidate.decisions, factored)
@@ -157,7 +157,7 @@ def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
             say(notes[0])
             continue
         except KeyboardInterrupt:
-            interrupted = True
+            status = Status.INTERRUPTED
             continue
         played.append((candidate, prediction))
         step, peak = format_seconds(prediction.step_s), format_bytes(prediction.peak_bytes)
@@ -167,11 +167,11 @@ def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
         for i, (c, p) in enumerate(played)
         if p.peak_bytes <= limit
     ]
-    if interrupted and not fitting:
+    if status is Status.INTERRUPTED and not fitting:
         raise KeyboardInterrupt
     if not played and refused:
         raise refused[0]
-    if not fitting and proposed.exhausted:
+    if not fitting and status is Status.OUT_OF_BUDGET:
         found = f"no plan that was found within --budget {ask.budget}"
         raise InfeasibleError(f"{found} fits in {format_bytes(limit)} per device; give it more")
     if not fitting:
@@ -182,18 +182,19 @@ def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
     if asked.bound_s and candidate.decisions.rewrites:
         asked = replace(asked, bound_s=None, solver_gap=None)
         notes = (f"{candidate.name}: {UNBOUND}", *notes)
-    stopped = (f"{candidate.method}: {INTERRUPTED}",) if interrupted else ()
+    stopped = status is Status.INTERRUPTED
     return replace(
         asked,
         method=candidate.method,
         decisions=candidate.decisions,
         prediction=prediction,
+        status=status,
         assumptions=_assumed(ask, candidate.decisions),
         alternatives=tuple(
             Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in played
         ),
         notes=(
-            *stopped,
+            *([f"{candidate.method}: {INTERRUPTED}"] if stopped else []),
             *part_words(ask.machine.cluster, candidate.decisions, step_s, *fewest),
             *idle_words(candidate.decisions, _why_idle(ask, played)),
             *notes,

@@ -16,7 +16,7 @@ from parloom.errors import FingerprintError, InfeasibleError, InputError, neares
 from parloom.execute.files import read_plan
 from parloom.execute.machine import machine_of
 from parloom.execute.program import lowered
-from parloom.ir.plan import INTERRUPTED, Plan
+from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -27,7 +27,7 @@ from parloom.report.name_screen import name_screen
 from parloom.report.names import Names
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
-from parloom.report.words import explained_words, memory_limit
+from parloom.report.words import INTERRUPTED, explained_words, memory_limit
 
 Say = Callable[[str], None]
 # More bytes than any device has.

@@ -129,7 +129,7 @@ def test_a_batch_keeps_enough_samples_for_its_statistics(unit: int, expected: in
 def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:
     spec = config(tmp_path, LLAMA)
     plan = api.plan(
-        spec, cluster="2x4xH100", devices=8, batch=32, seq=64, method="megatron", microbatches=4
+        spec, cluster="1x8xH100", devices=8, batch=32, seq=64, method="data_parallel", microbatches=4
     )
     report = api.verify(plan, shrink=True)
     assert report.passed, report

@@ -23,10 +23,11 @@ from parloom.comparators.baselines import data_parallel
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
 from parloom.execute.files import check_folder, read_plan, write_atomic
-from parloom.ir.plan import INTERRUPTED, Alternative, Constraint, Plan
+from parloom.ir.plan import Alternative, Constraint, Plan, Status
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
 from parloom.report.shortage import Change, Shortage, shortage_document, shortage_text
+from parloom.report.words import INTERRUPTED
 from tests.unit.graphs import cluster, perceptron
 from tests.unit.test_calibration import MADE
 from tests.unit.test_plan_json import example
@@ -55,6 +56,7 @@ class FakeApi(types.ModuleType):
         self.nothing_fits: errors.InfeasibleError | None = None
         self.capture_s = 0.0
         self.notes: tuple[str, ...] = ()
+        self.status = Status.COMPLETE
         self.constraints: tuple[Constraint, ...] = ()
         self.alternatives = example().alternatives
 
@@ -76,7 +78,7 @@ class FakeApi(types.ModuleType):
         text = print_graph(graph)
         found = replace(example(), cluster=asked["cluster"], graph=text, decisions=decisions)
         found = replace(found, alternatives=self.alternatives)
-        return replace(found, notes=self.notes, constraints=self.constraints)
+        return replace(found, notes=self.notes, status=self.status, constraints=self.constraints)
 
     def check_gap(self, plan: Plan, allowed: float | None) -> None:
         if allowed is not None:
@@ -243,7 +245,7 @@ def test_alternatives_that_no_word_tells_apart_are_one_row(
 def test_an_interrupted_search_keeps_its_plan_and_exits_130(
     api: FakeApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.notes = (f"auto: {INTERRUPTED}",)
+    api.notes, api.status = (f"auto: {INTERRUPTED}",), Status.INTERRUPTED
     assert cli.main(["plan", "zoo:gpt", "--cluster", "6xcpu", "--out", "here"]) == 130
     result = capsys.readouterr()
     assert "auto: interrupted; this is the best of what was found until then" in flat(result.out)

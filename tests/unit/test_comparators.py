@@ -25,6 +25,7 @@ from parloom.ir.plan import (
     NodeDecision,
     Optimizer,
     ParameterDecision,
+    Status,
     Storage,
     one_stage,
 )
@@ -207,7 +208,7 @@ def test_an_interrupted_comparator_keeps_what_it_has(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(1)})
     found = candidates(question(made), "tofu", lambda text: None)
-    assert found.interrupted
+    assert found.status is Status.INTERRUPTED
     assert len(found.found) == 1
     monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(0)})
     with pytest.raises(KeyboardInterrupt):

@@ -16,11 +16,11 @@ from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import format_bytes
 from parloom.explain import explain
 from parloom.ir.plan import (
-    INTERRUPTED,
     ActivationDecision,
     Constraint,
     Decisions,
     Prediction,
+    Status,
 )
 from parloom.report.bars import bars
 from parloom.report.case import Case
@@ -29,6 +29,7 @@ from parloom.report.explain_screen import plan_explained_screen
 from parloom.report.grid import mesh_grid
 from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
+from parloom.report.words import INTERRUPTED
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 
@@ -232,7 +233,7 @@ def test_that_the_other_search_was_stopped_is_said(
     stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = case_of(GRAPH, CLUSTER, next(data_parallel(GRAPH, CLUSTER))).plan
-    other = replace(plan, notes=(f"auto: {INTERRUPTED}",) if stopped else ())
+    other = replace(plan, status=Status.INTERRUPTED if stopped else Status.COMPLETE)
     monkeypatch.setattr("parloom.explain.choose", lambda ask, say: other)
     said: list[str] = []
     explain(plan, "plan.json", versus="auto", say=said.append)

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
@@ -24,8 +25,6 @@ T = TypeVar("T")
 FORMAT = "parloom.plan"
 VERSION = "2.0"
 
-# What a note ends with where a search was stopped.
-INTERRUPTED = "interrupted; this is the best of what was found until then"
 # The flag that asks for so many devices of a cluster.
 DEVICES = "--devices "
 # What a model can be cast to, by the name of the flag.
@@ -266,6 +265,14 @@ class ModelSource:
         return ":" not in self.spec
 
 
+class Status(StrEnum):
+    """How the search for a plan ended."""
+
+    COMPLETE = "complete"
+    INTERRUPTED = "interrupted"
+    OUT_OF_BUDGET = "out of budget"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A saved answer: the question (fingerprint, source, cluster), the decisions, the prediction.
@@ -289,6 +296,7 @@ class Plan:
     seed: int = 0
     bound_s: float | None = None
     solver_gap: float | None = None
+    status: Status = Status.COMPLETE
     version: str = VERSION
     notes: tuple[str, ...] = ()
     evaluation_graph: str = ""
@@ -299,7 +307,7 @@ class Plan:
     @property
     def interrupted(self) -> bool:
         """Whether the search was stopped before it was over."""
-        return any(line.endswith(INTERRUPTED) for line in self.notes)
+        return self.status is Status.INTERRUPTED
 
     @property
     def gap(self) -> float | None:

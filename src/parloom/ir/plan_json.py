@@ -62,6 +62,7 @@ def plan_to_json(plan: Plan) -> str:
         "prediction": _prediction(plan.prediction),
         "bound_s": plan.bound_s,
         "solver_gap": plan.solver_gap,
+        "status": plan.status,
         "alternatives": [
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
@@ -257,6 +258,7 @@ class _Reader:
             seed=document.seed,
             bound_s=document.bound_s,
             solver_gap=document.solver_gap,
+            status=document.status,
             notes=tuple(document.notes),
             settings=tuple(document.settings.items()),
             ranges=tuple((name, low, high) for name, (low, high) in document.ranges.items()),

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from parloom.ir.plan import Status
+
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Index = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -182,6 +184,7 @@ class PlanDocument(Document):
     prediction: PredictionDocument | None
     bound_s: Number | None
     solver_gap: Number | None
+    status: Annotated[Status, Field(strict=False)] = Status.COMPLETE
     alternatives: list[AlternativeDocument]
     constraints: list[ConstraintDocument] = []
     assumptions: list[str]

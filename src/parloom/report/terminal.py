@@ -64,6 +64,7 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "solver_gap": plan.solver_gap,
+        "status": plan.status,
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "memory": [dict(prediction.memory)] if prediction else [],
         "prediction_source": prediction.source if prediction else None,

@@ -34,6 +34,8 @@ Axes = tuple[str, ...]
 IMAGE_DIMS = 4  # samples, channels, height, width
 LOOKUPS = frozenset({"embedding", "parloom.embedding_bag"})
 ATTENTION = "scaled_dot_product_attention"
+# After the name of the method whose search was stopped.
+INTERRUPTED = "interrupted; this is the best of what was found until then"
 
 
 def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> tuple[str, ...]:

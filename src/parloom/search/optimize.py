@@ -12,7 +12,7 @@ from math import inf
 
 from parloom.cost.units import format_seconds
 from parloom.ir.mesh import Mesh, part_of
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Status
 from parloom.search.choices import Menu, Menus
 from parloom.search.contexts import Contexts, ContextSearch, Judged, Seen
 from parloom.search.finer import LeastCosts, promising, refinements
@@ -58,16 +58,14 @@ ROUNDING = 1e-6
 @dataclass(frozen=True)
 class Searched:
     """The plans that were simulated, the fastest that fit first; what no plan of the space
-    undercuts, and what no estimate undercuts; whether the search was interrupted, or used up its
-    budget; what was left out, so that bounds do not hold for it, in words; and the smallest of all
-    plans that were simulated.
+    undercuts, and what no estimate undercuts; how the search ended; what was left out, so that
+    bounds do not hold for it, in words; and the smallest of all plans that were simulated.
     """
 
     proposals: tuple[Judged, ...]
     bound_ps: float
     estimate_bound_ps: float
-    interrupted: bool = False
-    exhausted: bool = False
+    status: Status = Status.COMPLETE
     left_out: str = ""
     smallest: Judged | None = None
 
@@ -76,7 +74,9 @@ class Searched:
         """(Best estimate - its bound) / its bound; None where nothing was found or not all was
         searched.
         """
-        if not self.proposals or self.interrupted or self.exhausted or self.estimate_bound_ps <= 0:
+        if not self.proposals or self.status is not Status.COMPLETE:
+            return None
+        if self.estimate_bound_ps <= 0:
             return None
         best = min(found.estimate_ps for found in self.proposals)
         gap = best / self.estimate_bound_ps - 1
@@ -93,26 +93,25 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
         say("nothing fits: weights and their states alone take more than all devices may hold")
         return Searched((), 0.0, inf)
     driver: Driver | None = None
-    interrupted = exhausted = False
+    status = Status.COMPLETE
     try:
         driver = Driver(question, base, say)
         try:
             driver.run()
         except OutOfWorkError:
-            exhausted = True
+            status = Status.OUT_OF_BUDGET
             driver.bound_ps = driver.least_compute_ps()
     except KeyboardInterrupt:
-        interrupted = True
+        status = Status.INTERRUPTED
     if driver is None:
-        return Searched((), 0.0, inf, interrupted=True)
+        return Searched((), 0.0, inf, Status.INTERRUPTED)
     judged = {found.decisions: found for found in driver.judged()}.values()
     fitting = [found for found in judged if found.peak_bytes <= question.limit_bytes]
     return Searched(
         tuple(sorted(fitting, key=lambda found: (found.step_ps, found.decisions.mesh.num_ranks))),
         driver.bound_ps,
         driver.estimate_bound_ps,
-        interrupted,
-        exhausted,
+        status,
         driver.left_out,
         min(judged, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
     )
