@@ -31,7 +31,7 @@ from parloom.errors import LayoutError, VerifyError
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions, Prediction
 from parloom.ir.verify import verify_decisions, verify_pcg
-from parloom.search.question import Question, base_of
+from parloom.search.request import Request, base_of
 
 MODELS = ("mlp_unify", "dlrm", "gpt", "candle_uno", "llama")
 CLUSTERS = ("1x8xV100-16GB", "2x4xRTX4090-25gbit.yaml", "4x8xA100-80GB", "8x8xH100")
@@ -47,7 +47,7 @@ ASKED = ("model", "cluster", "limit", "seed", "mutations", "random_plans")
 class Climb:
     """Mutations and random plans of one question; what they were found to take."""
 
-    def __init__(self, question: Question, start: Answer, rng: Random) -> None:
+    def __init__(self, question: Request, start: Answer, rng: Random) -> None:
         self.question, self.rng = question, rng
         self.space = Space(question.graph, question.cluster, base_of(question))
         self.best_s, self.least_s = start.step_s, inf
@@ -60,7 +60,8 @@ class Climb:
             draft, pcg = self.space.lowered(draft)
             decisions = self.space.decisions(draft)
             verify_decisions(self.question.graph, decisions, self.space.factored)
-            found = self.question.predict(verify_pcg(pcg), decisions)
+            question = self.question
+            found = question.machine.predict(verify_pcg(pcg), decisions, question.optimizer)
         except (LayoutError, VerifyError):
             return None
         self.simulated += 1
@@ -99,7 +100,7 @@ class Climb:
         return best
 
 
-def row_of(question: Question, start: Answer, options: argparse.Namespace) -> Row:
+def row_of(question: Request, start: Answer, options: argparse.Namespace) -> Row:
     """What is found from the answer to one question."""
     begin = time.process_time()
     seed = f"{options.seed} {question.cluster.name} {question.limit_bytes} {question.graph.name}"

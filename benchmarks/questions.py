@@ -19,7 +19,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions
 from parloom.ir.text import parse_graph, print_graph
 from parloom.search.optimize import search
-from parloom.search.question import Question, base_of
+from parloom.search.request import Request, base_of
 
 # What a case says of tables, and not of a model.
 TABLE = ("clusters", "batches")
@@ -75,18 +75,11 @@ def graph_of(case: Row, folder: str | None) -> Graph:
     return parse_graph(path.read_text(encoding="utf-8"))
 
 
-def question_of(case: Row, graph: Graph, cluster: str, limit: int | None = None) -> Question:
+def question_of(case: Row, graph: Graph, cluster: str, limit: int | None = None) -> Request:
     """What `parloom plan` would ask, of at most `limit` bytes (None: all that a device has)."""
     machine = machine_for(cluster_spec(cluster))
     there = machine.cluster.device.memory_bytes
-    return Question(
-        graph,
-        machine.cluster,
-        named_optimizer(case["optimizer"]),
-        limit or there,
-        kernels=machine.kernels,
-        predicted=machine.predict,
-    )
+    return Request(graph, machine, named_optimizer(case["optimizer"]), limit or there)
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class Answer:
     cpu_s: float
 
 
-def answer(question: Question) -> Answer:
+def answer(question: Request) -> Answer:
     """Search, and say how long that took."""
     start = time.process_time()
     found = search(question, base_of(question), lambda text: None)

@@ -49,12 +49,10 @@ from questions import (
 )
 
 from parloom import arguments
-from parloom.candidates import AUTO, candidates
+from parloom.candidates import candidates
 from parloom.cost.units import format_bytes
-from parloom.errors import InputError, LayoutError
-from parloom.ir.lower import lower
-from parloom.rewrite.rewrites import rewritten
-from parloom.search.question import Question
+from parloom.errors import InputError
+from parloom.search.request import AUTO, Request
 
 T = TypeVar("T")
 METHODS = tuple(name for name in arguments.METHODS if name != AUTO)
@@ -215,7 +213,7 @@ def _apart(make: Callable[[], T]) -> T:
     return answered[0]
 
 
-def _searched(question: Question) -> Row:
+def _searched(question: Request) -> Row:
     """What the search alone answers."""
     before, found = _rss_bytes(), answer(question)
     fits = found.decisions is not None
@@ -234,7 +232,7 @@ def _searched(question: Question) -> Row:
     }
 
 
-def _compared(question: Question, found: Row, methods: Sequence[str]) -> Row:
+def _compared(question: Request, found: Row, methods: Sequence[str]) -> Row:
     """The fastest plan of each other method that fits; what failed."""
     steps: dict[str, float | None] = {}
     seconds: dict[str, float] = {}
@@ -262,16 +260,10 @@ def _best(auto_s: float | None, steps: dict[str, float | None]) -> tuple[str | N
     return best, fitting[best] / auto_s if best is not None and auto_s else None
 
 
-def _steps(question: Question, method: str) -> Iterator[float]:
+def _steps(question: Request, method: str) -> Iterator[float]:
     """Simulated steps of a method's plans that fit."""
-    for candidate in candidates(question, method, lambda text: None).found:
-        decisions, prediction = candidate.decisions, candidate.prediction
-        if prediction is None:
-            try:
-                pcg = lower(rewritten(question.graph, decisions.rewrites), decisions)
-            except LayoutError:  # as when microbatches do not divide over this mesh
-                continue
-            prediction = question.predict(pcg, decisions)
+    for candidate in candidates(replace(question, method=method), lambda text: None).found:
+        prediction = candidate.prediction
         if prediction.peak_bytes <= question.limit_bytes:
             yield prediction.step_s
 

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 
-from parloom.candidates import AUTO, Candidate, Candidates, smallest
-from parloom.changes import change, chosen, priced_changes
-from parloom.choose import Ask, NothingFitsError, Say, best_of, choose
+from parloom.candidates import Candidates, smallest
+from parloom.changes import Origin, change, chosen, priced_changes
+from parloom.choose import Choice, NothingFitsError, best_of, choose
 from parloom.cost.holdings import holdings
 from parloom.cost.ledger import ledger
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import bytes_up
-from parloom.errors import GapError, InfeasibleError, InputError
+from parloom.errors import GapError, InfeasibleError, InputError, StoppedError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
-from parloom.ir.plan import DEVICES, Constraint, Plan, Prediction, Status
+from parloom.ir.plan import DEVICES, Constraint, Plan, Status
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import INTERRUPTED, constraint_line
 from parloom.rewrite.rewrites import rewritten
@@ -27,7 +27,7 @@ from parloom.search.conflicts import broken, check_pins, smallest_conflict
 from parloom.search.least import conflict
 from parloom.search.pinned import clashes, resolve
 from parloom.search.pins import Pin
-from parloom.search.question import Wanted, base_of
+from parloom.search.request import AUTO, Request, Say, ScoredPlan, Wanted, base_of
 
 ALL = "all of these"
 MIB = 2**20
@@ -46,79 +46,71 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
-def answer(ask: Ask, pins: Sequence[Pin], memory: str, say: Say) -> Plan:
+def answer(request: Request, origin: Origin, pins: Sequence[Pin], memory: str, say: Say) -> Choice:
     """The best plan, with `constraints` that say what each pin costs and, where `memory` says how
     much was asked for, that limit.
 
     Raises `InputError` for pins that cannot be held, `InfeasibleError` where nothing fits.
     """
-    factored = factorize(ask.graph)
-    ask = replace(ask, pinned=resolve(pins, ask.graph, factored))
-    if _is_searched(ask):
-        check_pins(ask.pinned, factored, ask.machine.cluster)
-    if clashes(ask.pinned):
-        raise conflict(ask.question, base_of(ask.question))
+    factored = factorize(request.graph)
+    request = replace(request, pinned=resolve(pins, request.graph, factored))
+    if request.method == AUTO:
+        check_pins(request.pinned, factored, request.cluster)
+    if clashes(request.pinned):
+        raise conflict(request, base_of(request))
     try:
-        found = choose(ask, say)
+        found = choose(request, say)
     except NothingFitsError as error:
-        found = _least(ask, error, say)
-    if found.interrupted:
+        found = _least(request, origin, error.proposed, say)
+    if found.status is Status.INTERRUPTED:
         return found
-    return _constrained(ask, found, memory, say)
+    return _constrained(request, origin, found, memory, say)
 
 
-def _is_searched(ask: Ask) -> bool:
-    """Whether there is more than rules of thumb, on meshes of the search's own."""
-    return ask.plan.method == AUTO
-
-
-def _least(ask: Ask, error: NothingFitsError, say: Say) -> Plan:
+def _least(request: Request, origin: Origin, proposed: Candidates, say: Say) -> Choice:
     """The smallest plan, where it fits although the search under this limit found none that does.
 
     Raises `InfeasibleError` where it does not.
     """
-    played, least = list(error.played), None
-    if _is_searched(ask):
+    least: int | None = None
+    if request.method == AUTO:
         say("nothing fits so far; looking for the smallest plan")
         try:
-            small, least = smallest(ask.question)
+            small, least = smallest(request)
         except InputError:  # pins leave no plan on the meshes that are searched
-            if not played:
+            if not proposed.found:
                 raise
         else:
-            assert small.prediction is not None, "it was simulated"
-            played.append((small, small.prediction))
-    others = tuple(replace(candidate, prediction=found) for candidate, found in played)
-    if any(found.peak_bytes <= ask.limit for _, found in played):
-        return best_of(replace(ask, plan=error.asked), Candidates(others), say)
-    raise _shortage(ask, played, least, say)
+            proposed = replace(proposed, found=(*proposed.found, small))
+    if any(plan.prediction.peak_bytes <= request.limit_bytes for plan in proposed.found):
+        return best_of(request, proposed, say)
+    raise _shortage(request, origin, proposed.found, least, say)
 
 
 def _shortage(
-    ask: Ask, played: Sequence[tuple[Candidate, Prediction]], least: int | None, say: Say
+    request: Request, origin: Origin, found: Sequence[ScoredPlan], least: int | None, say: Say
 ) -> InfeasibleError:
     """What fills memory in the smallest plan, what would fit, and which pins are to blame."""
-    candidate, prediction = min(played, key=lambda entry: entry[1].peak_bytes)
-    shortage = _filled(ask, candidate, prediction, least)
-    plan = replace(ask.plan, decisions=candidate.decisions, prediction=prediction)
-    size = bytes_up(prediction.peak_bytes)
-    needed_mib = ceil(prediction.peak_bytes / MIB)
+    small = min(found, key=lambda plan: plan.prediction.peak_bytes)
+    shortage = _filled(request, small, least)
+    size = bytes_up(small.prediction.peak_bytes)
+    needed_mib = ceil(small.prediction.peak_bytes / MIB)
     flags, words = f"--memory {needed_mib}MiB", f"devices with {size} of it"
-    say(f"nothing fits, {candidate.name} is the smallest: {size}; Ctrl-C ends pricing what would")
-    changes = [change(flags, words, ask, plan)]
+    say(f"nothing fits, {small.name} is the smallest: {size}; Ctrl-C ends pricing what would")
+    changes = [change(flags, words, request, small)]
     untried: tuple[str, ...] = ()
     blamed: list[str] = []
-    if ask.plan.source.is_factory:
+    if origin.source.is_factory:
         untried = ("a smaller batch, which the factory has to make",)
     try:
-        roomier = _roomier(replace(ask, limit=needed_mib * MIB), plan)
-        changes = [change(flags, words, ask, roomier)]
-        for found in priced_changes(ask, say):
-            changes.append(found)
-        blamed = _blamed(ask)
-    except KeyboardInterrupt:
+        roomier = _roomier(replace(request, limit_bytes=needed_mib * MIB), small)
+        changes = [change(flags, words, request, roomier)]
+        for other in priced_changes(request, origin, say):
+            changes.append(other)
+        blamed = _blamed(request)
+    except (KeyboardInterrupt, StoppedError):
         untried = (*untried, "the rest: interrupted")
-    changes.sort(key=lambda found: (found.device_s, found.flags))
+    changes.sort(key=lambda other: (other.device_s, other.flags))
     shortage = replace(shortage, changes=tuple(changes), untried=untried)
     text, document = shortage_text(shortage), shortage_document(shortage)
     if blamed:
@@ -129,34 +121,28 @@ def _shortage(
     return InfeasibleError(text, document)
 
 
-def _roomier(ask: Ask, small: Plan) -> Plan:
+def _roomier(request: Request, small: ScoredPlan) -> ScoredPlan:
     """The best plan with as much memory as `small` takes: that itself, or one that was found."""
     try:
-        found = chosen(replace(ask, wanted=Wanted.PRICE))
+        found = chosen(replace(request, wanted=Wanted.PRICE)).best
     except (InfeasibleError, InputError):
         return small
-    return min(found, small, key=_step_s)
+    return min(found, small, key=lambda plan: plan.prediction.step_s)
 
 
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_s
-
-
-def _filled(ask: Ask, candidate: Candidate, prediction: Prediction, least: int | None) -> Shortage:
+def _filled(request: Request, small: ScoredPlan, least: int | None) -> Shortage:
     """What a plan holds at the instant at which it holds most."""
-    decisions, cluster = candidate.decisions, ask.machine.cluster
-    pcg = lower(rewritten(ask.graph, decisions.rewrites), decisions)
-    timeline = ask.machine.simulate(pcg, decisions, ask.plan.optimizer)
-    peak = ledger(timeline, pcg, cluster).peak
+    decisions, machine, optimizer = small.decisions, request.machine, request.optimizer
+    pcg = lower(rewritten(request.graph, decisions.rewrites), decisions)
+    peak = ledger(machine.simulate(pcg, decisions, optimizer), pcg, machine.cluster).peak
     held = {name: size for name, size in zip(COMPONENTS, peak.held, strict=True) if size}
-    found = priced(pcg, cluster, decisions, ask.plan.optimizer, ask.machine.kernels)
+    found = priced(pcg, machine.cluster, decisions, optimizer, machine.kernels)
     tensors = [h for h in holdings(pcg, found) if h.num_bytes <= held.get(h.component, 0)]
     where = f"{peak.prefix}: {peak.name}" if peak.prefix else peak.name
     return Shortage(
-        ask.limit,
-        candidate.name,
-        prediction.peak_bytes,
+        request.limit_bytes,
+        small.name,
+        small.prediction.peak_bytes,
         tuple(sorted(held.items(), key=lambda entry: -entry[1])),
         f"{where} ({peak.action})" if where else "",
         tuple(tensors[:MOST]),
@@ -164,68 +150,67 @@ def _filled(ask: Ask, candidate: Candidate, prediction: Prediction, least: int |
     )
 
 
-def _blamed(ask: Ask) -> list[str]:
+def _blamed(request: Request) -> list[str]:
     """Pins without which a plan fits, if one does: as few as there can be."""
-    pins = ask.pinned.pins
-    if not pins or not _fits(ask, ()):
+    pins = request.pinned.pins
+    if not pins or not _fits(request, ()):
         return []
-    return [pin.text for pin in smallest_conflict(pins, lambda some: _fits(ask, some))]
+    return [pin.text for pin in smallest_conflict(pins, lambda some: _fits(request, some))]
 
 
-def _fits(ask: Ask, pins: Sequence[Pin]) -> bool:
+def _fits(request: Request, pins: Sequence[Pin]) -> bool:
     try:
-        chosen(replace(ask, pinned=ask.pinned.only(pins), wanted=Wanted.PRICE))
+        chosen(replace(request, pinned=request.pinned.only(pins), wanted=Wanted.PRICE))
     except (InfeasibleError, InputError):
         return False
     return True
 
 
-def _constrained(ask: Ask, found: Plan, memory: str, say: Say) -> Plan:
+def _constrained(request: Request, origin: Origin, found: Choice, memory: str, say: Say) -> Choice:
     """`found` with each pin and the best plan without it, then all pins, then the limit on memory;
     Ctrl-C leaves out what is still to be asked.
     """
-    pins, there = ask.pinned.pins, ask.machine.cluster.device.memory_bytes
-    asked = [(pin.text, [p for p in pins if p is not pin], ask) for pin in pins]
+    pins, there = request.pinned.pins, request.cluster.device.memory_bytes
+    asked = [(pin.text, [p for p in pins if p is not pin], request) for pin in pins]
     if len(pins) > 1:
-        asked.append((ALL, [], ask))
-    if memory and ask.limit < there:
-        asked.append((f"--memory {memory}", list(pins), replace(ask, limit=there)))
-    if ask.whole is not None:
-        num_devices = ask.machine.cluster.num_devices
-        other = replace(ask, machine=ask.whole, whole=None)
+        asked.append((ALL, [], request))
+    if memory and request.limit_bytes < there:
+        asked.append((f"--memory {memory}", list(pins), replace(request, limit_bytes=there)))
+    if origin.whole is not None:
+        num_devices = request.cluster.num_devices
+        other = replace(request, machine=origin.whole, all_devices=False)
         asked.append((f"{DEVICES}{num_devices}", list(pins), other))
-    constraints, text, known = [], ALL, [found]
+    constraints, text, known = [], ALL, [found.best]
     try:
         # The best of all is the best without a pin, if it holds the others.
-        free = _best_of(ask, [], found) if len(pins) > 1 else None
+        free = _best_of(request, [], found.best) if len(pins) > 1 else None
         for text, kept, other in asked:
-            plan = free if other is ask else None
-            if plan is None or broken(ask.pinned.only(kept), ask.graph, plan.decisions):
-                plan = _best_of(other, kept, found)
+            plan = free if other is request else None
+            if plan is None or broken(request.pinned.only(kept), request.graph, plan.decisions):
+                plan = _best_of(other, kept, found.best)
             known.append(plan)
             # What holds a pin or a limit is a plan without it, too.
-            others = known if not kept and other is ask else [found, plan]
+            others = known if not kept and other is request else [found.best, plan]
             constraints.append(_constraint(text, others))
-            say(constraint_line(constraints[-1], found))
-    except KeyboardInterrupt:
+            say(constraint_line(constraints[-1], found.best.prediction))
+    except (KeyboardInterrupt, StoppedError):
         line = f"what {text} costs is left out: {INTERRUPTED}"
         found = replace(found, notes=(line, *found.notes), status=Status.INTERRUPTED)
     return replace(found, constraints=tuple(constraints))
 
 
-def _best_of(ask: Ask, pins: Sequence[Pin], found: Plan) -> Plan:
-    """The best plan for `ask` with fewer pins; `found` where a budget ends before one."""
-    other = replace(ask, pinned=ask.pinned.only(pins), wanted=Wanted.PLAN)
+def _best_of(request: Request, pins: Sequence[Pin], found: ScoredPlan) -> ScoredPlan:
+    """The best plan with fewer pins; `found` where a budget ends before one."""
+    other = replace(request, pinned=request.pinned.only(pins), wanted=Wanted.PLAN)
     try:
-        return chosen(other)
+        return chosen(other).best
     except InfeasibleError:
         return found
 
 
-def _constraint(text: str, plans: Sequence[Plan]) -> Constraint:
+def _constraint(text: str, plans: Sequence[ScoredPlan]) -> Constraint:
     """With the best of `plans`."""
-    predictions = [plan.prediction for plan in plans if plan.prediction is not None]
-    best = min(predictions, key=lambda p: p.step_s)
+    best = min((plan.prediction for plan in plans), key=lambda p: p.step_s)
     return Constraint(text, best.step_s, best.peak_bytes)
 
 

@@ -25,9 +25,10 @@ from parloom.capture import capture as _capture
 from parloom.capture.ambient import Settings, settings
 from parloom.capture.microbatch import capture_microbatch, split_of
 from parloom.capture.ranges import Ranges, ranges_of
-from parloom.choose import Ask
+from parloom.changes import Origin
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes
@@ -60,7 +61,6 @@ from parloom.ir.plan import (
     DTYPES,
     GLOBAL,
     MICROBATCH,
-    Decisions,
     ModelSource,
     Plan,
 )
@@ -71,7 +71,7 @@ from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, rate_words, routing_words
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.pins import parse_pin
-from parloom.search.question import Question
+from parloom.search.request import Request
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
@@ -262,30 +262,18 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
         microbatches = captured.microbatches
     elif microbatches is not None:
         legal_microbatches(factorize(graph)).check(microbatches)
-    asked = Plan(
-        captured.source,
-        machine.loaded.spec,
-        captured.fingerprint,
+    request = Request(
+        graph,
+        machine,
         captured.optimizer,
-        method,
-        Decisions(batch_semantics=captured.batch_semantics),
-        print_graph(graph),
-        assumptions=(
-            *machine.loaded.assumptions,
-            *rate_words(graph, machine.cluster.device),
-            *routing_words(graph),
-            *captured.assumptions,
-        ),
-        seed=captured.seed,
-        evaluation_graph=captured.evaluation_graph,
-        notes=captured.notes,
-        settings=captured.settings,
-        ranges=captured.ranges,
+        limit,
+        microbatches,
+        captured.seed,
+        budget,
+        batch_semantics=captured.batch_semantics,
+        method=method,
+        all_devices=devices is not None,
     )
-    if limit > there:
-        line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
-        line += f" {format_bytes(there)} of {machine.cluster.device.name}"
-        asked = replace(asked, assumptions=(*asked.assumptions, line))
 
     def build(batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
         source = captured.source
@@ -295,13 +283,35 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
         apart = (microbatches or 1) if captured.batch_semantics == MICROBATCH else 1
         return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
 
-    ask = Ask(asked, graph, machine, limit, microbatches, budget=budget, build=build)
-    if devices is not None:
-        ask = replace(ask, whole=whole)
+    spec = machine.loaded.spec if machine.calibration is None else ""
+    origin = Origin(captured.source, spec, build, None if devices is None else whole)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
-    best = answer(ask, pins, size, progress)
-    best = _with_evaluation(best, graph)
+    choice = answer(request, origin, pins, size, progress)
+    # Of the devices that a plan uses: processes share cores.
+    used = machine.part(choice.best.decisions.mesh.num_ranks).loaded
+    assumptions = (*used.assumptions, *rate_words(graph, machine.cluster.device))
+    assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
+    if limit > there:
+        line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
+        line += f" {format_bytes(there)} of {machine.cluster.device.name}"
+        assumptions = (*assumptions, line)
+    best = Plan(
+        captured.source,
+        machine.loaded.spec,
+        captured.fingerprint,
+        captured.optimizer,
+        choice.best.method,
+        choice.best.decisions,
+        print_graph(graph),
+        assumptions=assumptions,
+        seed=captured.seed,
+        evaluation_graph=captured.evaluation_graph,
+        notes=captured.notes,
+        settings=captured.settings,
+        ranges=captured.ranges,
+    )
+    best = _with_evaluation(choice.recorded(best), graph)
     for line in best.notes:
         if line.startswith(WARNING):
             progress(line)
@@ -411,10 +421,12 @@ def calibrate(
     pcgs = [lowered(plan) for plan in found]
     for model in models:
         graph = capture(model, progress=progress).graph
-        question = Question(graph, machine, PlannedOptimizer(), machine.device.memory_bytes)
+        request = Request(
+            graph, DataSheets(machine), PlannedOptimizer(), machine.device.memory_bytes
+        )
         for name in ("data_parallel", "megatron"):
-            for found_plan in candidates(question, name, progress).found:
-                decisions = found_plan.decisions
+            for proposed in candidates(replace(request, method=name), progress).found:
+                decisions = proposed.decisions
                 pcgs.append(lower(rewritten(graph, decisions.rewrites), decisions))
     return calibration_run.calibrate(pcgs, machine, progress)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from parloom.candidates import AUTO, COMPARATORS, RANDOM
+from parloom.candidates import COMPARATORS, RANDOM
 from parloom.comparators.baselines import RULES
 from parloom.cost import units
 from parloom.errors import InputError, nearest
@@ -14,6 +14,7 @@ from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL
 from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
 from parloom.search.pins import Pin, parse_pin
+from parloom.search.request import AUTO
 
 METHODS = (AUTO, *RULES, RANDOM, *COMPARATORS)
 # Methods that count work; the others do what they do.

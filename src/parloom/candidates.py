@@ -6,7 +6,7 @@ never loses to them in prediction.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 
@@ -16,20 +16,16 @@ from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.grid import MOST, Grid
 from parloom.comparators.tofu import tofu
-from parloom.errors import InputError, LayoutError, ParloomError, one_line
-from parloom.ir.lower import lower
+from parloom.errors import InputError, LayoutError, ParloomError, StoppedError, one_line
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import ActivationDecision, Decisions, Prediction, Status
-from parloom.rewrite.rewrites import rewritten
+from parloom.ir.plan import ActivationDecision, Decisions, Status
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, Judged
 from parloom.search.least import conflict
-from parloom.search.optimize import SAME, Searched, least_work_ps
-from parloom.search.optimize import search as search_contexts
-from parloom.search.question import Question, Say, base_of
+from parloom.search.optimize import SAME, Searched, least_work_ps, search
+from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.smallest import smallest_plan
 
-AUTO = "auto"
 RANDOM = "random"
 # Plans of each rule of thumb that are simulated beside a search.
 BESIDE = 8
@@ -38,8 +34,8 @@ PROPOSED = 4
 # On one mesh there are dozens of plans that differ in a weight or two: who chooses among proposals
 # wants another mesh, or a step or a peak that differ by more than these shares.
 STEP_APART, PEAK_APART = 0.01, 0.05
-Comparator = Callable[[Question, Decisions, Say], Iterator[Decisions]]
-"""Plans for a question with the dtypes and recomputation of the decisions given."""
+Comparator = Callable[[Request, Decisions, Say], Iterator[Decisions]]
+"""Plans for a request with the dtypes and recomputation of the decisions given."""
 COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
     {"alpa": alpa, "flexflow": flexflow, "tofu": tofu}
 )
@@ -48,60 +44,66 @@ TITLES: Mapping[str, str] = MappingProxyType({"alpa": "alpa, intra-operator part
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that a method proposes, what to call it, and its prediction if the method made it."""
-
-    method: str
-    name: str
-    decisions: Decisions
-    prediction: Prediction | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Candidates:
-    """All candidates of a method; why others are none; what the search proved."""
+    """All scored plans of a method; why others are none; what the search proved, and how it
+    ended.
+    """
 
-    found: tuple[Candidate, ...]
+    found: tuple[ScoredPlan, ...]
     refused: tuple[str, ...] = ()
     bound_s: float | None = None
     solver_gap: float | None = None
     status: Status = Status.COMPLETE
 
 
-def candidates(question: Question, method: str, say: Say) -> Candidates:
-    """What `method` (a name in `RULES` or `COMPARATORS`, random, or auto) proposes.
+@dataclass(slots=True)
+class _Proposed:
+    """Scored plans as they are found, and why others are none, by their names."""
 
-    Raises `InputError` where it proposes nothing.
+    found: list[ScoredPlan] = field(default_factory=list)
+    refused: dict[str, ParloomError] = field(default_factory=dict)
+    stopped: bool = False
+
+
+def candidates(request: Request, say: Say) -> Candidates:
+    """What the method of `request` proposes: a name in `RULES` or `COMPARATORS`, random, or auto.
+
+    Ctrl-C ends it with what it has. Raises `InputError` where it proposes nothing.
     """
+    method = request.method
     names, most = (tuple(RULES), BESIDE) if method == AUTO else ((method,), MOST)
-    found, refused, stopped = _of_rules(question, names, most, say)
-    lines = [f"{name}: not possible: {one_line(error)}" for name, error in refused.items()]
-    if method not in (AUTO, RANDOM) and not stopped:
-        found, stopped = _on_parts(question, method, found, say)
-    found, against = _holding(question, found)
-    lines += [f"{name}: not as asked: {reason}" for name, reason in against]
+    proposed = _Proposed()
+    _propose(request, names, most, proposed, say)
+    if method not in (AUTO, RANDOM) and not proposed.stopped:
+        try:
+            _propose_on_parts(request, proposed, say)
+        except KeyboardInterrupt:
+            if not proposed.found:
+                raise
+            proposed.stopped = True
+    refused = [f"{n}: not possible: {one_line(error)}" for n, error in proposed.refused.items()]
+    found, against = _holding(request, proposed.found)
+    refused += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
-    if method == AUTO and not stopped:
-        searched = search_contexts(question, base_of(question), say)
-    found += _of_search(question, searched) if searched else ()
+    if method == AUTO and not proposed.stopped:
+        searched = search(request, base_of(request), say)
+    found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
-        lines.append(f"{AUTO}: {searched.left_out}")
-    if searched is not None and searched.status is Status.OUT_OF_BUDGET:
-        lines.append(f"{AUTO}: --budget {question.budget} is used up; the best until then")
+        refused.append(f"{AUTO}: {searched.left_out}")
+    status = searched.status if searched else Status.COMPLETE
+    if proposed.stopped:
+        status = Status.INTERRUPTED
+    if status is Status.OUT_OF_BUDGET:
+        refused.append(f"{AUTO}: --budget {request.budget} is used up; the best until then")
     # Where the search finds nothing that fits, there may be a plan that does not.
-    unknown = searched is not None and searched.status is Status.COMPLETE
-    if not found and stopped:
-        raise KeyboardInterrupt
-    if not found and not unknown:
-        raise _nothing(method, searched, against, refused)
+    if not found and (searched is None or status is not Status.COMPLETE):
+        raise _nothing(method, status, against, proposed.refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    status = searched.status if searched else Status.COMPLETE
-    status = Status.INTERRUPTED if stopped else status
-    return Candidates(tuple(found), tuple(lines), bound, gap, status)
+    return Candidates(tuple(found), tuple(refused), bound, gap, status)
 
 
-def _of_search(question: Question, searched: Searched) -> Iterator[Candidate]:
+def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
     """What it proposes, the fastest on every part of the cluster included; where nothing fits, the
     smallest that was simulated.
     """
@@ -113,8 +115,8 @@ def _of_search(question: Question, searched: Searched) -> Iterator[Candidate]:
         proposals = [searched.smallest]
     for proposal in proposals:
         mesh = proposal.decisions.mesh
-        name = _on(question, _name(AUTO, mesh), mesh)
-        yield Candidate(AUTO, name, proposal.decisions, proposal.prediction)
+        name = _on(request, _name(AUTO, mesh), mesh)
+        yield ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
 
 
 def distinct(proposals: Sequence[Judged]) -> list[Judged]:
@@ -133,92 +135,74 @@ def _alike(one: Judged, other: Judged) -> bool:
     return one.decisions.mesh == other.decisions.mesh and step and peak
 
 
-def _of_rules(
-    question: Question, names: Sequence[str], most: int, say: Say
-) -> tuple[list[Candidate], dict[str, ParloomError], bool]:
-    """The plans of rules of thumb, of which `most` are simulated, or of a comparator; why others
-    have none; whether Ctrl-C ended it, where there are some.
+def _propose(
+    request: Request, names: Sequence[str], most: int, proposed: _Proposed, say: Say
+) -> None:
+    """Add the plans of rules of thumb, of which `most` are simulated, or of a comparator.
+
+    Ctrl-C ends it; `KeyboardInterrupt` goes on where there is no plan at all.
     """
-    found: list[Candidate] = []
-    refused: dict[str, ParloomError] = {}
     for name in names:
-        plans: list[Candidate] = []
         try:
-            plans.extend(_proposed(question, name, most, say))
+            for plan in _plans(request, name, most, proposed, say):
+                proposed.found.append(plan)
         except KeyboardInterrupt:
-            found += plans
-            if not found:
+            if not proposed.found:
                 raise
-            return found, refused, True
+            proposed.stopped = True
+            return
         except (InputError, LayoutError) as error:
-            refused[name] = error
-            continue
-        found += plans
-    return found, refused, False
+            proposed.refused[name] = error
 
 
-def _on_parts(
-    question: Question, method: str, found: list[Candidate], say: Say
-) -> tuple[list[Candidate], bool]:
-    """`found` on the whole cluster, and the plans of a method on its parts as long as computing
-    alone takes no longer there than the fastest step that fits; whether Ctrl-C ended it.
+def _propose_on_parts(request: Request, proposed: _Proposed, say: Say) -> None:
+    """Add the plans of a method on parts of the cluster, as long as computing alone takes no longer
+    there than the fastest step that fits.
     """
-    try:
-        found = [_predicted(question, candidate) for candidate in found]
-        contexts = Contexts(question, base_of(question))
-        for part in question.parts():
-            known = [candidate.prediction for candidate in found if candidate.prediction]
-            fitting = [p.step_s for p in known if p.peak_bytes <= question.limit_bytes]
-            if known and not fitting:
-                break  # each of fewer devices holds no less
-            least_ps = least_work_ps(contexts.on_part(part)) / part.cluster.num_devices
-            if least_ps / 1e12 > min(fitting, default=inf) * (1 + SAME):
-                break
-            for candidate in _of_rules(part, (method,), MOST, say)[0]:
-                name = _on(question, candidate.name, candidate.decisions.mesh)
-                found.append(_predicted(part, replace(candidate, name=name)))
-    except KeyboardInterrupt:
-        return found, True
-    return found, False
-
-
-def _predicted(question: Question, candidate: Candidate) -> Candidate:
-    """A candidate with its prediction, unless it cannot be lowered."""
-    if candidate.prediction is not None:
-        return candidate
-    graph = rewritten(question.graph, candidate.decisions.rewrites)
-    try:
-        pcg = lower(graph, candidate.decisions)
-    except LayoutError:
-        return candidate
-    return replace(candidate, prediction=question.predict(pcg, candidate.decisions))
+    contexts = Contexts(request, base_of(request))
+    for part in request.parts():
+        known = [plan.prediction for plan in proposed.found]
+        fitting = [p.step_s for p in known if p.peak_bytes <= request.limit_bytes]
+        if known and not fitting:
+            return  # each of fewer devices holds no less
+        least_ps = least_work_ps(contexts.on_part(part)) / part.cluster.num_devices
+        if least_ps / 1e12 > min(fitting, default=inf) * (1 + SAME):
+            return
+        there = _Proposed()
+        _propose(part, (request.method,), MOST, there, say)
+        proposed.stopped = there.stopped
+        for plan in there.found:
+            name = _on(request, plan.name, plan.decisions.mesh)
+            proposed.found.append(replace(plan, name=name))
+        if proposed.stopped:
+            return
 
 
 def _nothing(
     method: str,
-    searched: Searched | None,
+    status: Status,
     against: Sequence[tuple[str, str]],
     refused: Mapping[str, ParloomError],
-) -> BaseException:
+) -> ParloomError:
     """Why a method proposes nothing."""
-    if searched is not None and searched.status is Status.INTERRUPTED:
-        return KeyboardInterrupt()
+    if status is Status.INTERRUPTED:
+        return StoppedError()
     if against:
         what = f"{method} has no plan as asked: {against[0][1]}"
         return InputError(what if method == AUTO else f"{what}; --method auto searches for one")
-    if searched is not None or not refused:
+    if status is Status.OUT_OF_BUDGET or not refused:
         return InputError(f"{method} finds no plan within its budget; give it more (--budget)")
     return next(iter(refused.values()))
 
 
 def _holding(
-    question: Question, found: list[Candidate]
-) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    request: Request, found: list[ScoredPlan]
+) -> tuple[list[ScoredPlan], list[tuple[str, str]]]:
     """The candidates that hold all pins, and why others do not."""
-    held: list[Candidate] = []
+    held: list[ScoredPlan] = []
     against: list[tuple[str, str]] = []
     for candidate in found:
-        reason = broken(question.pinned, question.graph, candidate.decisions)
+        reason = broken(request.pinned, request.graph, candidate.decisions)
         if reason is None:
             held.append(candidate)
         else:
@@ -226,36 +210,44 @@ def _holding(
     return held, against
 
 
-def smallest(question: Question) -> tuple[Candidate, int]:
+def smallest(request: Request) -> tuple[ScoredPlan, int]:
     """The smallest plan that is found, whatever the limit, and what no plan holds less than.
 
     Raises `InputError` where there is none because pins contradict each other.
     """
-    base = base_of(question)
-    found = smallest_plan(question, base)
+    base = base_of(request)
+    found = smallest_plan(request, base)
     if found is None:
-        raise conflict(question, base)
+        raise conflict(request, base)
     plan = found.plan
     name = _name(f"{AUTO}, least memory", plan.decisions.mesh)
-    return Candidate(AUTO, name, plan.decisions, plan.prediction), found.bound_bytes
+    return ScoredPlan(plan.decisions, plan.prediction, AUTO, name), found.bound_bytes
 
 
-def _proposed(question: Question, name: str, most: int, say: Say) -> Iterator[Candidate]:
-    """The plans of a rule of thumb, of a comparator, or random ones."""
-    base = base_of(question)
+def _plans(
+    request: Request, name: str, most: int, proposed: _Proposed, say: Say
+) -> Iterator[ScoredPlan]:
+    """The plans of a rule of thumb, of a comparator, or random ones; those of a comparator that
+    cannot be lowered are refused.
+    """
+    base = base_of(request)
     if name in RULES:
-        for point in Grid(question, RULES[name], base, most).run():
+        for point in Grid(request, RULES[name], base, most).run():
             words = ", ".join((_name(name, point.decisions.mesh), *point.chosen.words))
-            yield Candidate(name, words, point.decisions, point.prediction)
+            yield ScoredPlan(point.decisions, point.prediction, name, words)
     elif name == RANDOM:
-        for decisions, prediction in drawn(question, base):
-            yield Candidate(name, _name(name, decisions.mesh), decisions, prediction)
+        for plan in drawn(request, base):
+            yield replace(plan, method=name, name=_name(name, plan.decisions.mesh))
     else:
-        asked = tuple(ActivationDecision(p, "recompute") for p in question.graph.recomputed_calls)
-        count = question.num_microbatches or 1
+        asked = tuple(ActivationDecision(p, "recompute") for p in request.graph.recomputed_calls)
+        count = request.num_microbatches or 1
         base = replace(base, activations=asked, num_microbatches=count)
-        for decisions in COMPARATORS[name](question, base, say):
-            yield Candidate(name, _name(name, decisions.mesh), decisions)
+        for decisions in COMPARATORS[name](request, base, say):
+            words = _name(name, decisions.mesh)
+            try:
+                yield ScoredPlan(decisions, request.predict(decisions), name, words)
+            except LayoutError as error:  # as where microbatches do not divide over its mesh
+                proposed.refused[words] = error
 
 
 def _name(method: str, mesh: Mesh) -> str:
@@ -263,8 +255,8 @@ def _name(method: str, mesh: Mesh) -> str:
     return f"{TITLES.get(method, method)} ({sizes})"
 
 
-def _on(question: Question, name: str, mesh: Mesh) -> str:
+def _on(request: Request, name: str, mesh: Mesh) -> str:
     """A name that says where a plan is on a part of the cluster."""
     ranks = mesh.num_ranks
     devices = f"{ranks} devices" if ranks > 1 else "one device"
-    return f"{name}, {devices}" if ranks < question.cluster.num_devices else name
+    return f"{name}, {devices}" if ranks < request.cluster.num_devices else name

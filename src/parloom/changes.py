@@ -5,128 +5,146 @@ question may have a faster one.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from parloom.candidates import AUTO
-from parloom.choose import Ask, Say, choose, samples
-from parloom.errors import ParloomError
+from parloom.choose import Choice, choose
+from parloom.cost.hardware import Hardware
+from parloom.errors import ParloomError, StoppedError
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import named_optimizer
 from parloom.ir.factors import factorize
-from parloom.ir.plan import DTYPES, MICROBATCH, Plan
+from parloom.ir.graph import Graph
+from parloom.ir.plan import DTYPES, MICROBATCH, ModelSource, Status
 from parloom.report.shortage import Change
 from parloom.search.least import least_share
 from parloom.search.pinned import resolve
-from parloom.search.question import Wanted, base_of
+from parloom.search.request import AUTO, Request, Say, ScoredPlan, Wanted, base_of
 
 SPEC = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^0-9].*)")
 # How often batch, microbatches or nodes are halved or doubled.
 DOUBLINGS = 4
-Trial = tuple[str, str, Ask]
-"""Flags, the same in words, and the question."""
+Build = Callable[[int | None, str | None, int | None], Graph]
+Trial = tuple[str, str, Request]
+"""Flags, the same in words, and the request."""
 
 
-def priced_changes(ask: Ask, say: Say) -> Iterator[Change]:
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request came from, so that it can be asked otherwise.
+
+    `build` captures the model again with another batch size, dtype and number of microbatches;
+    `spec` is that of the cluster, empty where its rates were measured; `whole` the machine of which
+    the request is for the part that was asked for.
+    """
+
+    source: ModelSource
+    spec: str
+    build: Build
+    whole: Hardware | None = None
+
+
+def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Change]:
     """The least of every kind of change to which a plan fits."""
+    request = replace(request, wanted=Wanted.PRICE)
     for series in (_optimizer, _dtype, _method, _microbatches, _batch, _nodes):
-        for flags, words, other in series(replace(ask, wanted=Wanted.PRICE)):
+        for flags, words, other in series(request, origin):
             if not _may_fit(other):
                 continue
             say(f"trying {flags}")
             try:
                 found = chosen(other)
+            except StoppedError:
+                raise
             except ParloomError:
                 continue
-            yield change(flags, words, other, found)
+            yield change(flags, words, other, found.best)
             break
 
 
-def chosen(ask: Ask) -> Plan:
-    """The plan of a question that is asked beside the user's own; Ctrl-C ends them all."""
-    found = choose(ask, lambda text: None)
-    if found.interrupted:
-        raise KeyboardInterrupt
+def chosen(request: Request) -> Choice:
+    """The plan of a request that is made beside the user's own; one that Ctrl-C stopped ends them
+    all (`StoppedError`).
+    """
+    found = choose(request, lambda text: None)
+    if found.status is Status.INTERRUPTED:
+        raise StoppedError
     return found
 
 
-def _may_fit(ask: Ask) -> bool:
+def _may_fit(request: Request) -> bool:
     """Whether all devices together have room for weights and their states."""
-    question = ask.question
-    base, devices = base_of(question), question.cluster.num_devices
-    return least_share(question.graph, base, question.optimizer, devices) <= ask.limit
+    base, devices = base_of(request), request.cluster.num_devices
+    return least_share(request.graph, base, request.optimizer, devices) <= request.limit_bytes
 
 
-def change(flags: str, words: str, ask: Ask, found: Plan) -> Change:
+def change(flags: str, words: str, request: Request, found: ScoredPlan) -> Change:
     """A change with what its plan costs."""
-    assert found.prediction is not None
     step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
-    devices = ask.machine.cluster.num_devices
-    return Change(flags, words, step_s, peak, step_s * devices / samples(ask))
+    devices = request.cluster.num_devices
+    return Change(flags, words, step_s, peak, step_s * devices / request.samples)
 
 
-def _optimizer(ask: Ask) -> Iterator[Trial]:
-    if ask.plan.optimizer.num_states:
-        plan = replace(ask.plan, optimizer=named_optimizer("sgd"))
-        yield "--optimizer sgd", "no optimizer states", replace(ask, plan=plan)
+def _optimizer(request: Request, origin: Origin) -> Iterator[Trial]:
+    if request.optimizer.num_states:
+        other = replace(request, optimizer=named_optimizer("sgd"))
+        yield "--optimizer sgd", "no optimizer states", other
 
 
-def _dtype(ask: Ask) -> Iterator[Trial]:
-    rates = dict(ask.machine.cluster.device.flops_per_s)
+def _dtype(request: Request, origin: Origin) -> Iterator[Trial]:
+    rates = dict(request.cluster.device.flops_per_s)
     # Volta and Turing multiply in float16 and not in bfloat16.
     half = "fp16" if DTYPES["fp16"] in rates and DTYPES["bf16"] not in rates else "bf16"
-    if ask.plan.source.dtype not in (DTYPES["bf16"], DTYPES["fp16"]):
-        batch = ask.plan.source.batch
-        yield from _captured(ask, f"--dtype {half}", "activations of half the size", batch, half)
+    if origin.source.dtype not in (DTYPES["bf16"], DTYPES["fp16"]):
+        flags, words, batch = f"--dtype {half}", "activations of half the size", origin.source.batch
+        yield from _captured(request, origin, flags, words, batch, half)
 
 
-def _method(ask: Ask) -> Iterator[Trial]:
-    if ask.plan.method != AUTO:
+def _method(request: Request, origin: Origin) -> Iterator[Trial]:
+    if request.method != AUTO:
         words = "searches layouts, storage and recomputation"
-        yield "--method auto", words, replace(ask, plan=replace(ask.plan, method=AUTO))
+        yield "--method auto", words, replace(request, method=AUTO)
 
 
-def _microbatches(ask: Ask) -> Iterator[Trial]:
+def _microbatches(request: Request, origin: Origin) -> Iterator[Trial]:
     """Rules of thumb have those that are asked for; a search has tried all."""
-    if ask.plan.method == AUTO and ask.microbatches is None:
+    if request.method == AUTO and request.num_microbatches is None:
         return
-    least = ask.microbatches or 1
-    for count in _doubled(2 * least, samples(ask)):
+    least, source = request.num_microbatches or 1, origin.source
+    for count in _doubled(2 * least, request.samples):
         flags, words = f"--microbatches {count}", "so many passes, one after the other"
-        if ask.batch_semantics == MICROBATCH:
-            batch, dtype = ask.plan.source.batch, ask.plan.source.dtype
-            other = replace(ask, microbatches=count)
-            yield from _captured(other, flags, words, batch, dtype)
+        other = replace(request, num_microbatches=count)
+        if request.batch_semantics == MICROBATCH:
+            yield from _captured(other, origin, flags, words, source.batch, source.dtype)
         else:
-            yield flags, words, replace(ask, microbatches=count)
+            yield flags, words, other
 
 
-def _batch(ask: Ask) -> Iterator[Trial]:
-    before = samples(ask)
+def _batch(request: Request, origin: Origin) -> Iterator[Trial]:
+    before = request.samples
     for share in _doubled(2, before):
-        if before % share == 0 and _may_fit(ask):  # weights are the same for every batch
-            size, dtype = before // share, ask.plan.source.dtype
-            yield from _captured(ask, f"--batch {size}", f"instead of {before}", size, dtype)
+        if before % share == 0 and _may_fit(request):  # weights are the same for every batch
+            size, words = before // share, f"instead of {before}"
+            flags, dtype = f"--batch {size}", origin.source.dtype
+            yield from _captured(request, origin, flags, words, size, dtype)
 
 
 def _captured(
-    ask: Ask, flags: str, words: str, batch: int | None, dtype: str | None
+    request: Request, origin: Origin, flags: str, words: str, batch: int | None, dtype: str | None
 ) -> Iterator[Trial]:
     """The model captured anew, where it can be."""
-    if ask.build is None:
-        return
     try:
-        graph = ask.build(batch, dtype, ask.microbatches)
+        graph = origin.build(batch, dtype, request.num_microbatches)
     except ParloomError:
         return
-    pinned = resolve(ask.pinned.pins, graph, factorize(graph))
-    yield flags, words, replace(ask, graph=graph, pinned=pinned)
+    pinned = resolve(request.pinned.pins, graph, factorize(graph))
+    yield flags, words, replace(request, graph=graph, pinned=pinned)
 
 
-def _nodes(ask: Ask) -> Iterator[Trial]:
+def _nodes(request: Request, origin: Origin) -> Iterator[Trial]:
     """More nodes of the same kind, for clusters that are given by a spec."""
-    found = SPEC.fullmatch(ask.plan.cluster)
-    if found is None or ask.machine.calibration is not None:
+    found = SPEC.fullmatch(origin.spec)
+    if found is None:
         return
     nodes = int(found[1] or 1)
     for factor in _doubled(2, 2**DOUBLINGS):
@@ -137,7 +155,7 @@ def _nodes(ask: Ask) -> Iterator[Trial]:
             machine = machine_for(spec)
         except ParloomError:
             return
-        yield f"--cluster {spec}", words, replace(ask, machine=machine)
+        yield f"--cluster {spec}", words, replace(request, machine=machine)
 
 
 def _doubled(first: int, most: int) -> Iterable[int]:

@@ -1,241 +1,159 @@
 """From the candidates of a method to one plan: the fastest, as simulated, of those that fit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parloom import arguments
-from parloom.candidates import Candidate, Candidates, candidates
+from parloom.candidates import Candidates, candidates
 from parloom.cost.units import format_bytes, format_seconds
-from parloom.errors import InfeasibleError, InputError, LayoutError, one_line
+from parloom.errors import InfeasibleError, InputError, StoppedError
 from parloom.execute.files import read_plan
-from parloom.execute.machine import Machine
-from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import Graph
-from parloom.ir.lower import lower
 from parloom.ir.mesh import check_part
-from parloom.ir.microbatches import with_whole_batch
-from parloom.ir.plan import MICROBATCH, Alternative, Decisions, Plan, Prediction, Status
+from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Status
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits
-from parloom.rewrite.rewrites import rewritten
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
-from parloom.search.pinned import NONE, Pinned
-from parloom.search.question import Question, Wanted
+from parloom.search.request import Request, Say, ScoredPlan
 
 UNBOUND = (
     "the model is padded, which the search does not look at: what it proved is not of this plan"
 )
-Say = Callable[[str], None]
-Build = Callable[[int | None, str | None, int | None], Graph]
 
 
 class NothingFitsError(InfeasibleError):
-    """No candidate for `asked`, a plan without decisions, fits; `played` are all there were."""
+    """None of the candidates fits."""
 
-    def __init__(
-        self, limit: int, asked: Plan, played: Sequence[tuple[Candidate, Prediction]]
-    ) -> None:
+    def __init__(self, limit: int, proposed: Candidates) -> None:
         super().__init__(f"no plan fits in {format_bytes(limit)} per device")
-        self.asked, self.played = asked, tuple(played)
+        self.proposed = proposed
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a plan is asked for: `plan` without decisions, on `machine`, at most `limit` bytes.
-
-    `whole` is the machine of which `machine` is the part that was asked for, all of whose devices
-    are used.
-    `build` captures the model again with another batch size, dtype and number of microbatches;
-    batch semantics are those of `plan`; `wanted` is for questions
-    that are asked beside the user's own.
+class Choice:
+    """The fastest plan that fits, of all that were scored; `constraints` are what each thing that
+    was asked for costs.
     """
 
-    plan: Plan
-    graph: Graph
-    machine: Machine
-    limit: int
-    microbatches: int | None = None
-    pinned: Pinned = NONE
-    budget: int | None = None
-    build: Build | None = None
-    wanted: Wanted = Wanted.PROOF
-    whole: Machine | None = None
+    best: ScoredPlan
+    scored: tuple[ScoredPlan, ...]
+    limit_bytes: int
+    notes: tuple[str, ...] = ()
+    bound_s: float | None = None
+    solver_gap: float | None = None
+    status: Status = Status.COMPLETE
+    constraints: tuple[Constraint, ...] = ()
 
-    def on(self, num_devices: int) -> "Ask":
-        """The same of that many of the first devices, all of which are used."""
-        part = self.machine.part(num_devices)
-        return replace(self, machine=part, whole=self.whole or self.machine)
-
-    @property
-    def question(self) -> Question:
-        """As the search is asked."""
-        return Question(
-            self.graph,
-            self.machine.cluster,
-            self.plan.optimizer,
-            self.limit,
-            self.microbatches,
-            self.plan.seed,
-            self.machine.kernels,
-            self.budget,
-            self.pinned,
-            self.wanted,
-            self.machine.predict,
-            self.batch_semantics,
-            None if self.whole else lambda count: self.on(count).question,
+    def recorded(self, plan: Plan) -> Plan:
+        """`plan` with what was chosen; what it noted before comes last."""
+        return replace(
+            plan,
+            method=self.best.method,
+            decisions=self.best.decisions,
+            prediction=self.best.prediction,
+            alternatives=tuple(
+                Alternative(
+                    other.name,
+                    other.prediction.step_s,
+                    other.prediction.peak_bytes,
+                    other.prediction.peak_bytes <= self.limit_bytes,
+                )
+                for other in self.scored
+            ),
+            bound_s=self.bound_s,
+            solver_gap=self.solver_gap,
+            status=self.status,
+            notes=(*self.notes, *plan.notes),
+            constraints=self.constraints,
         )
 
-    @property
-    def batch_semantics(self) -> str:
-        """Those that every candidate has."""
-        return self.plan.decisions.batch_semantics
 
-    @property
-    def apart(self) -> int:
-        """Microbatches each of which is computed by itself; 1 where there are none such."""
-        return (self.microbatches or 1) if self.batch_semantics == MICROBATCH else 1
-
-
-def choose(ask: Ask, say: Say) -> Plan:
-    """The plan asked for with the decisions of the best candidate of its method.
+def choose(request: Request, say: Say) -> Choice:
+    """The best candidate of the method of `request`.
 
     Raises `InfeasibleError` where none fits.
     """
-    proposed = _candidates(ask, say)
+    proposed = _candidates(request, say)
     for line in proposed.refused:
         say(line)
-    asked = replace(
-        ask.plan,
-        notes=(*proposed.refused, *ask.plan.notes),
-        bound_s=proposed.bound_s,
-        solver_gap=proposed.solver_gap,
-    )
-    return best_of(replace(ask, plan=asked), proposed, say)
+    return best_of(request, proposed, say)
 
 
-def _candidates(ask: Ask, say: Say) -> Candidates:
+def _candidates(request: Request, say: Say) -> Candidates:
     """What the method asked for proposes; it may be a plan file, whose decisions are taken."""
-    method, cluster = ask.plan.method, ask.machine.cluster
+    method = request.method
     if method in arguments.METHODS:
-        return candidates(ask.question, method, say)
+        return candidates(request, say)
     decisions = read_plan(Path(method)).decisions
     try:
-        check_part(cluster, decisions.mesh.num_ranks)
+        check_part(request.cluster, decisions.mesh.num_ranks)
     except InputError as error:
         raise InputError(f"{method}: {error}") from None
-    if ask.batch_semantics == MICROBATCH:
-        decisions = replace(decisions, num_microbatches=ask.apart, batch_semantics=MICROBATCH)
+    if request.batch_semantics == MICROBATCH:
+        decisions = replace(decisions, num_microbatches=request.apart, batch_semantics=MICROBATCH)
     elif decisions.accumulates:
         raise InputError(
             f"{method} computes each of {decisions.num_microbatches} microbatches by itself; add"
             f" --batch-semantics {MICROBATCH} --microbatches {decisions.num_microbatches}"
         )
-    elif ask.microbatches is not None:
-        decisions = replace(decisions, num_microbatches=ask.microbatches)
-    reason = broken(ask.pinned, ask.graph, decisions)
+    elif request.num_microbatches is not None:
+        decisions = replace(decisions, num_microbatches=request.num_microbatches)
+    reason = broken(request.pinned, request.graph, decisions)
     if reason is not None:
         raise InputError(f"{method} is not as asked: {reason}; --method auto searches for a plan")
-    return Candidates((Candidate(method, method, decisions),))
+    part = request.on(decisions.mesh.num_ranks)
+    return Candidates((ScoredPlan(decisions, part.predict(decisions), method, method),))
 
 
-def best_of(ask: Ask, proposed: Candidates, say: Say) -> Plan:
+def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     """The candidate whose simulated step is the fastest of those that fit."""
-    asked, limit = ask.plan, ask.limit
-    played: list[tuple[Candidate, Prediction]] = []
-    factored = factorize(ask.graph)
-    refused: list[LayoutError] = []
-    notes, status = asked.notes, proposed.status
-    for candidate in proposed.found:
-        if status is Status.INTERRUPTED and candidate.prediction is None:
-            continue
-        try:
-            prediction = candidate.prediction or predict(ask, candidate.decisions, factored)
-        except LayoutError as error:  # as when microbatches do not divide over this mesh
-            refused.append(error)
-            notes = (f"{candidate.name}: not possible: {one_line(error)}", *notes)
-            say(notes[0])
-            continue
-        except KeyboardInterrupt:
-            status = Status.INTERRUPTED
-            continue
-        played.append((candidate, prediction))
-        step, peak = format_seconds(prediction.step_s), format_bytes(prediction.peak_bytes)
-        say(f"{candidate.name}: {step}, {peak}")
-    fitting = [
-        (p.step_s, c.decisions.mesh.num_ranks, p.peak_bytes, i)
-        for i, (c, p) in enumerate(played)
-        if p.peak_bytes <= limit
-    ]
-    if status is Status.INTERRUPTED and not fitting:
-        raise KeyboardInterrupt
-    if not played and refused:
-        raise refused[0]
-    if not fitting and status is Status.OUT_OF_BUDGET:
-        found = f"no plan that was found within --budget {ask.budget}"
+    limit, stopped = request.limit_bytes, proposed.status is Status.INTERRUPTED
+    for plan in proposed.found:
+        step, peak = plan.prediction.step_s, plan.prediction.peak_bytes
+        say(f"{plan.name}: {format_seconds(step)}, {format_bytes(peak)}")
+    fitting = [plan for plan in proposed.found if plan.prediction.peak_bytes <= limit]
+    if stopped and not fitting:
+        raise StoppedError
+    if not fitting and proposed.status is Status.OUT_OF_BUDGET:
+        found = f"no plan that was found within --budget {request.budget}"
         raise InfeasibleError(f"{found} fits in {format_bytes(limit)} per device; give it more")
     if not fitting:
-        raise NothingFitsError(limit, asked, played)
-    step_s, _, _, index = min(fitting)
-    candidate, prediction = played[index]
-    fewest = min((n, found_s) for found_s, n, _, _ in fitting if found_s <= step_s * (1 + SAME))
-    if asked.bound_s and candidate.decisions.rewrites:
-        asked = replace(asked, bound_s=None, solver_gap=None)
-        notes = (f"{candidate.name}: {UNBOUND}", *notes)
-    stopped = status is Status.INTERRUPTED
-    return replace(
-        asked,
-        method=candidate.method,
-        decisions=candidate.decisions,
-        prediction=prediction,
-        status=status,
-        assumptions=_assumed(ask, candidate.decisions),
-        alternatives=tuple(
-            Alternative(c.name, p.step_s, p.peak_bytes, p.peak_bytes <= limit) for c, p in played
-        ),
-        notes=(
-            *([f"{candidate.method}: {INTERRUPTED}"] if stopped else []),
-            *part_words(ask.machine.cluster, candidate.decisions, step_s, *fewest),
-            *idle_words(candidate.decisions, _why_idle(ask, played)),
-            *notes,
-        ),
+        raise NothingFitsError(limit, proposed)
+    best = min(fitting, key=_rank)
+    step_s = best.prediction.step_s
+    same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
+    fewest = min((p.decisions.mesh.num_ranks, p.prediction.step_s) for p in same)
+    notes = (
+        *([f"{best.method}: {INTERRUPTED}"] if stopped else []),
+        *part_words(request.cluster, best.decisions, step_s, *fewest),
+        *idle_words(best.decisions, _why_idle(request, proposed.found)),
+        *proposed.refused,
     )
+    choice = Choice(
+        best, proposed.found, limit, notes, proposed.bound_s, proposed.solver_gap, proposed.status
+    )
+    if choice.bound_s and best.decisions.rewrites:
+        notes = (f"{best.name}: {UNBOUND}", *notes)
+        return replace(choice, bound_s=None, solver_gap=None, notes=notes)
+    return choice
 
 
-def _assumed(ask: Ask, decisions: Decisions) -> tuple[str, ...]:
-    """What is assumed of the devices that a plan uses, in place of all: processes share cores."""
-    of_all = ask.machine.loaded.assumptions
-    of_part = ask.machine.part(decisions.mesh.num_ranks).loaded.assumptions
-    return (*of_part, *(line for line in ask.plan.assumptions if line not in of_all))
+def _rank(plan: ScoredPlan) -> tuple[float, int, int]:
+    found = plan.prediction
+    return found.step_s, plan.decisions.mesh.num_ranks, found.peak_bytes
 
 
-def _why_idle(ask: Ask, played: Sequence[tuple[Candidate, Prediction]]) -> str:
+def _why_idle(request: Request, found: Sequence[ScoredPlan]) -> str:
     """Why the best plan splits nothing: it is the best, or there is no other."""
-    others = [(p.step_s, p.peak_bytes, c.name) for c, p in played if splits(c.decisions)]
+    others = [plan for plan in found if splits(plan.decisions)]
     if others:
-        step_s, peak, name = min(others)
-        fits = "" if peak <= ask.limit else ", which does not fit"
+        least = min(others, key=lambda p: (p.prediction.step_s, p.prediction.peak_bytes, p.name))
+        step_s, peak = least.prediction.step_s, least.prediction.peak_bytes
+        fits = "" if peak <= request.limit_bytes else ", which does not fit"
         size = f"{format_seconds(step_s)} and {format_bytes(peak)} per device{fits}"
-        return f"the fastest plan that splits something, {name}, needs {size}"
-    count, ranks = samples(ask), ask.machine.cluster.num_devices
+        return f"the fastest plan that splits something, {least.name}, needs {size}"
+    count, ranks = request.samples, request.cluster.num_devices
     if count % ranks == 0:
-        return f"{ask.plan.method} finds nothing in this model that can be split"
+        return f"{request.method} finds nothing in this model that can be split"
     near = max(1, round(count / ranks)) * ranks
-    way = f"have the factory make {near}" if ask.plan.source.is_factory else f"try --batch {near}"
-    return f"{count} samples do not divide over them: {way}"
-
-
-def samples(ask: Ask) -> int:
-    """The size of the batch."""
-    whole = with_whole_batch(ask.graph, ask.apart)
-    shapes = [entry.value.spec.shape for entry in whole.of_kind("batch")]
-    return max((shape[0] for shape in shapes if shape), default=1)
-
-
-def predict(ask: Ask, decisions: Decisions, factored: Factored) -> Prediction:
-    """The step that the simulator expects of `decisions`."""
-    rewrites = decisions.rewrites
-    graph = rewritten(ask.graph, rewrites)
-    pcg = lower(graph, decisions, factored=None if rewrites else factored)
-    machine = ask.machine.part(decisions.mesh.num_ranks)
-    return machine.predict(pcg, decisions, ask.plan.optimizer)
+    return f"{count} samples do not divide over them: ask for a batch of {near}"

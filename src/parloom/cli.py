@@ -32,6 +32,7 @@ from parloom.errors import (
     InputError,
     NotYetError,
     ParloomError,
+    StoppedError,
     has_controls,
     visible,
 )
@@ -451,7 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stop.__context__, BrokenPipeError):
             return 0  # whoever reads has enough, and the help is all there is
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, StoppedError):
         _say("interrupted")
         return 130
     except ParloomError as error:

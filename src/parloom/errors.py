@@ -82,6 +82,15 @@ class GapError(ParloomError):
     exit_code = 6
 
 
+class StoppedError(ParloomError):
+    """Ctrl-C ended a search that had found nothing yet."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
 class EqualityError(ParloomError):
     """The parallel program does not equal the single-device one."""
 

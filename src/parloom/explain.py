@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from parloom import arguments
-from parloom.choose import Ask, choose
+from parloom.choose import choose
 from parloom.cost.step import priced
 from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
 from parloom.execute.files import read_plan
 from parloom.execute.machine import machine_of
 from parloom.execute.program import lowered
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Plan, Status
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -28,6 +28,7 @@ from parloom.report.names import Names
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
 from parloom.report.words import INTERRUPTED, explained_words, memory_limit
+from parloom.search.request import Request
 
 Say = Callable[[str], None]
 # More bytes than any device has.
@@ -93,19 +94,25 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
     """The plan of that path, or the best one of that method; one that does not fit if none does."""
     if versus in arguments.METHODS:
         machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
-        asked = replace(plan, method=versus, notes=())
-        graph = parse_graph(plan.graph)
-        for limit in (memory_limit(plan, machine.cluster.device.memory_bytes), None):
+        request = Request(
+            parse_graph(plan.graph),
+            machine,
+            plan.optimizer,
+            memory_limit(plan, machine.cluster.device.memory_bytes),
+            count if count > 1 else None,
+            plan.seed,
+            batch_semantics=plan.decisions.batch_semantics,
+            method=versus,
+        )
+        for limit in (request.limit_bytes, UNLIMITED):
             try:
-                microbatches = count if count > 1 else None
-                ask = Ask(asked, graph, machine, limit or UNLIMITED, microbatches)
-                found = choose(ask.on(machine.cluster.num_devices), say)
+                found = choose(replace(request, limit_bytes=limit), say)
             except InfeasibleError as error:
                 say(f"{versus}: {error}")
                 continue
-            if found.interrupted:
+            if found.status is Status.INTERRUPTED:
                 say(f"{versus}: {INTERRUPTED}")
-            return found
+            return replace(found, constraints=plan.constraints).recorded(replace(plan, notes=()))
         raise AssertionError("without a limit every plan fits")
     if not Path(versus).exists():
         hint = nearest(versus, arguments.METHODS)

@@ -12,7 +12,7 @@ from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.ir.plan import Plan, Prediction
 from parloom.ir.plan_json import plan_to_json
 from parloom.search import optimize
-from parloom.search.question import Question
+from parloom.search.request import Request
 
 CLUSTER = "2x2xcpu"
 MIB = 2**20
@@ -173,14 +173,14 @@ def test_a_plan_file_that_does_not_hold_a_pin(free: Plan, captured: api.Captured
 def test_ctrl_c_while_rules_are_simulated_keeps_those_that_were(
     captured: api.Captured, monkeypatch: pytest.MonkeyPatch, played: int
 ) -> None:
-    predict, count = Question.predict, iter(range(100))
+    predict, count = Request.predict, iter(range(100))
 
-    def interrupted(question: Question, *given: Any) -> Prediction:
+    def interrupted(question: Request, *given: Any) -> Prediction:
         if next(count) >= played:
             raise KeyboardInterrupt
         return predict(question, *given)
 
-    monkeypatch.setattr(Question, "predict", interrupted)
+    monkeypatch.setattr(Request, "predict", interrupted)
     if not played:
         with pytest.raises(KeyboardInterrupt):
             api.search(captured, cluster=CLUSTER)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from parloom.cost.hardware import DataSheets
 from parloom.cost.clusters import load_cluster
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.candidates import COMPARATORS
-from parloom.search.question import Question
+from parloom.search.request import Request
 from tests.dist import lowered
 from tests.equality import TOLERANCE
 
@@ -19,7 +20,7 @@ CLUSTER = "2x2xH100"
 def plans(method: str, name: str, cluster: str = CLUSTER) -> list[Decisions]:
     there = load_cluster(cluster)
     graph = lowered.model(name).graph
-    asked = Question(graph, there, Optimizer(), there.device.memory_bytes, budget=150)
+    asked = Request(graph, DataSheets(there), Optimizer(), there.device.memory_bytes, budget=150)
     return list(COMPARATORS[method](asked, Decisions(), lambda text: None))
 
 

@@ -85,13 +85,11 @@ def test_on_volta_float16_is_faster_than_bfloat16(plans: dict[str, Plan]) -> Non
 def test_the_half_precision_that_a_device_has_is_offered(
     rates: Any, dtype: str | None, offered: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "_captured", lambda ask, flags, *_: iter([flags]))
+    monkeypatch.setattr(changes, "_captured", lambda request, origin, flags, *_: iter([flags]))
     device = Device("odd", rates, 2**30, 1e12)
-    ask: Any = SimpleNamespace(
-        machine=SimpleNamespace(cluster=SimpleNamespace(device=device)),
-        plan=SimpleNamespace(source=ModelSource("zoo:mlp", 8, None, dtype)),
-    )
-    found: list[Any] = list(changes._dtype(ask))
+    request: Any = SimpleNamespace(cluster=SimpleNamespace(device=device))
+    origin: Any = SimpleNamespace(source=ModelSource("zoo:mlp", 8, None, dtype))
+    found: list[Any] = list(changes._dtype(request, origin))
     assert found == ([offered] if offered else [])
 
 

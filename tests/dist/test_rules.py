@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parloom.cost.hardware import DataSheets
 from parloom.capture import capture, parameters_of
 from parloom.comparators.baselines import RULES
 from parloom.comparators.configuration import Configuration, laid_out
@@ -14,7 +15,7 @@ from parloom.execute.verify import verify
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
 from parloom.ir.text import print_graph
-from parloom.search.question import Question
+from parloom.search.request import Request
 from tests.dist import lowered
 from tests.equality import TOLERANCE
 from tests.zoo_sizes import small
@@ -61,7 +62,7 @@ def test_points_equal_one_device(point: str, name: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_found_in_little_memory_equals_one_device(rule: str) -> None:
     model = lowered.model("gpt")
-    asked = Question(model.graph, CLUSTER, Optimizer(), 2**40)
+    asked = Request(model.graph, DataSheets(CLUSTER), Optimizer(), 2**40)
     (free, *_) = Grid(asked, RULES[rule], Decisions(), 1).run()
     tight = replace(asked, limit_bytes=int(0.9 * free.prediction.peak_bytes))
     found = list(Grid(tight, RULES[rule], Decisions(), 20).run())

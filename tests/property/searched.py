@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from random import Random
 
+from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.step import priced
 from parloom.cost.walk import Walker
@@ -24,7 +25,7 @@ from parloom.search.microbatch import microbatch_of
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.prices import Known
 from parloom.search.program import last_reduced, program_of, reached
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.search.storage import MOVING, STORED, UPDATING, Level, StoragePrices, WeightPrice
 from parloom.search.storage import Stored as Weight
 from parloom.search.work import Work
@@ -89,7 +90,7 @@ def context_of(
     """The search of `graph` on `mesh` with `count` microbatches."""
     program = microbatch_of(program_of(graph, factorize(graph), pinned), count)
     assert program is not None
-    question = Question(graph, cluster, ADAM, limit, count, pinned=pinned)
+    question = Request(graph, DataSheets(cluster), ADAM, limit, count, pinned=pinned)
     base = Decisions(one_stage(mesh))
     return ContextSearch(program, mesh, count, question, base, Known(), Work(), menus)
 

@@ -19,6 +19,7 @@ from parloom.comparators.flexflow import BETA, Search, acceptance
 from parloom.comparators.ilp import least
 from parloom.comparators.plans import asked_program, communicated, planned, samples_of
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.errors import InputError, LayoutError
@@ -34,7 +35,7 @@ from parloom.search.layout_model import ROWS, LayoutModel
 from parloom.search.meshes import logical_meshes
 from parloom.search.model import Floats, Model, Term, Variable, View
 from parloom.search.prices import BACKWARD, BACKWARD_SENT, FORWARD, FORWARD_SENT, KEPT
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.search.solve.elimination import Elimination
 from parloom.search.step_rows import NUM_ROWS
 from parloom.search.storage import AFTER, REDUCED, UPDATED, Level
@@ -50,15 +51,15 @@ PLENTY = 10**15
 BASE = Decisions()
 
 
-def question(graph: Graph, cluster: Cluster, budget: int = 300, seed: int = 0) -> Question:
-    return Question(graph, cluster, ADAM, PLENTY, seed=seed, budget=budget)
+def question(graph: Graph, cluster: Cluster, budget: int = 300, seed: int = 0) -> Request:
+    return Request(graph, DataSheets(cluster), ADAM, PLENTY, seed=seed, budget=budget)
 
 
 def silent(text: str) -> None:
     """Drop progress."""
 
 
-def plans(method: str, asked: Question) -> list[Decisions]:
+def plans(method: str, asked: Request) -> list[Decisions]:
     return list(COMPARATORS[method](asked, BASE, silent))
 
 

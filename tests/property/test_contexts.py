@@ -1,5 +1,6 @@
 """The layout model against lowered programs and an enumerator that shares no table with it."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from parloom.candidates import candidates, distinct
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
@@ -23,7 +25,7 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.microbatch import microbatch_of
 from parloom.search.optimize import search
 from parloom.search.program import program_of
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums
 from tests.property.searched import (
     ADAM,
@@ -95,11 +97,11 @@ def test_a_batch_that_does_not_divide_has_no_microbatches() -> None:
 
 
 def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = Question(random_graph(Random(4), num_operators=4), EIGHT, ADAM, PLENTY)
+    question = Request(random_graph(Random(4), num_operators=4), DataSheets(EIGHT), ADAM, PLENTY)
     found = []
     for most in (10**4, 3):
         monkeypatch.setattr(optimize, "CHOICES", most)
-        found.append(candidates(question, "auto", lambda text: None).refused)
+        found.append(candidates(replace(question, method="auto"), lambda text: None).refused)
     everything, few = found
     assert not everything
     assert few[0].startswith("auto: on meshes of three axes and more, an operator had its 3 most")
@@ -125,9 +127,9 @@ def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 def test_plans_fit_and_none_is_below_the_bound(share: float) -> None:
     """Under a limit on memory, with microbatches and values that are made again."""
-    free = search(Question(model(), EIGHT, ADAM, PLENTY), Decisions(), lambda _: None)
+    free = search(Request(model(), DataSheets(EIGHT), ADAM, PLENTY), Decisions(), lambda _: None)
     limit = int(share * free.proposals[0].peak_bytes)
-    found = search(Question(model(), EIGHT, ADAM, limit), Decisions(), lambda _: None)
+    found = search(Request(model(), DataSheets(EIGHT), ADAM, limit), Decisions(), lambda _: None)
     assert found.proposals
     for plan in found.proposals:
         assert plan.peak_bytes <= limit

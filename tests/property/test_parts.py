@@ -7,6 +7,7 @@ import pytest
 
 from parloom.candidates import candidates
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, check_part, part_of, part_sizes
@@ -14,7 +15,7 @@ from parloom.ir.plan import Decisions
 from parloom.report.words import part_words
 from parloom.search.contexts import Contexts
 from parloom.search.optimize import Driver, Searched, least_work_ps, search
-from parloom.search.question import Question
+from parloom.search.request import Request
 from tests.property.searched import ADAM, random_graph
 from tests.unit.graphs import perceptron
 from tests.unit.test_simulate import model
@@ -30,13 +31,12 @@ def slow(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, levels=(*inner, replace(last, link=link)))
 
 
-def question(graph: Graph, cluster: Cluster, limit: int = PLENTY) -> Question:
+def question(graph: Graph, cluster: Cluster, limit: int = PLENTY) -> Request:
     """About a cluster and its parts."""
-    alone = Question(graph, cluster, ADAM, limit)
-    return replace(alone, on=lambda n: replace(alone, cluster=part_of(cluster, n)))
+    return Request(graph, DataSheets(cluster), ADAM, limit, all_devices=False)
 
 
-def searched(asked: Question) -> Searched:
+def searched(asked: Request) -> Searched:
     return search(asked, Decisions(), lambda text: None)
 
 
@@ -84,7 +84,8 @@ def test_no_part_alone_has_a_faster_plan(factor: float) -> None:
     asked = question(model(), slow(NODES, factor))
     best = searched(asked).proposals[0].step_ps
     alone = [
-        searched(one).proposals[0].step_ps for one in (replace(asked, on=None), *asked.parts())
+        searched(one).proposals[0].step_ps
+        for one in (replace(asked, all_devices=True), *asked.parts())
     ]
     assert best <= min(alone) * (1 + 5e-3)
     assert best < max(alone)
@@ -93,7 +94,7 @@ def test_no_part_alone_has_a_faster_plan(factor: float) -> None:
 def test_a_part_is_found_where_links_between_nodes_are_slow() -> None:
     asked = question(model(), slow(NODES, 1e4))
     found = searched(asked).proposals[0]
-    whole = searched(replace(asked, on=None)).proposals[0]
+    whole = searched(replace(asked, all_devices=True)).proposals[0]
     assert found.decisions.mesh.num_ranks < 8 == whole.decisions.mesh.num_ranks
     assert found.step_ps <= whole.step_ps
 
@@ -120,11 +121,12 @@ def test_parts_that_compute_too_long_are_not_searched(monkeypatch: pytest.Monkey
     monkeypatch.setattr("parloom.search.optimize.least_work_ps", lambda contexts: 1e18)
     search(question(graph, NODES), Decisions(), said.append)
     assert {line.split(":")[0] for line in said} == {
-        line.split(":")[0] for line in searched_lines(replace(question(graph, NODES), on=None))
+        line.split(":")[0]
+        for line in searched_lines(replace(question(graph, NODES), all_devices=True))
     }
 
 
-def searched_lines(asked: Question) -> list[str]:
+def searched_lines(asked: Request) -> list[str]:
     said: list[str] = []
     search(asked, Decisions(), said.append)
     return said
@@ -134,8 +136,9 @@ def searched_lines(asked: Question) -> list[str]:
 def test_methods_are_tried_on_parts(method: str) -> None:
     graph = model()
     cluster = slow(NODES, 1e4)
-    found = candidates(question(graph, cluster), method, lambda text: None).found
-    whole = candidates(Question(graph, cluster, ADAM, PLENTY), method, lambda text: None).found
+    asked = replace(question(graph, cluster), method=method)
+    found = candidates(asked, lambda text: None).found
+    whole = candidates(replace(asked, all_devices=True), lambda text: None).found
     ranks = {candidate.decisions.mesh.num_ranks for candidate in found}
     assert ranks == {8, 4, 2, 1}
     assert {candidate.decisions.mesh.num_ranks for candidate in whole} == {8}
@@ -154,7 +157,7 @@ def test_methods_are_tried_on_parts(method: str) -> None:
 
 def test_what_does_not_fit_on_more_devices_is_not_tried_on_fewer() -> None:
     asked = question(model(), NODES, limit=1000)
-    found = candidates(asked, "fsdp", lambda text: None).found
+    found = candidates(replace(asked, method="fsdp"), lambda text: None).found
     assert {candidate.decisions.mesh.num_ranks for candidate in found} == {8}
 
 
@@ -166,14 +169,15 @@ def test_every_rank_doing_all_the_work_is_a_choice() -> None:
     cluster = replace(asked.cluster, levels=(inner, asked.cluster.levels[1]))
     found = searched(question(graph, cluster))
     assert found.proposals[0].decisions.mesh.num_ranks == 1
-    whole = searched(Question(graph, cluster, ADAM, PLENTY)).proposals[0]
+    whole = searched(Request(graph, DataSheets(cluster), ADAM, PLENTY)).proposals[0]
     assert whole.step_ps == found.proposals[0].step_ps
     assert not any(axes for node in whole.decisions.nodes for _, axes in node.factors)
 
 
 def test_words_of_parts() -> None:
     four, eight = (
-        searched(Question(perceptron(), c, ADAM, PLENTY)) for c in (part_of(NODES, 4), NODES)
+        searched(Request(perceptron(), DataSheets(there), ADAM, PLENTY))
+        for there in (part_of(NODES, 4), NODES)
     )
     on_four, on_eight = four.proposals[0].decisions, eight.proposals[0].decisions
     cluster = replace(NODES, device=replace(NODES.device, price_per_hour=2.0))

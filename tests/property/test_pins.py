@@ -3,6 +3,7 @@ contradict each other.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from random import Random
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from parloom.candidates import candidates, smallest
 from parloom.comparators.baselines import random_plan
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.errors import InputError
@@ -32,7 +34,7 @@ from parloom.search.optimize import search
 from parloom.search.pinned import Pinned, resolve
 from parloom.search.pins import Pin, parse_pin
 from parloom.search.program import program_of
-from parloom.search.question import Question, Wanted
+from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.storage import STORED
 from tests.property.searched import (
@@ -57,10 +59,10 @@ def pinned_by(graph: Graph, *texts: str) -> Pinned:
     return resolve(pins, graph, factorize(graph))
 
 
-def question(graph: Graph, cluster: Cluster, *texts: str, limit: int = PLENTY) -> Question:
+def question(graph: Graph, cluster: Cluster, *texts: str, limit: int = PLENTY) -> Request:
     """A price of a plan with one microbatch: what is asked for most often here, and fastest."""
     pinned = pinned_by(graph, *texts)
-    return Question(graph, cluster, ADAM, limit, 1, pinned=pinned, wanted=Wanted.PRICE)
+    return Request(graph, DataSheets(cluster), ADAM, limit, 1, pinned=pinned, wanted=Wanted.PRICE)
 
 
 def found_step_ps(
@@ -156,7 +158,7 @@ def test_what_is_pinned_is_in_every_plan(texts: tuple[str, ...]) -> None:
     if texts[0] == "mesh=8":
         texts = ("mesh=8", "0=replicated")
     asked = question(graph, EIGHT, *texts)
-    found = candidates(asked, "auto", lambda text: None).found
+    found = candidates(replace(asked, method="auto"), lambda text: None).found
     searched = [candidate for candidate in found if candidate.method == "auto"]
     assert searched
     for candidate in found:
@@ -171,7 +173,7 @@ def test_what_is_pinned_is_in_every_plan(texts: tuple[str, ...]) -> None:
 def test_a_plan_that_breaks_a_pin_is_seen() -> None:
     """Negative control of the test above: plans without pins break them."""
     graph = model()
-    free = candidates(question(graph, EIGHT), "auto", lambda text: None).found
+    free = candidates(replace(question(graph, EIGHT), method="auto"), lambda text: None).found
     for text in ("0.up=k:x", "2=recompute", "0.up=weights:replicated", "mesh=2x2"):
         pinned = pinned_by(graph, text)
         assert any(broken(pinned, graph, candidate.decisions) for candidate in free), text
@@ -218,8 +220,8 @@ def test_the_conflicting_pins_are_as_few_as_can_be(texts: tuple[str, ...]) -> No
     assert len(named) < len(pins)
 
 
-def question_with(asked: Question, pins: tuple[Pin, ...]) -> Question:
-    return Question(asked.graph, asked.cluster, ADAM, asked.limit_bytes,
+def question_with(asked: Request, pins: tuple[Pin, ...]) -> Request:
+    return Request(asked.graph, DataSheets(asked.cluster), ADAM, asked.limit_bytes,
                     pinned=asked.pinned.only(pins))  # fmt: skip
 
 
@@ -241,7 +243,7 @@ def test_deletion_filter(cores: set[frozenset[int]]) -> None:
 def test_pins_that_no_mesh_can_hold_are_an_error_of_candidates() -> None:
     graph = model()
     asked = question(graph, EIGHT, "0.up=n:x", "1.up=k:x")
-    assert not candidates(asked, "auto", lambda text: None).found
+    assert not candidates(replace(asked, method="auto"), lambda text: None).found
     with pytest.raises(InputError, match="holds these 2 together; calls of one block kind"):
         smallest(asked)
 
@@ -263,7 +265,7 @@ def test_pins_that_only_a_finer_mesh_holds_are_refused_in_so_many_words() -> Non
         smallest(asked)
 
 
-def every_bound(asked: Question) -> Iterator[int]:
+def every_bound(asked: Request) -> Iterator[int]:
     """What plans of each context hold at least."""
     contexts = Contexts(asked, Decisions())
     for mesh, count in product(contexts.meshes, contexts.counts):
@@ -279,7 +281,7 @@ def test_no_plan_holds_less_than_the_least() -> None:
     least = min(every_bound(asked))
     assert bound == least
     peaks = []
-    for candidate in (found, *candidates(asked, "auto", lambda text: None).found):
+    for candidate in (found, *candidates(replace(asked, method="auto"), lambda text: None).found):
         played = simulate(lower(graph, candidate.decisions), EIGHT, candidate.decisions, ADAM)
         peaks.append(played.peak_bytes)
     assert least <= min(peaks) <= 1.5 * least
@@ -305,7 +307,7 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
 def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
     """With pins that its axes have names for: what `auto` chose there is found again, no worse."""
     graph, base = model(), Decisions()
-    free = Question(graph, EIGHT, ADAM, PLENTY, 1, wanted=Wanted.PLAN)
+    free = Request(graph, DataSheets(EIGHT), ADAM, PLENTY, 1, wanted=Wanted.PLAN)
     proposals = search(free, base, lambda text: None).proposals
     chosen = next(p for p in proposals if len(p.decisions.mesh.axes) == 3)
     texts = [

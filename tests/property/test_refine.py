@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
@@ -16,7 +17,7 @@ from parloom.search.contexts import ContextSearch
 from parloom.search.finer import CUTS, LeastCosts, promising, refinements
 from parloom.search.meshes import NAMES, logical_meshes
 from parloom.search.optimize import CHOICES, search
-from parloom.search.question import Question, Wanted
+from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
 from tests.property.searched import ADAM, PLENTY, context_of, random_graph
 
@@ -113,7 +114,7 @@ def test_everything_is_kept_where_there_is_room() -> None:
 def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound(wanted: Wanted) -> None:
     said: list[str] = []
     graph = random_graph(Random(4), num_operators=4)
-    question = Question(graph, CLUSTER, ADAM, PLENTY, 1, wanted=wanted)
+    question = Request(graph, DataSheets(CLUSTER), ADAM, PLENTY, 1, wanted=wanted)
     found = search(question, Decisions(), said.append)
     assert any("z=" in line for line in said) == (wanted is Wanted.PROOF)
     least = min(p.estimate_ps for p in found.proposals)

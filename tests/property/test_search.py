@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parloom.candidates import smallest
 from parloom.cost.clusters import load_cluster
-from parloom.cost.simulate import simulate
+from parloom.cost.hardware import DataSheets
 from parloom.cost.step import priced
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
@@ -29,8 +29,8 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.model import Floats, Term
 from parloom.search.optimize import search
 from parloom.search.program import program_of
-from parloom.search.question import Question, Wanted
 from parloom.search.redistribution import redistributions
+from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices, row_prices
 from parloom.search.storage import STORED
 from tests.property.searched import (
@@ -130,7 +130,7 @@ def test_a_search_finds_what_simulation_of_every_plan_finds(
     limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
     fitting = [(p, found) for p, found in every if found.peak_bytes <= limit]
     least_s = min(found.step_s for _, found in fitting)
-    question = Question(graph, TWO, ADAM, limit, count)
+    question = Request(graph, DataSheets(TWO), ADAM, limit, count)
     found = search(question, BASE, silent)
     assert found.bound_ps <= least_s * 1e12
     assert found.estimate_bound_ps <= min(p.step_ps for p, _ in fitting) * (1 + 1e-6)
@@ -216,7 +216,7 @@ def test_storage_is_priced_as_the_cost_layer_counts_it(level: int) -> None:
 
 @pytest.mark.parametrize("cluster", [TWO, EIGHT])
 def test_bounds_hold_for_every_plan_found(cluster: Cluster) -> None:
-    found = search(Question(model(), cluster, ADAM, PLENTY), BASE, silent)
+    found = search(Request(model(), DataSheets(cluster), ADAM, PLENTY), BASE, silent)
     assert found.proposals
     assert 0 < found.bound_ps <= min(p.estimate_ps for p in found.proposals)
     for proposal in found.proposals:
@@ -227,23 +227,26 @@ def test_bounds_hold_for_every_plan_found(cluster: Cluster) -> None:
 def test_proposals_are_ordered_by_the_prediction_that_is_asked_for() -> None:
     """As where a calibration says what overlaps: here one mesh of two is said to be slow."""
 
-    def predicted(pcg: PCG, plan: Decisions, optimizer: Optimizer) -> Prediction:
-        found = simulate(pcg, FOUR, plan, optimizer).prediction()
-        return replace(found, step_s=found.step_s * (9 if plan.mesh == slow else 1))
+    class Measured(DataSheets):
+        def predict(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Prediction:
+            found = super().predict(pcg, decisions, optimizer)
+            return replace(found, step_s=found.step_s * (9 if decisions.mesh == slow else 1))
 
-    question = Question(model(), FOUR, ADAM, PLENTY, 1, wanted=Wanted.PRICE)
+    question = Request(model(), DataSheets(FOUR), ADAM, PLENTY, 1, wanted=Wanted.PRICE)
     slow = search(question, BASE, silent).proposals[0].decisions.mesh
-    found = search(replace(question, predicted=predicted), BASE, silent).proposals
+    found = search(replace(question, machine=Measured(FOUR)), BASE, silent).proposals
     assert found[0].decisions.mesh != slow
     steps = [proposal.prediction.step_s for proposal in found]
     assert steps == sorted(steps)
     for proposal in found:
-        expected = predicted(lower(model(), proposal.decisions), proposal.decisions, ADAM)
+        expected = Measured(FOUR).predict(
+            lower(model(), proposal.decisions), proposal.decisions, ADAM
+        )
         assert proposal.prediction == expected
 
 
 def test_nothing_is_proposed_that_does_not_fit() -> None:
-    assert not search(Question(model(), EIGHT, ADAM, 10**6), BASE, silent).proposals
+    assert not search(Request(model(), DataSheets(EIGHT), ADAM, 10**6), BASE, silent).proposals
 
 
 def test_flows_come_in_the_order_of_the_program_whatever_names_hash_to() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from parloom.candidates import smallest
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.units import bytes_up, parse_bytes
 from parloom.ir.lower import lower
@@ -19,16 +20,16 @@ from parloom.search.contexts import ContextSearch, Judged
 from parloom.search.least import least_share
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import search
-from parloom.search.question import Question, Wanted
+from parloom.search.request import Request, Wanted
 from tests.property.searched import ADAM, PLENTY, every_plan, random_graph
 from tests.unit.test_simulate import model
 
 CLUSTER = load_cluster("2x4xH100")
 BASE = Decisions()
-ROOMY = Question(model(), CLUSTER, ADAM, PLENTY)
+ROOMY = Request(model(), DataSheets(CLUSTER), ADAM, PLENTY)
 
 
-def said(question: Question) -> list[str]:
+def said(question: Request) -> list[str]:
     lines: list[str] = []
     assert not search(question, BASE, lines.append).proposals
     return lines
@@ -58,7 +59,7 @@ def test_the_smallest_plan_that_is_named_is_the_smallest(seed: int, blocks: bool
     graph = model(2) if blocks else random_graph(Random(seed), num_operators=3, rows=(64,))
     cluster = load_cluster(("2x2xcpu", "2x2xH100")[seed % 2])
     count = (1, None)[seed // 2 % 2]
-    question = replace(ROOMY, graph=graph, cluster=cluster, num_microbatches=count)
+    question = replace(ROOMY, graph=graph, machine=DataSheets(cluster), num_microbatches=count)
     least, _ = smallest(question)
     assert least.prediction is not None
     peak = least.prediction.peak_bytes
@@ -97,7 +98,7 @@ def test_no_plan_is_smaller_than_the_smallest(seed: int) -> None:
         load_cluster("2xH100"),
     )
     (mesh,) = logical_meshes(cluster)
-    least, bound = smallest(Question(graph, cluster, ADAM, PLENTY, 1))
+    least, bound = smallest(Request(graph, DataSheets(cluster), ADAM, PLENTY, 1))
     peaks = [plan.simulated(graph, cluster).peak_bytes for plan in every_plan(graph, mesh, cluster)]
     assert least.prediction is not None
     assert bound <= min(peaks) <= least.prediction.peak_bytes <= 1.05 * min(peaks)
@@ -108,7 +109,7 @@ def test_no_plan_is_smaller_than_the_smallest(seed: int) -> None:
 def test_no_bound_is_above_the_plan_that_it_stands_beside(cluster: str, share: float) -> None:
     """Steps need from next to nothing to the most of the limit beyond what the search counts."""
     graph = random_graph(Random(9), 4)
-    free = Question(graph, load_cluster(cluster), ADAM, PLENTY, 1, wanted=Wanted.PLAN)
+    free = Request(graph, DataSheets(load_cluster(cluster)), ADAM, PLENTY, 1, wanted=Wanted.PLAN)
     peak = search(free, BASE, lambda text: None).proposals[0].peak_bytes
     found = search(replace(free, limit_bytes=int(share * peak)), BASE, lambda text: None)
     assert found.solver_gap is None or found.solver_gap >= 0
@@ -120,7 +121,9 @@ def test_whatever_ends_a_search_its_answer_is_the_best_that_was_simulated(
     """A budget; and Ctrl-C as something is simulated."""
     fits: list[float] = []
     judge, left = ContextSearch.judge, inf
-    asked = replace(ROOMY, graph=random_graph(Random(4), 4), cluster=load_cluster("2x2xH100"))
+    asked = replace(
+        ROOMY, graph=random_graph(Random(4), 4), machine=DataSheets(load_cluster("2x2xH100"))
+    )
 
     def watched(context: ContextSearch, candidate: Candidate) -> Judged:
         nonlocal left

@@ -15,6 +15,7 @@ from parloom.comparators.flexflow import data_parallel, output_factors
 from parloom.comparators.plans import joined
 from parloom.comparators.tofu import bytes_as_seconds, cut
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
@@ -30,7 +31,7 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.search.program import program_of
-from parloom.search.question import Question, Say
+from parloom.search.request import Request, Say
 from tests.unit.graphs import Shape, graph, node, stack
 
 SGD = Optimizer("sgd", 0)
@@ -55,9 +56,9 @@ def chain(batch: int, *widths: int) -> Graph:
     )
 
 
-def question(made: Graph, spec: str = "2xH100", **other: int) -> Question:
+def question(made: Graph, spec: str = "2xH100", **other: int) -> Request:
     cluster = load_cluster(spec)
-    return replace(Question(made, cluster, SGD, cluster.device.memory_bytes), **other)  # type: ignore[arg-type]
+    return replace(Request(made, DataSheets(cluster), SGD, cluster.device.memory_bytes), **other)  # type: ignore[arg-type]
 
 
 def cuts(plan: Decisions) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -183,7 +184,8 @@ def test_what_alpa_takes_for_heavy() -> None:
 def test_comparators_are_methods_and_named_in_their_plans() -> None:
     assert set(COMPARATORS) < set(METHODS)
     for method in COMPARATORS:
-        found = candidates(question(chain(64, 32, 32), budget=30), method, lambda text: None).found
+        asked = replace(question(chain(64, 32, 32), budget=30), method=method)
+        found = candidates(asked, lambda text: None).found
         assert found
         title = "alpa, intra-operator part" if method == "alpa" else method
         assert all(c.name.startswith(f"{title} (x=2") for c in found)
@@ -191,7 +193,8 @@ def test_comparators_are_methods_and_named_in_their_plans() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_plan_for_one_device(method: str) -> None:
-    found = candidates(question(chain(64, 32, 32), "1xcpu"), method, lambda text: None).found
+    asked = replace(question(chain(64, 32, 32), "1xcpu"), method=method)
+    found = candidates(asked, lambda text: None).found
     assert found
     assert {c.decisions.mesh.num_ranks for c in found} == {1}
 
@@ -200,19 +203,19 @@ def test_an_interrupted_comparator_keeps_what_it_has(monkeypatch: pytest.MonkeyP
     made = chain(64, 32, 32)
 
     def stopped_after(count: int) -> Comparator:
-        def method(asked: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
+        def method(asked: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
             yield from [tofu(made)] * count
             raise KeyboardInterrupt
 
         return method
 
     monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(1)})
-    found = candidates(question(made), "tofu", lambda text: None)
+    found = candidates(replace(question(made), method="tofu"), lambda text: None)
     assert found.status is Status.INTERRUPTED
     assert len(found.found) == 1
     monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(0)})
     with pytest.raises(KeyboardInterrupt):
-        candidates(question(made), "tofu", lambda text: None)
+        candidates(replace(question(made), method="tofu"), lambda text: None)
 
 
 def test_the_methods_that_count_work_are_those_that_a_budget_is_taken_from() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import RenderableType
 
+from parloom.choose import Choice
 from parloom.comparators.baselines import data_parallel, fsdp, megatron, random_plans
 from parloom.cost.clusters import load_cluster
 from parloom.cost.ledger import MAIN
@@ -30,6 +31,7 @@ from parloom.report.grid import mesh_grid
 from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
 from parloom.report.words import INTERRUPTED
+from parloom.search.request import ScoredPlan
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 
@@ -233,8 +235,11 @@ def test_that_the_other_search_was_stopped_is_said(
     stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = case_of(GRAPH, CLUSTER, next(data_parallel(GRAPH, CLUSTER))).plan
-    other = replace(plan, status=Status.INTERRUPTED if stopped else Status.COMPLETE)
-    monkeypatch.setattr("parloom.explain.choose", lambda ask, say: other)
+    assert plan.prediction is not None
+    best = ScoredPlan(plan.decisions, plan.prediction)
+    status = Status.INTERRUPTED if stopped else Status.COMPLETE
+    other = Choice(best, (best,), 2**40, status=status)
+    monkeypatch.setattr("parloom.explain.choose", lambda request, say: other)
     said: list[str] = []
     explain(plan, "plan.json", versus="auto", say=said.append)
     assert any(INTERRUPTED in line for line in said) == stopped

@@ -11,12 +11,12 @@ import pytest
 
 from parloom.capture import capture
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.errors import LayoutError
-from parloom.ir.lower import lower
 from parloom.ir.plan import Decisions, Optimizer, one_stage
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.search.meshes import logical_meshes
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.zoo.gpt import build
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -29,13 +29,13 @@ def climbing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def question() -> Question:
+def question() -> Request:
     graph = capture(*build(batch=64, seq=32, width=64, heads=4, depth=3))
-    return Question(graph, load_cluster("2x2xcpu"), Optimizer(), 1 << 34)
+    return Request(graph, DataSheets(load_cluster("2x2xcpu")), Optimizer(), 1 << 34)
 
 
 def test_all_mutants_that_are_lowered_are_plans_of_the_space(
-    climbing: ModuleType, question: Question
+    climbing: ModuleType, question: Request
 ) -> None:
     mutations = sys.modules["mutations"]
     space = mutations.Space(question.graph, question.cluster, Decisions())
@@ -61,11 +61,11 @@ def test_all_mutants_that_are_lowered_are_plans_of_the_space(
 
 
 def test_a_bad_plan_is_made_faster_and_a_wrong_bound_is_undercut(
-    climbing: ModuleType, question: Question
+    climbing: ModuleType, question: Request
 ) -> None:
     mesh = next(logical_meshes(question.cluster))
     whole = Decisions(one_stage(mesh))  # every rank does all the work
-    step_s = question.predict(lower(question.graph, whole), whole).step_s
+    step_s = question.predict(whole).step_s
     options = climbing.argparse.Namespace(seed=0, mutations=60, random_plans=5)
     start = climbing.Answer(whole, step_s, 0, step_s, step_s, None, 0.0)
     row = climbing.row_of(question, start, options)
@@ -77,7 +77,7 @@ def test_a_bad_plan_is_made_faster_and_a_wrong_bound_is_undercut(
 
 
 def test_nothing_to_start_from_is_beaten_by_anything_that_fits(
-    climbing: ModuleType, question: Question
+    climbing: ModuleType, question: Request
 ) -> None:
     options = climbing.argparse.Namespace(seed=0, mutations=5, random_plans=5)
     start = climbing.Answer(None, inf, 0, 0.0, inf, None, 0.0)

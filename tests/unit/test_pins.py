@@ -1,12 +1,14 @@
 """Pins as text: what is understood, what is refused, and what they name."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parloom.candidates import candidates
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
@@ -16,7 +18,7 @@ from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, one_sta
 from parloom.search.conflicts import broken, check_pins
 from parloom.search.pinned import Pinned, clashes, resolve
 from parloom.search.pins import Kind, parse_pin
-from parloom.search.question import Question
+from parloom.search.request import Request
 from tests.property.searched import ADAM
 from tests.unit.graphs import cluster, fused, perceptron, stack
 
@@ -227,9 +229,9 @@ def test_plans_are_checked_against_pins() -> None:
 def test_other_methods_drop_what_does_not_hold() -> None:
     graph = perceptron()
     machine = load_cluster("2x2xH100")
-    asked = Question(graph, machine, ADAM, 10**12, pinned=pinned_by(graph, "up=n"))
-    found = candidates(asked, "megatron", lambda text: None).found
+    asked = Request(graph, DataSheets(machine), ADAM, 10**12, pinned=pinned_by(graph, "up=n"))
+    found = candidates(replace(asked, method="megatron"), lambda text: None).found
     assert found
     assert all("tensor" in candidate.name for candidate in found)
     with pytest.raises(InputError, match="data_parallel has no plan as asked: --pin up=n: up:lin"):
-        candidates(asked, "data_parallel", lambda text: None)
+        candidates(replace(asked, method="data_parallel"), lambda text: None)

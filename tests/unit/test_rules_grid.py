@@ -13,13 +13,14 @@ from parloom.comparators.configuration import Configuration, cheap_operators, la
 from parloom.comparators.drawn import drawn
 from parloom.comparators.grid import LEVELS, MOST, Grid, Point, _divided
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import MICROBATCH, Decisions, Optimizer
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
-from parloom.search.question import Question, base_of
+from parloom.search.request import Request, base_of
 from tests.unit.graphs import perceptron, stack
 
 CLUSTER = load_cluster("2x2xA100")
@@ -32,16 +33,16 @@ SHARES = (1.0, 0.5, 0.1)
 SLACK = {1.0: 1.0, 0.5: 1.1, 0.1: 1.25}
 
 
-def asked(made: Graph = MODEL, limit: float = 1e12, **other: object) -> Question:
-    found = Question(made, CLUSTER, Optimizer("adamw", 2), int(limit))
+def asked(made: Graph = MODEL, limit: float = 1e12, **other: object) -> Request:
+    found = Request(made, DataSheets(CLUSTER), Optimizer("adamw", 2), int(limit))
     return replace(found, **other)  # type: ignore[arg-type]
 
 
-def grid(rule: str, question: Question, most: int = 10**6) -> Grid:
+def grid(rule: str, question: Request, most: int = 10**6) -> Grid:
     return Grid(question, RULES[rule], base_of(question), most)
 
 
-def every(rule: str, question: Question) -> Iterator[Point]:
+def every(rule: str, question: Request) -> Iterator[Point]:
     """All points of a grid, simulated one by one."""
     found = grid(rule, question)
     sequences = (True, False) if rule == "megatron" else (False,)
@@ -95,7 +96,8 @@ def test_every_point_is_legal(rule: str) -> None:
 @pytest.mark.parametrize("method", RULES)
 @pytest.mark.parametrize("made", [perceptron(batch=12), stack(2, batch=12)])
 def test_a_batch_of_twelve_on_eight_devices(method: str, made: Graph) -> None:
-    found = candidates(asked(made, cluster=EIGHT), method, lambda text: None).found
+    request = asked(made, machine=DataSheets(EIGHT), method=method)
+    found = candidates(request, lambda text: None).found
     assert found
     for candidate in found:
         assert candidate.decisions.mesh.num_ranks == 8
@@ -192,6 +194,7 @@ def test_more_draws_are_no_worse() -> None:
     few = list(drawn(asked(stack(1), budget=2), Decisions()))
     many = list(drawn(asked(stack(1), budget=12), Decisions()))
     assert many[: len(few)] == few
-    assert many[-1][1].step_s <= few[-1][1].step_s
-    assert [p.step_s for _, p in many] == sorted((p.step_s for _, p in many), reverse=True)
+    steps = [plan.prediction.step_s for plan in many]
+    assert steps[-1] <= few[-1].prediction.step_s
+    assert steps == sorted(steps, reverse=True)
     assert list(drawn(asked(stack(1), budget=12, seed=1), Decisions())) != many

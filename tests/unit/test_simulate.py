@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from parloom.candidates import candidates
 from parloom.comparators.baselines import random_plan
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.pipeline import simulate_pipeline, stage_actions
 from parloom.cost.simulate import Simulator, simulate, step_tasks
 from parloom.cost.step import price_plan, priced
@@ -31,7 +32,7 @@ from parloom.ir.plan import (
 from parloom.ir.schedules import schedule
 from parloom.ir.text import parse_graph
 from parloom.search.meshes import logical_meshes
-from parloom.search.question import Question
+from parloom.search.request import Request
 
 BLOCK = """
 def block(
@@ -351,8 +352,8 @@ def test_a_machine_far_too_slow_is_refused_in_words() -> None:
     device = replace(cluster.device, flops_per_s=(("float32", 1.0),), memory_bytes_per_s=1.0)
     slow = replace(cluster, device=device)
     said = r"would take .* s: is a rate, a bandwidth or a latency of the cluster far too low"
-    asked = Question(model(), slow, Optimizer("sgd", 0), device.memory_bytes)
+    asked = Request(model(), DataSheets(slow), Optimizer("sgd", 0), device.memory_bytes)
     with pytest.raises(InputError, match=said):
-        candidates(asked, "auto", lambda text: None)
+        candidates(replace(asked, method="auto"), lambda text: None)
     with pytest.raises(InputError, match=said):
         run(model(), slow, Decisions(one_stage(grid({"x": 2}))))

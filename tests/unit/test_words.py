@@ -194,9 +194,9 @@ def test_the_links_of_an_axis_are_named() -> None:
 
 
 def test_what_one_flag_costs_and_what_several_cost() -> None:
-    found = example()
-    assert found.prediction is not None
-    step_s = found.prediction.step_s
+    found = example().prediction
+    assert found is not None
+    step_s = found.step_s
     assert constraint_line(Constraint("--pin a=n", step_s, 1), found) == "--pin a=n costs nothing"
     assert constraint_line(Constraint(ALL, step_s, 1), found) == "all of these cost nothing"
     assert constraint_line(Constraint(ALL, 0.25, 1), found).startswith("all of these cost 50 ms")

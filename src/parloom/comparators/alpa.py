@@ -38,7 +38,7 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.model import Indices, Model, Term, View
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Flow, Operator, Program
-from parloom.search.question import Question, Say
+from parloom.search.request import Request, Say
 from parloom.search.single import Single
 from parloom.search.solve.columns import Problem
 from parloom.search.storage import Level, StoragePrices, Stored, stored_of
@@ -57,7 +57,7 @@ class Followed:
     values: tuple[Indices, ...]
 
 
-def alpa(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
+def alpa(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """The best plan of every view of the cluster.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
@@ -68,7 +68,7 @@ def alpa(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
     program = asked_program(question, base)
     samples, shared = samples_of(program), Known()
     for mesh in views(question.cluster):
-        walker = Walker({}, mesh, question.cluster, question.kernels)
+        walker = Walker({}, mesh, question.cluster, question.machine.kernels)
         found = None
         for limited in (True, False):
             among = samples if limited else None
@@ -103,7 +103,7 @@ def layouts_of(
     program: Program,
     walker: Walker,
     base: Decisions,
-    question: Question,
+    question: Request,
     samples: Samples | None,
     shared: Known | None = None,
 ) -> LayoutModel:

@@ -11,15 +11,14 @@ from math import inf
 from parloom.comparators.baselines import random_plans
 from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
-from parloom.ir.lower import lower
-from parloom.ir.plan import GLOBAL, ActivationDecision, Decisions, Prediction
-from parloom.search.question import Question
+from parloom.ir.plan import GLOBAL, ActivationDecision, Decisions
+from parloom.search.request import Request, ScoredPlan
 
 # About as many as the search simulates of a large model.
 DRAWS = 32
 
 
-def drawn(question: Question, base: Decisions) -> Iterator[tuple[Decisions, Prediction]]:
+def drawn(question: Request, base: Decisions) -> Iterator[ScoredPlan]:
     """Plans that fit, each faster than those before, with the dtypes of `base`; first of all, and
     until one fits, the smallest so far.
 
@@ -44,14 +43,13 @@ def drawn(question: Question, base: Decisions) -> Iterator[tuple[Decisions, Pred
                 master_dtype=base.master_dtype,
                 reduce_dtype=base.reduce_dtype,
             )
-            pcg = lower(graph, plan, factored=factored)
+            found = question.predict(plan, factored)
         except LayoutError as error:
             refused = error
             continue
-        found = question.predict(pcg, plan)
         excess = max(0, found.peak_bytes - question.limit_bytes)
         if (excess, found.step_s) < least:
             least = excess, found.step_s
-            yield plan, found
+            yield ScoredPlan(plan, found)
     if least == (inf, inf) and refused is not None:
         raise refused

@@ -21,7 +21,7 @@ from parloom.cost.walk import Walker
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.plan import Decisions, one_stage
 from parloom.search.program import Axes, Operator, Program
-from parloom.search.question import Question, Say
+from parloom.search.request import Request, Say
 
 # Proposals, where the user says nothing, by the square of the number of prime axes: they take about
 # the CPU time of `auto` (the more axes, the more prices are asked for the first time).
@@ -37,7 +37,7 @@ RESETS, RESET = 100, 1000
 DENSE = ("linear", "addmm", "mm")
 
 
-def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
+def flexflow(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """The best plan of every chain, and data parallelism, from which the first one starts.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
@@ -48,7 +48,7 @@ def flexflow(question: Question, base: Decisions, say: Say) -> Iterator[Decision
     primes = reversed(question.cluster.prime_axes())
     mesh = Mesh(tuple(MeshAxis(f"a{i}", (prime,)) for i, prime in enumerate(primes)))
     program = asked_program(question, base, apart=True)
-    walker = Walker({}, mesh, question.cluster, question.kernels)
+    walker = Walker({}, mesh, question.cluster, question.machine.kernels)
     costs = CallCosts(program, walker, base, question.optimizer)
     delta = Delta(costs, base.num_microbatches)
     search = Search(delta, question.limit_bytes, Random(question.seed))

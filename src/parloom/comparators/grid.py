@@ -23,10 +23,8 @@ from parloom.comparators.configuration import (
 from parloom.errors import InputError, LayoutError, ParloomError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
-from parloom.ir.lower import lower
 from parloom.ir.plan import Decisions, Prediction
-from parloom.rewrite.rewrites import rewritten
-from parloom.search.question import Question
+from parloom.search.request import Request
 
 # Plans that are simulated where a rule is asked for by its name.
 MOST = 20
@@ -63,7 +61,7 @@ class Grid:
     simulated.
     """
 
-    def __init__(self, question: Question, rule: Rule, base: Decisions, most: int) -> None:
+    def __init__(self, question: Request, rule: Rule, base: Decisions, most: int) -> None:
         self.question, self.rule, self.base, self.left = question, rule, base, most
         self.factored = factorize(question.graph)
         self.counts = question.microbatch_counts(self.factored)
@@ -206,12 +204,7 @@ class Grid:
             self.laid[layout] = laid_out(question.graph, chosen, question.cluster, self.factored)
         decisions = self.laid[layout].decisions(chosen)
         decisions = replace(decisions, batch_semantics=self.base.batch_semantics)
-        pcg = lower(
-            rewritten(question.graph, decisions.rewrites),
-            decisions,
-            factored=None if decisions.rewrites else self.factored,
-        )
-        return Point(chosen, decisions, question.predict(pcg, decisions))
+        return Point(chosen, decisions, question.predict(decisions, self.factored))
 
 
 def _layout(chosen: Configuration) -> Configuration:

@@ -18,7 +18,7 @@ from parloom.search.microbatch import microbatch_of, sample_factors
 from parloom.search.model import Floats
 from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS
 from parloom.search.program import Axes, Program, program_of
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS
 from parloom.search.storage import (
     AFTER,
@@ -39,7 +39,7 @@ def on_one_device(base: Decisions) -> Decisions:
     return replace(base, stages=one_stage(Mesh((MeshAxis(NAMES[0], (PrimeAxis(1, 1, 0),)),))))
 
 
-def asked_program(question: Question, base: Decisions, *, apart: bool = False) -> Program:
+def asked_program(question: Request, base: Decisions, *, apart: bool = False) -> Program:
     """The program of one of as many microbatches as `base` has; `apart` as in `program_of`.
 
     Raises `InputError` where samples cannot be cut so.

@@ -20,7 +20,7 @@ from parloom.search.fates import AskedFates
 from parloom.search.layout_model import LayoutModel
 from parloom.search.prices import Known
 from parloom.search.program import Axes, Operator, Program
-from parloom.search.question import Question, Say
+from parloom.search.request import Request, Say
 from parloom.search.single import Single
 from parloom.search.solve.columns import ColumnGeneration
 from parloom.search.storage import Level, StoragePrices, Stored, stored_of
@@ -32,7 +32,7 @@ BYTES = Link(1e12, 0.0)
 EXACT = 1e-9
 
 
-def tofu(question: Question, base: Decisions, say: Say) -> Iterator[Decisions]:
+def tofu(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """One plan: a cut for every prime axis of the cluster.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.

@@ -11,7 +11,7 @@ from parloom.ir.pcg import PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
-from parloom.report.words import constraint_line, links_of, title_words, words
+from parloom.report.words import constraint_lines, links_of, title_words, words
 
 Document = dict[str, Any]
 PS = 1e12
@@ -35,7 +35,7 @@ def plan_explained(case: Case) -> Document:
         "num_microbatches": plan.decisions.num_microbatches,
         "mesh": [_axis(case, axis) for axis in case.mesh.axes],
         "words": list(words(parse_graph(plan.graph), plan.decisions)),
-        "constraints": [constraint_line(constraint, plan) for constraint in plan.constraints],
+        "constraints": list(constraint_lines(plan)),
         "time": [_cause(cause, ps, ledger.step_ps) for cause, ps in _largest(ledger.by_cause())],
         "bound_by": bound_words(case),
         "streams": [

@@ -15,7 +15,7 @@ from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
 from parloom.report.words import (
-    constraint_line,
+    constraint_lines,
     explained_words,
     memory_limit,
     memory_words,
@@ -38,7 +38,7 @@ def plan_screen(
         parts += [Text(""), Text(MEMORY), _memory(plan, cluster)]
     if plan.alternatives:
         parts += [Text(""), _alternatives(plan)]
-    costs = tuple(constraint_line(constraint, plan) for constraint in plan.constraints)
+    costs = constraint_lines(plan)
     listed = ("asked for", costs), ("notes", plan.notes), ("assumed", plan.assumptions)
     for title, lines in listed:
         if lines:

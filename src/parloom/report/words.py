@@ -18,7 +18,7 @@ from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.ops.rule import Dims
-from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Storage
+from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Prediction, Storage
 from parloom.rewrite.rewrites import rewritten
 
 WARNING = "warning: "
@@ -338,10 +338,9 @@ SOURCES = MappingProxyType(
 )
 
 
-def constraint_line(constraint: Constraint, found: Plan) -> str:
-    """What a constraint costs, in words."""
-    assert found.prediction is not None
-    step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
+def constraint_line(constraint: Constraint, found: Prediction) -> str:
+    """What a constraint costs a plan of which `found` is expected, in words."""
+    step_s, peak = found.step_s, found.peak_bytes
     without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
     costs = f"{constraint.text} cost{'s' if constraint.text.startswith('--') else ''}"
     if constraint.step_s == step_s:
@@ -369,6 +368,13 @@ def uncalibrated_words(plan: Plan, source: Source) -> str:
         f"{WARNING}the plan of {plan.method} was predicted to take {said}, and the times here are"
         " those of data sheets: give --calibration F, as to `plan`"
     )
+
+
+def constraint_lines(plan: Plan) -> tuple[str, ...]:
+    """What the constraints of a plan cost it, in words."""
+    if plan.prediction is None:
+        return ()
+    return tuple(constraint_line(constraint, plan.prediction) for constraint in plan.constraints)
 
 
 def memory_limit(plan: Plan, device_bytes: int) -> int:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
-from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import MICROBATCH, Decisions, Prediction
 from parloom.search.choices import Menu, assignments
@@ -25,7 +24,7 @@ from parloom.search.layout_model import LayoutModel
 from parloom.search.microbatch import microbatch_of
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
 from parloom.search.step_rows import ShadowPrices, row_prices
 from parloom.search.storage import Level, stored_of
@@ -111,7 +110,7 @@ class ContextSearch:
         program: Program,
         mesh: Mesh,
         num_microbatches: int,
-        question: Question,
+        question: Request,
         base: Decisions,
         shared: Known,
         work: Work,
@@ -119,7 +118,7 @@ class ContextSearch:
     ) -> None:
         self.mesh, self.num_microbatches, self.question = mesh, num_microbatches, question
         self.base, self.work = base, work
-        walker = Walker({}, mesh, question.cluster, question.kernels)
+        walker = Walker({}, mesh, question.cluster, question.machine.kernels)
         self.layouts = LayoutModel(program, walker, base, question.optimizer, shared, menus)
         self.columns = ColumnGeneration(self.layouts, num_microbatches, work)
         self.composer = Composer(self.layouts, num_microbatches, work)
@@ -167,9 +166,8 @@ class ContextSearch:
         plan = decisions_of(self.layouts, candidate, self.num_microbatches, self.base, prices)
         if plan not in self.judged:
             self.work.spend()
-            whole = self.question.graph
-            pcg = lower(whole, plan, factored=self.layouts.program.factored)
-            self.judged[plan] = Judged(candidate, plan, self.question.predict(pcg, plan))
+            found = self.question.predict(plan, self.layouts.program.factored)
+            self.judged[plan] = Judged(candidate, plan, found)
         return self.judged[plan]
 
     def improve(self, best_ps: float, seen: "Seen") -> float:
@@ -224,7 +222,7 @@ class Contexts:
     the numbers of microbatches. They share prices and count their work together.
     """
 
-    def __init__(self, question: Question, base: Decisions) -> None:
+    def __init__(self, question: Request, base: Decisions) -> None:
         self.question, self.base = question, base
         self.work, self.shared = Work(question.budget), Known()
         factored = factorize(question.graph)
@@ -233,7 +231,7 @@ class Contexts:
         self.counts = question.microbatch_counts(factored)
         self._programs: dict[int, Program | None] = {}
 
-    def on_part(self, question: Question) -> "Contexts":
+    def on_part(self, question: Request) -> "Contexts":
         """Those of `question`, which is this one on a part of the cluster."""
         found = copy(self)
         found.question = question
@@ -264,7 +262,7 @@ class Contexts:
 
     def walker(self, mesh: Mesh) -> Walker:
         """Prices of collectives and operators on a mesh."""
-        return Walker({}, mesh, self.question.cluster, self.question.kernels)
+        return Walker({}, mesh, self.question.cluster, self.question.machine.kernels)
 
     def search(
         self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()

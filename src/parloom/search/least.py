@@ -15,7 +15,7 @@ from parloom.search.contexts import Contexts, ContextSearch
 from parloom.search.pinned import Pinned, clashes
 from parloom.search.pins import Pin
 from parloom.search.prices import PARTS
-from parloom.search.question import Question
+from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS
 from parloom.search.storage import STORED
 
@@ -49,7 +49,7 @@ def stored_bytes(context: ContextSearch) -> int:
     return int(bound + sum(entry.value.spec.num_bytes for entry in batch))
 
 
-def conflict(question: Question, base: Decisions) -> InputError:
+def conflict(question: Request, base: Decisions) -> InputError:
     """The error for pins that no plan holds together: the fewest of them that none holds."""
     pinned = question.pinned
 
@@ -72,7 +72,7 @@ def _shares(pinned: Pinned) -> bool:
     return any(found.others for found in pinned.subjects)
 
 
-def possible(question: Question, base: Decisions) -> bool:
+def possible(question: Request, base: Decisions) -> bool:
     """Whether some plan on the meshes that are searched whole, or on the one that pins name, holds
     all pins, whatever memory it takes.
     """

@@ -22,7 +22,7 @@ from parloom.search.meshes import MAX_AXES, joined, logical_meshes
 from parloom.search.microbatch import microbatch_of
 from parloom.search.prices import BACKWARD, FORWARD, Prices
 from parloom.search.program import Program, program_of
-from parloom.search.question import Question, Say, Wanted
+from parloom.search.request import Request, Say, Wanted
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.stream_bound import least_step_ps
 from parloom.search.work import OutOfWorkError
@@ -83,7 +83,7 @@ class Searched:
         return 0.0 if abs(gap) < ROUNDING else gap
 
 
-def search(question: Question, base: Decisions, say: Say) -> Searched:
+def search(question: Request, base: Decisions, say: Say) -> Searched:
     """Plans that answer `question`, with the dtypes of `base`.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
@@ -120,7 +120,7 @@ def search(question: Question, base: Decisions, say: Say) -> Searched:
 class Driver:
     """Searches all contexts of a question."""
 
-    def __init__(self, question: Question, base: Decisions, say: Say) -> None:
+    def __init__(self, question: Request, base: Decisions, say: Say) -> None:
         self.question, self.say = question, say
         self.contexts = Contexts(question, base)
         # Of the whole cluster and of parts of it, by the number of devices.

@@ -13,7 +13,7 @@ from parloom.ir.plan import Decisions
 from parloom.search.contexts import Contexts, ContextSearch, Judged, Seen
 from parloom.search.least import stored_bytes
 from parloom.search.local_search import SMALLEST, improved
-from parloom.search.question import Question
+from parloom.search.request import Request
 
 # Prices of a byte in ps: the first outweighs any step, under the others time counts, too.
 PRICES = (1e8, 1e6, 1e4)
@@ -31,7 +31,7 @@ class Smallest:
     bound_bytes: int
 
 
-def smallest_plan(question: Question, base: Decisions) -> Smallest | None:
+def smallest_plan(question: Request, base: Decisions) -> Smallest | None:
     """The smallest plan that is found, by its simulated peak; None where pins leave no plan.
 
     It does not depend on the limit of `question`.

@@ -1,0 +1,47 @@
+"""The devices that a plan is for, and how a step on them is predicted."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from parloom.cost.kernels import Kernels
+from parloom.cost.simulate import simulate
+from parloom.cost.timeline import Timeline
+from parloom.ir.mesh import Cluster, part_of
+from parloom.ir.pcg import PCG
+from parloom.ir.plan import Decisions, Optimizer, Prediction
+
+
+class Hardware(Protocol):
+    """A cluster whose steps can be predicted."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+    @property
+    def kernels(self) -> Kernels | None: ...
+
+    def part(self, num_devices: int) -> "Hardware":
+        """The first devices alone."""
+
+    def simulate(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Timeline:
+        """Play one step of a lowered program."""
+
+    def predict(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Prediction:
+        """What a plan says of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSheets:
+    """A cluster of which nothing was measured."""
+
+    cluster: Cluster
+    kernels: Kernels | None = None
+
+    def part(self, num_devices: int) -> "DataSheets":
+        return replace(self, cluster=part_of(self.cluster, num_devices))
+
+    def simulate(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Timeline:
+        return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
+
+    def predict(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Prediction:
+        return self.simulate(pcg, decisions, optimizer).prediction()

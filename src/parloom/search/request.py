@@ -1,0 +1,134 @@
+"""What a plan is asked for: every method answers the same request."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from parloom.cost.hardware import Hardware
+from parloom.errors import InputError
+from parloom.ir.factors import Factored
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, part_sizes
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.microbatches import with_whole_batch
+from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
+from parloom.rewrite.rewrites import rewritten
+from parloom.search.pinned import NONE, Pinned
+
+AUTO = "auto"
+LOW_PRECISION = ("bfloat16", "float16")
+Say = Callable[[str], None]
+
+
+class Wanted(Enum):
+    """What is wanted of a search: a plan of meshes that are searched whole, the best plan, or the
+    best with what was proved of it.
+    """
+
+    PRICE = "price"
+    PLAN = "plan"
+    PROOF = "proof"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A plan for training `graph` on `machine`, with at most `limit_bytes` on each device.
+
+    `num_microbatches`: so many, None for any number; `method`: a name of `arguments.METHODS` or the
+    path of a plan; `budget`: how much deterministic work a method may do. With `all_devices` no
+    plan leaves some of them idle. Where `batch_semantics` are by microbatch, `graph` is the program
+    of one microbatch.
+    """
+
+    graph: Graph
+    machine: Hardware
+    optimizer: Optimizer
+    limit_bytes: int
+    num_microbatches: int | None = None
+    seed: int = 0
+    budget: int | None = None
+    pinned: Pinned = NONE
+    wanted: Wanted = Wanted.PROOF
+    batch_semantics: str = GLOBAL
+    method: str = AUTO
+    all_devices: bool = True
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.machine.cluster
+
+    @property
+    def apart(self) -> int:
+        """Microbatches each of which is computed by itself; 1 where there are none such."""
+        return (self.num_microbatches or 1) if self.batch_semantics == MICROBATCH else 1
+
+    @property
+    def samples(self) -> int:
+        """The size of the batch."""
+        whole = with_whole_batch(self.graph, self.apart)
+        shapes = [entry.value.spec.shape for entry in whole.of_kind("batch")]
+        return max((shape[0] for shape in shapes if shape), default=1)
+
+    def on(self, num_devices: int) -> "Request":
+        """The same of that many of the first devices, all of which are used."""
+        return replace(self, machine=self.machine.part(num_devices), all_devices=True)
+
+    def parts(self) -> Iterator["Request"]:
+        """The request on every part of the cluster that a plan may use, the largest first."""
+        if not self.all_devices:
+            yield from map(self.on, part_sizes(self.cluster))
+
+    def microbatch_counts(self, factored: Factored) -> tuple[int, ...]:
+        """The numbers of microbatches that a plan may have; `factored` is of `graph`."""
+        if self.num_microbatches is not None or self.batch_semantics != GLOBAL:
+            return (self.num_microbatches or 1,)
+        return legal_microbatches(factored).counts
+
+    def predict(self, decisions: Decisions, factored: Factored | None = None) -> Prediction:
+        """The step that is expected of a plan; `factored` is of `graph`.
+
+        Raises `LayoutError` where it cannot be lowered.
+        """
+        rewrites = decisions.rewrites
+        graph = rewritten(self.graph, rewrites)
+        pcg = lower(graph, decisions, factored=None if rewrites else factored)
+        return self.machine.predict(pcg, decisions, self.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPlan:
+    """A plan with the step that is expected of it, the method that proposed it, and its name in
+    tables.
+    """
+
+    decisions: Decisions
+    prediction: Prediction
+    method: str = AUTO
+    name: str = ""
+
+
+def base_of(request: Request) -> Decisions:
+    """What holds for all plans that are searched."""
+    base = Decisions(batch_semantics=request.batch_semantics)
+    return with_dtypes(request.graph, base)
+
+
+def with_dtypes(graph: Graph, decisions: Decisions) -> Decisions:
+    """Weights of low precision are updated in float32, and their gradients reduced in it.
+
+    All gradients are reduced in one dtype: float64 where weights have it. Raises `InputError` where
+    others are complex.
+    """
+    dtypes = {i.value.spec.dtype for i in graph.of_kind("parameter")}
+    if dtypes.isdisjoint(LOW_PRECISION):
+        return decisions
+    for entry in graph.of_kind("parameter"):
+        if entry.trainable and entry.value.spec.dtype.startswith("complex"):
+            raise InputError(
+                f"{entry.target} is {entry.value.spec.dtype} beside weights in half precision, and"
+                " all gradients are reduced in one dtype; train in float32 (--dtype fp32), or keep"
+                " the weight as pairs of real numbers and use torch.view_as_complex"
+            )
+    reduce_dtype = "float64" if "float64" in dtypes else "float32"
+    return replace(decisions, master_dtype="float32", reduce_dtype=reduce_dtype)
