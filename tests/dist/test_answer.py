@@ -9,7 +9,7 @@ import pytest
 from parloom import answer, api, choose
 from parloom.arguments import METHODS
 from parloom.errors import GapError, InfeasibleError, InputError
-from parloom.ir.plan import Plan, Prediction
+from parloom.ir.plan import Plan, Prediction, Status
 from parloom.ir.plan_json import plan_to_json
 from parloom.search import optimize
 from parloom.search.request import Request
@@ -267,7 +267,7 @@ def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
     api.check_gap(free, gap)
     with pytest.raises(GapError, match="the gap is .*: ask for less$"):
         api.check_gap(free, gap / 2)
-    spent = replace(free, notes=("auto: --budget 10 is used up; the best until then",))
+    spent = replace(free, status=Status.OUT_OF_BUDGET)
     with pytest.raises(GapError, match="ask for less, or a larger --budget$"):
         api.check_gap(spent, gap / 2)
     with pytest.raises(GapError, match="no bound was proved"):

@@ -221,7 +221,7 @@ def test_a_plan_that_splits_nothing_says_so_and_why(factory: str) -> None:
     plan = api.plan(factory, cluster="3xcpu", devices=3, memory=2**50, progress=said.append)
     (warning,) = plan.notes
     assert warning.startswith("warning: nothing is split: all 3 devices do all the work")
-    assert warning.endswith("; 8 samples do not divide over them: have the factory make 9")
+    assert warning.endswith("; 8 samples do not divide over them: ask for a batch of 9")
     assert warning in said
     assert any("1 PiB per device (--memory), more than the 4 GiB" in a for a in plan.assumptions)
     assert any("megatron (tensor=3): " in line and line.endswith(" KiB") for line in said)

@@ -235,8 +235,7 @@ def test_that_the_other_search_was_stopped_is_said(
     stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = case_of(GRAPH, CLUSTER, next(data_parallel(GRAPH, CLUSTER))).plan
-    assert plan.prediction is not None
-    best = ScoredPlan(plan.decisions, plan.prediction)
+    best = ScoredPlan(plan.decisions, Prediction(1.0, 1))
     status = Status.INTERRUPTED if stopped else Status.COMPLETE
     other = Choice(best, (best,), 2**40, status=status)
     monkeypatch.setattr("parloom.explain.choose", lambda request, say: other)
