@@ -24,8 +24,9 @@ from parloom.search.work import Work
 
 ROUNDS, ROUNDING = 25, 1e-6
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
-# Exceeding the limit by all of it costs so many steps: more than any plan.
-PENALTY = 100.0
+# Exceeding the limit by all of it costs so many steps at first, and where no solution fits at this
+# price so many times more, up to more than any plan.
+PENALTY, GROWTH, MOST_PENALTY = 1.0, 10.0, 100.0
 # Sweeps of pruning at once, and cells of joint tables that elimination may have after it.
 SWEEPS, CELLS = 4, 4_000_000
 # Sweeps for a solution in which one option is forced, from the messages of the free minimum.
@@ -73,7 +74,8 @@ class ColumnGeneration:
         self.size = len(self.model.variables)
         self.pruning = Pruning(self.model)
         self.like: tuple[int, ...] = ()
-        self.least_held = 0.0  # where a price of memory that is too high was tried
+        self.least_held = 0.0  # where the highest price of memory was tried
+        self.penalty = PENALTY
 
     def minimum(self, prices: Floats, tolerance: float) -> tuple[float, tuple[int, ...]]:
         """A bound on all solutions under `prices`, and one that is near it."""
@@ -160,10 +162,8 @@ class ColumnGeneration:
             count = len(self.columns)
             if self.prove(duals, tolerance / 4) is None:
                 return duals
+            self._raise_penalty(limit_bytes, duals)
             # Where nothing fits, prices are those of the least that is held.
-            limit = limit_bytes
-            if duals.byte_ps >= self._penalty(limit_bytes) * (1 - ROUNDING):
-                self.least_held = min(c.sums.held_bytes for c in self.columns.values())
             limit = max(limit_bytes, self.least_held)
             cost, after = self._combine(limit)
             bound = self.bound_ps(limit)
@@ -174,10 +174,20 @@ class ColumnGeneration:
             duals = after
         return duals
 
+    def _raise_penalty(self, limit_bytes: float, duals: ShadowPrices) -> None:
+        """Let a byte above the limit cost more where nothing fits at its present cost."""
+        held = min(c.sums.held_bytes for c in self.columns.values())
+        if held <= limit_bytes or duals.byte_ps < self._penalty(limit_bytes) * (1 - ROUNDING):
+            return
+        if self.penalty < MOST_PENALTY:
+            self.penalty *= GROWTH
+        else:
+            self.least_held = held
+
     def _penalty(self, limit_bytes: float) -> float:
         """What a byte above the limit costs, in ps."""
         least = min(c.sums.step_ps for c in self.columns.values())
-        return PENALTY * least / max(limit_bytes, 1.0)
+        return self.penalty * least / max(limit_bytes, 1.0)
 
     def _combine(self, limit_bytes: float) -> tuple[float, ShadowPrices]:
         """The best mixture of columns: its cost, and the dual values."""
