@@ -244,7 +244,7 @@ def test_captured_and_parallel_equal_the_model(build: Callable[[], nn.Module]) -
     graph = capture(model, example)
     assert_equal(graph, model, example)
     assert parse_graph(print_graph(graph)) == graph
-    subject = lowered.of(model, example)
+    subject = lowered.of(model, example, graph)
     cluster = load_cluster("2x2xcpu")
     plans = [
         p for m in ("data_parallel", "fsdp", "megatron") for p in METHODS[m](graph, cluster, 1, 0)

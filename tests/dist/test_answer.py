@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from parloom import answer, api, choose
+from parloom import answer, api, changes
 from parloom.arguments import METHODS
+from parloom.choose import Choice
 from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.ir.plan import Plan, Prediction, Status
 from parloom.ir.plan_json import plan_to_json
@@ -88,9 +89,15 @@ def test_a_limit_is_priced_against_all_the_memory_there_is(
 
 
 @pytest.fixture(scope="module")
-def shortage(captured: api.Captured) -> InfeasibleError:
+def told() -> list[str]:
+    """The progress of the search for `shortage`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def shortage(captured: api.Captured, told: list[str]) -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
-        api.search(captured, cluster=CLUSTER, memory=TIGHT)
+        api.search(captured, cluster=CLUSTER, memory=TIGHT, progress=told.append)
     return caught.value
 
 
@@ -127,16 +134,28 @@ def test_a_change_that_is_priced_is_what_asking_for_it_gives(
     assert step_s(roomy) <= memory["step_s"]
 
 
-def test_a_change_that_leaves_too_much_weight_is_not_tried(captured: api.Captured) -> None:
-    for memory, tried in ((10 * MIB, True), (TIGHT, False)):
-        said: list[str] = []
-        with pytest.raises(InfeasibleError):
-            api.search(captured, cluster=CLUSTER, memory=memory, progress=said.append)
+def test_a_change_that_leaves_too_much_weight_is_not_tried(
+    captured: api.Captured,
+    shortage: InfeasibleError,
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(request: Request) -> Choice:
+        raise InfeasibleError("no plan fits")
+
+    monkeypatch.setattr(changes, "chosen", refused)
+    roomier: list[str] = []
+    with pytest.raises(InfeasibleError):
+        api.search(captured, cluster=CLUSTER, memory=10 * MIB, progress=roomier.append)
+    for said, tried in ((roomier, True), (told, False)):
         assert any(line.startswith("trying --batch") for line in said) == tried
 
 
-def test_pins_that_make_it_too_large_are_named(captured: api.Captured, free: Plan) -> None:
+def test_pins_that_make_it_too_large_are_named(
+    captured: api.Captured, free: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert free.prediction is not None
+    monkeypatch.setattr(answer, "priced_changes", lambda *_: iter(()))
     pins = ["*=weights:replicated", "*=optimizer:replicated", "layers.0=n"]
     with pytest.raises(InfeasibleError) as caught:
         api.search(captured, cluster=CLUSTER, memory=free.prediction.peak_bytes, pin=pins[:2])
@@ -210,17 +229,24 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(optimize.Driver, "run", stopped)
 
 
+PINS = ["layers.0=replicated", "layers.1=n"]
+
+
+@pytest.fixture(scope="module")
+def pinned(captured: api.Captured) -> Plan:
+    return api.search(captured, cluster=CLUSTER, pin=PINS)
+
+
 @pytest.mark.parametrize(("number", "priced"), [(1, []), (2, ["--pin layers.0=replicated"])])
 def test_ctrl_c_while_costs_are_found_keeps_the_plan(
-    captured: api.Captured, monkeypatch: pytest.MonkeyPatch, number: int, priced: list[str]
-) -> None:
-    pins = ["layers.0=replicated", "layers.1=n"]
-    whole = api.search(captured, cluster=CLUSTER, pin=pins)
+    captured: api.Captured, pinned: Plan, monkeypatch: pytest.MonkeyPatch, number: int,
+    priced: list[str],
+) -> None:  # fmt: skip
     interrupt(monkeypatch, number)
-    found = api.search(captured, cluster=CLUSTER, pin=pins)
+    found = api.search(captured, cluster=CLUSTER, pin=PINS)
     assert found.interrupted
-    assert found.decisions == whole.decisions
-    assert list(found.constraints) == [c for c in whole.constraints if c.text in priced]
+    assert found.decisions == pinned.decisions
+    assert list(found.constraints) == [c for c in pinned.constraints if c.text in priced]
     unknown = "--pin layers.1=n" if priced else "all of these"
     assert found.notes[0].startswith(f"what {unknown} costs is left out: interrupted")
 
@@ -300,8 +326,18 @@ def test_every_method_works_on_one_device(captured: api.Captured, method: str) -
     assert step_s(found) > 0
 
 
-def test_one_device_with_little_memory_recomputes() -> None:
-    captured = api.capture("zoo:gpt")
+TWO_BLOCKS = """
+from parloom import zoo
+
+def make():
+    return zoo.build("gpt", depth=2)
+"""
+
+
+def test_one_device_with_little_memory_recomputes(tmp_path: Path) -> None:
+    path = tmp_path / "two_blocks.py"
+    path.write_text(TWO_BLOCKS, encoding="utf-8")
+    captured = api.capture(f"{path}:make")
     free = api.search(captured, cluster="1xcpu")
     assert free.prediction is not None
     tight = api.search(captured, cluster="1xcpu", memory=int(0.9 * free.prediction.peak_bytes))

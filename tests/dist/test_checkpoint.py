@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from parloom.execute.manifest import (
 )
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
+from tests.examples import examples
 from tests.dist.fake_shards import (
     FakeBox,
     FakeShard,
@@ -40,7 +41,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_any_layout_loads_into_any_other(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parloom.errors import InputError, LaunchError
+from parloom.errors import FingerprintError, InputError, LaunchError
 from parloom.execute import launch
 from parloom.ir.mesh import grid
 from parloom.ir.plan import one_stage, Decisions, ModelSource, Optimizer, Plan
@@ -56,11 +56,19 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
+def folders_of_runs(folder: Path) -> list[Path]:
+    """What runs left behind: a folder where a message points to it."""
+    return list(folder.glob("parloom-run-*"))
+
+
 def run(path: str, said: Said, *arguments: str, verbose: bool = False) -> int:
     return launch.run(PLAN, [path, *arguments], say=said, verbose=verbose)
 
 
-def test_every_rank_runs_the_script_with_its_arguments(tmp_path: Path, said: Said) -> None:
+def test_every_rank_runs_the_script_with_its_arguments(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     text = (
         "names = 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'PARLOOM_PLAN'\n"
         "seen = {n: os.environ.get(n) for n in names} | {'argv': sys.argv[1:]}\n"
@@ -77,6 +85,7 @@ def test_every_rank_runs_the_script_with_its_arguments(tmp_path: Path, said: Sai
     assert "--standalone --nproc-per-node=3" in said[0]
     assert sys.executable in said[0]
     assert "OMP_NUM_THREADS" not in os.environ
+    assert folders_of_runs(tmp_path) == []
 
 
 def test_a_script_ends_as_it_would_alone(tmp_path: Path, said: Said) -> None:
@@ -95,6 +104,7 @@ def test_a_script_ends_as_it_would_alone(tmp_path: Path, said: Said) -> None:
     )
     prefix = str(tmp_path / "out-")
     assert run(script(tmp_path, text), said, prefix) == 3
+    assert "the script ended with exit code 3" in said[1]
     written = {path.name for path in tmp_path.glob("out-*")}
     assert written >= {"out-handler0", "out-thread0"}
 
@@ -126,12 +136,10 @@ def test_a_rank_that_raises_is_one_message_and_the_others_end(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_verbose_prints_the_traceback(tmp_path: Path, said: Said) -> None:
-    run(script(tmp_path, "raise KeyError('lr')\n"), said, verbose=True)
-    assert "Traceback" in said[1]
-
-
-def test_a_killed_rank_names_the_signal(tmp_path: Path, said: Said) -> None:
+def test_a_killed_rank_names_the_signal(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     text = (
         "from parloom.execute.watch import watcher\nwatcher()('in action F1, step 7')\n"
         "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)\n"
@@ -140,6 +148,7 @@ def test_a_killed_rank_names_the_signal(tmp_path: Path, said: Said) -> None:
     assert said[1].startswith(
         "error: rank 2 of 3 died (last seen in action F1, step 7): killed by SIGKILL"
     )
+    assert folders_of_runs(tmp_path) == []
 
 
 def test_a_rank_that_ends_early_is_named_and_not_the_one_that_misses_it(
@@ -170,6 +179,7 @@ def test_an_error_of_its_own_is_a_ranks_own(tmp_path: Path, said: Said) -> None:
     text = "if RANK == 1:\n    sys.exit(0)\ntime.sleep(1)\nraise ValueError('bad sample')\n"
     assert run(script(tmp_path, text), said, verbose=True) == 1
     assert re.match(r"error: rank [02] of 3 died at .*train\.py:6: ValueError: bad sample", said[1])
+    assert "Traceback" in said[1]
 
 
 def test_lines_of_the_user() -> None:
@@ -186,15 +196,6 @@ def test_lines_of_the_user() -> None:
     assert launch.user_line("KeyError: 'a'") == ""
 
 
-@pytest.mark.parametrize("ending", ["pass\n", "os.kill(os.getpid(), signal.SIGKILL)\n"])
-def test_a_run_leaves_no_folder_unless_the_message_points_to_it(
-    tmp_path: Path, said: Said, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run(script(tmp_path, ending), said)
-    assert list(tmp_path.glob("parloom-run-*")) == []
-
-
 def test_a_killed_rank_is_blamed_before_those_who_miss_it(tmp_path: Path, said: Said) -> None:
     text = (
         "if RANK == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -204,22 +205,14 @@ def test_a_killed_rank_is_blamed_before_those_who_miss_it(tmp_path: Path, said: 
     assert said[1].startswith("error: rank ")
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "cause"),
-    [
-        ("sys.exit(3)\n", 3, "the script ended with exit code 3"),
-        (
-            "from parloom.errors import FingerprintError\nraise FingerprintError('other model')\n",
-            5,
-            "FingerprintError: other model",
-        ),
-    ],
-)
-def test_the_exit_code_is_passed_on(
-    tmp_path: Path, said: Said, ending: str, code: int, cause: str
-) -> None:
-    assert run(script(tmp_path, ending), said) == code
-    assert cause in said[1]
+def test_the_exit_code_of_an_error_is_passed_on(tmp_path: Path, said: Said) -> None:
+    text = (
+        "from parloom.errors import FingerprintError\n"
+        "if RANK == 1:\n    raise FingerprintError('other model')\ntime.sleep(100)\n"
+    )
+    assert run(script(tmp_path, text), said) == FingerprintError.exit_code == 5
+    assert "rank 1 of 3" in said[1]
+    assert "FingerprintError: other model" in said[1]
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
@@ -23,6 +23,7 @@ from parloom.ir.samples import sample_dims
 from parloom.runtime import step as step_module
 from parloom.runtime import trainer as trainer_module
 from parloom.comparators.baselines import data_parallel, random_plan
+from tests.examples import examples
 from tests.dist import lowered
 
 SIZE = 8
@@ -199,7 +200,7 @@ def test_samples_are_found(name: str) -> None:
     assert sample_dims(model(name).factored) == DIMS[name]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     name=st.sampled_from(sorted(BUILDS)),
     sizes=st.sampled_from([{"x": 2}, {"x": 2, "y": 2}, {"x": 4}, {"x": 2, "y": 4}]),

@@ -4,8 +4,8 @@ The adjoint gate is here: every row of the adjoint table is made wrong in turn, 
 those that this file runs must then differ.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -122,10 +122,11 @@ def rows(model: Model, decisions: Decisions) -> list[str]:
     ]
 
 
-def users(row: str) -> Iterator[tuple[Model, Decisions]]:
-    """Plans that the tests above run and that use `row`."""
+@cache
+def used() -> list[tuple[Model, Decisions, list[str]]]:
+    """Plans that the tests above run, with the rows that each uses."""
     found = [twice(), *(plan(p) for p in POINTS if p[0] in CHEAP)]
-    return ((model, decisions) for model, decisions in found if row in rows(model, decisions))
+    return [(model, decisions, rows(model, decisions)) for model, decisions in found]
 
 
 def test_the_gate_knows_every_row() -> None:
@@ -135,7 +136,7 @@ def test_the_gate_knows_every_row() -> None:
 
 @pytest.mark.parametrize("row", ADJOINTS)
 def test_a_wrong_adjoint_is_caught(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = list(users(row))
+    plans = [(model, decisions) for model, decisions, rows in used() if row in rows]
     assert plans, f"no plan of this file uses {row}"
     monkeypatch.setitem(ADJOINTS, row, replace(ADJOINTS[row], backward=WRONG[row]))
     for model, decisions in plans:

@@ -11,13 +11,14 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from parloom import runtime as rt
 from parloom.errors import VerifyError
 from parloom.ir.moves import ADJOINTS
+from tests.examples import examples
 
 AXES = [("x",), ("y",), ("x", "y"), ("y", "x")]
 MESHES = [{"x": 2, "y": 2}, {"x": 2, "y": 3}]
@@ -170,7 +171,7 @@ def run(name: str, case: Case, backward: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("name", MOVES)
 @given(case=cases())
-@settings(max_examples=25)
+@examples(25)
 def test_value_and_gradient(name: str, case: Case) -> None:
     assert run(name, case, ADJOINTS[name].backward) == (True, True)
 
@@ -284,7 +285,7 @@ def exchanged(case: Exchange, backward: str) -> bool:
 
 
 @given(case=exchanges())
-@settings(max_examples=80)
+@examples(80)
 def test_all_to_all(case: Exchange) -> None:
     assert exchanged(case, ADJOINTS["all_to_all"].backward)
 
@@ -350,7 +351,7 @@ def haloed(case: Halo, backward: str) -> bool:
 
 
 @given(case=HALOS)
-@settings(max_examples=80)
+@examples(80)
 def test_halo_exchange(case: Halo) -> None:
     assert haloed(case, ADJOINTS["halo_exchange"].backward)
 

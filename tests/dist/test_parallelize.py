@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parloom import api, zoo
+from parloom import answer, api, zoo
 from parloom.errors import (
     CaptureError,
     FingerprintError,
@@ -173,11 +173,13 @@ def test_a_loss_function_that_is_left_out_is_told(tmp_path: Path) -> None:
         api.parallelize(torch.nn.Linear(3, 2), plan, optimizer=adamw)
 
 
-def test_where_nothing_fits_the_error_has_the_facts(factory: str) -> None:
+def test_where_nothing_fits_the_error_has_the_facts(
+    factory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = api.capture(factory, dtype="float64", optimizer="adamw")
+
     def limited(memory: int) -> Plan:
-        return api.plan(
-            factory, cluster="4xcpu", dtype="float64", optimizer="adamw", memory=memory
-        )
+        return api.search(captured, cluster="2xcpu", memory=memory)
 
     with pytest.raises(InfeasibleError, match=r"(?s)no plan fits in .*what would fit, ") as caught:
         limited(1000)
@@ -193,6 +195,7 @@ def test_where_nothing_fits_the_error_has_the_facts(factory: str) -> None:
     fits = limited(smallest["peak_bytes"])
     assert fits.prediction is not None
     assert fits.prediction.peak_bytes == smallest["peak_bytes"]
+    monkeypatch.setattr(answer, "priced_changes", lambda *_: iter(()))
     with pytest.raises(InfeasibleError) as below:
         limited(smallest["peak_bytes"] - 1)
     assert dict(below.value.document)["smallest"] == smallest

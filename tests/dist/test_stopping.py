@@ -50,8 +50,8 @@ def test_ctrl_c_before_there_is_a_plan_leaves_nothing(tmp_path: Path) -> None:
 
 
 ASKED = (
-    ["zoo:mlp", "--cluster", "2x4xcpu", "--pin", "layers.*=n", "--forbid", "mesh=8"],
-    ["zoo:dlrm", "--cluster", "2x2xcpu", "--memory", "40MiB", "--budget", "200"],
+    ["zoo:mlp", "--cluster", "2x2xcpu", "--pin", "layers.*=n", "--forbid", "mesh=4"],
+    ["zoo:dlrm", "--cluster", "2x2xcpu", "--memory", "40MiB", "--budget", "60"],
 )
 ALL_OF = f"""
 import sys

@@ -288,16 +288,15 @@ ARGS: dict[str, Callable[[int], object]] = {
 }
 
 
-def _with_args(plan: Plan, make: Callable[[int], object]) -> float:
+def _with_args(plan: Plan) -> float:
     model, batch, loss = build()
-    model.args = make(dist.get_rank())
+    model.args = {name: make(dist.get_rank()) for name, make in ARGS.items()}
     trainer = api.parallelize(model, plan, optimizer=sgd, loss=loss, exact_random=True)
     return float(trainer.step(batch).loss)
 
 
-@pytest.mark.parametrize("name", ARGS)
-def test_ranks_may_differ_in_what_no_program_reads(plan_2: Plan, name: str) -> None:
-    losses = fork_ranks(2, _with_args, plan_2, ARGS[name])
+def test_ranks_may_differ_in_what_no_program_reads(plan_2: Plan) -> None:
+    losses = fork_ranks(2, _with_args, plan_2)
     assert losses[0] == losses[1]
 
 
@@ -323,34 +322,22 @@ def _on_one_rank(plan: Plan, name: str, which: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize(
+    ("name", "which"), [*((name, 1) for name in ONE_RANK), ("loss", 0), ("meta", 0)]
+)
 def test_every_rank_raises_where_one_does(plan_2: Plan, name: str, which: int) -> None:
     told = fork_ranks(2, _on_one_rank, plan_2, name, which, timeout_s=60.0)
     assert all(re.match(ONE_RANK[name][1], text) for text in told), told
     assert ("on rank 1: " in told[0] or "rank 1 built another" in told[0]) == (which == 1), told
 
 
-SCRIPT = """
-import os
-import torch
-from parloom import api
-from tests.dist.test_unchanged import Loss, build, sgd, SimpleNamespace
-rank = int(os.environ["RANK"])
-model, batch, loss = build()
-trainer = api.parallelize(model, os.environ["PARLOOM_PLAN"], optimizer=sgd, loss=loss)
-for step in range(3):
-    if step == 1 and rank == 1:
-        {change}
-    trainer.step(batch)
-"""
 IN_A_STEP = {
-    "loss.w = 0.5": (5, "loss.w was 1.0 and is 0.5"),
-    "model.settings.slope = 0.5": (5, "model.settings.slope was 0.1 and is 0.5"),
-    "torch.set_default_dtype(torch.float64)": (5, "torch.set_default_dtype is"),
-    "kept.data.zero_(); kept.detach().add_(1)": (2, "a.weight of the model was changed"),
-    "model(**batch)": (2, "trainer.step(batch) trains"),
-    "loss.per_class = None": (5, "loss.per_class was"),
+    "loss.w = 0.5": "loss.w was 1.0 and is 0.5",
+    "model.settings.slope = 0.5": "model.settings.slope was 0.1 and is 0.5",
+    "torch.set_default_dtype(torch.float64)": "torch.set_default_dtype is",
+    "kept.data.zero_(); kept.detach().add_(1)": "a.weight of the model was changed",
+    "model(**batch)": "trainer.step(batch) trains",
+    "loss.per_class = None": "loss.per_class was",
 }
 
 
@@ -366,28 +353,9 @@ def _changed_in_a_step(plan: Plan, change: str) -> None:
 
 @pytest.mark.parametrize("change", IN_A_STEP)
 def test_a_rank_raises_in_a_step(plan_2: Plan, change: str) -> None:
-    _, told = IN_A_STEP[change]
-    with pytest.raises(RankError, match=rf"rank 1 of 2 failed: .*{re.escape(told)}"):
+    told = re.escape(IN_A_STEP[change])
+    with pytest.raises(RankError, match=rf"rank 1 of 2 failed: .*{told}"):
         fork_ranks(2, _changed_in_a_step, plan_2, change)
-
-
-@pytest.mark.parametrize("change", ["loss.w = 0.5", "model(**batch)"])
-def test_a_rank_that_raises_in_a_step_ends_all(
-    plan_2: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    root = str(Path(__file__).parents[2])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(change=change))
-    path = api.save(plan_2, tmp_path)["plan"]
-    said: list[str] = []
-    code = launch.run(plan_2, [str(script)], plan_path=path, say=said.append)
-    expected, told = IN_A_STEP[change]
-    assert code == expected, said
-    assert told in said[-1]
-    assert "rank 1 of 2" in said[-1]
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,8 @@ def test_the_command_and_the_table(
     monkeypatch.chdir(tmp_path)
 
     def run(arguments: list[str]) -> str:
-        assert cli.main([*arguments, "--out", "here"]) == 0, capsys.readouterr().err
+        short = [*arguments, "--budget", "100", "--out", "here"]
+        assert cli.main(short) == 0, capsys.readouterr().err
         return ""
 
     assert executed(block.text, run) == block.text

@@ -33,7 +33,7 @@ from tests.property.operator_cases import Case, Operand
 
 Assignment = dict[str, tuple[str, ...]]
 
-SQUARE, OBLONG = grid({"x": 2, "y": 2}), grid({"x": 2, "y": 3})
+SQUARE, OBLONG, THREE = grid({"x": 2, "y": 2}), grid({"x": 2, "y": 3}), grid({"y": 3})
 # What stands around the operator: "whole", "readers" (whole, but the results are read by ranks that
 # share them and differ in what they do with them), or random layouts of a seed.
 Around = str | int
@@ -273,7 +273,7 @@ class Program:
         for (_, other), beside in rules.items():
             drawn: Assignment = {}
             if around == "readers" and other.startswith("loss:mul"):
-                drawn = {beside.operands[1][0][0]: mesh.names if mesh is OBLONG else ("x",)}
+                drawn = {beside.operands[1][0][0]: ("x",) if mesh is SQUARE else mesh.names}
             elif isinstance(around, int) and other != key:
                 drawn = random_assignment(beside, mesh, rng)
             if drawn:
@@ -319,10 +319,10 @@ Trial = tuple[Mesh, Rule, Assignment]
 
 
 def singles(rule: Rule) -> list[Trial]:
-    """Each factor alone, over two ranks and over three."""
+    """Each factor alone, over two ranks, with a copy of each, and over three."""
     found: list[Trial] = []
     for f in rule.shardable:
-        found += [(SQUARE, rule, {f: ("x",)}), (OBLONG, rule, {f: ("y",)})]
+        found += [(SQUARE, rule, {f: ("x",)}), (THREE, rule, {f: ("y",)})]
     return [t for t in found if divides(*t)]
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -14,6 +14,7 @@ from parloom.cost.cluster_file import MAX_DEVICES, one_line, read_cluster_text
 from parloom.cost.clusters import read_cluster
 from parloom.errors import InputError
 from parloom.report.clusters import cluster_document, cluster_screen
+from tests.examples import examples
 
 UNIFORM = """\
 name: lab
@@ -96,7 +97,7 @@ def test_any_text(text: str) -> None:
 
 
 @given(st.sampled_from(DOCUMENTS), st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_damaged_documents(text: str, data: st.DataObject) -> None:
     """Stretches of the text deleted, doubled, or replaced by what breaks readers."""
     for _ in range(data.draw(st.integers(1, 3))):
@@ -108,7 +109,7 @@ def test_damaged_documents(text: str, data: st.DataObject) -> None:
 
 
 @given(st.sampled_from(DOCUMENTS), st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_values_replaced(text: str, data: st.DataObject) -> None:
     """Whole values replaced, so that the structure mostly survives."""
     values = list(re.finditer(r"(?<=: )[^\s,{}\[\]]+", text))
@@ -130,7 +131,7 @@ def trees(depth: int) -> st.SearchStrategy[Any]:
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), trees(3), max_size=6))
-@settings(max_examples=200)
+@examples(200)
 def test_any_tree_of_known_keys(document: dict[str, Any]) -> None:
     check(json.dumps(document))
 

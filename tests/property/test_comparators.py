@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.candidates import COMPARATORS
@@ -39,6 +39,7 @@ from parloom.search.request import Request
 from parloom.search.solve.elimination import Elimination
 from parloom.search.step_rows import NUM_ROWS
 from parloom.search.storage import AFTER, REDUCED, UPDATED, Level
+from tests.examples import examples
 from tests.property.searched import ADAM, random_graph
 from tests.property.test_solvers import enumerated, models
 from tests.unit.test_simulate import model
@@ -67,7 +68,7 @@ def plans(method: str, asked: Request) -> list[Decisions]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=8)
+@examples(8)
 @given(st.integers(0, 10**6))
 def test_plans_are_legal_and_use_the_whole_cluster(method: str, seed: int) -> None:
     rng = Random(seed)
@@ -118,7 +119,7 @@ def sent_ps(graph: Graph, plan: Decisions, cluster: Cluster) -> float:
 # alpa.
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(models())
 def test_the_integer_program_finds_the_minimum(drawn: tuple[Model, Floats]) -> None:
     some, prices = drawn
@@ -130,7 +131,7 @@ def test_the_integer_program_finds_the_minimum(drawn: tuple[Model, Floats]) -> N
         assert every[found.values] == pytest.approx(expected, abs=10)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.integers(0, 10**6), st.sampled_from([TWO, FOUR]), st.sampled_from([1, 2]))
 def test_alpa_finds_what_enumeration_of_its_space_finds(
     seed: int, cluster: Cluster, count: int
@@ -160,7 +161,7 @@ def test_alpa_finds_what_enumeration_of_its_space_finds(
         assert sent(found.values) == pytest.approx(best, rel=1e-6, abs=1)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.integers(0, 10**6))
 def test_without_followers_the_program_agrees_with_elimination(seed: int) -> None:
     graph = random_graph(Random(seed))
@@ -279,7 +280,7 @@ def checkpointed(graph: Graph) -> Graph:
     return replace(graph, recompute=tuple(calls))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.integers(0, 10**6))
 def test_the_running_estimate_is_that_of_the_lowered_plan(seed: int) -> None:
     """After every change, with blocks whose calls differ or are checkpointed, for weights that are
@@ -300,7 +301,7 @@ def test_the_running_estimate_is_that_of_the_lowered_plan(seed: int) -> None:
             assert search.delta.sums().step_ps == lowered_ps(search, graph, cluster)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.integers(0, 10**6))
 def test_what_is_kept_is_the_least_that_the_layout_model_counts(seed: int) -> None:
     """Without recomputation; once, where a producer keeps what its reader keeps, too."""

@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.candidates import candidates, distinct
@@ -27,6 +27,7 @@ from parloom.search.optimize import search
 from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums
+from tests.examples import examples
 from tests.property.searched import (
     ADAM,
     PLENTY,
@@ -41,7 +42,7 @@ TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@settings(max_examples=8, deadline=None)
+@examples(4)
 @given(seed=st.integers(0, 10_000))
 def test_a_context_finds_what_enumeration_finds(count: int, seed: int) -> None:
     graph = random_graph(Random(seed), 3)
@@ -58,7 +59,7 @@ def test_a_context_finds_what_enumeration_finds(count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "cluster"), [(1, FOUR), (2, FOUR), (4, EIGHT)])
-@settings(max_examples=6, deadline=None)
+@examples(4)
 @given(byte_ps=st.sampled_from([0.0, 0.3, 3.0, 50.0]), which=st.integers(0, 2))
 def test_rows_are_those_of_the_lowered_plan(
     count: int, cluster: Cluster, byte_ps: float, which: int

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.errors import LayoutError
 from parloom.ir.layout import Layout, Shard, check, describe, digits, fits, local_shape
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.moves import ADJOINTS, Step, plan_moves
+from tests.examples import examples
 from tests.property.simulated import (
     Array,
     Shards,
@@ -62,7 +63,7 @@ def transitions(
     return shape, mesh, source, target, varying, target_varying
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(transitions(), st.integers(0, 2**32 - 1))
 def test_moves_reach_the_target(transition: Transition, seed: int) -> None:
     shape, mesh, source, target, varying, target_varying = transition
@@ -84,7 +85,7 @@ def test_moves_reach_the_target(transition: Transition, seed: int) -> None:
         assert np.array_equal(value, take(full, target, mesh, at))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(transitions(), st.integers(0, 2**32 - 1))
 def test_adjoints_reach_the_source_cotangent(transition: Transition, seed: int) -> None:
     """Backward primitives, in reverse, turn the target's cotangent states into the source's."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from parloom.errors import LayoutError
 from parloom.ir.graph import Node
@@ -17,6 +17,7 @@ from parloom.ir.ops import OPS, OpDef, op_of
 from parloom.ir.ops.opdef import Emission
 from parloom.ir.ops.rule import HALO, LOCAL, Assignment, Rule, Site, broadcast, build
 from tests.equality import TOLERANCE, gap, parallel, size
+from tests.examples import TIMES, examples
 from tests.property.any_case import any_case
 from tests.property.cases import all_cases
 from tests.property.one_operator import (
@@ -34,9 +35,9 @@ from tests.property.operator_cases import Case
 torch.set_num_threads(1)
 
 CASES = {c.id: c for c in all_cases()}
-# Elementwise operators share one rule: each gets a few of the assignments, others many.
+# Elementwise operators share one rule: each gets few of the assignments, others all on one factor.
 ALIKE = frozenset(op.name for op in OPS.values() if op.rule is broadcast)
-FEW, MANY = 2, 10
+FEW, MANY = 2, 3 * TIMES
 
 
 def test_every_operator_has_a_case() -> None:
@@ -157,7 +158,7 @@ def test_rules_divide_the_shapes_they_are_given() -> None:
                 assert product == extent, (example.id, factors, extent)
 
 
-@settings(max_examples=70)
+@examples(40)
 @given(any_case())
 def test_calls_of_any_shape(example: Case) -> None:
     error, where = worst(example, 4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
@@ -23,6 +23,7 @@ from parloom.search.estimate import estimate
 from parloom.search.meshes import logical_meshes
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.storage import STORED, UPDATING
+from tests.examples import examples
 from tests.property.searched import ADAM, context_of
 
 ONE = load_cluster("1xH100")
@@ -94,7 +95,7 @@ def searched(graph: Graph, count: int, limit: float) -> ContextSearch:
     return context
 
 
-@settings(max_examples=8)
+@examples(4)
 @given(st.integers(0, 10**6), st.integers(1, 2), st.floats(0.0, 1.0), st.booleans())
 def test_no_choice_within_a_limit_is_below_the_bound(
     seed: int, count: int, share: float, frozen: bool

@@ -4,7 +4,7 @@ from math import comb
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
@@ -19,6 +19,7 @@ from parloom.search.meshes import NAMES, logical_meshes
 from parloom.search.optimize import CHOICES, search
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
+from tests.examples import examples
 from tests.property.searched import ADAM, PLENTY, context_of, random_graph
 
 CLUSTER = load_cluster("2x4xH100")
@@ -79,7 +80,7 @@ def test_no_mesh_is_searched_twice_and_the_order_of_equal_links_matters() -> Non
     assert steps[4, 2] < steps[2, 4]
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(st.integers(0, 10**6))
 def test_what_is_kept_holds_the_best_of_all(seed: int) -> None:
     graph = random_graph(Random(seed))

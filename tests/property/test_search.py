@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from parloom.candidates import smallest
@@ -33,6 +33,7 @@ from parloom.search.redistribution import redistributions
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices, row_prices
 from parloom.search.storage import STORED
+from tests.examples import examples
 from tests.property.searched import (
     ADAM,
     PLENTY,
@@ -84,7 +85,7 @@ def test_a_context_finds_what_enumeration_finds_on_two_axes() -> None:
     assert next(context.candidates()).sums.step_ps == pytest.approx(least, rel=1e-9)
 
 
-@settings(max_examples=12)
+@examples(6)
 @given(st.integers(0, 10**6), st.integers(1, 2), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_no_plan_within_a_limit_is_below_its_bound(
     seed: int, count: int, share: float, other: float
@@ -114,7 +115,7 @@ def test_a_bound_under_one_limit_is_none_under_a_larger() -> None:
     assert wrong == 3
 
 
-@settings(max_examples=6)
+@examples(4)
 @given(st.integers(0, 10**6), st.integers(1, 2), st.floats(0.2, 1.0))
 def test_a_search_finds_what_simulation_of_every_plan_finds(
     seed: int, count: int, share: float
@@ -142,7 +143,7 @@ def test_a_search_finds_what_simulation_of_every_plan_finds(
     assert least_s * (1 - 1e-9) <= found.proposals[0].prediction.step_s <= least_s * 1.05
 
 
-@settings(max_examples=12)
+@examples(6)
 @given(st.integers(0, 10**6))
 def test_redistributions_cost_what_the_planner_of_movements_makes_of_them(seed: int) -> None:
     """On meshes of up to four axes, in every pair of states that operators make and want."""
@@ -171,7 +172,7 @@ def cost_of(term: Term, values: list[int], prices: Floats) -> float:
     return float(term.priced(prices)[at])
 
 
-@settings(max_examples=8)
+@examples(4)
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_what_readers_pay_of_a_shared_movement_is_never_above_the_truth(
     seed: int, hidden: float, byte_ps: float

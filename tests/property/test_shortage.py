@@ -5,7 +5,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.candidates import smallest
@@ -21,6 +21,7 @@ from parloom.search.least import least_share
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import search
 from parloom.search.request import Request, Wanted
+from tests.examples import examples
 from tests.property.searched import ADAM, PLENTY, every_plan, random_graph
 from tests.unit.test_simulate import model
 
@@ -50,7 +51,7 @@ def test_where_nothing_fits_every_mesh_is_looked_at_once() -> None:
     assert all(line.endswith("; nothing fits yet") for line in lines)
 
 
-@settings(max_examples=4)
+@examples(3)
 @given(st.integers(0, 10**6), st.booleans())
 def test_the_smallest_plan_that_is_named_is_the_smallest(seed: int, blocks: bool) -> None:
     """No search finds less than the smallest plan, under whatever limit; the figure that is printed
@@ -89,7 +90,7 @@ def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh()
     assert price.proposals[0].prediction.step_s >= proved.proposals[0].prediction.step_s
 
 
-@settings(max_examples=4)
+@examples(3)
 @given(st.integers(0, 10**6))
 def test_no_plan_is_smaller_than_the_smallest(seed: int) -> None:
     """Of all layouts with all storage, by simulated peak."""

@@ -5,13 +5,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from parloom.search.model import Floats, Model, Row, Term, Variable, View
 from parloom.search.solve.elimination import Elimination
 from parloom.search.solve.pruning import Pruning
+from tests.examples import examples
 
 ROWS = (Row("time", "ps"), Row("memory", "bytes"))
 
@@ -66,7 +67,7 @@ def enumerated(model: Model, prices: Floats) -> tuple[float, dict[tuple[int, ...
     return min(found.values()), found
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(models())
 def test_elimination_finds_the_minimum(drawn: tuple[Model, Floats]) -> None:
     model, prices = drawn
@@ -79,7 +80,7 @@ def test_elimination_finds_the_minimum(drawn: tuple[Model, Floats]) -> None:
         assert rows @ prices == pytest.approx(least)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(models(), st.integers(1, 6))
 def test_pruning_bounds_and_keeps_the_best(drawn: tuple[Model, Floats], sweeps: int) -> None:
     model, prices = drawn
@@ -99,7 +100,7 @@ def test_pruning_bounds_and_keeps_the_best(drawn: tuple[Model, Floats], sweeps: 
             assert any(all(a[v] for a, v in zip(alive, some, strict=True)) for some in best)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(models(), st.data())
 def test_a_restricted_model_has_the_costs_of_the_whole(
     drawn: tuple[Model, Floats], data: st.DataObject

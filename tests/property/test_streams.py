@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parloom.comparators.baselines import random_plan
@@ -22,6 +22,7 @@ from parloom.search.contexts import ContextSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.stream_bound import least_step_ps, stream_prices
+from tests.examples import examples
 from tests.property.searched import ADAM, context_of, random_graph
 from tests.unit.test_simulate import model
 
@@ -64,7 +65,7 @@ def good_plans(context: ContextSearch) -> Iterator[Decisions]:
             yield context.judge(candidate).decisions
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.integers(0, 10**6), st.booleans(), st.integers(1, 2))
 @example(7, True, 1)  # with a weight that nothing reads
 def test_no_plan_of_the_space_is_below_the_bound(seed: int, slow: bool, count: int) -> None:

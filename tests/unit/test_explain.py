@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import RenderableType
 
@@ -32,6 +32,7 @@ from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
 from parloom.report.words import INTERRUPTED
 from parloom.search.request import ScoredPlan
+from tests.examples import examples
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 
@@ -81,7 +82,7 @@ def test_rules_of_thumb(count: int) -> None:
         check(case_of(GRAPH, CLUSTER, plan))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.integers(0, 1000))
 def test_any_plan(seed: int) -> None:
     check(case_of(GRAPH, CLUSTER, next(random_plans(GRAPH, CLUSTER, seed=seed))))
@@ -206,7 +207,7 @@ def adds_up(case: Case, other: Case) -> dict[str, Any]:
     return document
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_differences_add_up_exactly(one: int, other: int) -> None:
     plans = (next(random_plans(GRAPH, CLUSTER, seed=seed)) for seed in (one, other))

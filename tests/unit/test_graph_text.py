@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.errors import InputError, VerifyError
 from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Input, Node, Ref, TensorSpec, Value
 from parloom.ir.text import parse_graph, print_graph
+from tests.examples import examples
 
 names = st.sampled_from(["x", "y", "hidden", "attn_c_attn_2", "dtype", "_w", "T5"])
 specs = st.builds(
@@ -60,7 +61,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     )  # fmt: skip
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(graphs())
 def test_any_graph_comes_back_from_its_text(graph: Graph) -> None:
     text = print_graph(graph)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.comparators.baselines import fsdp, megatron, random_plans
@@ -29,6 +29,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import ActivationDecision, Decisions, Optimizer
+from tests.examples import examples
 from tests.unit.graphs import stack
 from tests.unit.test_simulate import DEPTH, chunked, model
 
@@ -99,7 +100,7 @@ def test_rules_of_thumb_on_a_language_model() -> None:
         assert {sent.group.level for sent in found.sent} <= {lv.name for lv in cluster.levels}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.integers(0, 10_000))
 def test_any_plan_adds_up(seed: int) -> None:
     cluster = load_cluster("2x2xcpu")

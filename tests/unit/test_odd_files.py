@@ -1,20 +1,22 @@
 """Files that are none of the kind that is read: each ends at once with exit code 2 and one message.
 
-The commands run in a process of its own, so that one that reads for ever is ended.
+The commands run in a fork, so that one that reads for ever is ended.
 """
 
 import os
+import resource
+import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from parloom import api
+from parloom import api, cli
 from parloom.errors import InputError
 from parloom.input_files import read_input
+from tests.forked import forked
 
 END_S = 300.0  # what only a read that does not end would take
 GIGABYTE = 1 << 30
@@ -81,21 +83,12 @@ ODD: dict[str, Callable[[Path], None]] = {
     "zip": says(b"PK\x03\x04" + bytes(100)),
 }
 SUFFIXES = {"plan": ".json", "calibration": ".json", "cluster": ".yaml", "config": ".json"}
-ALL_OF = """
-import sys, time
-from parloom import cli
-kind, folder, *names = sys.argv[1:]
-commands = {
+COMMANDS = {
     "plan": ["simulate", "{}"],
     "calibration": ["plan", "zoo:mlp", "--cluster", "2xcpu", "--calibration", "{}"],
     "cluster": ["cluster", "check", "{}"],
     "config": ["plan", "{}", "--cluster", "2xcpu"],
 }
-for name in names:
-    print(f"== {name}", file=sys.stderr, flush=True)
-    code = cli.main([word.format(name) for word in commands[kind]])
-    print(f"=> {code}", file=sys.stderr, flush=True)
-"""
 
 
 @pytest.fixture
@@ -109,14 +102,16 @@ def test_every_odd_file_ends_with_exit_2_and_one_message(kind: str, folder: Path
     names = {odd: f"{odd}{SUFFIXES[kind]}" for odd in ODD}
     for odd, name in names.items():
         ODD[odd](Path(name))
-    result = subprocess.run(
-        [sys.executable, "-c", ALL_OF, kind, str(folder), *names.values()],
-        capture_output=True,
-        text=True,
-        timeout=END_S,
-        check=False,
-    )
-    said = result.stderr.split("== ")[1:]
+
+    def read_all() -> int:
+        for name in names.values():
+            print(f"== {name}", file=sys.stderr, flush=True)
+            code = cli.main([word.format(name) for word in COMMANDS[kind]])
+            print(f"=> {code}", file=sys.stderr, flush=True)
+        return 0
+
+    _, text = forked(read_all, END_S)
+    said = text.split("== ")[1:]
     wrong = [text for text in said if not fine(text)]
     assert len(said) == len(names), said[-1]
     assert not wrong, wrong
@@ -158,15 +153,6 @@ def test_a_link_to_a_file_is_the_file(folder: Path) -> None:
     assert read_input(Path("link"), "the plan", 10) == b"{}"
 
 
-FULL = """
-import resource, signal, sys
-from parloom import cli
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -177,8 +163,13 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_a_disk_that_takes_a_thousand_bytes_gets_none(arguments: list[str], folder: Path) -> None:
     if arguments[1] == "plan":
         api.save(api.plan("zoo:mlp", cluster="2xcpu", method="data_parallel"), "plan")
-    command = [sys.executable, "-c", FULL, *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "error: cannot write out" in done.stderr
+
+    def command() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        return cli.main(arguments)
+
+    code, said = forked(command, END_S)
+    assert code == 2, said
+    assert "error: cannot write out" in said
     assert [path for path in Path("out").rglob("*") if path.is_file()] == []

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.comparators.baselines import data_parallel, fsdp, megatron, random_plans
@@ -19,6 +19,7 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
 from parloom.search import runner_up
 from parloom.search.runner_up import MOST, Ways, assignment_of, operator_ways, parameter_ways
+from tests.examples import examples
 from tests.property.searched import every_assignment
 from tests.unit.explained import ADAM
 from tests.unit.graphs import stack
@@ -81,7 +82,7 @@ def test_the_best_ways_of_an_operator_are_those_of_an_enumeration(key: str) -> N
         assert [(w.timeline.step_ps, w.timeline.peak_bytes) for w in found.best] == wanted[:3]
 
 
-@settings(max_examples=8)
+@examples(4)
 @given(st.integers(0, 1000), st.sampled_from(KEYS))
 def test_ways_in_any_plan(seed: int, key: str) -> None:
     plan = next(random_plans(GRAPH, CLUSTER, seed=seed))

@@ -130,14 +130,24 @@ def test_gpt_and_llama_of_any_size() -> None:
 
 
 def test_gshard_has_the_experts_of_the_paper() -> None:
-    """Table 1, rows (6) and (1); its "36684" experts of row (1) are 18 times 2048 misprinted."""
+    """Table 1, rows (6) and (1); its "36684" experts of row (1) are 18 times 2048 misprinted.
+
+    Modules of 2 and of 4 layers are counted: every further pair of layers is alike.
+    """
     for experts, depth, total, weights in ((128, 12, 768, 12.5e9), (2048, 36, 18 * 2048, 600e9)):
-        with torch.device("meta"):
-            model, _ = zoo.build("gshard", batch=1, experts=experts, depth=depth)
-        inside = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-        gates = depth // 2 * 1024 * experts
-        assert inside - gates == total * 2 * 1024 * 8192
-        assert sum(p.numel() for p in model.parameters()) == pytest.approx(weights, rel=0.06)
+        inside, everything = [], []
+        for layers in (2, 4):
+            with torch.device("meta"):
+                model, _ = zoo.build("gshard", batch=1, experts=experts, depth=layers)
+            sizes = {n: p.numel() for n, p in model.named_parameters()}
+            inside.append(sum(size for n, size in sizes.items() if ".experts." in n))
+            everything.append(sum(sizes.values()))
+        pairs = depth // 2
+        gates = pairs * 1024 * experts
+        assert inside[1] == 2 * inside[0]
+        assert pairs * inside[0] - gates == total * 2 * 1024 * 8192
+        whole = everything[0] + (pairs - 1) * (everything[1] - everything[0])
+        assert whole == pytest.approx(weights, rel=0.06)
 
 
 def test_experts_follow_algorithm_1() -> None:
