@@ -19,12 +19,12 @@ from parloom.comparators.tofu import tofu
 from parloom.errors import InputError, LayoutError, ParloomError, StoppedError, one_line
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions, Status
+from parloom.search.blocks import search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, Judged
 from parloom.search.least import conflict
-from parloom.search.optimize import SAME, Searched, least_work_ps, search
+from parloom.search.optimize import SAME, Searched, least_work_ps
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
-from parloom.search.smallest import smallest_plan
 
 RANDOM = "random"
 # Plans of each rule of thumb that are simulated beside a search.
@@ -86,7 +86,7 @@ def candidates(request: Request, say: Say) -> Candidates:
     refused += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
     if method == AUTO and not proposed.stopped:
-        searched = search(request, base_of(request), say)
+        searched = search_with_blocks(request, base_of(request), say)
     found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
@@ -216,7 +216,7 @@ def smallest(request: Request) -> tuple[ScoredPlan, int]:
     Raises `InputError` where there is none because pins contradict each other.
     """
     base = base_of(request)
-    found = smallest_plan(request, base)
+    found = smallest_with_blocks(request, base)
     if found is None:
         raise conflict(request, base)
     plan = found.plan

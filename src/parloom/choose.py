@@ -12,6 +12,7 @@ from parloom.execute.files import read_plan
 from parloom.ir.mesh import check_part
 from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Status
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits
+from parloom.rewrite.rewrites import paddings_of
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
 from parloom.search.request import Request, Say, ScoredPlan
@@ -132,7 +133,7 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     choice = Choice(
         best, proposed.found, limit, notes, proposed.bound_s, proposed.solver_gap, proposed.status
     )
-    if choice.bound_s and best.decisions.rewrites:
+    if choice.bound_s and paddings_of(best.decisions.rewrites):
         notes = (f"{best.name}: {UNBOUND}", *notes)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes)
     return choice

@@ -29,6 +29,7 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.rewrite.pad import paddings
+from parloom.rewrite.regions import regions
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.spread import Assignment, Unfolded, decisions, followed, spread, unfold
 
@@ -109,13 +110,16 @@ class LaidOut:
 
     def decisions(self, chosen: Configuration) -> Decisions:
         """The plan for `chosen`, of which this is the layout."""
+        modules = regions(self.graph) if chosen.recompute != "none" else ()
+        blocks = tuple(f"block {module}" for module in modules)
+        graph = rewritten(self.graph, blocks)
         return Decisions(
             one_stage(self.program.mesh),
             decisions(self.program, list(self.assignments)),
             tuple(_storage(self.program, self.assignments, chosen)),
-            tuple(_activations(self.graph, chosen.recompute)),
+            tuple(_activations(graph, chosen.recompute)),
             num_microbatches=chosen.num_microbatches,
-            rewrites=self.rewrites,
+            rewrites=(*self.rewrites, *blocks),
             master_dtype=chosen.master_dtype,
             reduce_dtype=chosen.reduce_dtype,
         )

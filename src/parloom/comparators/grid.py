@@ -24,6 +24,7 @@ from parloom.errors import InputError, LayoutError, ParloomError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
 from parloom.ir.plan import Decisions, Prediction
+from parloom.rewrite.regions import regions
 from parloom.search.request import Request
 
 # Plans that are simulated where a rule is asked for by its name.
@@ -66,7 +67,7 @@ class Grid:
         self.factored = factorize(question.graph)
         self.counts = question.microbatch_counts(self.factored)
         blocks = any(isinstance(item, Call) for item in question.graph.main.body)
-        self.levels = LEVELS if blocks else LEVELS[:1]
+        self.levels = LEVELS if blocks or regions(question.graph) else LEVELS[:1]
         self.laid: dict[Configuration, LaidOut] = {}
         self.points: dict[Configuration, Point | None] = {}
         self.refused: ParloomError | None = None

@@ -26,6 +26,12 @@ def parse_rewrite(text: str) -> Padding | str:
     return found
 
 
+def paddings_of(rewrites: Sequence[str]) -> tuple[Padding, ...]:
+    """The paddings among a plan's rewrites."""
+    found = map(parse_rewrite, rewrites)
+    return tuple(padding for padding in found if isinstance(padding, Padding))
+
+
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
     """`graph` with a plan's rewrites applied, paddings first and all blocks together.
 
@@ -51,8 +57,6 @@ def as_stored(graph: Graph, rewrites: Sequence[str]) -> Graph:
     the loss), the user's rows are cut out of the parameter first. Raises `InputError` for a
     parameter that `graph` has not.
     """
-    for text in rewrites:
-        found = parse_rewrite(text)
-        if isinstance(found, Padding):
-            graph = padded(graph, found) or cut(graph, found)
+    for padding in paddings_of(rewrites):
+        graph = padded(graph, padding) or cut(graph, padding)
     return graph

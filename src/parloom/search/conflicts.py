@@ -138,12 +138,14 @@ def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
 def _broken_operator(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
     if not pinned.operators:
         return None
+    # Rewrites may make other functions, and leave the names of operators as they are.
+    pins = {f.key: pinned.operators.get((f.function, f.node.key), ()) for f in graph.flat()}
     graph = rewritten(graph, decisions.rewrites)
     factored = factorize(graph)
     known = {node.key: dict(node.factors) for node in decisions.nodes}
     for flat in graph.flat():
         chosen = known.get(flat.key, {})
-        for pin in pinned.operators.get((flat.function, flat.node.key), ()):
+        for pin in pins.get(flat.key, ()):
             rule = factored.rule(flat.function, flat.node)
             if not pin.allows_operator(rule, chosen, decisions.mesh):
                 split = ", ".join(f"{f}:{a}" for f, axes in chosen.items() for a in axes)

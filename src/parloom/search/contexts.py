@@ -32,7 +32,8 @@ from parloom.search.work import Work
 
 # Layouts that are composed, and of these simulated, the best first.
 COMPOSED, SIMULATED = 4, 2
-# How often the limit is corrected by a simulated peak, and the share of the memory that is near.
+# How often the limit is corrected by a simulated peak (twice as often while nothing fits), and the
+# share of the memory that is near.
 CORRECTIONS, CLOSE = 5, 0.01
 # The least share of its estimate that a step is taken to need at first, or less where that was
 # seen; and how much less than was seen, after simulations in so many contexts.
@@ -177,7 +178,9 @@ class ContextSearch:
         limit, count = self.question.limit_bytes, self.num_microbatches
         # Limits under which the best candidate fits or there is none, and under which it does not.
         low, high = 0.0, inf
-        for _ in range(CORRECTIONS):
+        for correction in range(2 * CORRECTIONS):
+            if correction >= CORRECTIONS and best_ps < inf:
+                break
             candidates = list(self.candidates())
             if not candidates and self.limit < min(high, limit) * (1 - CLOSE):
                 # What holds as little need not exist; what holds more may still fit.

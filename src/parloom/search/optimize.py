@@ -51,6 +51,8 @@ CLOSED = 0.0075
 BETTER = 0.002
 # How near the first bounds of a context are to the least Lagrangian.
 ROUGH = 0.01
+# More bytes than any device has.
+UNLIMITED = 2.0**80
 # Bounds are sums of floating-point numbers.
 ROUNDING = 1e-6
 
@@ -59,7 +61,8 @@ ROUNDING = 1e-6
 class Searched:
     """The plans that were simulated, the fastest that fit first; what no plan of the space
     undercuts, and what no estimate undercuts; how the search ended; what was left out, so that
-    bounds do not hold for it, in words; and the smallest of all plans that were simulated.
+    bounds do not hold for it, in words; the smallest of all plans that were simulated; whether
+    memory keeps plans from being faster; and how much of the budget is left.
     """
 
     proposals: tuple[Judged, ...]
@@ -68,6 +71,8 @@ class Searched:
     status: Status = Status.COMPLETE
     left_out: str = ""
     smallest: Judged | None = None
+    limited: bool = False
+    work_left: int | None = None
 
     @property
     def solver_gap(self) -> float | None:
@@ -83,8 +88,8 @@ class Searched:
         return 0.0 if abs(gap) < ROUNDING else gap
 
 
-def search(question: Request, base: Decisions, say: Say) -> Searched:
-    """Plans that answer `question`, with the dtypes of `base`.
+def search(question: Request, base: Decisions, say: Say, than: Judged | None = None) -> Searched:
+    """Plans that answer `question`, with the dtypes of `base`; only faster ones than `than`.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
     """
@@ -95,7 +100,7 @@ def search(question: Request, base: Decisions, say: Say) -> Searched:
     driver: Driver | None = None
     status = Status.COMPLETE
     try:
-        driver = Driver(question, base, say)
+        driver = Driver(question, base, say, than)
         try:
             driver.run()
         except OutOfWorkError:
@@ -114,19 +119,23 @@ def search(question: Request, base: Decisions, say: Say) -> Searched:
         status,
         driver.left_out,
         min(judged, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
+        status is Status.COMPLETE and driver.is_limited(),
+        driver.contexts.work.left,
     )
 
 
 class Driver:
-    """Searches all contexts of a question."""
+    """Searches all contexts of a question, for plans that are faster than `than`."""
 
-    def __init__(self, question: Request, base: Decisions, say: Say) -> None:
-        self.question, self.say = question, say
+    def __init__(
+        self, question: Request, base: Decisions, say: Say, than: Judged | None = None
+    ) -> None:
+        self.question, self.say, self.than = question, say, than
         self.contexts = Contexts(question, base)
         # Of the whole cluster and of parts of it, by the number of devices.
         self.on = {question.cluster.num_devices: self.contexts}
         self.seen, self.duals = Seen(), ShadowPrices()
-        self.best_ps = inf
+        self.best_ps = than.step_ps if than else inf
         self.looked: list[ContextSearch] = []
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
@@ -287,13 +296,14 @@ class Driver:
             improved(some, self.seen, patience=patience)
         else:
             improved(some, self.seen, patience=SHORT, operators=FEW_OPERATORS)
-        self.best_ps = min(map(_fastest, self.looked), default=inf)
+        self.best_ps = min([self.best_ps, *map(_fastest, self.looked)])
 
     def _close(self) -> None:
         """Bring the bounds of all contexts near the best estimate of what fits."""
         limit = self.question.limit_bytes
         fitting = (f for f in self.judged() if f.peak_bytes <= limit)
-        best = min((found.estimate_ps for found in fitting), default=inf)
+        known = [self.than] if self.than else []
+        best = min((found.estimate_ps for found in (*known, *fitting)), default=inf)
         bounds = []
         for context in self.looked:
             counted = self._counted(context)
@@ -301,6 +311,17 @@ class Driver:
                 context.columns.run(counted, context.duals, CLOSED / 4)
             bounds.append(context.columns.bound_ps(counted))
         self.estimate_bound_ps = min(bounds, default=0.0)
+
+    def is_limited(self) -> bool:
+        """Whether memory makes the bound of a context higher that promises a better plan."""
+        if self.best_ps == inf:
+            return bool(self.looked)
+        for context in self.looked:
+            free = context.columns.bound_ps(UNLIMITED)
+            limited = context.columns.bound_ps(context.limit) > free * (1 + WORTH)
+            if limited and free * self.seen.ratio < self.best_ps * (1 - WORTH):
+                return True
+        return False
 
     def _counted(self, context: ContextSearch) -> float:
         """The limit on what the model counts that plans which fit obey, as far as was seen."""

@@ -1,0 +1,76 @@
+"""The search with modules of main as blocks, where memory is what limits plans without.
+
+What is in no block is kept for the backward pass. So where memory makes plans slower, or none fits,
+the same is asked of the graph in which modules of main are blocks (`rewrite.regions`), for plans
+that are faster still. Equal modules are one kind then, with the same layouts.
+"""
+
+from dataclasses import replace
+
+from parloom.ir.factors import factorize
+from parloom.ir.plan import Decisions, Status
+from parloom.rewrite.regions import regions
+from parloom.rewrite.rewrites import rewritten
+from parloom.search.contexts import Judged
+from parloom.search.optimize import Searched, search
+from parloom.search.pinned import resolve
+from parloom.search.request import Request, Say, Wanted
+from parloom.search.smallest import Smallest, smallest_plan
+
+
+def search_with_blocks(request: Request, base: Decisions, say: Say) -> Searched:
+    """`search`, with modules as blocks where that may be faster; bounds are of both spaces."""
+    plain = search(request, base, say)
+    best = plain.proposals[0] if plain.proposals else None
+    if not plain.limited or (best and request.wanted is Wanted.PRICE):
+        return plain
+    try:
+        blocks = Blocks(replace(request, budget=plain.work_left))
+    except KeyboardInterrupt:
+        return replace(plain, status=Status.INTERRUPTED)
+    if not blocks.rewrites:
+        return plain
+    say("memory limits plans: searching with modules as blocks, which can recompute")
+    found = search(blocks.request, base, say, best)
+    if best is None and found.proposals and request.wanted is Wanted.PROOF:
+        # What was proved without a plan to beat is of no use.
+        beaten = replace(request, budget=found.work_left)
+        plain = search(beaten, base, say, found.proposals[0])
+    proposals = (*plain.proposals, *map(blocks.as_asked, found.proposals))
+    small = [plan for plan in (plain.smallest,) if plan is not None]
+    small += [blocks.as_asked(plan) for plan in (found.smallest,) if plan is not None]
+    return replace(
+        found,
+        status=found.status if plain.status is Status.COMPLETE else plain.status,
+        proposals=tuple(sorted(proposals, key=lambda p: (p.step_ps, p.decisions.mesh.num_ranks))),
+        bound_ps=min(plain.bound_ps, found.bound_ps),
+        estimate_bound_ps=min(plain.estimate_bound_ps, found.estimate_bound_ps),
+        left_out=plain.left_out or found.left_out,
+        smallest=min(small, key=lambda plan: (plan.peak_bytes, plan.step_ps), default=None),
+    )
+
+
+def smallest_with_blocks(request: Request, base: Decisions) -> Smallest | None:
+    """`smallest_plan`, with modules as blocks where that holds less; bounds are of both spaces."""
+    plain, blocks = smallest_plan(request, base), Blocks(request)
+    found = smallest_plan(blocks.request, base) if plain and blocks.rewrites else None
+    if plain is None or found is None:
+        return plain
+    bound_bytes = min(plain.bound_bytes, found.bound_bytes)
+    if found.plan.peak_bytes < plain.plan.peak_bytes:
+        return Smallest(blocks.as_asked(found.plan), bound_bytes)
+    return replace(plain, bound_bytes=bound_bytes)
+
+
+class Blocks:
+    """A request of the graph in which modules of main are blocks, by the `rewrites`."""
+
+    def __init__(self, request: Request) -> None:
+        self.rewrites = tuple(f"block {module}" for module in regions(request.graph))
+        graph, pins = rewritten(request.graph, self.rewrites), request.pinned.pins
+        pinned = resolve(pins, graph, factorize(graph)) if pins else request.pinned
+        self.request = replace(request, graph=graph, pinned=pinned)
+
+    def as_asked(self, plan: Judged) -> Judged:
+        """A plan of this graph as one of the graph that was asked about."""
+        return replace(plan, decisions=replace(plan.decisions, rewrites=self.rewrites))
