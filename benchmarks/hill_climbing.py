@@ -31,6 +31,7 @@ from parloom.errors import LayoutError, VerifyError
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions, Prediction
 from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.request import Request, base_of
 
 MODELS = ("mlp_unify", "dlrm", "gpt", "candle_uno", "llama")
@@ -103,11 +104,15 @@ class Climb:
 def row_of(question: Request, start: Answer, options: argparse.Namespace) -> Row:
     """What is found from the answer to one question."""
     begin = time.process_time()
+    decisions = start.decisions
+    if decisions is not None:  # changes are of the graph with the plan's blocks
+        question = replace(question, graph=rewritten(question.graph, decisions.rewrites))
+        decisions = replace(decisions, rewrites=())
     seed = f"{options.seed} {question.cluster.name} {question.limit_bytes} {question.graph.name}"
     climb = Climb(question, start, Random(seed))
     drawn_s = climb.draw(options.random_plans)
-    if start.decisions is not None:
-        climb.climb(start.decisions, options.mutations)
+    if decisions is not None:
+        climb.climb(decisions, options.mutations)
     best_s = min(drawn_s, climb.best_s)
     below = climb.least_s < start.bound_s * (1 - ROUNDING)
     return {

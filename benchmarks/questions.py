@@ -18,7 +18,7 @@ from parloom.execute.optimizers import named_optimizer
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions
 from parloom.ir.text import parse_graph, print_graph
-from parloom.search.optimize import search
+from parloom.search.blocks import search_with_blocks
 from parloom.search.request import Request, base_of
 
 # What a case says of tables, and not of a model.
@@ -100,7 +100,7 @@ class Answer:
 def answer(question: Request) -> Answer:
     """Search, and say how long that took."""
     start = time.process_time()
-    found = search(question, base_of(question), lambda text: None)
+    found = search_with_blocks(question, base_of(question), lambda text: None)
     spent = time.process_time() - start
     best = found.proposals[0] if found.proposals else None
     return Answer(
