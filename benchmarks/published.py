@@ -19,7 +19,7 @@ from parloom.comparators.configuration import Configuration
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import Network, find_device, find_interconnect
 from parloom.cost.kernels import Kernels
-from parloom.cost.software import Software, generation
+from parloom.cost.software import GENERATIONS, Software
 from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster
@@ -234,7 +234,7 @@ def software_of(row: Row) -> Software:
     framework = row["framework"].lower()
     for words, name in FRAMEWORKS:
         if all(word in framework for word in words):
-            found = generation(name)
+            found = GENERATIONS[name]
             return replace(found, hides_moves=True) if "asynctp" in framework else found
     raise Unpredictable(f"the kernels of the framework {row['framework']!r} are not known")
 

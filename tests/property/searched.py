@@ -20,7 +20,6 @@ from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Prediction, one_
 from parloom.ir.text import parse_graph
 from parloom.search.choices import Menu
 from parloom.search.contexts import ContextSearch
-from parloom.search.estimate import Estimate, estimate
 from parloom.search.microbatch import microbatch_of
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.prices import Known
@@ -29,6 +28,7 @@ from parloom.search.request import Request
 from parloom.search.storage import MOVING, STORED, UPDATING, Level, StoragePrices, WeightPrice
 from parloom.search.storage import Stored as Weight
 from parloom.search.work import Work
+from tests.property.estimate import Estimate, estimate
 
 ADAM = Optimizer("adamw", 2)
 PLENTY = 2**50

@@ -29,7 +29,6 @@ from parloom.ir.mesh import Cluster, Mesh, MeshAxis
 from parloom.ir.plan import ActivationDecision, Decisions, one_stage
 from parloom.ir.text import parse_graph
 from parloom.search.choices import Menus, assignments
-from parloom.search.estimate import estimate
 from parloom.search.fates import REGATHER, REMAKE
 from parloom.search.layout_model import ROWS, LayoutModel
 from parloom.search.meshes import logical_meshes
@@ -40,6 +39,7 @@ from parloom.search.solve.elimination import Elimination
 from parloom.search.step_rows import NUM_ROWS
 from parloom.search.storage import AFTER, REDUCED, UPDATED, Level
 from tests.examples import examples
+from tests.property.estimate import estimate
 from tests.property.searched import ADAM, random_graph
 from tests.property.test_solvers import enumerated, models
 from tests.unit.test_simulate import model

@@ -20,7 +20,6 @@ from parloom.ir.plan import Decisions, Prediction, one_stage
 from parloom.search import optimize
 from parloom.search.compose import Candidate
 from parloom.search.contexts import Judged
-from parloom.search.estimate import estimate
 from parloom.search.meshes import logical_meshes
 from parloom.search.microbatch import microbatch_of
 from parloom.search.optimize import search
@@ -28,6 +27,7 @@ from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums
 from tests.examples import examples
+from tests.property.estimate import estimate
 from tests.property.searched import (
     ADAM,
     PLENTY,

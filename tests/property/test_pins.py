@@ -27,7 +27,6 @@ from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.text import parse_graph
 from parloom.search.conflicts import broken, smallest_conflict
 from parloom.search.contexts import Contexts
-from parloom.search.estimate import estimate
 from parloom.search.least import conflict, least_share, possible, stored_bytes
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import search
@@ -38,6 +37,7 @@ from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.storage import STORED
 from tests.examples import examples
+from tests.property.estimate import estimate
 from tests.property.searched import (
     ADAM,
     PLENTY,

@@ -25,7 +25,6 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 from parloom.ir.text import parse_graph
-from parloom.search.estimate import estimate
 from parloom.search.meshes import logical_meshes
 from parloom.search.storage import (
     AFTER,
@@ -39,6 +38,7 @@ from parloom.search.storage import (
     StoragePrices,
     Stored,
 )
+from tests.property.estimate import estimate
 from tests.property.searched import ADAM, random_graph
 from tests.unit.test_simulate import model
 

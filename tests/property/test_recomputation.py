@@ -19,11 +19,11 @@ from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision, Decisions, one_stage
 from parloom.ir.text import parse_graph
 from parloom.search.contexts import ContextSearch
-from parloom.search.estimate import estimate
 from parloom.search.meshes import logical_meshes
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.storage import STORED, UPDATING
 from tests.examples import examples
+from tests.property.estimate import estimate
 from tests.property.searched import ADAM, context_of
 
 ONE = load_cluster("1xH100")

@@ -22,7 +22,6 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Prediction
 from parloom.ir.text import parse_graph
 from parloom.search.contexts import ContextSearch
-from parloom.search.estimate import estimate
 from parloom.search.flow_costs import PASSES
 from parloom.search.layout_model import LayoutModel
 from parloom.search.meshes import logical_meshes
@@ -34,6 +33,7 @@ from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices, row_prices
 from parloom.search.storage import STORED
 from tests.examples import examples
+from tests.property.estimate import estimate
 from tests.property.searched import (
     ADAM,
     PLENTY,

@@ -1,7 +1,6 @@
 """Collectives: the lecture's table and its corrections, laws that hold for all, measured times."""
 
 from dataclasses import replace
-from itertools import permutations
 from math import log2, prod
 
 import pytest
@@ -18,9 +17,7 @@ from parloom.cost.collectives import (
     bound_s,
     candidates,
     collective,
-    crossings,
     group_of,
-    group_of_ranks,
     spans,
 )
 from parloom.errors import InputError
@@ -148,16 +145,6 @@ def test_order_of_devices_decides_what_crosses() -> None:
     assert "over levels 1, 0" in orders[1, 0].name
 
 
-def test_sorted_ranks_cross_least() -> None:
-    cluster = two_levels(3, 2)
-    best = crossings(range(6), cluster)
-    assert best == ((0, 6, 1), (1, 2, 1))
-    for order in permutations(range(1, 6)):
-        found = crossings((0, *order), cluster)
-        assert all(f[1] >= b[1] and f[2] >= b[2] for f, b in zip(found, best, strict=True))
-    assert crossings((0, 3, 1, 4, 2, 5), cluster) == ((0, 6, 1), (1, 6, 3))
-
-
 def test_groups_share_an_uplink() -> None:
     # Four devices with one port: four groups of two, one device of each node in every group.
     cluster = two_levels(4, 2, shared=4.0)
@@ -231,18 +218,12 @@ def test_switches_that_add_up() -> None:
     assert collective("all_gather", 1e9, ((0, 8),), load_cluster("8xH100")).algorithm == "ring"
 
 
-def test_group_of_axes_and_of_ranks() -> None:
+def test_group_of_axes() -> None:
     cluster = load_cluster("2x8xH100")
     tensor = MeshAxis("t", tuple(p for p in cluster.prime_axes() if p.level == 0))
     data = MeshAxis("d", (PrimeAxis(2, 8, 1),))
-    assert group_of((tensor, data)) == ((0, 8), (1, 2)) == group_of_ranks(range(16), cluster)
-    assert group_of((data,)) == ((1, 2),) == group_of_ranks((3, 11), cluster)
-    with pytest.raises(InputError, match="no regular group"):
-        group_of_ranks((0, 1, 8), cluster)
-    with pytest.raises(InputError, match="has 16 devices"):
-        group_of_ranks((0, 16), cluster)
-    with pytest.raises(InputError, match=r"ranks \[\]"):
-        crossings((), cluster)
+    assert group_of((tensor, data)) == ((0, 8), (1, 2))
+    assert group_of((data,)) == ((1, 2),)
 
 
 def test_what_cannot_be_asked() -> None:
@@ -345,24 +326,6 @@ def test_on_one_level_hierarchical_is_the_ring(cluster: Cluster, kind: str, rank
     other = collective(kind, 1e6, group, cluster, "hierarchical")
     assert other.seconds == pytest.approx(ring.seconds)
     assert [m for *_, m in other.traffic] == [m for *_, m in ring.traffic]
-
-
-@given(clusters(), st.data())
-def test_relabelling_inside_a_level_changes_nothing(cluster: Cluster, data: st.DataObject) -> None:
-    """Positions of every level renamed by a permutation: the group has the same price."""
-    chosen = [data.draw(st.integers(1, level.size)) for level in cluster.levels]
-    names = [data.draw(st.permutations(range(level.size))) for level in cluster.levels]
-
-    def ranks(positions: list[list[int]]) -> list[int]:
-        found, stride = [0], 1
-        for level, mine in zip(cluster.levels, positions, strict=True):
-            found = [rank + stride * position for rank in found for position in mine]
-            stride *= level.size
-        return sorted(found)
-
-    first = group_of_ranks(ranks([list(range(n)) for n in chosen]), cluster)
-    second = group_of_ranks(ranks([n[:k] for n, k in zip(names, chosen, strict=True)]), cluster)
-    assert first == second
 
 
 @given(clusters(), st.sampled_from(MOVED))

@@ -10,15 +10,21 @@ from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.engine import Launch
-from parloom.cost.pipeline import Send, StageActions, profile, send, simulate_pipeline
+from parloom.cost.pipeline import Send, StageActions, send, simulate_pipeline
 from parloom.cost.tasks import ACTIVATIONS, COMPONENTS, COMPUTE
 from parloom.cost.timeline import Memory, Played, Timeline
 from parloom.errors import InputError, VerifyError
 from parloom.ir.plan import Action
-from parloom.ir.schedules import Lists, peak_in_flight, schedule, splits_backward
+from parloom.ir.schedules import Lists, schedule
+from tests.unit.test_schedules import peak_in_flight, splits_backward
 
 KINDS = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 Times = tuple[int, int, int]  # F, B, W of a stage
+
+
+def profile(ps: int, memory: Memory = Memory()) -> Played:  # noqa: B008 - a value
+    """An action of which nothing is known but its time and memory."""
+    return Played(ps, (), ((COMPUTE, ps),), (), memory)
 
 
 def equal(name: str, ranks: int, microbatches: int, times: Times, chunks: int = 1) -> Timeline:

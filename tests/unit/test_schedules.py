@@ -6,10 +6,28 @@ from hypothesis import strategies as st
 
 from parloom.errors import InputError
 from parloom.ir.plan import Action
-from parloom.ir.schedules import Lists, peak_in_flight, schedule, splits_backward
+from parloom.ir.schedules import Lists, schedule
 
 PLAIN = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 STEP = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule runs the gradients of inputs and of weights apart."""
+    return name in ("zb_h1", "zb_h2")
+
+
+def peak_in_flight(listed: tuple[Action, ...]) -> int:
+    """The most (stage, microbatch) pairs whose activations a rank holds at once.
+
+    They live from F to W, or to B where there is no W.
+    """
+    last = "W" if any(action.kind == "W" for action in listed) else "B"
+    held = peak = 0
+    for action in listed:
+        held += (action.kind == "F") - (action.kind == last)
+        peak = max(peak, held)
+    return peak
 
 
 @st.composite

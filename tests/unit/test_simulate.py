@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from parloom.candidates import candidates
 from parloom.comparators.baselines import random_plan
+from parloom.cost.actions import Stage
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
-from parloom.cost.pipeline import simulate_pipeline, stage_actions
+from parloom.cost.pipeline import StageActions, play_stage, simulate_pipeline
 from parloom.cost.simulate import Simulator, simulate, step_tasks
-from parloom.cost.step import price_plan, priced
+from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS, COMPUTE, picoseconds
 from parloom.cost.timeline import Slice, Timeline, joined, memory_line, slices
 from parloom.errors import InputError
@@ -20,6 +21,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Host, Link, Mesh, MeshAxis, grid
+from parloom.ir.pcg import PCG
 from parloom.ir.plan import (
     ActivationDecision,
     Decisions,
@@ -33,6 +35,7 @@ from parloom.ir.schedules import schedule
 from parloom.ir.text import parse_graph
 from parloom.search.meshes import logical_meshes
 from parloom.search.request import Request
+from tests.unit.step_price import price_plan
 
 BLOCK = """
 def block(
@@ -318,13 +321,25 @@ def test_random_plans_respect_the_bound_and_lose_no_memory(
     assert busy[COMPUTE] + sum(found.exposed().values()) == found.step_ps
 
 
+def stage_of(
+    pcg: PCG,
+    cluster: Cluster,
+    decisions: Decisions,
+    optimizer: Optimizer | None = None,
+    split: bool = False,
+) -> StageActions:
+    """The actions of a program that is one stage."""
+    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer))
+    return play_stage("all", stage, Simulator(), split=split)
+
+
 def test_a_pipeline_of_one_stage_is_the_step() -> None:
     cluster = load_cluster("4xH100")
     decisions = replace(chunked(cluster, level=0), num_microbatches=4)
     graph = model()
     pcg = lower(graph, decisions)
     whole = run(graph, cluster, decisions)
-    stage = stage_actions("all", pcg, cluster, decisions, Optimizer("adamw", 2))
+    stage = stage_of(pcg, cluster, decisions, Optimizer("adamw", 2))
     found = simulate_pipeline(schedule("1f1b", 1, 4), [stage])
     assert found.step_ps == whole.step_ps
     assert found.exposed() == whole.exposed()
@@ -334,8 +349,8 @@ def test_a_pipeline_of_one_stage_is_the_step() -> None:
 def test_a_split_backward_pass_is_as_long_as_a_whole_one() -> None:
     cluster, decisions = load_cluster("1xH100"), Decisions(num_microbatches=2)
     pcg = lower(model(), decisions)
-    whole = stage_actions("all", pcg, cluster, decisions)
-    split = stage_actions("all", pcg, cluster, decisions, split=True)
+    whole = stage_of(pcg, cluster, decisions)
+    split = stage_of(pcg, cluster, decisions, split=True)
     halves = split.actions["B"].ps + split.actions["W"].ps
     assert halves == pytest.approx(whole.actions["B"].ps, abs=100)
     # Nobody wants the gradient of what the first product reads.

@@ -6,7 +6,6 @@ import pytest
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels
-from parloom.cost.step import COMPONENTS, StepPrice, price_plan
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis
@@ -20,6 +19,7 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.ir.text import parse_graph
+from tests.unit.step_price import COMPONENTS, StepPrice, price_plan
 
 TEXT = """\
 graph "Mlp" training=True

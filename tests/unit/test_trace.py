@@ -10,7 +10,7 @@ import pytest
 
 from parloom import cli
 from parloom.cost.clusters import load_cluster
-from parloom.cost.pipeline import Send, StageActions, profile, simulate_pipeline
+from parloom.cost.pipeline import Send, StageActions, simulate_pipeline
 from parloom.cost.simulate import simulate
 from parloom.cost.tasks import ACTIVATIONS, COMPONENTS
 from parloom.cost.timeline import Memory, Timeline, sampled
@@ -20,6 +20,7 @@ from parloom.ir.plan_json import plan_to_json
 from parloom.ir.schedules import schedule
 from parloom.ir.text import print_graph
 from parloom.report.trace import chrome_trace
+from tests.unit.test_pipeline import profile
 from tests.unit.test_simulate import chunked, model
 
 CLUSTER = load_cluster("2x4xH100")

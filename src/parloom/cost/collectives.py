@@ -9,10 +9,10 @@ The constants of NCCL are fitted to nccl-tests tables of A100, H200 and B200 nod
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, permutations
+from itertools import permutations
 from math import prod
 from types import MappingProxyType
 
@@ -158,38 +158,6 @@ def group_of(axes: tuple[MeshAxis, ...]) -> Group:
     for prime in (p for axis in axes for p in axis.primes):
         sizes[prime.level] = sizes.get(prime.level, 1) * prime.size
     return tuple(sorted(sizes.items()))
-
-
-def group_of_ranks(ranks: Sequence[int], cluster: Cluster) -> Group:
-    """The group of these ranks; `InputError` where they are no product of positions per level."""
-    _check_ranks(ranks, cluster)
-    digits = [_digits(rank, cluster) for rank in ranks]
-    sizes = [len(set(column)) for column in zip(*digits, strict=True)]
-    if len(ranks) != prod(sizes) or len(set(digits)) != len(digits):
-        raise InputError(
-            f"ranks {list(ranks)} are no regular group: each level of {cluster.name} must have "
-            f"the same positions in every part that has any"
-        )
-    return tuple((level, size) for level, size in enumerate(sizes) if size > 1)
-
-
-def crossings(ranks: Sequence[int], cluster: Cluster) -> tuple[tuple[int, int, int], ...]:
-    """What a ring through `ranks` in this order crosses.
-
-    Per level: its index, the edges that cross it or one above, and the most of them that leave one
-    child. Sorted ranks are the best order: every child is left once.
-    """
-    _check_ranks(ranks, cluster)
-    result = []
-    below = 1
-    for index, level in enumerate(cluster.levels):
-        leaving: dict[int, int] = {}
-        for one, other in pairwise([*ranks, ranks[0]]):
-            if one // below != other // below:
-                leaving[one // below] = leaving.get(one // below, 0) + 1
-        result.append((index, sum(leaving.values()), max(leaving.values(), default=0)))
-        below *= level.size
-    return tuple(result)
 
 
 @lru_cache(maxsize=65536)
@@ -381,19 +349,3 @@ def _applies(name: str, order: Order, cluster: Cluster) -> bool:
     if name == "torus":
         return len(levels) > 1 and all(level.fabric in ("ring", "line") for level in levels)
     return True
-
-
-def _check_ranks(ranks: Sequence[int], cluster: Cluster) -> None:
-    if not ranks or not all(0 <= rank < cluster.num_devices for rank in ranks):
-        raise InputError(
-            f"ranks {list(ranks)}: {cluster.name} has {cluster.num_devices} devices, from 0 on"
-        )
-
-
-def _digits(rank: int, cluster: Cluster) -> tuple[int, ...]:
-    """The position of a rank at every level."""
-    digits = []
-    for level in cluster.levels:
-        digits.append(rank % level.size)
-        rank //= level.size
-    return tuple(digits)

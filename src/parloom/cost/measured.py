@@ -80,12 +80,10 @@ class Table:
             points = self._curves.setdefault(product.dtype, [])
             points.append((math.log(product.flops), product.flops / product.seconds))
         self._exchanges: dict[tuple[str, Group], list[Point]] = {}
-        self._processor: dict[tuple[str, Group], list[Point]] = {}
         for found in calibration.collectives:
-            key = found.kind, found.group
-            self._exchanges.setdefault(key, []).append((found.num_bytes, found.seconds))
-            self._processor.setdefault(key, []).append((found.num_bytes, found.cpu_s))
-        for curve in (*self._curves.values(), *self._processor.values()):
+            curve = self._exchanges.setdefault((found.kind, found.group), [])
+            curve.append((found.num_bytes, found.seconds))
+        for curve in self._curves.values():
             curve.sort()
         self._exchanges = {key: _rising(curve) for key, curve in self._exchanges.items()}
 
@@ -135,11 +133,6 @@ class Table:
         if not curve:
             return None
         return max(1e-9, _between(curve, num_bytes, extend=True)), min(t for _, t in curve)
-
-    def processor_s(self, kind: str, num_bytes: float, group: Group) -> float:
-        """What a collective takes of the rank's own processor."""
-        curve = self._processor.get((kind, group))
-        return max(0.0, _between(curve, num_bytes, extend=True)) if curve else 0.0
 
 
 @dataclass(frozen=True, slots=True)

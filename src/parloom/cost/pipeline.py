@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from parloom.cost.actions import Stage
 from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
-from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
-from parloom.cost.step import priced
-from parloom.cost.tasks import COMPUTE, SHARES, kind_of, picoseconds
-from parloom.cost.timeline import NOTHING, Memory, Message, Played, Process, Slice, Span, Timeline
+from parloom.cost.tasks import SHARES, kind_of, picoseconds
+from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span, Timeline
 from parloom.errors import InputError
 from parloom.ir.mesh import Cluster
-from parloom.ir.pcg import PCG
-from parloom.ir.plan import Action, Decisions, Optimizer
+from parloom.ir.plan import Action
 from parloom.ir.schedules import Lists
 
 DIRECTIONS = {"F": 1, "B": -1}
@@ -53,32 +50,11 @@ class StageActions:
     base: tuple[int, ...] = NOTHING
 
 
-def profile(ps: int, memory: Memory = Memory()) -> Played:  # noqa: B008 - a value
-    """An action of which nothing is known but its time and memory."""
-    return Played(ps, (), ((COMPUTE, ps),), (), memory)
-
-
 def send(num_bytes: float, level: int, cluster: Cluster) -> Send:
     """What it takes to send `num_bytes` over a level of `cluster`."""
     found = collective("send", num_bytes, ((level, 2),), cluster)
     latency = picoseconds(found.latency_s)
     return Send(latency, picoseconds(found.seconds) - latency, level)
-
-
-def stage_actions(
-    name: str,
-    pcg: PCG,
-    cluster: Cluster,
-    decisions: Decisions,
-    optimizer: Optimizer | None = None,
-    *,
-    kernels: Kernels | None = None,
-    simulator: Simulator | None = None,
-    split: bool = False,
-) -> StageActions:
-    """Play each action of a stage's program once; sends are for the caller to add."""
-    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels))
-    return play_stage(name, stage, simulator or Simulator(), split=split)
 
 
 def play_stage(

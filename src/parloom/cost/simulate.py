@@ -54,11 +54,6 @@ def step_tasks(
     return Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels)).tasks()
 
 
-def lower_bound_ps(tasks: StepTasks) -> int:
-    """What no overlap can beat: the most that the compute stream, a channel or a link is busy."""
-    return Simulator().bound_ps(tasks)
-
-
 Load = tuple[tuple[str | int, int], ...]
 """What is busy for how long: (compute or a channel, ps), and (link, units)."""
 
@@ -93,7 +88,7 @@ class Simulator:
         return Timeline(now, (process,), self.bound_ps(tasks))
 
     def bound_ps(self, tasks: StepTasks) -> int:
-        """See `lower_bound_ps`."""
+        """What no overlap can beat: the most that compute, a channel or a link is busy."""
         totals: dict[str | int, int] = {}
         for action, count in Counter(tasks.actions).items():
             if action not in self._loads:

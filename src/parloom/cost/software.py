@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from parloom.errors import InputError, nearest
+from parloom.errors import InputError
 
 ELEMENTWISE, ROWS = "elementwise", "rows"
 MERGES = ("", ELEMENTWISE, ROWS)
@@ -67,10 +67,3 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
 
 # What parloom's own generated programs run on.
 OWN = GENERATIONS["eager"]
-
-
-def generation(name: str) -> Software:
-    """One of `GENERATIONS`; raises `InputError` with near names."""
-    if name not in GENERATIONS:
-        raise InputError(f"no software generation {name!r}{nearest(name, GENERATIONS)}")
-    return GENERATIONS[name]

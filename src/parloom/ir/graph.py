@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from parloom.errors import VerifyError
-
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2,
     "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
@@ -368,9 +366,3 @@ def numbered(body: tuple[Node | Call, ...]) -> tuple[Node | Call, ...]:
                 item = replace(item, index=count)
         result.append(item)
     return tuple(result)
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `VerifyError` unless `condition` holds."""
-    if not condition:
-        raise VerifyError(message)

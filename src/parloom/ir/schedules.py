@@ -48,24 +48,6 @@ def schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1)
     return tuple((*order(rank, ranks, num_microbatches, chunks), *step) for rank in range(ranks))
 
 
-def splits_backward(name: str) -> bool:
-    """Whether a schedule runs the gradients of inputs and of weights apart."""
-    return name in ("zb_h1", "zb_h2")
-
-
-def peak_in_flight(listed: tuple[Action, ...]) -> int:
-    """The most (stage, microbatch) pairs whose activations a rank holds at once.
-
-    They live from F to W, or to B where there is no W.
-    """
-    last = "W" if any(action.kind == "W" for action in listed) else "B"
-    held = peak = 0
-    for action in listed:
-        held += (action.kind == "F") - (action.kind == last)
-        peak = max(peak, held)
-    return peak
-
-
 def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
     for kind in ("F", "B"):
         for microbatch in range(microbatches):
