@@ -3,24 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parloom import arguments
-from parloom import explain as explanation
 from parloom.answer import answer
 from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
 from parloom.candidates import candidates
-from parloom.capture import (
-    Loss,
-    fingerprint,
-    load_abstract,
-    remarks,
-    scalars_apart,
-    with_culprit,
-)
+from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
 from parloom.capture.ambient import Settings, settings
 from parloom.capture.microbatch import capture_microbatch, split_of
@@ -32,11 +25,7 @@ from parloom.cost.hardware import DataSheets
 from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes
-from parloom.errors import (
-    CaptureError,
-    ParloomError,
-    one_line,
-)
+from parloom.errors import CaptureError, ParloomError, one_line
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
 from parloom.execute.consistent import check_results
@@ -51,19 +40,13 @@ from parloom.execute.prove import prove
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
-from parloom.explain import Answer
+from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
-from parloom.ir.plan import (
-    DTYPES,
-    GLOBAL,
-    MICROBATCH,
-    ModelSource,
-    Plan,
-)
+from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph, print_graph
@@ -75,6 +58,7 @@ from parloom.search.request import Request
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
+Asked = dict[str, Any]  # arguments by name
 
 
 def _silent(text: str) -> None:
@@ -118,41 +102,38 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
     further than `require_gap` above what was proved to be the least).
     """
-    # What is bad is told before the model is captured.
-    sizes = {"batch": batch, "seq": seq, "microbatches": microbatches, "seed": seed}
-    sizes["devices"] = devices
-    limits = {"memory": memory, "budget": budget, "require_gap": require_gap}
-    chosen = {"method": method, "pin": pin, "forbid": forbid, "batch_semantics": batch_semantics}
-    asked = sizes | limits | chosen | {"dtype": dtype}
-    arguments.check(model, asked)
-    there = machine_for(cluster, calibration, num_devices=devices).cluster
-    arguments.check_on(there, asked)
-    captured = capture(
-        model,
-        batch=batch,
-        seq=seq,
-        dtype=dtype,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        batch_semantics=batch_semantics,
-        seed=seed,
-        progress=progress,
-    )
-    found = search(
-        captured,
-        cluster=cluster,
-        method=method,
-        memory=memory,
-        devices=devices,
-        microbatches=microbatches,
-        calibration=calibration,
-        pin=pin,
-        forbid=forbid,
-        budget=budget,
-        progress=progress,
-    )
+    capturing: Asked = {
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "microbatches": microbatches,
+        "batch_semantics": batch_semantics,
+        "seed": seed,
+    }
+    searching: Asked = {
+        "cluster": cluster,
+        "method": method,
+        "memory": memory,
+        "devices": devices,
+        "microbatches": microbatches,
+        "calibration": calibration,
+        "pin": pin,
+        "forbid": forbid,
+        "budget": budget,
+    }
+    check_asked(model, capturing | searching | {"require_gap": require_gap})
+    captured = capture(model, **capturing, progress=progress)
+    found = search(captured, **searching, progress=progress)
     check_gap(found, require_gap)
     return found
+
+
+def check_asked(model: str, asked: Asked) -> None:
+    """Raise `InputError` for the first bad argument of `plan`, before the model is captured."""
+    arguments.check(model, asked)
+    machine = machine_for(asked["cluster"], asked["calibration"], num_devices=asked["devices"])
+    arguments.check_on(machine.cluster, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +155,13 @@ class Captured:
     ranges: Ranges = ()
     microbatches: int = 1
     batch_semantics: str = GLOBAL
+
+    def otherwise(self, batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
+        """The training program of the model with another batch, dtype or number of microbatches."""
+        spec, seq = self.source.spec, self.source.seq
+        loaded = load_abstract(spec, batch=batch, seq=seq, dtype=dtype, seed=self.seed)
+        apart = (microbatches or 1) if self.batch_semantics == MICROBATCH else 1
+        return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
 
 
 def capture(
@@ -274,17 +262,8 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
         method=method,
         all_devices=devices is not None,
     )
-
-    def build(batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
-        source = captured.source
-        loaded = load_abstract(
-            source.spec, batch=batch, seq=source.seq, dtype=dtype, seed=captured.seed
-        )
-        apart = (microbatches or 1) if captured.batch_semantics == MICROBATCH else 1
-        return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
-
     spec = machine.loaded.spec if machine.calibration is None else ""
-    origin = Origin(captured.source, spec, build, None if devices is None else whole)
+    origin = Origin(captured.source, spec, captured.otherwise, None if devices is None else whole)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     choice = answer(request, origin, pins, size, progress)
@@ -381,25 +360,6 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
 def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
     """Where the numbers of `simulate` come from, and how far they may be off."""
     return machine_of(plan, calibration).source(lowered(plan))
-
-
-def explain(
-    plan: Plan,
-    *,
-    name: str | None = None,
-    path: str = "PLAN",
-    versus: str | None = None,
-    calibration: str | Path | None = None,
-    progress: Say = _silent,
-) -> Answer:
-    """Say what `plan`, which was read from `path`, decides and what it costs.
-
-    `name` is an operator, a parameter, another tensor or a module path: how it lies, what it costs,
-    and what would be next best. `versus` is a method or the path of another plan: what differs.
-    """
-    return explanation.explain(
-        plan, path, name=name, versus=versus, calibration=calibration, say=progress
-    )
 
 
 def calibrate(

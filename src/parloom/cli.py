@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
@@ -28,6 +28,7 @@ from parloom import __version__, arguments
 from parloom.arguments import METHODS
 from parloom.cost.clusters import read_cluster, resolve_cluster
 from parloom.errors import (
+    EqualityError,
     InfeasibleError,
     InputError,
     NotYetError,
@@ -140,12 +141,10 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Find the fastest plan that fits and save it with its generated source."""
-    _refuse(
-        {
-            f"--objective {objective.value}": objective is not Objective.TIME,
-            f"--batch-norm {batch_norm}": batch_norm != "global",
-        }
-    )
+    if objective is not Objective.TIME:
+        raise _not_yet(f"--objective {objective.value}")
+    if batch_norm != "global":
+        raise _not_yet(f"--batch-norm {batch_norm}")
     captured: Asked = {
         "batch": batch,
         "seq": seq,
@@ -172,23 +171,15 @@ def plan(
 
 
 def _plan(
-    model: str,
-    captured: Asked,
-    searched: Asked,
-    out: Path | None,
-    as_json: bool,
-    require_gap: float | None,
+    model: str, captured: Asked, searched: Asked, out: Path | None, as_json: bool, gap: float | None
 ) -> None:
     cluster = searched["cluster"]
     loaded = resolve_cluster(cluster)
     from parloom import api
     from parloom.execute.files import check_folder
-    from parloom.execute.machine import machine_for
     from parloom.report import terminal
 
-    devices = searched["devices"]
-    there = machine_for(cluster, searched["calibration"], num_devices=devices).cluster
-    arguments.check_on(there, captured | searched)
+    api.check_asked(model, captured | searched)
     check_folder(out or Path("runs"))
     started = time.monotonic()
     program = api.capture(model, **captured, progress=_say)
@@ -201,14 +192,14 @@ def _plan(
         raise
     capture_s, search_s = between - started, time.monotonic() - between
     _say(f"captured in {capture_s:.1f} s, searched in {search_s:.1f} s")
-    paths = _named(api.save(found, out or _folder(model, cluster, found)))
+    paths = api.save(found, out or _folder(model, cluster, found))
     if as_json:
         show_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
     else:
         _print(terminal.plan_screen(found, loaded.cluster, paths, searched["calibration"]))
     if found.interrupted:
         raise typer.Exit(130)
-    api.check_gap(found, require_gap)
+    api.check_gap(found, gap)
 
 
 @app.command()
@@ -230,7 +221,7 @@ def verify(
     else:
         _print(str(report))
     if not report.passed:
-        raise typer.Exit(7)
+        raise typer.Exit(EqualityError.exit_code)
     if not as_json:
         _print(f"next: parloom run {path} -- train.py")
 
@@ -395,7 +386,7 @@ def calibrate(
 
     check_folder(out.parent)
     with measuring.ranks() as rank:
-        say = _say if rank == 0 else _nothing
+        say = _say if rank == 0 else lambda text: None
         found = api.calibrate(model or (), plan or (), cluster=cluster, progress=say)
         if rank:
             return
@@ -411,14 +402,10 @@ def calibrate(
     _print(f"next: parloom plan MODEL --cluster C --calibration {path}")
 
 
-def _nothing(text: str) -> None:
-    """Progress that another rank prints."""
-
-
 @app.command()
 def report(path: PlanPath, as_json: AsJson = False, verbose: Verbose = False) -> None:
     """Not yet: write one HTML page about the plan."""
-    _refuse({"report": True})
+    raise _not_yet("`parloom report`")
 
 
 @app.command()
@@ -429,7 +416,7 @@ def export(
     verbose: Verbose = False,
 ) -> None:
     """Not yet: write the plan as another tool's settings."""
-    _refuse({"export": True})
+    raise _not_yet("`parloom export`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -486,12 +473,9 @@ def _quiet(verbose: bool) -> None:
         logging.disable(logging.ERROR)
 
 
-def _refuse(asked: Mapping[str, object]) -> None:
-    """Raise `NotYetError` for what is documented but still to come."""
-    for name, given in asked.items():
-        if given:
-            what = f"`parloom {name}`" if not name.startswith("--") else name
-            raise NotYetError(f"not yet: {what} is still to come; parloom {__version__} is without")
+def _not_yet(what: str) -> NotYetError:
+    """What is documented but still to come."""
+    return NotYetError(f"not yet: {what} is still to come; parloom {__version__} is without")
 
 
 def _folder(model: str, cluster: str, found: Any) -> Path:
@@ -502,13 +486,6 @@ def _folder(model: str, cluster: str, found: Any) -> Path:
     names = (Path(model).name, Path(cluster).stem if "/" in cluster else cluster, found.method)
     words = [re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") for name in names]
     return Path("runs") / "-".join([*words, digest])
-
-
-def _named(paths: Any) -> dict[str, Path]:
-    """Saved paths by what they are; a plain list is named by its files."""
-    if isinstance(paths, Mapping):
-        return {str(name): Path(path) for name, path in paths.items()}
-    return {Path(path).stem: Path(path) for path in paths}
 
 
 def _say(text: str, *, laid_out: bool = False) -> None:

@@ -45,15 +45,17 @@ class Answer:
 
 def explain(
     plan: Plan,
-    path: str,
     *,
     name: str | None = None,
+    path: str = "PLAN",
     versus: str | None = None,
     calibration: str | Path | None = None,
-    say: Say,
+    progress: Say = lambda text: None,
 ) -> Answer:
-    """All of a plan, which was read from `path`, or what one name of it stands for; with `versus`,
-    the difference to another plan or to what another method makes of the same model.
+    """Say what `plan`, which was read from `path`, decides and what it costs.
+
+    `name` is an operator, a parameter, another tensor or a module path: how it lies, what it costs,
+    and what would be next best. `versus` is a method or the path of another plan: what differs.
 
     Raises `InputError` for an unknown name and for what is neither method nor plan,
     `FingerprintError` where the other plan is of another model.
@@ -61,12 +63,12 @@ def explain(
     case = case_of(plan, calibration)
     there = None
     if versus is not None:
-        there = case_of(_other(plan, versus, calibration, say), calibration)
+        there = case_of(_other(plan, versus, calibration, progress), calibration)
     for warning in dict.fromkeys(
         w for c in (case, there) if c for w in (c.warning, *c.source.notes)
     ):
         if warning:
-            say(warning)
+            progress(warning)
     path = explained_words(path, calibration)
     if name is not None:
         found = _named(case, name, calibration)

@@ -19,6 +19,7 @@ import pytest
 
 import parloom
 from parloom import cli, errors
+from parloom.api import check_asked
 from parloom.comparators.baselines import data_parallel
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
@@ -59,6 +60,7 @@ class FakeApi(types.ModuleType):
         self.status = Status.COMPLETE
         self.constraints: tuple[Constraint, ...] = ()
         self.alternatives = example().alternatives
+        self.check_asked = check_asked
 
     def capture(self, model: str, **asked: Any) -> str:
         self.asked = {"model": model, **asked}

@@ -241,5 +241,5 @@ def test_that_the_other_search_was_stopped_is_said(
     other = Choice(best, (best,), 2**40, status=status)
     monkeypatch.setattr("parloom.explain.choose", lambda request, say: other)
     said: list[str] = []
-    explain(plan, "plan.json", versus="auto", say=said.append)
+    explain(plan, path="plan.json", versus="auto", progress=said.append)
     assert any(INTERRUPTED in line for line in said) == stopped
