@@ -29,6 +29,8 @@ MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well sca
 PENALTY, GROWTH, MOST_PENALTY = 1.0, 10.0, 100.0
 # Sweeps of pruning at once, and cells of joint tables that elimination may have after it.
 SWEEPS, CELLS = 4, 4_000_000
+# Bounds that rise by less than this share of what is left to the best solution hardly get there.
+STALLED = 0.05
 # Sweeps for a solution in which one option is forced, from the messages of the free minimum.
 FORCED_SWEEPS = 1
 # Flows that are missed by less than this part of the worst are not made exact at once.
@@ -103,7 +105,8 @@ class ColumnGeneration:
                 self.like = values
             if cost - bound <= tolerance * abs(bound):
                 return bound, values
-            if bound - before <= tolerance / 2 * abs(bound):
+            left = cost - bound if values else 0.0
+            if bound - before <= max(tolerance / 2 * abs(bound), STALLED * left):
                 break
             before = bound
         found = self.minimum_among(alive, prices)

@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.search.model import Floats, Indices, Model
+from parloom.search.model import Floats, Indices, Model, View
 
 # What sums of millions of picoseconds may be off by.
 ROUNDING = 1e-9
@@ -22,15 +22,34 @@ ROUNDING = 1e-9
 @dataclass(frozen=True, eq=False, slots=True)
 class _Place:
     """A term as one of its variables sees it: `axis` of its table; `order` and `starts` group the
-    options of the variable by their value in the view.
+    options of the variable by their values in the view, unless each has its own (`plain`).
+
+    `others` are its other variables with their axes and the index of their views.
     """
 
     term: int
     axis: int
     index: Indices
-    others: tuple[int, ...]
+    plain: bool
     order: Indices
     starts: Indices
+    values: Indices
+    others: tuple[tuple[int, int, Indices], ...]
+    rest: tuple[int, ...]
+    # How the messages to each of the others lie along the table.
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A variable in a sweep, with all its terms, those whose other variables all came before, and
+    those with some that come later.
+    """
+
+    variable: int
+    places: tuple[_Place, ...]
+    known: tuple[_Place, ...]
+    ahead: tuple[_Place, ...]
 
 
 class Pruning:
@@ -41,6 +60,7 @@ class Pruning:
         self.places: list[list[_Place]] = [[] for _ in model.variables]
         self.unary: list[list[int]] = [[] for _ in model.variables]
         self.constants: list[int] = []
+        # What went from a term to the variable of an axis.
         self.moved: dict[tuple[int, int], Floats] = {}
         # What each option cost above the bound at least, under the last prices.
         self.reduced: list[Floats] = []
@@ -52,14 +72,21 @@ class Pruning:
                 self.unary[term.views[0].variable].append(number)
             else:
                 for axis, view in enumerate(term.views):
-                    order = np.argsort(view.index, kind="stable")
-                    values = view.index[order]
-                    starts = np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
-                    others = tuple(v.variable for v in term.views if v is not view)
-                    self.places[view.variable].append(
-                        _Place(number, axis, view.index, others, order, starts)
-                    )
+                    self.places[view.variable].append(_place(number, term.views, axis))
                     self.moved[number, axis] = np.zeros(view.size)
+        variables = range(len(model.variables))
+        self.sweeps = tuple(self._steps(order) for order in (variables, variables[::-1]))
+
+    def _steps(self, order: Sequence[int]) -> tuple[_Step, ...]:
+        position = {variable: i for i, variable in enumerate(order)}
+        found = []
+        for variable in order:
+            places, here = self.places[variable], position[variable]
+            later = [any(position[o] > here for o, _, _ in place.others) for place in places]
+            known = tuple(p for p, more in zip(places, later, strict=True) if not more)
+            ahead = tuple(p for p, more in zip(places, later, strict=True) if more)
+            found.append(_Step(variable, tuple(places), known, ahead))
+        return tuple(found)
 
     def priced(self, prices: Floats) -> list[Floats]:
         """The table of each term; that of the last prices is known."""
@@ -117,17 +144,19 @@ class _Costs:
             for some, variable in zip(pruning.unary, pruning.model.variables, strict=True)
         ]
         self.original = [s.copy() for s in self.single]
-        self.pairs = {n: t.copy() for n, t in enumerate(self.priced) if t.ndim > 1}
-        for (number, axis), moved in pruning.moved.items():
-            self._shift(number, axis, -moved)
+        self.tables = {n: t for n, t in enumerate(self.priced) if t.ndim > 1}
+        self.work = {n: np.empty_like(t) for n, t in self.tables.items()}
         for variable, places in enumerate(pruning.places):
             for place in places:
                 self.single[variable] += pruning.moved[place.term, place.axis][place.index]
         # Messages of other prices may leave something below zero.
-        for table in self.pairs.values():
-            least = float(table.min())
+        for number, table in self.tables.items():
+            left = table.copy()
+            for axis in range(table.ndim):
+                left -= _along(pruning.moved[number, axis], axis, table.ndim)
+            least = float(left.min())
             if least < 0:
-                table -= least
+                self.tables[number] = table - least
                 self.bound += least
         for single in self.single:
             least = float(single.min())
@@ -146,66 +175,65 @@ class _Costs:
 
     def run(self, sweeps: int) -> None:
         """Sweeps there and back, until the best solution is known to be the best of all."""
-        order = list(range(len(self.single)))
         for _ in range(sweeps):
-            self.sweep(order)
-            self.sweep(order[::-1])
+            for steps in self.pruning.sweeps:
+                self.sweep(steps)
             if self.limit - self.bound <= ROUNDING * abs(self.bound):
                 break
 
-    def _shift(self, number: int, axis: int, amount: Floats) -> None:
-        shape = [1] * self.pairs[number].ndim
-        shape[axis] = -1
-        self.pairs[number] += amount.reshape(shape)
-
-    def sweep(self, order: Sequence[int]) -> None:
+    def sweep(self, steps: Sequence[_Step]) -> None:
         """Costs to one variable after the other, and on to the terms with those that come later;
         a solution is decoded on the way.
         """
-        position = {v: i for i, v in enumerate(order)}
-        values = [0] * len(order)
+        values = [0] * len(steps)
         moved = self.pruning.moved
-        for variable in order:
-            places = self.pruning.places[variable]
+        for step in steps:
+            variable = step.variable
             single = self.single[variable]
-            for place in places:
-                table = self.pairs[place.term]
-                axes = tuple(i for i in range(table.ndim) if i != place.axis)
-                least = table.min(axis=axes)
-                self._shift(place.term, place.axis, -least)
-                moved[place.term, place.axis] += least
-                single += least[place.index]
-            least = float(single.min())
-            self.bound += least
-            single -= least
-            self.reduced[variable] = np.maximum(self.reduced[variable], single)
+            for place in step.places:
+                own = moved[place.term, place.axis]
+                least = np.minimum.reduce(self._rest(place), axis=place.rest)
+                single += (least - own)[place.index]
+                own[:] = least
+            least_cost = float(single.min())
+            self.bound += least_cost
+            single -= least_cost
+            np.maximum(self.reduced[variable], single, out=self.reduced[variable])
             self.alive[variable] &= single <= self.limit - self.bound + ROUNDING * abs(self.bound)
             costs = single.copy()
-            for place in places:
-                known = [(o, position[o] < position[variable]) for o in place.others]
-                if all(before for _, before in known):
-                    at = self._at(place, values, variable)
-                    costs += self.pairs[place.term][at][place.index]
+            for place in step.known:
+                costs += self._known(place, values)[place.index]
             values[variable] = int(costs.argmin())
-            ahead = [p for p in places if any(position[o] > position[variable] for o in p.others)]
-            if not ahead:
+            if not step.ahead:
                 continue
-            share = np.minimum(single, self.ceiling) / max(len(ahead), len(places) - len(ahead))
-            for place in ahead:
-                given = np.zeros(self.pairs[place.term].shape[place.axis])
-                classes = np.minimum.reduceat(share[place.order], place.starts)
-                given[place.index[place.order[place.starts]]] = classes
-                self._shift(place.term, place.axis, given)
+            behind = len(step.places) - len(step.ahead)
+            share = np.minimum(single, self.ceiling) / max(len(step.ahead), behind)
+            for place in step.ahead:
+                given = share
+                if not place.plain:
+                    least = np.minimum.reduceat(share[place.order], place.starts)
+                    given = np.zeros(len(moved[place.term, place.axis]))
+                    given[place.values] = least
                 moved[place.term, place.axis] -= given
                 single -= given[place.index]
         self.see(values)
 
-    def _at(self, place: _Place, values: Sequence[int], variable: int) -> tuple[slice | int, ...]:
-        views = self.pruning.model.terms[place.term].views
-        return tuple(
-            slice(None) if axis == place.axis else int(view.index[values[view.variable]])
-            for axis, view in enumerate(views)
-        )
+    def _rest(self, place: _Place) -> Floats:
+        """A term without the costs that went to its other variables; good until the next call."""
+        table, out = self.tables[place.term], self.work[place.term]
+        for (_, axis, _), shape in zip(place.others, place.shapes, strict=True):
+            table = np.subtract(table, self.pruning.moved[place.term, axis].reshape(shape), out)
+        return table
+
+    def _known(self, place: _Place, values: Sequence[int]) -> Floats:
+        """What is left in a term for each value of a view, where the other variables are known."""
+        at: list[slice | int] = [slice(None)] * (len(place.others) + 1)
+        moved, gone = self.pruning.moved, 0.0
+        for other, axis, index in place.others:
+            at[axis] = value = int(index[values[other]])
+            gone += moved[place.term, axis][value]
+        left: Floats = self.tables[place.term][tuple(at)] - moved[place.term, place.axis]
+        return left - gone
 
     def see(self, values: Sequence[int]) -> None:
         """Take a solution as the limit, if it is the best."""
@@ -216,3 +244,22 @@ class _Costs:
                 cost += self.priced[number][at]
         if cost < self.limit and cost < self.ceiling:
             self.limit, self.best = float(cost), tuple(values)
+
+
+def _place(number: int, views: Sequence[View], axis: int) -> _Place:
+    view, ndim = views[axis], len(views)
+    order = np.argsort(view.index, kind="stable")
+    values = view.index[order]
+    starts = np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
+    plain = np.array_equal(view.index, np.arange(view.size))
+    rest = tuple(i for i in range(ndim) if i != axis)
+    others = tuple((views[i].variable, i, views[i].index) for i in rest)
+    shapes = tuple((1,) * i + (-1,) + (1,) * (ndim - i - 1) for i in rest)
+    return _Place(
+        number, axis, view.index, plain, order, starts, values[starts], others, rest, shapes
+    )
+
+
+def _along(moved: Floats, axis: int, ndim: int) -> Floats:
+    """A message as it lies along an axis of a table."""
+    return moved.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
