@@ -46,6 +46,16 @@ def planned(spec: str, **asked: Any) -> Plan:
     return api.plan(spec, cluster="1xcpu", method="data_parallel", **asked)
 
 
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plan(spec: str) -> Plan:
+    return planned(spec)
+
+
 def parallelized(made: Loaded, plan: Plan, loss: Any) -> Any:
     return api.parallelize(made.model, plan, optimizer=torch.optim.AdamW, loss=loss)
 
@@ -146,17 +156,14 @@ LOSSES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("loss", "told"), LOSSES, ids=lambda value: str(value)[:20])
-def test_another_loss_function_is_told(tmp_path: Path, loss: Any, told: str) -> None:
-    spec = written(tmp_path)
-    plan = planned(spec)
+def test_another_loss_function_is_told(spec: str, plan: Plan, loss: Any, told: str) -> None:
     text = refused(load_model(spec), plan, loss)
     assert re.search(told, text), text
     assert HINT in text
 
 
-def test_nothing_is_said_of_the_loss_where_the_model_differs(tmp_path: Path) -> None:
-    spec = written(tmp_path)
-    plan, made = planned(spec), load_model(spec)
+def test_nothing_is_said_of_the_loss_where_the_model_differs(spec: str, plan: Plan) -> None:
+    made = load_model(spec)
     made.model.norm.eps = 1e-3  # type: ignore[union-attr]
     text = refused(made, plan, made.loss)
     assert "norm: " in text and HINT not in text
