@@ -44,7 +44,7 @@ from parloom.capture.check import check_loss
 from parloom.capture.gradient_paths import AUTOCAST, with_gradients_stopped
 from parloom.capture.repeats import Repeats, Unlike, check_untouched
 from parloom.capture.replace import replaced
-from parloom.capture.spelling import decompositions, with_plain_dropout
+from parloom.capture.spelling import decomposed, with_plain_dropout
 from parloom.capture.state_changes import refuse_classes, state_changes_refused
 from parloom.capture.steady import Watch
 from parloom.capture.wide_losses import widen_losses
@@ -259,7 +259,7 @@ def trace(
                 check_untouched(exported.graph, before)
             keep_output_names(exported)
             hidden = autocast_metadata(exported.graph_module)
-            functional = exported.run_decompositions(decompositions())
+            functional = decomposed(exported)
         except TRACE_FAILURES as err:
             raise CaptureError(explain(model, example, err)) from err
     told = "" if loss is None else loss_place(loss)
