@@ -64,13 +64,17 @@ class Pruning:
         self.moved: dict[tuple[int, int], Floats] = {}
         # What each option cost above the bound at least, under the last prices.
         self.reduced: list[Floats] = []
-        self._priced: tuple[bytes, list[Floats]] = b"", []
+        self._priced: tuple[bytes, list[Floats], float] = b"", [], 0.0
+        # Each term with more than one variable: its variables and the index of their views.
+        self.joint: list[tuple[int, tuple[tuple[int, list[int]], ...]]] = []
         for number, term in enumerate(model.terms):
             if not term.views:
                 self.constants.append(number)
             elif len(term.views) == 1:
                 self.unary[term.views[0].variable].append(number)
             else:
+                joint = tuple((view.variable, view.index.tolist()) for view in term.views)
+                self.joint.append((number, joint))
                 for axis, view in enumerate(term.views):
                     self.places[view.variable].append(_place(number, term.views, axis))
                     self.moved[number, axis] = np.zeros(view.size)
@@ -88,12 +92,17 @@ class Pruning:
             found.append(_Step(variable, tuple(places), known, ahead))
         return tuple(found)
 
-    def priced(self, prices: Floats) -> list[Floats]:
-        """The table of each term; that of the last prices is known."""
+    def priced(self, prices: Floats) -> tuple[list[Floats], float]:
+        """The table of each term, and the ceiling that stands for inf in it: more than any legal
+        solution costs; those of the last prices are known.
+        """
         key = prices.tobytes()
         if self._priced[0] != key:
-            self._priced = key, [term.priced(prices) for term in self.model.terms]
-        return self._priced[1]
+            tables = [term.priced(prices) for term in self.model.terms]
+            most = (t[np.isfinite(t)].max(initial=0.0) for t in tables)
+            ceiling = 2 * sum(map(float, most)) + 1.0
+            self._priced = key, [np.minimum(t, ceiling) for t in tables], ceiling
+        return self._priced[1:]
 
     def run(
         self, prices: Floats, like: Sequence[int], sweeps: int
@@ -133,10 +142,7 @@ class _Costs:
     def __init__(self, pruning: Pruning, prices: Floats) -> None:
         self.pruning = pruning
         terms = pruning.model.terms
-        self.priced = pruning.priced(prices)
-        finite = [t[np.isfinite(t)] for t in self.priced]
-        self.ceiling = 2 * sum(float(t.max(initial=0.0)) for t in finite) + 1.0
-        self.priced = [np.minimum(t, self.ceiling) for t in self.priced]
+        self.priced, self.ceiling = pruning.priced(prices)
         self.bound = sum(float(self.priced[n]) for n in pruning.constants)
         self.constant = self.bound
         self.single = [
@@ -151,8 +157,8 @@ class _Costs:
                 self.single[variable] += pruning.moved[place.term, place.axis][place.index]
         # Messages of other prices may leave something below zero.
         for number, table in self.tables.items():
-            left = table.copy()
-            for axis in range(table.ndim):
+            left = np.subtract(table, _along(pruning.moved[number, 0], 0, table.ndim))
+            for axis in range(1, table.ndim):
                 left -= _along(pruning.moved[number, axis], axis, table.ndim)
             least = float(left.min())
             if least < 0:
@@ -238,10 +244,8 @@ class _Costs:
     def see(self, values: Sequence[int]) -> None:
         """Take a solution as the limit, if it is the best."""
         cost = self.constant + sum(s[v] for s, v in zip(self.original, values, strict=True))
-        for number, term in enumerate(self.pruning.model.terms):
-            if len(term.views) > 1:
-                at = tuple(int(view.index[values[view.variable]]) for view in term.views)
-                cost += self.priced[number][at]
+        for number, joint in self.pruning.joint:
+            cost += self.priced[number][tuple([index[values[v]] for v, index in joint])]
         if cost < self.limit and cost < self.ceiling:
             self.limit, self.best = float(cost), tuple(values)
 
