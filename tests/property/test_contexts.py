@@ -113,7 +113,7 @@ def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
     sums = StepSums(1000.0, 0.0, 0.0, 0.0, 0.0)
     candidate = Candidate((), (), (), np.zeros(NUM_ROWS), sums)
     fastest, near, lean, slower, other = (
-        Judged(candidate, mesh, Prediction(step_s, peak_bytes))
+        Judged(mesh, Prediction(step_s, peak_bytes), candidate)
         for mesh, step_s, peak_bytes in (
             (one, 1.000, 1000),
             (one, 1.005, 1020),

@@ -11,7 +11,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.plan import Decisions, Status
 from parloom.rewrite.regions import regions
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.contexts import Judged
+from parloom.search.contexts import Played
 from parloom.search.optimize import Searched, search
 from parloom.search.pinned import resolve
 from parloom.search.request import Request, Say, Wanted
@@ -71,6 +71,6 @@ class Blocks:
         pinned = resolve(pins, graph, factorize(graph)) if pins else request.pinned
         self.request = replace(request, graph=graph, pinned=pinned)
 
-    def as_asked(self, plan: Judged) -> Judged:
+    def as_asked(self, plan: Played) -> Played:
         """A plan of this graph as one of the graph that was asked about."""
         return replace(plan, decisions=replace(plan.decisions, rewrites=self.rewrites))

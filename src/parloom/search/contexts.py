@@ -42,10 +42,9 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
-    """A candidate as a plan with its simulated step."""
+class Played:
+    """A plan with its simulated step; no model has an estimate of it."""
 
-    candidate: Candidate
     decisions: Decisions
     prediction: Prediction
 
@@ -54,12 +53,23 @@ class Judged:
         return self.prediction.step_s * 1e12
 
     @property
-    def estimate_ps(self) -> float:
-        return self.candidate.sums.step_ps
-
-    @property
     def peak_bytes(self) -> int:
         return self.prediction.peak_bytes
+
+    @property
+    def estimate_ps(self) -> float:
+        return inf
+
+
+@dataclass(frozen=True, eq=False)
+class Judged(Played):
+    """A candidate as a plan with its simulated step."""
+
+    candidate: Candidate
+
+    @property
+    def estimate_ps(self) -> float:
+        return self.candidate.sums.step_ps
 
     @property
     def beyond_bytes(self) -> float:
@@ -168,7 +178,7 @@ class ContextSearch:
         if plan not in self.judged:
             self.work.spend()
             found = self.question.predict(plan, self.layouts.program.factored)
-            self.judged[plan] = Judged(candidate, plan, found)
+            self.judged[plan] = Judged(plan, found, candidate)
         return self.judged[plan]
 
     def improve(self, best_ps: float, seen: "Seen") -> float:

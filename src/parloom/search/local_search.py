@@ -11,20 +11,27 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
+
 from parloom.search.compose import Candidate, Stored
 from parloom.search.contexts import ContextSearch, Judged, Seen
 from parloom.search.prices import PARTS
-from parloom.search.step_rows import row_prices, step_sums
+from parloom.search.step_rows import COMPUTE_AND_SENT, row_prices, step_sums
+from parloom.search.storage import AFTER, GATHERED
 
 # Operators of plans that are simulated in all, and the fewest and the most plans.
 OPERATORS, FEWEST, MOST = 60_000, 8, 320
-# So many plans of one kind in a context, one after the other, that are no better end it.
-PATIENCE = 40
+# So many plans of one kind in a context, one after the other, that are no better end it; of small
+# graphs this part of all.
+PATIENCE, PART = 40, 3
 # The share by which a plan must be better to be counted as such.
 BETTER = 3e-4
+# Rows of times.
+TIMES = [*COMPUTE_AND_SENT, *range(PARTS + GATHERED, PARTS + AFTER + 1)]
 # Options that are forced around a plan, and how much they may cost above the bound.
 FORCED, BEYOND = 48, 0.1
-# Neighbors that are expected to be this share worse than the best are not simulated.
+# Neighbors that are expected to be this share worse than the best are not simulated, unless plans
+# were seen to need so much less than their estimates.
 WORSE = 0.05
 # ZeRO levels that all weights have alike.
 ALIKE = (3, 2, 1, 0)
@@ -89,9 +96,14 @@ class _LocalSearch:
         patience: int,
         operators: int,
     ) -> None:
-        self.seen, self.aim, self.patience = seen, aim, patience
+        self.seen, self.aim = seen, aim
         each = max(1, sum(1 for _ in contexts[0].question.graph.flat()))
         self.left = max(FEWEST, min(MOST, operators // each))
+        # Of a large graph, simulations cost more than what they would find here.
+        self.small = OPERATORS // each >= PATIENCE * PART
+        if self.small and patience == PATIENCE:
+            patience = max(patience, self.left // PART)
+        self.patience = patience
         # Storage and layouts take turns: their estimates are off in different ways.
         self.stored = {id(context): _Queue(patience) for context in contexts}
         self.laid_out = {id(context): _Queue(patience) for context in contexts}
@@ -114,7 +126,7 @@ class _LocalSearch:
     def _look(self, queue: _Queue) -> None:
         """Simulate the next neighbor of a queue."""
         neighbor = heappop(queue.neighbors)
-        if neighbor.expected > min(self.own.values())[0] * (1 + WORSE):
+        if not self._promises(neighbor):
             queue.neighbors.clear()
             return
         context, key = neighbor.context, id(neighbor.context)
@@ -130,6 +142,15 @@ class _LocalSearch:
                 self.stored[key].patience = self.laid_out[key].patience = self.patience
             self.own[key] = self.aim.simulated(found)
             self._expand(context, found, neighbor.forced)
+
+    def _promises(self, neighbor: _Neighbor) -> bool:
+        """Whether a neighbor is near the best, or its estimate is."""
+        best = min(self.own.values())[0]
+        if neighbor.expected <= best * (1 + WORSE):
+            return True
+        known, parent = self.aim.simulated(neighbor.parent)[0], neighbor.parent.candidate
+        estimate = neighbor.expected - known + self.aim.estimated(parent)
+        return self.aim is FASTEST and self.seen.promises(estimate, best)
 
     def _expand(self, context: ContextSearch, found: Judged, forced: Forced) -> None:
         """Add what is around a plan to what may be simulated."""
@@ -183,7 +204,7 @@ class _LocalSearch:
         at_most: float | None = None,
     ) -> None:
         key = id(context), candidate.values, candidate.levels, candidate.variants
-        if key not in self.known:
+        if key not in self.known and self._matters(context, candidate, parent.candidate):
             self.known.add(key)
             more = self.aim.estimated(candidate) - self.aim.estimated(parent.candidate)
             expected = self.aim.simulated(parent)[0] + more
@@ -192,6 +213,15 @@ class _LocalSearch:
             number = next(self.numbers)
             neighbor = _Neighbor(expected, number, context, parent, forced, candidate)
             heappush(queue.neighbors, neighbor)
+
+    def _matters(self, context: ContextSearch, candidate: Candidate, parent: Candidate) -> bool:
+        """Whether a candidate computes and sends other than its parent to speak of; any of a large
+        graph.
+        """
+        if not self.small or self.aim is not FASTEST:
+            return True
+        changed = np.abs(candidate.rows - parent.rows)[TIMES].sum() * context.num_microbatches
+        return float(changed) >= BETTER * parent.sums.step_ps
 
 
 def _options(

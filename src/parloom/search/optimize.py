@@ -14,7 +14,8 @@ from parloom.cost.units import format_seconds
 from parloom.ir.mesh import Mesh, part_of
 from parloom.ir.plan import Decisions, Status
 from parloom.search.choices import Menu, Menus
-from parloom.search.contexts import Contexts, ContextSearch, Judged, Seen
+from parloom.search.climb import climbed
+from parloom.search.contexts import Contexts, ContextSearch, Judged, Played, Seen
 from parloom.search.finer import LeastCosts, promising, refinements
 from parloom.search.least import least_share
 from parloom.search.local_search import PATIENCE, improved
@@ -65,12 +66,12 @@ class Searched:
     memory keeps plans from being faster; and how much of the budget is left.
     """
 
-    proposals: tuple[Judged, ...]
+    proposals: tuple[Played, ...]
     bound_ps: float
     estimate_bound_ps: float
     status: Status = Status.COMPLETE
     left_out: str = ""
-    smallest: Judged | None = None
+    smallest: Played | None = None
     limited: bool = False
     work_left: int | None = None
 
@@ -88,7 +89,7 @@ class Searched:
         return 0.0 if abs(gap) < ROUNDING else gap
 
 
-def search(question: Request, base: Decisions, say: Say, than: Judged | None = None) -> Searched:
+def search(question: Request, base: Decisions, say: Say, than: Played | None = None) -> Searched:
     """Plans that answer `question`, with the dtypes of `base`; only faster ones than `than`.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
@@ -110,15 +111,15 @@ def search(question: Request, base: Decisions, say: Say, than: Judged | None = N
         status = Status.INTERRUPTED
     if driver is None:
         return Searched((), 0.0, inf, Status.INTERRUPTED)
-    judged = {found.decisions: found for found in driver.judged()}.values()
-    fitting = [found for found in judged if found.peak_bytes <= question.limit_bytes]
+    played = {found.decisions: found for found in chain(driver.climbed, driver.judged())}.values()
+    fitting = [found for found in played if found.peak_bytes <= question.limit_bytes]
     return Searched(
         tuple(sorted(fitting, key=lambda found: (found.step_ps, found.decisions.mesh.num_ranks))),
         driver.bound_ps,
         driver.estimate_bound_ps,
         status,
         driver.left_out,
-        min(judged, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
+        min(played, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
         status is Status.COMPLETE and driver.is_limited(),
         driver.contexts.work.left,
     )
@@ -128,7 +129,7 @@ class Driver:
     """Searches all contexts of a question, for plans that are faster than `than`."""
 
     def __init__(
-        self, question: Request, base: Decisions, say: Say, than: Judged | None = None
+        self, question: Request, base: Decisions, say: Say, than: Played | None = None
     ) -> None:
         self.question, self.say, self.than = question, say, than
         self.contexts = Contexts(question, base)
@@ -141,6 +142,7 @@ class Driver:
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
         self.left_out = ""
+        self.climbed: list[Played] = []
 
     def run(self) -> None:
         """All contexts of the whole cluster, then those of its parts as long as these may be as
@@ -160,6 +162,7 @@ class Driver:
             self._look_on(contexts.meshes)
         self._refine()
         self._improve()
+        self._climb()
         self._close()
         if self.question.wanted is Wanted.PROOF and self.best_ps < inf:
             least = inf
@@ -298,6 +301,17 @@ class Driver:
             improved(some, self.seen, patience=SHORT, operators=FEW_OPERATORS)
         self.best_ps = min([self.best_ps, *map(_fastest, self.looked)])
 
+    def _climb(self) -> None:
+        """Change the best plan, whatever a model says."""
+        near = [c for c in self.looked if _fastest(c) <= self.best_ps * (1 + NEARBY) < inf]
+        if near:
+            context = min(near, key=_fastest)
+            start = min(context.fitting(), key=lambda found: found.step_ps)
+            program, work = self.contexts.whole, self.contexts.work
+            for found in climbed(context.question, program, start, work):
+                self.climbed.append(found)
+                self.best_ps = min(self.best_ps, found.step_ps)
+
     def _close(self) -> None:
         """Bring the bounds of all contexts near the best estimate of what fits."""
         limit = self.question.limit_bytes
@@ -330,7 +344,7 @@ class Driver:
         return max([self.question.limit_bytes - beyond, *held])
 
     def judged(self) -> Iterator[Judged]:
-        """All that was simulated."""
+        """All candidates that were simulated."""
         return chain.from_iterable(context.judged.values() for context in self.looked)
 
     def _tell(self, context: ContextSearch) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sys import maxsize
 
 from parloom.ir.plan import Decisions
-from parloom.search.contexts import Contexts, ContextSearch, Judged, Seen
+from parloom.search.contexts import Contexts, ContextSearch, Played, Seen
 from parloom.search.least import stored_bytes
 from parloom.search.local_search import SMALLEST, improved
 from parloom.search.request import Request
@@ -27,7 +27,7 @@ LOCAL = 2
 class Smallest:
     """A plan; no plan on a mesh of one or two axes holds less than `bound_bytes`."""
 
-    plan: Judged
+    plan: Played
     bound_bytes: int
 
 

@@ -16,6 +16,7 @@ from parloom.cost.tasks import LONGEST_S, Links, picoseconds
 from parloom.cost.walk import Walker
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
+from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
 from parloom.ir.step_program import bucket_bytes
 from parloom.search.choices import subsets
@@ -102,6 +103,14 @@ class Stored:
     reached: bool = True
 
 
+def chunked_dim(layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> int:
+    """The dim of which chunks over `axes` waste least; of equals the first, whose chunks are
+    contiguous.
+    """
+    own, count = local_shape(layout, shape, mesh), mesh.size(axes)
+    return min(range(len(own)), key=lambda d: ceil(own[d] / count) / max(own[d], 1))
+
+
 def nested(axes: Axes) -> Iterator[tuple[Axes, Axes, Axes]]:
     """Axes of weight, gradient and state, which has all: of fewer the last ones, those of the
     fastest links. The axes of each begin with those of the one before.
@@ -181,12 +190,8 @@ class StoragePrices:
         return tuple(a for a in names if a not in weight.layout.axes and self.mesh[a].size > 1)
 
     def dim(self, weight: Stored, axes: Axes) -> int:
-        """The dim of which chunks over `axes` waste least; of equals the first, whose chunks are
-        contiguous.
-        """
-        shape = local_shape(weight.layout, weight.spec.shape, self.mesh)
-        count = self.mesh.size(axes)
-        return min(range(len(shape)), key=lambda d: ceil(shape[d] / count) / max(shape[d], 1))
+        """See `chunked_dim`."""
+        return chunked_dim(weight.layout, weight.spec.shape, axes, self.mesh)
 
     def price(self, weight: Stored, level: Level) -> WeightPrice:
         """One level."""
