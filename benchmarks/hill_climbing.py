@@ -49,7 +49,7 @@ class Climb:
     """Mutations and random plans of one question; what they were found to take."""
 
     def __init__(self, question: Request, start: Answer, rng: Random) -> None:
-        self.question, self.rng = question, rng
+        self.request, self.rng = question, rng
         self.space = Space(question.graph, question.cluster, base_of(question))
         self.best_s, self.least_s = start.step_s, inf
         self.steps: list[Row] = []
@@ -60,8 +60,8 @@ class Climb:
         try:
             draft, pcg = self.space.lowered(draft)
             decisions = self.space.decisions(draft)
-            verify_decisions(self.question.graph, decisions, self.space.factored)
-            question = self.question
+            verify_decisions(self.request.graph, decisions, self.space.factored)
+            question = self.request
             found = question.machine.predict(verify_pcg(pcg), decisions, question.optimizer)
         except (LayoutError, VerifyError):
             return None
@@ -71,7 +71,7 @@ class Climb:
 
     def climb(self, decisions: Decisions, count: int) -> None:
         """Mutate a plan so many times; keep what fits and is not slower."""
-        draft, limit = self.space.draft(decisions), self.question.limit_bytes
+        draft, limit = self.space.draft(decisions), self.request.limit_bytes
         for _ in range(count):
             try:
                 words, changed = mutated(self.space, draft, self.rng)
@@ -96,7 +96,7 @@ class Climb:
             except LayoutError:
                 continue
             found = self.predicted(draft)
-            if found is not None and found[1].peak_bytes <= self.question.limit_bytes:
+            if found is not None and found[1].peak_bytes <= self.request.limit_bytes:
                 best = min(best, found[1].step_s)
         return best
 

@@ -57,24 +57,24 @@ class Followed:
     values: tuple[Indices, ...]
 
 
-def alpa(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """The best plan of every view of the cluster.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    if question.cluster.num_devices == 1:
+    if request.cluster.num_devices == 1:
         yield on_one_device(base)
         return
-    program = asked_program(question, base)
+    program = asked_program(request, base)
     samples, shared = samples_of(program), Known()
-    for mesh in views(question.cluster):
-        walker = Walker({}, mesh, question.cluster, question.machine.kernels)
+    for mesh in views(request.cluster):
+        walker = Walker({}, mesh, request.cluster, request.machine.kernels)
         found = None
         for limited in (True, False):
             among = samples if limited else None
-            layouts = layouts_of(program, walker, base, question, among, shared)
+            layouts = layouts_of(program, walker, base, request, among, shared)
             followed = followers(layouts) if limited else nobody(layouts)
-            found = solve(layouts, followed, base.num_microbatches, question.budget or NODES)
+            found = solve(layouts, followed, base.num_microbatches, request.budget or NODES)
             if found is not None:
                 break
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
@@ -82,7 +82,7 @@ def alpa(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
             say(f"alpa: mesh {sizes}: nothing found within the budget")
             continue
         say(f"alpa: mesh {sizes}: {found.cost / 1e12:.4g} s of communication")
-        storage = StoragePrices(walker, base, question.optimizer)
+        storage = StoragePrices(walker, base, request.optimizer)
         levels = []
         for index, weight in enumerate(program.weights):
             stored = stored_of(program, weight, *layouts.home(index, found.values))
@@ -103,7 +103,7 @@ def layouts_of(
     program: Program,
     walker: Walker,
     base: Decisions,
-    question: Request,
+    request: Request,
     samples: Samples | None,
     shared: Known | None = None,
 ) -> LayoutModel:
@@ -120,8 +120,8 @@ def layouts_of(
         if samples is not None and index in products:
             kept = _over_all(operator, kept, walker.mesh)
         menus.append(known.of(index, kept))
-    storage, fates = Whole(walker, base, question.optimizer), AskedFates(program)
-    return LayoutModel(program, walker, base, question.optimizer, shared, menus, storage, fates)
+    storage, fates = Whole(walker, base, request.optimizer), AskedFates(program)
+    return LayoutModel(program, walker, base, request.optimizer, shared, menus, storage, fates)
 
 
 def deciding(program: Program) -> frozenset[int]:

@@ -18,36 +18,36 @@ from parloom.search.request import Request, ScoredPlan
 DRAWS = 32
 
 
-def drawn(question: Request, base: Decisions) -> Iterator[ScoredPlan]:
+def drawn(request: Request, base: Decisions) -> Iterator[ScoredPlan]:
     """Plans that fit, each faster than those before, with the dtypes of `base`; first of all, and
     until one fits, the smallest so far.
 
     Raises `LayoutError` where none can be lowered.
     """
-    graph, factored = question.graph, factorize(question.graph)
-    counts = question.microbatch_counts(factored)
-    rng = random.Random(question.seed)
+    graph, factored = request.graph, factorize(request.graph)
+    counts = request.microbatch_counts(factored)
+    rng = random.Random(request.seed)
     asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
     least, refused = (inf, inf), None
-    for draw in range(question.budget or DRAWS):
+    for draw in range(request.budget or DRAWS):
         count = rng.choice(counts)
         # The program of one microbatch is divided no further.
-        divided = count if question.batch_semantics == GLOBAL else 1
+        divided = count if request.batch_semantics == GLOBAL else 1
         try:
-            (plan,) = random_plans(graph, question.cluster, divided, question.seed + draw)
+            (plan,) = random_plans(graph, request.cluster, divided, request.seed + draw)
             plan = replace(
                 plan,
                 activations=asked,
                 num_microbatches=count,
-                batch_semantics=question.batch_semantics,
+                batch_semantics=request.batch_semantics,
                 master_dtype=base.master_dtype,
                 reduce_dtype=base.reduce_dtype,
             )
-            found = question.predict(plan, factored)
+            found = request.predict(plan, factored)
         except LayoutError as error:
             refused = error
             continue
-        excess = max(0, found.peak_bytes - question.limit_bytes)
+        excess = max(0, found.peak_bytes - request.limit_bytes)
         if (excess, found.step_s) < least:
             least = excess, found.step_s
             yield ScoredPlan(plan, found)

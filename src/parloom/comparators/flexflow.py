@@ -37,25 +37,25 @@ RESETS, RESET = 100, 1000
 DENSE = ("linear", "addmm", "mm")
 
 
-def flexflow(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+def flexflow(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """The best plan of every chain, and data parallelism, from which the first one starts.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    if question.cluster.num_devices == 1:
+    if request.cluster.num_devices == 1:
         yield on_one_device(base)
         return
-    primes = reversed(question.cluster.prime_axes())
+    primes = reversed(request.cluster.prime_axes())
     mesh = Mesh(tuple(MeshAxis(f"a{i}", (prime,)) for i, prime in enumerate(primes)))
-    program = asked_program(question, base, apart=True)
-    walker = Walker({}, mesh, question.cluster, question.machine.kernels)
-    costs = CallCosts(program, walker, base, question.optimizer)
+    program = asked_program(request, base, apart=True)
+    walker = Walker({}, mesh, request.cluster, request.machine.kernels)
+    costs = CallCosts(program, walker, base, request.optimizer)
     delta = Delta(costs, base.num_microbatches)
-    search = Search(delta, question.limit_bytes, Random(question.seed))
+    search = Search(delta, request.limit_bytes, Random(request.seed))
     samples = data_parallel(program, mesh)
     starts = {"data parallel": samples, "expert": expert(program, mesh, samples)}
     starts["random"] = tuple(search.draw(index) for index in range(len(samples)))
-    proposals = question.budget or PROPOSALS // len(mesh.axes) ** 2
+    proposals = request.budget or PROPOSALS // len(mesh.axes) ** 2
     budget = max(1, proposals // len(starts))
     known = {samples}
     yield joined(replace(base, stages=one_stage(mesh), nodes=delta.nodes(samples)))

@@ -62,12 +62,12 @@ class Grid:
     simulated.
     """
 
-    def __init__(self, question: Request, rule: Rule, base: Decisions, most: int) -> None:
-        self.question, self.rule, self.base, self.left = question, rule, base, most
-        self.factored = factorize(question.graph)
-        self.counts = question.microbatch_counts(self.factored)
-        blocks = any(isinstance(item, Call) for item in question.graph.main.body)
-        self.levels = LEVELS if blocks or regions(question.graph) else LEVELS[:1]
+    def __init__(self, request: Request, rule: Rule, base: Decisions, most: int) -> None:
+        self.request, self.rule, self.base, self.left = request, rule, base, most
+        self.factored = factorize(request.graph)
+        self.counts = request.microbatch_counts(self.factored)
+        blocks = any(isinstance(item, Call) for item in request.graph.main.body)
+        self.levels = LEVELS if blocks or regions(request.graph) else LEVELS[:1]
         self.laid: dict[Configuration, LaidOut] = {}
         self.points: dict[Configuration, Point | None] = {}
         self.refused: ParloomError | None = None
@@ -104,11 +104,11 @@ class Grid:
 
     def _layouts(self) -> Iterator[tuple[Configuration, LaidOut]]:
         """With what holds least of a layout: a level of ZeRO, and sequence parallelism."""
-        question, base = self.question, self.base
+        request, base = self.request, self.base
         for chosen, laid in layouts(
             self.rule,
-            question.graph,
-            question.cluster,
+            request.graph,
+            request.cluster,
             self.counts[0],
             self.factored,
             sequence_parallel=True,
@@ -133,7 +133,7 @@ class Grid:
             # More recomputation is in vain.
             if plain is None or self._fits(plain) or plain.prediction.step_s >= self.best_s:
                 break
-            if plain.stored_bytes > self.question.limit_bytes:
+            if plain.stored_bytes > self.request.limit_bytes:
                 break
         return found
 
@@ -143,7 +143,7 @@ class Grid:
         return [n for n in self.counts if samples % n == 0 and n >= chosen.num_microbatches]
 
     def _fits(self, point: Point) -> bool:
-        return point.prediction.peak_bytes <= self.question.limit_bytes
+        return point.prediction.peak_bytes <= self.request.limit_bytes
 
     def _fewest(self, chosen: Configuration, counts: list[int]) -> Point | None:
         """With the fewest microbatches that fit, as far as peaks tell: at least twice as many as do
@@ -158,7 +158,7 @@ class Grid:
                 self.best_s = point.prediction.step_s
                 return point
             others = point.prediction.peak_bytes - point.kept_bytes
-            room = max(1, self.question.limit_bytes - others)
+            room = max(1, self.request.limit_bytes - others)
             needed = min(counts[-1], counts[index] * max(2.0, point.kept_bytes / room))
             index = max(index + 1, bisect_left(counts, needed))
         return None
@@ -168,7 +168,7 @@ class Grid:
         if chosen.sequence_parallel:
             yield {"sequence_parallel": False}
         inner = chosen.tensor * chosen.context * chosen.copies
-        shard, rest = divmod(self.question.cluster.levels[0].size, inner)
+        shard, rest = divmod(self.request.cluster.levels[0].size, inner)
         if not rest and 1 < shard < chosen.data:
             yield {"shard": shard}
         for zero in self.rule.zeros[1:]:
@@ -200,12 +200,12 @@ class Grid:
         return self.points[chosen]
 
     def _simulated(self, chosen: Configuration) -> Point:
-        question, layout = self.question, _layout(chosen)
+        request, layout = self.request, _layout(chosen)
         if layout not in self.laid:
-            self.laid[layout] = laid_out(question.graph, chosen, question.cluster, self.factored)
+            self.laid[layout] = laid_out(request.graph, chosen, request.cluster, self.factored)
         decisions = self.laid[layout].decisions(chosen)
         decisions = replace(decisions, batch_semantics=self.base.batch_semantics)
-        return Point(chosen, decisions, question.predict(decisions, self.factored))
+        return Point(chosen, decisions, request.predict(decisions, self.factored))
 
 
 def _layout(chosen: Configuration) -> Configuration:

@@ -39,12 +39,12 @@ def on_one_device(base: Decisions) -> Decisions:
     return replace(base, stages=one_stage(Mesh((MeshAxis(NAMES[0], (PrimeAxis(1, 1, 0),)),))))
 
 
-def asked_program(question: Request, base: Decisions, *, apart: bool = False) -> Program:
+def asked_program(request: Request, base: Decisions, *, apart: bool = False) -> Program:
     """The program of one of as many microbatches as `base` has; `apart` as in `program_of`.
 
     Raises `InputError` where samples cannot be cut so.
     """
-    program = program_of(question.graph, factorize(question.graph), apart=apart)
+    program = program_of(request.graph, factorize(request.graph), apart=apart)
     count = base.num_microbatches
     # By microbatch, the graph is that of one.
     found = microbatch_of(program, count) if base.batch_semantics == GLOBAL else program

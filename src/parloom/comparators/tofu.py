@@ -32,23 +32,23 @@ BYTES = Link(1e12, 0.0)
 EXACT = 1e-9
 
 
-def tofu(question: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+def tofu(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """One plan: a cut for every prime axis of the cluster.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    if question.cluster.num_devices == 1:
+    if request.cluster.num_devices == 1:
         yield on_one_device(base)
         return
-    program = asked_program(question, base)
-    counted = bytes_as_seconds(question.cluster)
+    program = asked_program(request, base)
+    counted = bytes_as_seconds(request.cluster)
     chosen: Sequence[Chosen] = [{} for _ in program.operators]
     axes: tuple[MeshAxis, ...] = ()
     shared = Known()
-    for index, prime in enumerate(reversed(question.cluster.prime_axes())):
+    for index, prime in enumerate(reversed(request.cluster.prime_axes())):
         axes = (*axes, MeshAxis(f"cut{index}", (prime,)))
         walker = Walker({}, Mesh(axes), counted)
-        found = cut(program, walker, base, question.optimizer, chosen, shared)
+        found = cut(program, walker, base, request.optimizer, chosen, shared)
         chosen = found.chosen
         say(f"tofu: cut {index + 1} in {prime.size}: {found.sent_bytes / 1e6:.4g} MB a device")
     yield joined(planned(found.layouts, found.values, found.levels, base))

@@ -69,23 +69,23 @@ class End:
     dims: tuple[tuple[str, ...], ...]
 
 
-def climbed(question: Request, program: Program, start: Played, work: Work) -> Iterator[Played]:
+def climbed(request: Request, program: Program, start: Played, work: Work) -> Iterator[Played]:
     """Plans that fit, each faster than the one before and the first than `start`; `program` is that
     of the whole batch. Of graphs of which few plans could be simulated there are none.
     """
-    each = max(1, sum(1 for _ in question.graph.flat()))
+    each = max(1, sum(1 for _ in request.graph.flat()))
     tries = OPERATORS // each
     if tries >= FEWEST:
-        yield from Climb(question, program, start, work).run(tries)
+        yield from Climb(request, program, start, work).run(tries)
 
 
 class Climb:
     """Changes one plan; `best` is the fastest so far that fits."""
 
-    def __init__(self, question: Request, program: Program, start: Played, work: Work) -> None:
-        self.question, self.program, self.best, self.work = question, program, start, work
-        self.rng = Random(question.seed)
-        self.counts = question.microbatch_counts(program.factored)
+    def __init__(self, request: Request, program: Program, start: Played, work: Work) -> None:
+        self.request, self.program, self.best, self.work = request, program, start, work
+        self.rng = Random(request.seed)
+        self.counts = request.microbatch_counts(program.factored)
         self.changes = Changes(program, self.counts, self.rng)
         # Weights as they lie in the plan that is changed, and in the last one that was simulated.
         self.homes: Mapping[str, PParameter] = {}
@@ -125,14 +125,14 @@ class Climb:
 
     def _played(self, draft: Draft) -> Played | None:
         """A draft simulated; None where it is not legal, does not fit or breaks a pin."""
-        question, graph = self.question, self.question.graph
+        request, graph = self.request, self.request.graph
         try:
             decisions, pcg = self.lowered(draft)
-            if broken(question.pinned, graph, decisions) is not None:
+            if broken(request.pinned, graph, decisions) is not None:
                 return None
             self.work.spend()
-            found = question.machine.predict(pcg, decisions, question.optimizer)
-            if found.peak_bytes > question.limit_bytes:
+            found = request.machine.predict(pcg, decisions, request.optimizer)
+            if found.peak_bytes > request.limit_bytes:
                 return None
             if found.step_s * 1e12 <= self.best.step_ps:
                 verify_decisions(graph, decisions, self.program.factored)
@@ -164,7 +164,7 @@ class Climb:
                 activations=tuple(draft.remade.values()),
                 num_microbatches=draft.num_microbatches,
             )
-            pcg = lower(self.question.graph, decisions, factored=self.program.factored)
+            pcg = lower(self.request.graph, decisions, factored=self.program.factored)
             self.latest = {p.input.target: p for p in pcg.parameters}
             known = (name in like and like[name].layout for name in draft.stored)
             if all(map(eq, known, (self.latest[name].layout for name in draft.stored))):

@@ -121,22 +121,22 @@ class ContextSearch:
         program: Program,
         mesh: Mesh,
         num_microbatches: int,
-        question: Request,
+        request: Request,
         base: Decisions,
         shared: Known,
         work: Work,
         menus: Sequence[Menu] = (),
     ) -> None:
-        self.mesh, self.num_microbatches, self.question = mesh, num_microbatches, question
+        self.mesh, self.num_microbatches, self.request = mesh, num_microbatches, request
         self.base, self.work = base, work
-        walker = Walker({}, mesh, question.cluster, question.machine.kernels)
-        self.layouts = LayoutModel(program, walker, base, question.optimizer, shared, menus)
+        walker = Walker({}, mesh, request.cluster, request.machine.kernels)
+        self.layouts = LayoutModel(program, walker, base, request.optimizer, shared, menus)
         self.columns = ColumnGeneration(self.layouts, num_microbatches, work)
         self.composer = Composer(self.layouts, num_microbatches, work)
         self.duals = ShadowPrices()
         self.judged: dict[Decisions, Judged] = {}
         # Bytes that the model may count, such that simulated peaks are within the limit.
-        self.limit = float(question.limit_bytes)
+        self.limit = float(request.limit_bytes)
         # What a byte that is held costs beside the limit.
         self.held_ps = 0.0
 
@@ -177,7 +177,7 @@ class ContextSearch:
         plan = decisions_of(self.layouts, candidate, self.num_microbatches, self.base, prices)
         if plan not in self.judged:
             self.work.spend()
-            found = self.question.predict(plan, self.layouts.program.factored)
+            found = self.request.predict(plan, self.layouts.program.factored)
             self.judged[plan] = Judged(plan, found, candidate)
         return self.judged[plan]
 
@@ -185,7 +185,7 @@ class ContextSearch:
         """Simulate what promises to be better than `best_ps`, and correct the limit by the peaks:
         the fastest step that fits.
         """
-        limit, count = self.question.limit_bytes, self.num_microbatches
+        limit, count = self.request.limit_bytes, self.num_microbatches
         # Limits under which the best candidate fits or there is none, and under which it does not.
         low, high = 0.0, inf
         for correction in range(2 * CORRECTIONS):
@@ -226,7 +226,7 @@ class ContextSearch:
         return self.layouts.storage.options(stored_of(program, program.weights[weight], *home))
 
     def fitting(self) -> Iterator[Judged]:
-        limit = self.question.limit_bytes
+        limit = self.request.limit_bytes
         return (found for found in self.judged.values() if found.peak_bytes <= limit)
 
 
@@ -235,22 +235,22 @@ class Contexts:
     the numbers of microbatches. They share prices and count their work together.
     """
 
-    def __init__(self, question: Request, base: Decisions) -> None:
-        self.question, self.base = question, base
-        self.work, self.shared = Work(question.budget), Known()
-        factored = factorize(question.graph)
-        self.whole = program_of(question.graph, factored, question.pinned)
-        self.meshes = tuple(meshes_of(question.cluster, question.pinned, factored))
-        self.counts = question.microbatch_counts(factored)
+    def __init__(self, request: Request, base: Decisions) -> None:
+        self.request, self.base = request, base
+        self.work, self.shared = Work(request.budget), Known()
+        factored = factorize(request.graph)
+        self.whole = program_of(request.graph, factored, request.pinned)
+        self.meshes = tuple(meshes_of(request.cluster, request.pinned, factored))
+        self.counts = request.microbatch_counts(factored)
         self._programs: dict[int, Program | None] = {}
 
-    def on_part(self, question: Request) -> "Contexts":
-        """Those of `question`, which is this one on a part of the cluster."""
+    def on_part(self, request: Request) -> "Contexts":
+        """Those of `request`, which is this one on a part of the cluster."""
         found = copy(self)
-        found.question = question
-        if question.cluster.device != self.question.cluster.device:
+        found.request = request
+        if request.cluster.device != self.request.cluster.device:
             found.shared = Known()
-        found.meshes = tuple(meshes_of(question.cluster, question.pinned, self.whole.factored))
+        found.meshes = tuple(meshes_of(request.cluster, request.pinned, self.whole.factored))
         return found
 
     def program(self, count: int) -> Program | None:
@@ -265,7 +265,7 @@ class Contexts:
         """The same; None also where pins leave an operator no choice on `mesh`: what a batch can do
         that part of it need not.
         """
-        program, pinned = self.program(count), self.question.pinned
+        program, pinned = self.program(count), self.request.pinned
         for operator in program.operators if program and pinned.operators else ():
             place = operator.function, operator.node.key
             allowed = pinned.allowed(place, operator.rule, mesh)
@@ -275,12 +275,12 @@ class Contexts:
 
     def walker(self, mesh: Mesh) -> Walker:
         """Prices of collectives and operators on a mesh."""
-        return Walker({}, mesh, self.question.cluster, self.question.machine.kernels)
+        return Walker({}, mesh, self.request.cluster, self.request.machine.kernels)
 
     def search(
         self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()
     ) -> ContextSearch:
         """A search of its own in one context."""
         return ContextSearch(
-            program, mesh, count, self.question, self.base, self.shared, self.work, menus
+            program, mesh, count, self.request, self.base, self.shared, self.work, menus
         )

@@ -45,16 +45,16 @@ def stored_bytes(context: ContextSearch) -> int:
     prices = np.zeros(NUM_ROWS)
     prices[PARTS + STORED] = 1.0
     bound, _ = context.columns.minimum(prices, 0.0)
-    batch = context.question.graph.of_kind("batch")
+    batch = context.request.graph.of_kind("batch")
     return int(bound + sum(entry.value.spec.num_bytes for entry in batch))
 
 
-def conflict(question: Request, base: Decisions) -> InputError:
+def conflict(request: Request, base: Decisions) -> InputError:
     """The error for pins that no plan holds together: the fewest of them that none holds."""
-    pinned = question.pinned
+    pinned = request.pinned
 
     def feasible(pins: Sequence[Pin]) -> bool:
-        return possible(replace(question, pinned=pinned.only(pins)), base)
+        return possible(replace(request, pinned=pinned.only(pins)), base)
 
     found = smallest_conflict(pinned.pins, feasible)
     mesh = "the mesh that is asked for" if pinned.names_mesh else "a mesh of one or two axes"
@@ -72,13 +72,13 @@ def _shares(pinned: Pinned) -> bool:
     return any(found.others for found in pinned.subjects)
 
 
-def possible(question: Request, base: Decisions) -> bool:
+def possible(request: Request, base: Decisions) -> bool:
     """Whether some plan on the meshes that are searched whole, or on the one that pins name, holds
     all pins, whatever memory it takes.
     """
-    if clashes(question.pinned):
+    if clashes(request.pinned):
         return False
-    contexts = Contexts(replace(question, budget=None), base)
+    contexts = Contexts(replace(request, budget=None), base)
     for mesh, count in product(contexts.meshes, contexts.counts):
         program = contexts.on(mesh, count)
         if program is not None:

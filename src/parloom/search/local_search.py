@@ -97,7 +97,7 @@ class _LocalSearch:
         operators: int,
     ) -> None:
         self.seen, self.aim = seen, aim
-        each = max(1, sum(1 for _ in contexts[0].question.graph.flat()))
+        each = max(1, sum(1 for _ in contexts[0].request.graph.flat()))
         self.left = max(FEWEST, min(MOST, operators // each))
         # Of a large graph, simulations cost more than what they would find here.
         self.small = OPERATORS // each >= PATIENCE * PART
@@ -136,7 +136,7 @@ class _LocalSearch:
         found = context.judge(neighbor.candidate)
         self.seen.add(context.num_microbatches, found)
         self.left, queue.patience = self.left - 1, queue.patience - 1
-        fits = found.peak_bytes <= context.question.limit_bytes
+        fits = found.peak_bytes <= context.request.limit_bytes
         if fits and self.aim.simulated(found) < self.own[key]:
             if self.aim.simulated(found)[0] < self.own[key][0] * (1 - BETTER):
                 self.stored[key].patience = self.laid_out[key].patience = self.patience

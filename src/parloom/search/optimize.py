@@ -89,19 +89,19 @@ class Searched:
         return 0.0 if abs(gap) < ROUNDING else gap
 
 
-def search(question: Request, base: Decisions, say: Say, than: Played | None = None) -> Searched:
-    """Plans that answer `question`, with the dtypes of `base`; only faster ones than `than`.
+def search(request: Request, base: Decisions, say: Say, than: Played | None = None) -> Searched:
+    """Plans that answer `request`, with the dtypes of `base`; only faster ones than `than`.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
     """
-    devices = question.cluster.num_devices
-    if least_share(question.graph, base, question.optimizer, devices) > question.limit_bytes:
+    devices = request.cluster.num_devices
+    if least_share(request.graph, base, request.optimizer, devices) > request.limit_bytes:
         say("nothing fits: weights and their states alone take more than all devices may hold")
         return Searched((), 0.0, inf)
     driver: Driver | None = None
     status = Status.COMPLETE
     try:
-        driver = Driver(question, base, say, than)
+        driver = Driver(request, base, say, than)
         try:
             driver.run()
         except OutOfWorkError:
@@ -112,7 +112,7 @@ def search(question: Request, base: Decisions, say: Say, than: Played | None = N
     if driver is None:
         return Searched((), 0.0, inf, Status.INTERRUPTED)
     played = {found.decisions: found for found in chain(driver.climbed, driver.judged())}.values()
-    fitting = [found for found in played if found.peak_bytes <= question.limit_bytes]
+    fitting = [found for found in played if found.peak_bytes <= request.limit_bytes]
     return Searched(
         tuple(sorted(fitting, key=lambda found: (found.step_ps, found.decisions.mesh.num_ranks))),
         driver.bound_ps,
@@ -129,12 +129,12 @@ class Driver:
     """Searches all contexts of a question, for plans that are faster than `than`."""
 
     def __init__(
-        self, question: Request, base: Decisions, say: Say, than: Played | None = None
+        self, request: Request, base: Decisions, say: Say, than: Played | None = None
     ) -> None:
-        self.question, self.say, self.than = question, say, than
-        self.contexts = Contexts(question, base)
+        self.request, self.say, self.than = request, say, than
+        self.contexts = Contexts(request, base)
         # Of the whole cluster and of parts of it, by the number of devices.
-        self.on = {question.cluster.num_devices: self.contexts}
+        self.on = {request.cluster.num_devices: self.contexts}
         self.seen, self.duals = Seen(), ShadowPrices()
         self.best_ps = than.step_ps if than else inf
         self.looked: list[ContextSearch] = []
@@ -149,13 +149,13 @@ class Driver:
         fast.
         """
         self._look_on(self.contexts.meshes)
-        if self.question.wanted is Wanted.PRICE:
+        if self.request.wanted is Wanted.PRICE:
             return
         self._improve(SHORT)
         self._refine()
-        for question in self.question.parts() if self.best_ps < inf else ():
-            contexts = self.contexts.on_part(question)
-            devices = question.cluster.num_devices
+        for request in self.request.parts() if self.best_ps < inf else ():
+            contexts = self.contexts.on_part(request)
+            devices = request.cluster.num_devices
             if least_work_ps(contexts) / devices > self.best_ps * (1 + SAME):
                 break
             self.on[devices] = contexts
@@ -164,7 +164,7 @@ class Driver:
         self._improve()
         self._climb()
         self._close()
-        if self.question.wanted is Wanted.PROOF and self.best_ps < inf:
+        if self.request.wanted is Wanted.PROOF and self.best_ps < inf:
             least = inf
             for context in self.looked:
                 least = min(least, least_step_ps(context, least))
@@ -183,7 +183,7 @@ class Driver:
 
     def _enough_ps(self, mesh: Mesh) -> float:
         """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
-        whole = mesh.num_ranks == self.question.cluster.num_devices
+        whole = mesh.num_ranks == self.request.cluster.num_devices
         return self.best_ps * (1 - NEAR if whole else 1 + SAME)
 
     def least_compute_ps(self) -> float:
@@ -237,7 +237,7 @@ class Driver:
         self.unlimited[mesh, count] = context.columns.bounds.get(free, 0.0)
         if self.duals != free:
             context.columns.prove(self.duals, ROUGH)
-        context.limit = max(1.0, self.question.limit_bytes - self.seen.beyond_bytes(count))
+        context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
         if self._promises(context):
             context.run(self.duals, self._enough_ps(mesh) / min(1.0, self.seen.ratio))
             if self._promises(context):
@@ -280,7 +280,7 @@ class Driver:
                 costs.add(context)
         for mesh in refinements(parent.mesh):
             known = (mesh, count) in self.unlimited
-            if known or not self.question.pinned.allows_mesh(mesh):
+            if known or not self.request.pinned.allows_mesh(mesh):
                 continue
             menus = self._promising(program, mesh, costs)
             if all(menus):
@@ -308,13 +308,13 @@ class Driver:
             context = min(near, key=_fastest)
             start = min(context.fitting(), key=lambda found: found.step_ps)
             program, work = self.contexts.whole, self.contexts.work
-            for found in climbed(context.question, program, start, work):
+            for found in climbed(context.request, program, start, work):
                 self.climbed.append(found)
                 self.best_ps = min(self.best_ps, found.step_ps)
 
     def _close(self) -> None:
         """Bring the bounds of all contexts near the best estimate of what fits."""
-        limit = self.question.limit_bytes
+        limit = self.request.limit_bytes
         fitting = (f for f in self.judged() if f.peak_bytes <= limit)
         known = [self.than] if self.than else []
         best = min((found.estimate_ps for found in (*known, *fitting)), default=inf)
@@ -341,7 +341,7 @@ class Driver:
         """The limit on what the model counts that plans which fit obey, as far as was seen."""
         beyond = self.seen.beyond_bytes(context.num_microbatches)
         held = (found.candidate.sums.held_bytes for found in context.fitting())
-        return max([self.question.limit_bytes - beyond, *held])
+        return max([self.request.limit_bytes - beyond, *held])
 
     def judged(self) -> Iterator[Judged]:
         """All candidates that were simulated."""
@@ -351,7 +351,7 @@ class Driver:
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in context.mesh.axes)
         count = context.num_microbatches
         cut = f", {count} microbatches" if count > 1 else ""
-        bound = context.columns.bound_ps(self.question.limit_bytes)
+        bound = context.columns.bound_ps(self.request.limit_bytes)
         best = f"best so far {_seconds(self.best_ps)}" if self.best_ps < inf else "nothing fits yet"
         self.say(f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}")
 
@@ -359,7 +359,7 @@ class Driver:
 def least_work_ps(contexts: Contexts) -> float:
     """What one device computes that does all the work."""
     count = contexts.counts[0]
-    program, alone = contexts.program(count), part_of(contexts.question.cluster, 1)
+    program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
     assert program is not None, "the whole batch is always one microbatch"
     (mesh,) = logical_meshes(alone)
     prices = Prices(program, contexts.walker(mesh), contexts.shared)

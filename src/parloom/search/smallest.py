@@ -31,12 +31,12 @@ class Smallest:
     bound_bytes: int
 
 
-def smallest_plan(question: Request, base: Decisions) -> Smallest | None:
+def smallest_plan(request: Request, base: Decisions) -> Smallest | None:
     """The smallest plan that is found, by its simulated peak; None where pins leave no plan.
 
-    It does not depend on the limit of `question`.
+    It does not depend on the limit of `request`.
     """
-    contexts = Contexts(replace(question, limit_bytes=maxsize, budget=None), base)
+    contexts = Contexts(replace(request, limit_bytes=maxsize, budget=None), base)
     looked: list[ContextSearch] = []
     bounds: list[int] = []
     least = maxsize
