@@ -222,4 +222,4 @@ def test_the_methods_that_count_work_are_those_that_a_budget_is_taken_from() -> 
     assert set(COUNTED) <= set(METHODS)
     for method in COMPARATORS:
         module = Path(__file__).parents[2] / f"src/parloom/comparators/{method}.py"
-        assert ("question.budget" in module.read_text(encoding="utf-8")) == (method in COUNTED)
+        assert ("request.budget" in module.read_text(encoding="utf-8")) == (method in COUNTED)
