@@ -151,15 +151,20 @@ class ContextSearch:
         self.columns.prove(self.duals)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Composed layouts, the best estimate first."""
-        groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        """Composed layouts, the best estimate first; one whose Lagrangian is above an estimate is
+        not composed.
+        """
+        groups: dict[tuple[int, ...], list[Column]] = {}
         ranked = sorted(self.columns.columns.values(), key=self._lagrangian)
         for column in ranked:
-            key = self.composer.layout_of(column.values)
-            groups.setdefault(key, []).append(column.values)
-        found = []
-        for solutions in list(groups.values())[:COMPOSED]:
-            candidate = self.compose(solutions)
+            groups.setdefault(self.composer.layout_of(column.values), []).append(column)
+        allowed_ps = self.duals.byte_ps * self.limit if self.duals.byte_ps else 0.0
+        found: list[Candidate] = []
+        for columns in list(groups.values())[:COMPOSED]:
+            least_ps = self._lagrangian(columns[0]) - allowed_ps
+            if found and least_ps > min(c.sums.step_ps for c in found):
+                break
+            candidate = self.compose([column.values for column in columns])
             if candidate is not None:
                 found.append(candidate)
         yield from sorted(found, key=lambda c: c.sums.step_ps)

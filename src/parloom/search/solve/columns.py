@@ -23,6 +23,8 @@ from parloom.search.step_rows import (
 from parloom.search.work import Work
 
 ROUNDS, ROUNDING = 25, 1e-6
+# Rounds in which mixture and bound come no nearer to each other.
+STEADY = 3
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
 # Exceeding the limit by all of it costs so many steps at first, and where no solution fits at this
 # price so many times more, up to more than any plan.
@@ -159,8 +161,9 @@ class ColumnGeneration:
         enough: float = inf,
     ) -> ShadowPrices:
         """Columns and prices in turn until the mixture's cost is within `tolerance` of the bound,
-        or the bound is `enough`: the prices at the end.
+        they come no nearer, or the bound is `enough`: the prices at the end.
         """
+        gaps: list[float] = []
         for _ in range(ROUNDS):
             count = len(self.columns)
             if self.prove(duals, tolerance / 4) is None:
@@ -173,6 +176,9 @@ class ColumnGeneration:
             if cost - bound <= tolerance * cost or (limit == limit_bytes and bound >= enough):
                 return after
             if len(self.columns) == count and after == duals:
+                return after
+            gaps.append(cost - bound)
+            if len(gaps) > STEADY and gaps[-1 - STEADY] - gaps[-1] <= tolerance * cost:
                 return after
             duals = after
         return duals
