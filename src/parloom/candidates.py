@@ -187,11 +187,14 @@ def _nothing(
     """Why a method proposes nothing."""
     if status is Status.INTERRUPTED:
         return StoppedError()
+    spent = InputError(f"{method} finds no plan within its budget; give it more (--budget)")
+    if status is Status.OUT_OF_BUDGET:
+        return spent
     if against:
         what = f"{method} has no plan as asked: {against[0][1]}"
         return InputError(what if method == AUTO else f"{what}; --method auto searches for one")
-    if status is Status.OUT_OF_BUDGET or not refused:
-        return InputError(f"{method} finds no plan within its budget; give it more (--budget)")
+    if not refused:
+        return spent
     return next(iter(refused.values()))
 
 

@@ -235,3 +235,10 @@ def test_other_methods_drop_what_does_not_hold() -> None:
     assert all("tensor" in candidate.name for candidate in found)
     with pytest.raises(InputError, match="data_parallel has no plan as asked: --pin up=n: up:lin"):
         candidates(replace(asked, method="data_parallel"), lambda text: None)
+
+
+def test_a_budget_that_ends_before_any_plan_is_named_and_no_rule_of_thumb() -> None:
+    pinned = pinned_by(perceptron(), "up=k")
+    asked = Request(perceptron(), DataSheets(load_cluster("2x2xH100")), ADAM, 10**12, pinned=pinned)
+    with pytest.raises(InputError, match="auto finds no plan within its budget"):
+        candidates(replace(asked, budget=1), lambda text: None)
