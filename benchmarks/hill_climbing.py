@@ -5,12 +5,14 @@
         [--graphs FOLDER] [--json FILE] [--resume]
 
 A question is a case of `cases.yaml` on a cluster, with all of a device's memory (limit 1) or with a
-share of the peak of the plan for that. From the plan that the search answers, random mutations
-(`mutations.py`) are lowered and simulated; one that fits and is not slower is kept, and the next
-starts from it. Random plans are simulated beside. A row has the best that was found, the changes
-that led to it, and whether a step was below `bound_s`. Rows are written as they come; with
-`--resume`, those that the file has of the same revision and the same flags are not made again;
-`--shard I/N` makes every N-th model on a cluster; `--graphs` keeps captured programs as text.
+share of the peak of the plan for that. The plan that the search answers is changed by the moves of
+`parloom.search.climb`, with other draws, as often as is asked, and also where a graph is too large
+for these in a search; a change that fits and is not slower is kept, and the next starts from it.
+Random plans (`random_plans.py`), which share nothing with the search, are simulated beside. A row
+has the best that was found, the changes that led to it, and whether a step was below `bound_s`.
+Rows are written as they come; with `--resume`, those that the file has of the same revision and the
+same flags are not made again; `--shard I/N` makes every N-th model on a cluster; `--graphs` keeps
+captured programs as text.
 
 Exit code 1 where a plan is more than 0.5 % faster than the answer, or below the bound.
 """
@@ -18,21 +20,29 @@ Exit code 1 where a plan is more than 0.5 % faster than the answer, or below the
 import argparse
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
+from operator import ne
 from random import Random
 
 from common import report, reported, revision
-from mutations import Draft, Space, mutated, random_draft
-from questions import Answer, Row, all_cases, answer, graph_of, question_of, sharded
+from questions import Answer, Row, all_cases, answer, graph_of, request_of, sharded
+from random_plans import RandomPlans
 
 from parloom.errors import LayoutError, VerifyError
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.plan import Decisions, Prediction
+from parloom.ir.pcg import PCG
+from parloom.ir.plan import Decisions
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
+from parloom.search.climb import Climb, Draft
+from parloom.search.contexts import Played
+from parloom.search.program import program_of
 from parloom.search.request import Request, base_of
+from parloom.search.work import Work
 
 MODELS = ("mlp_unify", "dlrm", "gpt", "candle_uno", "llama")
 CLUSTERS = ("1x8xV100-16GB", "2x4xRTX4090-25gbit.yaml", "4x8xA100-80GB", "8x8xH100")
@@ -45,89 +55,98 @@ ROUNDING = 1e-9
 ASKED = ("model", "cluster", "limit", "seed", "mutations", "random_plans")
 
 
-class Climb:
-    """Mutations and random plans of one question; what they were found to take."""
+class Judge:
+    """Changes of an answer and random plans; what they were found to take."""
 
-    def __init__(self, question: Request, start: Answer, rng: Random) -> None:
-        self.request, self.rng = question, rng
-        self.space = Space(question.graph, question.cluster, base_of(question))
+    def __init__(self, request: Request, start: Answer) -> None:
+        self.request, self.factored = request, factorize(request.graph)
         self.best_s, self.least_s = start.step_s, inf
         self.steps: list[Row] = []
         self.simulated = 0
 
-    def predicted(self, draft: Draft) -> tuple[Draft, Prediction] | None:
-        """A draft as it is lowered, and its step; None where it is no legal plan."""
+    def played(self, lowered: Callable[[], tuple[Decisions, PCG]]) -> Played | None:
+        """A plan that is checked and simulated; None where it is not legal or does not fit."""
+        request = self.request
         try:
-            draft, pcg = self.space.lowered(draft)
-            decisions = self.space.decisions(draft)
-            verify_decisions(self.request.graph, decisions, self.space.factored)
-            question = self.request
-            found = question.machine.predict(verify_pcg(pcg), decisions, question.optimizer)
+            decisions, pcg = lowered()
+            verify_decisions(request.graph, decisions, self.factored)
+            found = request.machine.predict(verify_pcg(pcg), decisions, request.optimizer)
         except (LayoutError, VerifyError):
             return None
         self.simulated += 1
         self.least_s = min(self.least_s, found.step_s)
-        return draft, found
+        return Played(decisions, found) if found.peak_bytes <= request.limit_bytes else None
 
     def climb(self, decisions: Decisions, count: int) -> None:
-        """Mutate a plan so many times; keep what fits and is not slower."""
-        draft, limit = self.space.draft(decisions), self.request.limit_bytes
+        """Change a plan so many times; keep what fits and is not slower."""
+        start = Played(decisions, self.request.predict(decisions, self.factored))
+        program = program_of(self.request.graph, self.factored)
+        climb = Climb(self.request, program, start, Work())
+        draft = climb.draft(decisions)
         for _ in range(count):
-            try:
-                words, changed = mutated(self.space, draft, self.rng)
-            except LayoutError:
+            changed = climb.changes.any(draft)
+            found = self.played(partial(climb.lowered, changed)) if changed != draft else None
+            if found is None or found.prediction.step_s > self.best_s:
                 continue
-            found = self.predicted(changed) if words else None
-            if found is None or found[1].peak_bytes > limit or found[1].step_s > self.best_s:
-                continue
-            draft, step_s = found[0], found[1].step_s
+            before, draft, step_s = draft, climb.draft(found.decisions), found.prediction.step_s
             if step_s < self.best_s * (1 - LISTED):
                 by = 1 - step_s / self.best_s
                 sizes = "x".join(str(axis.size) for axis in draft.mesh.axes)
-                self.steps.append({"change": words, "by": by, "mesh": sizes})
+                self.steps.append({"change": difference(before, draft), "by": by, "mesh": sizes})
             self.best_s = step_s
 
-    def draw(self, count: int) -> float:
+    def draw(self, count: int, rng: Random) -> float:
         """The fastest of so many random plans that fits."""
-        best = inf
-        for _ in range(count):
-            try:
-                draft = random_draft(self.space, self.rng)
-            except LayoutError:
-                continue
-            found = self.predicted(draft)
-            if found is not None and found[1].peak_bytes <= self.request.limit_bytes:
-                best = min(best, found[1].step_s)
-        return best
+        request = self.request
+        plans = RandomPlans(request.graph, request.cluster, base_of(request), rng)
+        found = (self.played(plans.drawn) for _ in range(count))
+        return min((plan.prediction.step_s for plan in found if plan), default=inf)
 
 
-def row_of(question: Request, start: Answer, options: argparse.Namespace) -> Row:
+def difference(before: Draft, after: Draft) -> str:
+    """What differs between two plans, in words."""
+    layouts = sum(map(ne, before.layouts, after.layouts))
+    words = [f"{layouts} layouts"] if layouts else []
+    parts = ("stored", before.stored, after.stored), ("recomputed", before.remade, after.remade)
+    for word, old, new in parts:
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if names:
+            words.append(
+                f"{word} otherwise: {names[0]}{f' and {len(names) - 1} more' * bool(names[1:])}"
+            )
+    if before.num_microbatches != after.num_microbatches:
+        words.append(f"{after.num_microbatches} microbatches")
+    return "; ".join(words) or "mesh"
+
+
+def row_of(request: Request, start: Answer, options: argparse.Namespace) -> Row:
     """What is found from the answer to one question."""
     begin = time.process_time()
     decisions = start.decisions
     if decisions is not None:  # changes are of the graph with the plan's blocks
-        question = replace(question, graph=rewritten(question.graph, decisions.rewrites))
+        request = replace(request, graph=rewritten(request.graph, decisions.rewrites))
         decisions = replace(decisions, rewrites=())
-    seed = f"{options.seed} {question.cluster.name} {question.limit_bytes} {question.graph.name}"
-    climb = Climb(question, start, Random(seed))
-    drawn_s = climb.draw(options.random_plans)
+    seed = f"{options.seed} {request.cluster.name} {request.limit_bytes} {request.graph.name}"
+    rng = Random(seed)
+    judge = Judge(replace(request, seed=rng.getrandbits(32)), start)
+    drawn_s = judge.draw(options.random_plans, rng)
     if decisions is not None:
-        climb.climb(decisions, options.mutations)
-    best_s = min(drawn_s, climb.best_s)
-    below = climb.least_s < start.bound_s * (1 - ROUNDING)
+        judge.climb(decisions, options.mutations)
+    best_s = min(drawn_s, judge.best_s)
+    below = judge.least_s < start.bound_s * (1 - ROUNDING)
     return {
-        "limit_bytes": question.limit_bytes,
+        "limit_bytes": request.limit_bytes,
         "auto_s": _finite(start.step_s),
         "bound_s": start.bound_s,
         "solver_gap": start.solver_gap,
         "search_s": start.cpu_s,
-        "simulated": climb.simulated,
+        "simulated": judge.simulated,
         "best_s": _finite(best_s),
         "random_s": _finite(drawn_s),
         "gain": 1 - best_s / start.step_s if start.step_s < inf else float(best_s < inf),
         "below_bound": below,
-        "least_s": _finite(climb.least_s),
-        "steps": climb.steps,
+        "least_s": _finite(judge.least_s),
+        "steps": judge.steps,
         "climb_s": time.process_time() - begin,
     }
 
@@ -141,16 +160,16 @@ def rows_of(
 ) -> Iterator[Row]:
     """The rows of a case on a cluster; the free question is asked for all of them."""
     case = all_cases()[name]
-    question = question_of(case, graph, cluster)
-    free = answer(question)
+    request = request_of(case, graph, cluster)
+    free = answer(request)
     for share in limits:
         start = free
         if share != 1 and free.decisions is not None:
-            question = replace(question, limit_bytes=int(share * free.peak_bytes))
-            start = answer(question)
+            request = replace(request, limit_bytes=int(share * free.peak_bytes))
+            start = answer(request)
         asked = {"model": name, "cluster": cluster, "limit": share, "seed": options.seed}
         asked |= {"mutations": options.mutations, "random_plans": options.random_plans}
-        yield asked | row_of(question, start, options)
+        yield asked | row_of(request, start, options)
 
 
 def line(row: Row) -> str:

@@ -75,7 +75,7 @@ def graph_of(case: Row, folder: str | None) -> Graph:
     return parse_graph(path.read_text(encoding="utf-8"))
 
 
-def question_of(case: Row, graph: Graph, cluster: str, limit: int | None = None) -> Request:
+def request_of(case: Row, graph: Graph, cluster: str, limit: int | None = None) -> Request:
     """What `parloom plan` would ask, of at most `limit` bytes (None: all that a device has)."""
     machine = machine_for(cluster_spec(cluster))
     there = machine.cluster.device.memory_bytes
@@ -97,10 +97,10 @@ class Answer:
     cpu_s: float
 
 
-def answer(question: Request) -> Answer:
+def answer(request: Request) -> Answer:
     """Search, and say how long that took."""
     start = time.process_time()
-    found = search_with_blocks(question, base_of(question), lambda text: None)
+    found = search_with_blocks(request, base_of(request), lambda text: None)
     spent = time.process_time() - start
     best = found.proposals[0] if found.proposals else None
     return Answer(

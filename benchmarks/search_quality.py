@@ -44,7 +44,7 @@ from questions import (
     devices_of,
     documented,
     graph_of,
-    question_of,
+    request_of,
     sharded,
 )
 
@@ -173,12 +173,12 @@ def _row(asked: Asked, case: Row, graphs: str, methods: Sequence[str]) -> Row:
         if asked.samples is not None:
             case = case | {"batch": asked.samples * devices_of(asked.cluster)}
         _apart(partial(graph_of, case, graphs))
-        question = question_of(case, graph_of(case, graphs), asked.cluster)
+        request = request_of(case, graph_of(case, graphs), asked.cluster)
         if asked.limit is not None:
-            free = _apart(partial(_searched, replace(question, limit_bytes=UNLIMITED)))
-            question = replace(question, limit_bytes=int(asked.limit * free["peak_bytes"]))
-        found = _apart(partial(_searched, question))
-        return asked.row() | found | _apart(partial(_compared, question, found, methods))
+            free = _apart(partial(_searched, replace(request, limit_bytes=UNLIMITED)))
+            request = replace(request, limit_bytes=int(asked.limit * free["peak_bytes"]))
+        found = _apart(partial(_searched, request))
+        return asked.row() | found | _apart(partial(_compared, request, found, methods))
     except ChildError as error:
         return asked.row() | {"error": str(error)}
 
@@ -213,13 +213,13 @@ def _apart(make: Callable[[], T]) -> T:
     return answered[0]
 
 
-def _searched(question: Request) -> Row:
+def _searched(request: Request) -> Row:
     """What the search alone answers."""
-    before, found = _rss_bytes(), answer(question)
+    before, found = _rss_bytes(), answer(request)
     fits = found.decisions is not None
     bound, estimated = found.bound_s, found.estimate_bound_s
     return {
-        "limit_bytes": question.limit_bytes,
+        "limit_bytes": request.limit_bytes,
         "auto_s": found.step_s if fits else None,
         "peak_bytes": found.peak_bytes if fits else None,
         "bound_s": bound,
@@ -232,7 +232,7 @@ def _searched(question: Request) -> Row:
     }
 
 
-def _compared(question: Request, found: Row, methods: Sequence[str]) -> Row:
+def _compared(request: Request, found: Row, methods: Sequence[str]) -> Row:
     """The fastest plan of each other method that fits; what failed."""
     steps: dict[str, float | None] = {}
     seconds: dict[str, float] = {}
@@ -240,8 +240,8 @@ def _compared(question: Request, found: Row, methods: Sequence[str]) -> Row:
     for method in methods:
         start = time.process_time()
         try:
-            steps[method] = min(_steps(question, method), default=None)
-        except InputError:  # the method has no plan for this question
+            steps[method] = min(_steps(request, method), default=None)
+        except InputError:  # the method has no plan for this request
             steps[method] = None
         except Exception as error:
             traceback.print_exc()
@@ -260,11 +260,11 @@ def _best(auto_s: float | None, steps: dict[str, float | None]) -> tuple[str | N
     return best, fitting[best] / auto_s if best is not None and auto_s else None
 
 
-def _steps(question: Request, method: str) -> Iterator[float]:
+def _steps(request: Request, method: str) -> Iterator[float]:
     """Simulated steps of a method's plans that fit."""
-    for candidate in candidates(replace(question, method=method), lambda text: None).found:
+    for candidate in candidates(replace(request, method=method), lambda text: None).found:
         prediction = candidate.prediction
-        if prediction.peak_bytes <= question.limit_bytes:
+        if prediction.peak_bytes <= request.limit_bytes:
             yield prediction.step_s
 
 

@@ -194,10 +194,10 @@ def test_ctrl_c_while_rules_are_simulated_keeps_those_that_were(
 ) -> None:
     predict, count = Request.predict, iter(range(100))
 
-    def interrupted(question: Request, *given: Any) -> Prediction:
+    def interrupted(request: Request, *given: Any) -> Prediction:
         if next(count) >= played:
             raise KeyboardInterrupt
-        return predict(question, *given)
+        return predict(request, *given)
 
     monkeypatch.setattr(Request, "predict", interrupted)
     if not played:

@@ -90,9 +90,9 @@ def context_of(
     """The search of `graph` on `mesh` with `count` microbatches."""
     program = microbatch_of(program_of(graph, factorize(graph), pinned), count)
     assert program is not None
-    question = Request(graph, DataSheets(cluster), ADAM, limit, count, pinned=pinned)
+    request = Request(graph, DataSheets(cluster), ADAM, limit, count, pinned=pinned)
     base = Decisions(one_stage(mesh))
-    return ContextSearch(program, mesh, count, question, base, Known(), Work(), menus)
+    return ContextSearch(program, mesh, count, request, base, Known(), Work(), menus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ PLENTY = 10**15
 BASE = Decisions()
 
 
-def question(graph: Graph, cluster: Cluster, budget: int = 300, seed: int = 0) -> Request:
+def request_of(graph: Graph, cluster: Cluster, budget: int = 300, seed: int = 0) -> Request:
     return Request(graph, DataSheets(cluster), ADAM, PLENTY, seed=seed, budget=budget)
 
 
@@ -74,7 +74,7 @@ def test_plans_are_legal_and_use_the_whole_cluster(method: str, seed: int) -> No
     rng = Random(seed)
     cluster = rng.choice((TWO, FOUR, SIX, EIGHT))
     graph = random_graph(rng)
-    found = plans(method, question(graph, cluster, 60))
+    found = plans(method, request_of(graph, cluster, 60))
     assert found
     for plan in found:
         assert plan.mesh.num_ranks == cluster.num_devices
@@ -84,19 +84,19 @@ def test_plans_are_legal_and_use_the_whole_cluster(method: str, seed: int) -> No
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_device_has_nothing_to_choose(method: str) -> None:
-    (plan,) = plans(method, question(model(), ONE))
+    (plan,) = plans(method, request_of(model(), ONE))
     assert plan.mesh.num_ranks == 1
     lower(model(), plan)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_question_has_the_same_plans(method: str) -> None:
-    assert plans(method, question(model(), EIGHT)) == plans(method, question(model(), EIGHT))
+    assert plans(method, request_of(model(), EIGHT)) == plans(method, request_of(model(), EIGHT))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_plans_have_as_many_microbatches_as_asked(method: str) -> None:
-    asked, base = question(model(2), TWO, 60), replace(BASE, num_microbatches=4)
+    asked, base = request_of(model(2), TWO, 60), replace(BASE, num_microbatches=4)
     for plan in COMPARATORS[method](replace(asked, num_microbatches=4), base, silent):
         assert plan.num_microbatches == 4
         assert simulate(lower(model(2), plan), TWO, plan, ADAM).step_ps > 0
@@ -139,9 +139,9 @@ def test_alpa_finds_what_enumeration_of_its_space_finds(
     """Of lowered plans, each walked by itself; weights that are read twice included."""
     graph = random_graph(Random(seed), 3)
     base = replace(BASE, num_microbatches=count)
-    program = asked_program(question(graph, cluster), base)
+    program = asked_program(request_of(graph, cluster), base)
     for mesh in alpa.views(cluster):
-        walker, asked = Walker({}, mesh, cluster), question(graph, cluster)
+        walker, asked = Walker({}, mesh, cluster), request_of(graph, cluster)
         layouts = alpa.layouts_of(program, walker, base, asked, samples_of(program))
         followed = alpa.followers(layouts)
         found = alpa.solve(layouts, followed, count, 10_000)
@@ -165,10 +165,10 @@ def test_alpa_finds_what_enumeration_of_its_space_finds(
 @given(st.integers(0, 10**6))
 def test_without_followers_the_program_agrees_with_elimination(seed: int) -> None:
     graph = random_graph(Random(seed))
-    program = asked_program(question(graph, FOUR), BASE)
+    program = asked_program(request_of(graph, FOUR), BASE)
     for mesh in logical_meshes(FOUR):
         walker = Walker({}, mesh, FOUR)
-        layouts = alpa.layouts_of(program, walker, BASE, question(graph, FOUR), None)
+        layouts = alpa.layouts_of(program, walker, BASE, request_of(graph, FOUR), None)
         found = alpa.solve(layouts, alpa.nobody(layouts), 1, 10_000)
         assert found is not None
         exact = Elimination(layouts.model(several(layouts)))
@@ -204,7 +204,7 @@ def test_a_view_of_alpa_keeps_its_inner_axis_in_a_node() -> None:
 
 
 def test_alpa_splits_products_over_all_devices_and_samples_over_the_first_axis() -> None:
-    for plan in plans("alpa", question(model(), EIGHT)):
+    for plan in plans("alpa", request_of(model(), EIGHT)):
         products = [n for n in plan.nodes if "linear" in n.key]
         assert products
         for node in products:
@@ -216,7 +216,7 @@ def test_alpa_splits_products_over_all_devices_and_samples_over_the_first_axis()
 
 def test_alpa_scatters_gradients_that_are_summed() -> None:
     """And with several microbatches it adds them up first."""
-    asked = question(model(), TWO)
+    asked = request_of(model(), TWO)
     for count in (1, 2):
         base = replace(BASE, num_microbatches=count)
         (plan,) = COMPARATORS["alpa"](replace(asked, num_microbatches=count), base, silent)
@@ -242,7 +242,7 @@ def searching(
     graph: Graph, cluster: Cluster, seed: int = 0, limit: int = PLENTY, count: int = 1
 ) -> Search:
     base = replace(BASE, num_microbatches=count)
-    program = asked_program(question(graph, cluster), base, apart=True)
+    program = asked_program(request_of(graph, cluster), base, apart=True)
     walker = Walker({}, fine(cluster), cluster)
     delta = Delta(CallCosts(program, walker, base, ADAM), count)
     return Search(delta, limit, Random(seed))

@@ -98,11 +98,11 @@ def test_a_batch_that_does_not_divide_has_no_microbatches() -> None:
 
 
 def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = Request(random_graph(Random(4), num_operators=4), DataSheets(EIGHT), ADAM, PLENTY)
+    request = Request(random_graph(Random(4), num_operators=4), DataSheets(EIGHT), ADAM, PLENTY)
     found = []
     for most in (10**4, 3):
         monkeypatch.setattr(optimize, "CHOICES", most)
-        found.append(candidates(replace(question, method="auto"), lambda text: None).refused)
+        found.append(candidates(replace(request, method="auto"), lambda text: None).refused)
     everything, few = found
     assert not everything
     assert few[0].startswith("auto: on meshes of three axes and more, an operator had its 3 most")

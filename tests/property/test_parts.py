@@ -31,7 +31,7 @@ def slow(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, levels=(*inner, replace(last, link=link)))
 
 
-def question(graph: Graph, cluster: Cluster, limit: int = PLENTY) -> Request:
+def request_of(graph: Graph, cluster: Cluster, limit: int = PLENTY) -> Request:
     """About a cluster and its parts."""
     return Request(graph, DataSheets(cluster), ADAM, limit, all_devices=False)
 
@@ -69,7 +69,7 @@ def test_parts_are_the_first_devices(spec: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("factor", [1.0, 100.0])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_plan_of_a_part_is_below_the_bound(seed: int, factor: float) -> None:
-    asked = question(random_graph(Random(seed), num_operators=4), slow(NODES, factor))
+    asked = request_of(random_graph(Random(seed), num_operators=4), slow(NODES, factor))
     found = searched(asked)
     assert found.solver_gap is not None
     assert found.bound_ps > 0
@@ -81,7 +81,7 @@ def test_no_plan_of_a_part_is_below_the_bound(seed: int, factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 100.0])
 def test_no_part_alone_has_a_faster_plan(factor: float) -> None:
-    asked = question(model(), slow(NODES, factor))
+    asked = request_of(model(), slow(NODES, factor))
     best = searched(asked).proposals[0].step_ps
     alone = [
         searched(one).proposals[0].step_ps
@@ -92,7 +92,7 @@ def test_no_part_alone_has_a_faster_plan(factor: float) -> None:
 
 
 def test_a_part_is_found_where_links_between_nodes_are_slow() -> None:
-    asked = question(model(), slow(NODES, 1e4))
+    asked = request_of(model(), slow(NODES, 1e4))
     found = searched(asked).proposals[0]
     whole = searched(replace(asked, all_devices=True)).proposals[0]
     assert found.decisions.mesh.num_ranks < 8 == whole.decisions.mesh.num_ranks
@@ -103,7 +103,7 @@ def test_a_part_is_found_where_links_between_nodes_are_slow() -> None:
 @pytest.mark.parametrize("cluster", [NODES, load_cluster("2x4xcpu")])
 def test_no_part_computes_in_less_than_its_share(graph: Graph, cluster: Cluster) -> None:
     """What leaves out parts: the work of one device, divided by theirs, bounds computing there."""
-    asked = question(graph, cluster)
+    asked = request_of(graph, cluster)
     contexts = Contexts(asked, Decisions())
     work = least_work_ps(contexts)
     least = []
@@ -119,10 +119,10 @@ def test_parts_that_compute_too_long_are_not_searched(monkeypatch: pytest.Monkey
     graph = model()
     said: list[str] = []
     monkeypatch.setattr("parloom.search.optimize.least_work_ps", lambda contexts: 1e18)
-    search(question(graph, NODES), Decisions(), said.append)
+    search(request_of(graph, NODES), Decisions(), said.append)
     assert {line.split(":")[0] for line in said} == {
         line.split(":")[0]
-        for line in searched_lines(replace(question(graph, NODES), all_devices=True))
+        for line in searched_lines(replace(request_of(graph, NODES), all_devices=True))
     }
 
 
@@ -136,7 +136,7 @@ def searched_lines(asked: Request) -> list[str]:
 def test_methods_are_tried_on_parts(method: str) -> None:
     graph = model()
     cluster = slow(NODES, 1e4)
-    asked = replace(question(graph, cluster), method=method)
+    asked = replace(request_of(graph, cluster), method=method)
     found = candidates(asked, lambda text: None).found
     whole = candidates(replace(asked, all_devices=True), lambda text: None).found
     ranks = {candidate.decisions.mesh.num_ranks for candidate in found}
@@ -156,7 +156,7 @@ def test_methods_are_tried_on_parts(method: str) -> None:
 
 
 def test_what_does_not_fit_on_more_devices_is_not_tried_on_fewer() -> None:
-    asked = question(model(), NODES, limit=1000)
+    asked = request_of(model(), NODES, limit=1000)
     found = candidates(replace(asked, method="fsdp"), lambda text: None).found
     assert {candidate.decisions.mesh.num_ranks for candidate in found} == {8}
 
@@ -164,10 +164,10 @@ def test_what_does_not_fit_on_more_devices_is_not_tried_on_fewer() -> None:
 def test_every_rank_doing_all_the_work_is_a_choice() -> None:
     """Where nothing may travel, all that computes whole: one device is as fast as all."""
     graph = model()
-    asked = question(graph, slow(NODES, 1e6))
+    asked = request_of(graph, slow(NODES, 1e6))
     inner = replace(asked.cluster.levels[0], link=asked.cluster.levels[1].link)
     cluster = replace(asked.cluster, levels=(inner, asked.cluster.levels[1]))
-    found = searched(question(graph, cluster))
+    found = searched(request_of(graph, cluster))
     assert found.proposals[0].decisions.mesh.num_ranks == 1
     whole = searched(Request(graph, DataSheets(cluster), ADAM, PLENTY)).proposals[0]
     assert whole.step_ps == found.proposals[0].step_ps

@@ -60,7 +60,7 @@ def pinned_by(graph: Graph, *texts: str) -> Pinned:
     return resolve(pins, graph, factorize(graph))
 
 
-def question(graph: Graph, cluster: Cluster, *texts: str, limit: int = PLENTY) -> Request:
+def request_of(graph: Graph, cluster: Cluster, *texts: str, limit: int = PLENTY) -> Request:
     """A price of a plan with one microbatch: what is asked for most often here, and fastest."""
     pinned = pinned_by(graph, *texts)
     return Request(graph, DataSheets(cluster), ADAM, limit, 1, pinned=pinned, wanted=Wanted.PRICE)
@@ -158,7 +158,7 @@ def test_what_is_pinned_is_in_every_plan(texts: tuple[str, ...]) -> None:
     graph = model()
     if texts[0] == "mesh=8":
         texts = ("mesh=8", "0=replicated")
-    asked = question(graph, EIGHT, *texts)
+    asked = request_of(graph, EIGHT, *texts)
     found = candidates(replace(asked, method="auto"), lambda text: None).found
     searched = [candidate for candidate in found if candidate.method == "auto"]
     assert searched
@@ -174,7 +174,7 @@ def test_what_is_pinned_is_in_every_plan(texts: tuple[str, ...]) -> None:
 def test_a_plan_that_breaks_a_pin_is_seen() -> None:
     """Negative control of the test above: plans without pins break them."""
     graph = model()
-    free = candidates(replace(question(graph, EIGHT), method="auto"), lambda text: None).found
+    free = candidates(replace(request_of(graph, EIGHT), method="auto"), lambda text: None).found
     for text in ("0.up=k:x", "2=recompute", "0.up=weights:replicated", "mesh=2x2"):
         pinned = pinned_by(graph, text)
         assert any(broken(pinned, graph, candidate.decisions) for candidate in free), text
@@ -183,10 +183,10 @@ def test_a_plan_that_breaks_a_pin_is_seen() -> None:
 def test_calls_that_may_not_recompute_do_not() -> None:
     """Where memory is short, others do."""
     graph = stack(4, batch=256, seq=32)
-    peak = search(question(graph, TWO), Decisions(), lambda text: None).proposals[0].peak_bytes
+    peak = search(request_of(graph, TWO), Decisions(), lambda text: None).proposals[0].peak_bytes
     again: set[str] = set()
     for share in (0.95, 0.9, 0.8):
-        tight = question(graph, TWO, "blocks.0=keep", limit=int(share * peak))
+        tight = request_of(graph, TWO, "blocks.0=keep", limit=int(share * peak))
         for proposal in search(tight, Decisions(), lambda text: None).proposals:
             again |= {a.prefix for a in proposal.decisions.activations}
     assert "blocks.0" not in again
@@ -206,7 +206,7 @@ def test_calls_that_may_not_recompute_do_not() -> None:
 )
 def test_the_conflicting_pins_are_as_few_as_can_be(texts: tuple[str, ...]) -> None:
     graph = model()
-    asked = question(graph, EIGHT, *texts)
+    asked = request_of(graph, EIGHT, *texts)
     base = Decisions()
 
     def feasible(pins: tuple[Pin, ...]) -> bool:
@@ -243,7 +243,7 @@ def test_deletion_filter(cores: set[frozenset[int]]) -> None:
 
 def test_pins_that_no_mesh_can_hold_are_an_error_of_candidates() -> None:
     graph = model()
-    asked = question(graph, EIGHT, "0.up=n:x", "1.up=k:x")
+    asked = request_of(graph, EIGHT, "0.up=n:x", "1.up=k:x")
     assert not candidates(replace(asked, method="auto"), lambda text: None).found
     with pytest.raises(InputError, match="holds these 2 together; calls of one block kind"):
         smallest(asked)
@@ -256,7 +256,7 @@ def test_pins_that_only_a_finer_mesh_holds_are_refused_in_so_many_words() -> Non
         f'input x: {square} = batch("x")\n\nmain main:\n    y: {square} = linear(x, w)  # fc\n'
         "    loss: float32[] = sum(y)\n    return loss\n\nloss loss\n"
     )
-    asked = question(graph, EIGHT, "fc=n:2", "fc=k:2", "fc=d0:2")
+    asked = request_of(graph, EIGHT, "fc=n:2", "fc=k:2", "fc=d0:2")
     finer = next(mesh for mesh in logical_meshes(EIGHT, 3) if len(mesh.axes) == 3)
     x, y, z = finer.names
     split = ("d0", (x,)), ("k", (y,)), ("n", (z,))
@@ -277,7 +277,7 @@ def every_bound(asked: Request) -> Iterator[int]:
 
 def test_no_plan_holds_less_than_the_least() -> None:
     graph = model()
-    asked = question(graph, EIGHT, limit=10**6)
+    asked = request_of(graph, EIGHT, limit=10**6)
     found, bound = smallest(asked)
     least = min(every_bound(asked))
     assert bound == least
@@ -299,7 +299,7 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
     pcg = lower(graph, plan, factored=factored)
     batch = sum(entry.value.spec.num_bytes for entry in graph.of_kind("batch"))
     stored = int(estimate(pcg, Walker({}, mesh, FOUR), ADAM).weights[STORED]) + batch
-    least = min(every_bound(question(graph, FOUR)))
+    least = min(every_bound(request_of(graph, FOUR)))
     share = least_share(graph, Decisions(), ADAM, FOUR.num_devices)
     assert 0 < share <= least - batch
     assert 0 < least <= stored <= simulate(pcg, FOUR, plan, ADAM).peak_bytes
@@ -319,7 +319,7 @@ def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
     ]
     assert any(text.endswith(":z") for text in texts)
     for pins in ((), texts):
-        asked = question(graph, EIGHT, "mesh=2x2x2", *pins)
+        asked = request_of(graph, EIGHT, "mesh=2x2x2", *pins)
         found = search(asked, base, lambda text: None)
         best = min(proposal.estimate_ps for proposal in found.proposals)
         assert best <= chosen.estimate_ps * 1.01
@@ -330,7 +330,7 @@ def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
 
 def test_on_a_pinned_mesh_of_three_axes_pins_may_clash() -> None:
     graph = model()
-    asked = question(graph, EIGHT, "mesh=2x2x2", "0.up=n:z", "0.up=k:z")
+    asked = request_of(graph, EIGHT, "mesh=2x2x2", "0.up=n:z", "0.up=k:z")
     assert not search(asked, Decisions(), lambda text: None).proposals
     with pytest.raises(InputError, match="no plan on the mesh that is asked for"):
         raise conflict(asked, Decisions())

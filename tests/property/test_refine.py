@@ -115,8 +115,8 @@ def test_everything_is_kept_where_there_is_room() -> None:
 def test_a_search_looks_at_finer_meshes_and_never_ends_below_its_bound(wanted: Wanted) -> None:
     said: list[str] = []
     graph = random_graph(Random(4), num_operators=4)
-    question = Request(graph, DataSheets(CLUSTER), ADAM, PLENTY, 1, wanted=wanted)
-    found = search(question, Decisions(), said.append)
+    request = Request(graph, DataSheets(CLUSTER), ADAM, PLENTY, 1, wanted=wanted)
+    found = search(request, Decisions(), said.append)
     assert any("z=" in line for line in said) == (wanted is Wanted.PROOF)
     least = min(p.estimate_ps for p in found.proposals)
     if wanted is Wanted.PROOF:

@@ -131,12 +131,12 @@ def test_a_search_finds_what_simulation_of_every_plan_finds(
     limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
     fitting = [(p, found) for p, found in every if found.peak_bytes <= limit]
     least_s = min(found.step_s for _, found in fitting)
-    question = Request(graph, DataSheets(TWO), ADAM, limit, count)
-    found = search(question, BASE, silent)
+    request = Request(graph, DataSheets(TWO), ADAM, limit, count)
+    found = search(request, BASE, silent)
     assert found.bound_ps <= least_s * 1e12
     assert found.estimate_bound_ps <= min(p.step_ps for p, _ in fitting) * (1 + 1e-6)
     if not found.proposals:
-        least, _ = smallest(question)
+        least, _ = smallest(request)
         assert least.prediction is not None
         assert least.prediction.peak_bytes <= limit
         return
@@ -233,9 +233,9 @@ def test_proposals_are_ordered_by_the_prediction_that_is_asked_for() -> None:
             found = super().predict(pcg, decisions, optimizer)
             return replace(found, step_s=found.step_s * (9 if decisions.mesh == slow else 1))
 
-    question = Request(model(), DataSheets(FOUR), ADAM, PLENTY, 1, wanted=Wanted.PRICE)
-    slow = search(question, BASE, silent).proposals[0].decisions.mesh
-    found = search(replace(question, machine=Measured(FOUR)), BASE, silent).proposals
+    request = Request(model(), DataSheets(FOUR), ADAM, PLENTY, 1, wanted=Wanted.PRICE)
+    slow = search(request, BASE, silent).proposals[0].decisions.mesh
+    found = search(replace(request, machine=Measured(FOUR)), BASE, silent).proposals
     assert found[0].decisions.mesh != slow
     steps = [proposal.prediction.step_s for proposal in found]
     assert steps == sorted(steps)

@@ -30,9 +30,9 @@ BASE = Decisions()
 ROOMY = Request(model(), DataSheets(CLUSTER), ADAM, PLENTY)
 
 
-def said(question: Request) -> list[str]:
+def said(request: Request) -> list[str]:
     lines: list[str] = []
-    assert not search(question, BASE, lines.append).proposals
+    assert not search(request, BASE, lines.append).proposals
     return lines
 
 
@@ -60,14 +60,14 @@ def test_the_smallest_plan_that_is_named_is_the_smallest(seed: int, blocks: bool
     graph = model(2) if blocks else random_graph(Random(seed), num_operators=3, rows=(64,))
     cluster = load_cluster(("2x2xcpu", "2x2xH100")[seed % 2])
     count = (1, None)[seed // 2 % 2]
-    question = replace(ROOMY, graph=graph, machine=DataSheets(cluster), num_microbatches=count)
-    least, _ = smallest(question)
+    request = replace(ROOMY, graph=graph, machine=DataSheets(cluster), num_microbatches=count)
+    least, _ = smallest(request)
     assert least.prediction is not None
     peak = least.prediction.peak_bytes
-    played = simulate(lower(graph, least.decisions), question.cluster, least.decisions, ADAM)
+    played = simulate(lower(graph, least.decisions), request.cluster, least.decisions, ADAM)
     assert played.peak_bytes == peak
     for limit in (2 * peak // 3, peak - 1, parse_bytes(bytes_up(peak), down=True)):
-        asked = replace(question, limit_bytes=limit)
+        asked = replace(request, limit_bytes=limit)
         if limit % 2:
             assert smallest(asked)[0] == least
         found = search(replace(asked, wanted=Wanted.PRICE), BASE, lambda text: None)
@@ -77,15 +77,15 @@ def test_the_smallest_plan_that_is_named_is_the_smallest(seed: int, blocks: bool
 
 
 def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh() -> None:
-    question = replace(ROOMY, graph=random_graph(Random(4), num_operators=4))
+    request = replace(ROOMY, graph=random_graph(Random(4), num_operators=4))
     lines: list[str] = []
-    proved = search(question, BASE, lines.append)
+    proved = search(request, BASE, lines.append)
     assert any("z=" in line for line in lines)
-    plan = search(replace(question, wanted=Wanted.PLAN), BASE, lambda text: None)
+    plan = search(replace(request, wanted=Wanted.PLAN), BASE, lambda text: None)
     assert [p.decisions for p in plan.proposals] == [p.decisions for p in proved.proposals]
     assert plan.bound_ps < proved.bound_ps
     lines.clear()
-    price = search(replace(question, wanted=Wanted.PRICE), BASE, lines.append)
+    price = search(replace(request, wanted=Wanted.PRICE), BASE, lines.append)
     assert not any("z=" in line for line in lines)
     assert price.proposals[0].prediction.step_s >= proved.proposals[0].prediction.step_s
 

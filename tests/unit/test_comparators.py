@@ -56,7 +56,7 @@ def chain(batch: int, *widths: int) -> Graph:
     )
 
 
-def question(made: Graph, spec: str = "2xH100", **other: int) -> Request:
+def request_of(made: Graph, spec: str = "2xH100", **other: int) -> Request:
     cluster = load_cluster(spec)
     return replace(Request(made, DataSheets(cluster), SGD, cluster.device.memory_bytes), **other)  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def cuts(plan: Decisions) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def tofu(made: Graph, spec: str = "2xH100") -> Decisions:
-    (plan,) = COMPARATORS["tofu"](question(made, spec), BASE, lambda text: None)
+    (plan,) = COMPARATORS["tofu"](request_of(made, spec), BASE, lambda text: None)
     return plan
 
 
@@ -147,7 +147,7 @@ def test_axes_that_go_together_are_one() -> None:
 
 def test_flexflow_begins_with_data_parallelism() -> None:
     made = chain(64, 32, 32, 32)
-    found = list(COMPARATORS["flexflow"](question(made, budget=30), BASE, lambda text: None))
+    found = list(COMPARATORS["flexflow"](request_of(made, budget=30), BASE, lambda text: None))
     first, *rest = found
     assert cuts(first) == {"l0:linear#0": {"d0": ("x",)}, "l1:linear#0": {"d0": ("x",)}}
     assert all(found.count(plan) == 1 for plan in found)
@@ -184,7 +184,7 @@ def test_what_alpa_takes_for_heavy() -> None:
 def test_comparators_are_methods_and_named_in_their_plans() -> None:
     assert set(COMPARATORS) < set(METHODS)
     for method in COMPARATORS:
-        asked = replace(question(chain(64, 32, 32), budget=30), method=method)
+        asked = replace(request_of(chain(64, 32, 32), budget=30), method=method)
         found = candidates(asked, lambda text: None).found
         assert found
         title = "alpa, intra-operator part" if method == "alpa" else method
@@ -193,7 +193,7 @@ def test_comparators_are_methods_and_named_in_their_plans() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_plan_for_one_device(method: str) -> None:
-    asked = replace(question(chain(64, 32, 32), "1xcpu"), method=method)
+    asked = replace(request_of(chain(64, 32, 32), "1xcpu"), method=method)
     found = candidates(asked, lambda text: None).found
     assert found
     assert {c.decisions.mesh.num_ranks for c in found} == {1}
@@ -210,12 +210,12 @@ def test_an_interrupted_comparator_keeps_what_it_has(monkeypatch: pytest.MonkeyP
         return method
 
     monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(1)})
-    found = candidates(replace(question(made), method="tofu"), lambda text: None)
+    found = candidates(replace(request_of(made), method="tofu"), lambda text: None)
     assert found.status is Status.INTERRUPTED
     assert len(found.found) == 1
     monkeypatch.setattr(search_candidates, "COMPARATORS", {"tofu": stopped_after(0)})
     with pytest.raises(KeyboardInterrupt):
-        candidates(replace(question(made), method="tofu"), lambda text: None)
+        candidates(replace(request_of(made), method="tofu"), lambda text: None)
 
 
 def test_the_methods_that_count_work_are_those_that_a_budget_is_taken_from() -> None:

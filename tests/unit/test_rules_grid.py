@@ -38,17 +38,17 @@ def asked(made: Graph = MODEL, limit: float = 1e12, **other: object) -> Request:
     return replace(found, **other)  # type: ignore[arg-type]
 
 
-def grid(rule: str, question: Request, most: int = 10**6) -> Grid:
-    return Grid(question, RULES[rule], base_of(question), most)
+def grid(rule: str, request: Request, most: int = 10**6) -> Grid:
+    return Grid(request, RULES[rule], base_of(request), most)
 
 
-def every(rule: str, question: Request) -> Iterator[Point]:
+def every(rule: str, request: Request) -> Iterator[Point]:
     """All points of a grid, simulated one by one."""
-    found = grid(rule, question)
+    found = grid(rule, request)
     sequences = (True, False) if rule == "megatron" else (False,)
     for sequence, zero, level in product(sequences, RULES[rule].zeros, LEVELS):
         for chosen, _ in layouts(
-            RULES[rule], question.graph, CLUSTER, 1, found.factored, sequence_parallel=sequence
+            RULES[rule], request.graph, CLUSTER, 1, found.factored, sequence_parallel=sequence
         ):
             varied = replace(chosen, zero=zero, recompute=level)
             for count in found._counts(varied):
@@ -72,24 +72,24 @@ def test_the_best_point_is_found_with_few_simulations(rule: str, share: float) -
     points = all_points(rule)
     free = points[0].prediction.peak_bytes
     least = min(p.prediction.peak_bytes for p in points)
-    question = asked(limit=least + share * (free - least))
-    looked = grid(rule, question, MOST)
+    request = asked(limit=least + share * (free - least))
+    looked = grid(rule, request, MOST)
     found = list(looked.run())
     assert len([p for p in looked.points.values() if p is not None]) <= min(MOST, len(points) - 1)
-    best = fastest(points, question.limit_bytes)
-    assert fastest(found, question.limit_bytes) <= SLACK[share] * best
+    best = fastest(points, request.limit_bytes)
+    assert fastest(found, request.limit_bytes) <= SLACK[share] * best
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_point_is_legal(rule: str) -> None:
-    question = asked(stack(2, batch=12, seq=8))
-    factored = factorize(question.graph)
-    points = list(every(rule, question))
+    request = asked(stack(2, batch=12, seq=8))
+    factored = factorize(request.graph)
+    points = list(every(rule, request))
     assert {p.chosen.recompute for p in points} == set(LEVELS)
     assert {p.chosen.num_microbatches for p in points} >= {1, 3}
     for point in points:
-        verify_decisions(question.graph, point.decisions, factored)
-        verify_pcg(lower(question.graph, point.decisions, factored=factored))
+        verify_decisions(request.graph, point.decisions, factored)
+        verify_pcg(lower(request.graph, point.decisions, factored=factored))
         assert point.decisions.mesh.num_ranks == CLUSTER.num_devices
 
 
