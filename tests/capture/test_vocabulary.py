@@ -219,3 +219,29 @@ def test_what_operators_come_down_to_is_spelled_as_them(name: str) -> None:
     torch.autograd.backward(found)
     for path, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[path], rtol=1e-5, atol=1e-7)
+
+
+def test_whole_numbers_are_counted_on_every_device() -> None:
+    """Of a model without memory, code that asks for the device takes the way of GPUs."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = x.float() if x.device.type == "cpu" else x.int()
+            return (torch.histc(found, 5, 0, 4) * self.weight).sum()
+
+    batch = {"x": torch.tensor([0, 3, 3, 4, 1, 7, 3])}
+    module = Counting()
+    here = capture(module, batch)
+    away = capture(Counting().to("meta"), {"x": batch["x"].to("meta")})
+    kinds = [v.spec.dtype for f in away.flat() for v in f.node.results if f.node.op == "histc"]
+    assert kinds == ["float64"]
+    found = [run_graph(graph, module, batch)["loss"] for graph in (here, away)]
+    expected = (torch.tensor([1.0, 1.0, 0.0, 3.0, 1.0]) * module.weight).sum()
+    assert found[0] is not None
+    assert found[1] is not None
+    assert torch.allclose(found[0], expected)
+    assert torch.equal(found[0], found[1])

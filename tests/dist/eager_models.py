@@ -52,6 +52,22 @@ class Warming(Net):
         return F.gelu(h) * min(self.calls, 2)
 
 
+class Turning(Net):
+    """Attention as an angle of many turns, of which half precision leaves little."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        rows = h.view(1, 2, 8, 4)
+        found = F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.1)
+        return h + (64 * found).sin().view_as(h)
+
+
+class Halved(Turning):
+    """The same with half of the gradient."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return super().middle((h + h.detach()) / 2)
+
+
 class Scaled(Net):
     """Different in evaluation only."""
 
@@ -170,3 +186,11 @@ def double() -> Made:
 
 def half() -> Made:
     return Net().bfloat16(), {"x": torch.randn(8, 6, dtype=torch.bfloat16)}
+
+
+def turning() -> Made:
+    return Turning().bfloat16(), {"x": torch.randn(8, 6, dtype=torch.bfloat16)}
+
+
+def halved() -> Made:
+    return Halved().bfloat16(), {"x": torch.randn(8, 6, dtype=torch.bfloat16)}

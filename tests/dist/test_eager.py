@@ -13,8 +13,9 @@ from parloom.errors import CaptureError
 from parloom.execute import eager
 from parloom.execute.eager_calls import NotComparedError, training_calls
 from parloom.execute.eager_compare import DIFFERS, EQUAL, NOT_COMPARED, EagerReport, compare
-from parloom.execute.eager_process import ForkServer
+from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.prove import prove
+from parloom.ir.plan import ModelSource
 from parloom.ir.text import print_graph
 from tests.dist import eager_models as models
 
@@ -174,6 +175,30 @@ def test_plan_and_verify_say_what_was_compared(monkeypatch: pytest.MonkeyPatch) 
     report = prove(plan, small=False, progress=lambda text: None)
     assert not report.passed
     assert report.first_difference == wrong.difference
+
+
+def source(name: str) -> Build:
+    return Build(ModelSource(f"{FILE}:{name}", None, None, None), 0)
+
+
+def checked(name: str, captured: Callable[[], models.Made]) -> EagerReport:
+    """The module of a factory in this file's models, beside what another one is captured as."""
+    model, batch = captured()
+    with ForkServer() as server:
+        return eager.check(server, source(name), capture(model, batch), "", eager.VERIFY)
+
+
+def test_half_precision_that_rounds_otherwise_is_compared_in_float32() -> None:
+    assert compared(models.turning).outcome == DIFFERS
+    report = checked("turning", models.turning)
+    assert report.outcome == EQUAL, report
+    assert "3 calls, float32 in place of bfloat16, limit 1e-04" in str(report)
+
+
+def test_half_precision_with_another_gradient_is_found() -> None:
+    report = checked("turning", models.halved)
+    assert report.outcome == DIFFERS
+    assert "gradient of a.weight in call 1" in report.difference
 
 
 def test_a_large_model_is_compared_in_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,14 @@ def index_put(
     return rows_where(x, mask, values.expand(-1, *x.shape[mask.dim() :]))
 
 
+def histc(x: Tensor, bins: int = 100, low: Number = 0, high: Number = 0) -> Tensor:
+    """Of whole numbers, which CPUs do not count, through exact floating-point ones."""
+    if x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    counts: Tensor = aten.histc(x.double(), bins, low, high)
+    return counts.to(x.dtype)
+
+
 def rrelu(
     x: Tensor,
     lower: Number = 1 / 8,
@@ -355,6 +363,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         aten.min.other: torch.minimum,
         aten.masked_scatter.default: masked_scatter,
         aten.index_put.default: index_put,
+        aten.histc.default: histc,
         aten.rrelu.default: rrelu,
         aten.cosine_similarity.default: cosine_similarity,
         aten.rand_like.default: like(torch.rand),

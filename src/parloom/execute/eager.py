@@ -18,13 +18,13 @@ from torch import nn
 from parloom.capture import capture
 from parloom.capture.microbatch import capture_microbatch
 from parloom.errors import CaptureError
-from parloom.execute.eager_compare import NOT_COMPARED, EagerReport
+from parloom.execute.eager_compare import DIFFERS, EQUAL, NOT_COMPARED, EagerReport
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.ir.factors import site_of
 from parloom.ir.graph import Call as BlockCall
-from parloom.ir.graph import Graph, Node
+from parloom.ir.graph import Graph, Node, widened
 from parloom.ir.ops import op_of
-from parloom.ir.text import print_graph
+from parloom.ir.text import parse_graph, print_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Limits:
 # Three training calls on both sides take seconds on one core; a proof itself takes minutes.
 PLAN = Limits(10e9, 50_000_000, 50.0)
 VERIFY = Limits(200e9, 200_000_000, 600.0)
+HALF, WIDE = ("bfloat16", "float16"), "float32"
 ADVICE = (
     "what capture does not see is most often state that forward keeps for a later call, a gradient"
     " that is cut or changed by hand, or a write to a tensor that shares memory: write it as plain"
@@ -63,7 +64,7 @@ def check(
     A larger model is compared in small sizes, and on two microbatches where it is on several.
     """
     if is_small(graph, limits):
-        return server.compare(build, graph, evaluation, limits.timeout_s)
+        return _compared(server, build, graph, evaluation, limits)
     server.stop()
     count = min(build.split.count, 2)
     build = replace(build, small=True, split=replace(build.split, count=count))
@@ -82,7 +83,24 @@ def check(
     evaluation = ""
     with suppress(CaptureError):  # a model may have no evaluation program
         evaluation = print_graph(capture(small.model, small.batch, loss=small.loss, training=False))
-    return replace(server.compare(build, graph, evaluation, limits.timeout_s), shrunk=text)
+    return replace(_compared(server, build, graph, evaluation, limits), shrunk=text)
+
+
+def _compared(
+    server: "ForkServer", build: Build, graph: Graph, evaluation: str, limits: Limits
+) -> EagerReport:
+    """The comparison; in half precision, where one rounding may turn a ReLU or a router, a
+    difference counts only where the module in float32 differs from the program in float32, too.
+    """
+    report = server.compare(build, graph, evaluation, limits.timeout_s)
+    if report.outcome != DIFFERS or report.dtype not in HALF:
+        return report
+    evaluation = print_graph(widened(parse_graph(evaluation), WIDE)) if evaluation else ""
+    wide = replace(build, wide=True)
+    again = server.compare(wide, widened(graph, WIDE), evaluation, limits.timeout_s)
+    if again.outcome != EQUAL:
+        return report
+    return replace(again, dtype=f"{WIDE} in place of {report.dtype}")
 
 
 def is_small(graph: Graph, limits: Limits) -> bool:

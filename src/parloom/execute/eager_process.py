@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -40,17 +40,26 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How a model is built again, from its source, `small` in small sizes; its batch is cut as
-    `split` says.
+    """How a model is built again, from its source, `small` in small sizes, in float32 where it is
+    `wide`; its batch is cut as `split` says.
     """
 
     source: ModelSource
     seed: int
     small: bool = False
+    wide: bool = False
     split: Split = WHOLE
 
     def __call__(self) -> Loaded:
         """The model with its weights."""
+        loaded = self._own()
+        if not self.wide:
+            return loaded
+        batch = {n: t.float() if t.is_floating_point() else t for n, t in loaded.batch.items()}
+        return replace(loaded, model=loaded.model.float(), batch=batch)
+
+    def _own(self) -> Loaded:
+        """The model in its own dtypes."""
         if self.small:
             found = self.copy()
             assert found is not None, "it was made once"

@@ -312,15 +312,16 @@ def rename_node(node: Node, names: dict[str, str]) -> Node:
     return Node(node.op, args, kwargs, results, node.path, node.index, node.source)
 
 
-def widened(graph: Graph) -> Graph:
-    """The graph with every real floating dtype, casts included, replaced by float64.
+def widened(graph: Graph, to: str = "float64") -> Graph:
+    """The graph with every real floating dtype below `to`, casts included, replaced by it.
 
     Equality is proved on it: a model that casts to float32 inside is then compared to the gate's
     1e-9, reference and parallel program alike.
     """
 
     def dtype(name: str) -> str:
-        return "float64" if name in ("float32", "bfloat16", "float16") else name
+        real = name in ("float32", "bfloat16", "float16")
+        return to if real and DTYPE_BYTES[name] < DTYPE_BYTES[to] else name
 
     def value(v: Value) -> Value:
         return Value(v.name, TensorSpec(v.spec.shape, dtype(v.spec.dtype)))
