@@ -67,12 +67,32 @@ def test_experts_are_divided_and_the_rest_is_not(graph: Graph) -> None:
     assert stored(built(graph, both))["optimizer"] == 2 * (EXPERTS // 4 // 2 + OTHERS // 8)
 
 
-def test_tokens_are_gathered_and_go_back_to_where_they_were(graph: Graph) -> None:
-    found = moves(built(graph, replace(PLAIN, data=8, expert=4, num_microbatches=2)))
-    rows = {row for row, axes in found if "expert" in axes}
-    assert rows == {"combine", "combine_varying", "reduce_scatter"}
-    assert not any("data" in axes for _, axes in found)
-    assert not moves(built(graph, replace(PLAIN, data=8, num_microbatches=2)))
+def experts(found: Program) -> dict[str, tuple[str, ...]]:
+    """Where the first mixture is."""
+    (node, *_) = (n for n in found.parts[0].decisions.nodes if "experts" in n.key and ":p" in n.key)
+    return dict(node.factors)
+
+
+def test_tokens_travel_to_experts_and_back(graph: Graph) -> None:
+    """No movement beside the route, on the axis of which experts and tokens are."""
+    found = built(graph, replace(PLAIN, data=8, expert=4, num_microbatches=2))
+    assert experts(found) == {"e": ("expert",), "t00": ("data", "expert")}
+    assert not moves(found)
+
+
+def test_tokens_travel_over_the_tensor_axis_where_positions_lie_there(graph: Graph) -> None:
+    chosen = replace(PLAIN, tensor=2, data=2, expert=4, num_microbatches=8)
+    along = built(graph, replace(chosen, sequence_parallel=True))
+    assert experts(along) == {
+        "e": ("expert", "tensor"), "t00": ("expert",), "t01": ("tensor",)
+    }  # fmt: skip
+    whole = built(graph, chosen)
+    assert experts(whole) == {"e": ("expert", "tensor"), "t00": ("expert",)}
+    fewer = built(graph, replace(chosen, expert=2, sequence_parallel=True))
+    assert experts(fewer) == {"e": ("expert", "tensor"), "t00": ("expert",)}
+    # Tokens are gathered over the tensor axis alone, and go back to where they were.
+    assert {row for row, axes in moves(fewer) if "tensor" in axes} >= {"combine", "reduce_scatter"}
+    assert not {row for row, axes in moves(fewer) if "expert" in axes}
 
 
 def test_experts_over_data_and_tensor_ranks(graph: Graph) -> None:

@@ -47,10 +47,10 @@ def every(rule: str, request: Request) -> Iterator[Point]:
     found = grid(rule, request)
     sequences = (True, False) if rule == "megatron" else (False,)
     for sequence, zero, level in product(sequences, RULES[rule].zeros, LEVELS):
-        for chosen, _ in layouts(
-            RULES[rule], request.graph, CLUSTER, 1, found.factored, sequence_parallel=sequence
-        ):
-            varied = replace(chosen, zero=zero, recompute=level)
+        like = Configuration(
+            zero=zero, recompute=level, sequence_parallel=sequence, master_dtype=None
+        )
+        for varied, _ in layouts(RULES[rule], request.graph, CLUSTER, like, found.factored):
             for count in found._counts(varied):
                 point = found._point(_divided(varied, count))
                 if point is not None:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import gcd
 from operator import mul
 from types import MappingProxyType
+from typing import Any
 
 from parloom.comparators.configuration import (
     Configuration,
@@ -48,6 +49,17 @@ class Rule:
             return (1,)
         return tuple(accumulate((prime.size for prime in cluster.prime_axes()), mul))
 
+    def changes(self, chosen: Configuration, cluster: Cluster) -> Iterator[Mapping[str, Any]]:
+        """What is tried, one after the other, of the best plan only."""
+        if chosen.sequence_parallel:
+            yield {"sequence_parallel": False}
+        inner = chosen.tensor * chosen.context * chosen.copies
+        shard, rest = divmod(cluster.levels[0].size, inner)
+        if not rest and 1 < shard < chosen.data:
+            yield {"shard": shard}
+        for zero in self.zeros[1:]:
+            yield {"zero": zero}
+
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
@@ -59,21 +71,15 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def layouts(
-    rule: Rule,
-    graph: Graph,
-    cluster: Cluster,
-    num_microbatches: int,
-    factored: Factored,
-    *,
-    sequence_parallel: bool = False,
+    rule: Rule, graph: Graph, cluster: Cluster, like: Configuration, factored: Factored
 ) -> Iterator[tuple[Configuration, LaidOut]]:
-    """The layouts of a rule, one for each degree of tensor parallelism.
+    """The layouts of a rule, one for each degree of tensor parallelism, which are else as `like`.
 
     Ends where a degree leaves heads whole that a smaller one splits (Megatron-LM refuses these).
     """
     samples = num_samples(graph)
     if all(entry.samples is None for entry in graph.of_kind("batch")):  # of the whole batch
-        samples //= num_microbatches
+        samples //= like.num_microbatches
     positions = [entry.value.spec.shape[1] for entry in graph.of_kind("batch")
                  if len(entry.value.spec.shape) > 1] if num_positions(graph) else [1]  # fmt: skip
     split = frozenset[str]()
@@ -81,15 +87,14 @@ def layouts(
         ranks = cluster.num_devices // tensor
         data = gcd(samples, ranks)
         context = gcd(ranks // data, *positions)
-        chosen = Configuration(
+        chosen = replace(
+            like,
             tensor=tensor,
             data=data,
             context=context,
             copies=ranks // data // context,
             microbatch=samples // data,
-            num_microbatches=num_microbatches,
-            sequence_parallel=sequence_parallel and tensor > 1 and num_positions(graph) > 0,
-            master_dtype=None,
+            sequence_parallel=like.sequence_parallel and tensor > 1 and num_positions(graph) > 0,
         )
         laid = laid_out(graph, chosen, cluster, factored)
         before, split = split, split_heads(laid.program, laid.assignments)
@@ -123,9 +128,9 @@ def _plain(
     rule: str, zero: int, graph: Graph, cluster: Cluster, num_microbatches: int
 ) -> Iterator[Decisions]:
     """A plan of each layout that recomputes nothing."""
-    found = layouts(RULES[rule], graph, cluster, num_microbatches, factorize(graph))
-    for chosen, laid in found:
-        yield laid.decisions(replace(chosen, zero=zero))
+    like = Configuration(zero=zero, num_microbatches=num_microbatches, master_dtype=None)
+    for chosen, laid in layouts(RULES[rule], graph, cluster, like, factorize(graph)):
+        yield laid.decisions(chosen)
 
 
 def random_plan(

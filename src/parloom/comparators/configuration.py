@@ -8,8 +8,9 @@ Ranks are numbered as the field does: tensor fastest, then context, experts, dat
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from types import MappingProxyType
 
 from parloom.comparators.tensor_parallel import LOOKUPS, TENSOR, WEIGHT_OPS, Megatron
@@ -35,6 +36,7 @@ from parloom.search.spread import Assignment, Unfolded, decisions, followed, spr
 
 DATA, CONTEXT, COPY, EXPERT, REPLICA = "data", "context", "copy", "expert", "replica"
 SELECTIVE = "selective"
+BATCHED = PRODUCTS.keys() - WEIGHT_OPS
 # Of how many blocks one is recomputed as a whole.
 RECOMPUTE: Mapping[str, int] = MappingProxyType(
     {"none": 0, SELECTIVE: 0, "alternate": 2, "full": 1}
@@ -293,9 +295,32 @@ def _is_dear(node: Node, weights: set[str]) -> bool:
     return node.op in PRODUCTS and not weights.isdisjoint(node.refs)
 
 
+def experts_of(program: Unfolded, index: int) -> tuple[str, ...]:
+    """The factors of the experts of an operator: of a mixture, or of a product of tokens and
+    weights that both have a dim for experts (Lepikhin et al., 2020, algorithm 2).
+    """
+    flat, rule = program.nodes[index], program.rules[index]
+    if flat.node.op == EXPERTS:
+        return rule.operands[3][0]  # the numbers of the experts
+    weights = [name in program.parameters for name in flat.operands]
+    if flat.node.op not in BATCHED or not any(weights):
+        return ()
+    every = [{f for dim in dims for f in dim} for dims in (*rule.operands, *rule.results)]
+    return tuple(f for f in rule.shardable if all(f in factors for factors in every))
+
+
+def num_experts(program: Unfolded) -> int:
+    """What all numbers of experts have in common; 0 where there are none."""
+    found = (
+        (program.rules[index].size(f) for f in experts_of(program, index))
+        for index in range(len(program.nodes))
+    )
+    return gcd(*(max(sizes, default=0) for sizes in found))
+
+
 class _ByHand:
     """Megatron's choice for products and lookups; with sequence parallelism, positions between.
-    Experts are divided, and see the tokens of all that share them.
+    Experts are divided, and tokens travel to them.
     """
 
     def __init__(self, program: Unfolded, chosen: Configuration) -> None:
@@ -315,6 +340,7 @@ class _ByHand:
             assignment = followed(self.program, index, lying)
         if flat.node.op == EXPERTS:
             self.lay[flat.results[0]] = flat.operands[0]
+        if flat.node.op == EXPERTS or (self.experts and experts_of(self.program, index)):
             assignment = self._divided(index, assignment)
         if TENSOR not in self.program.mesh.names:
             return assignment
@@ -335,16 +361,25 @@ class _ByHand:
         return assignment
 
     def _divided(self, index: int, assignment: Assignment) -> Assignment:
-        """Experts over their axes; tokens stay on others, but not on the tensor axis."""
+        """Experts over their axes. Tokens stay on these where the operator routes them, and on
+        others, but not on the tensor axis.
+        """
         node, rule = self.program.nodes[index].node, self.program.rules[index]
         ranks = self.program.mesh.size(self.experts)
-        bare = without(assignment, (*self.experts, TENSOR))
         if ranks == 1:
-            return bare
-        for factor in rule.operands[3][0]:  # the numbers of the experts
-            if rule.size(factor) % ranks == 0:
-                return bare | {factor: self.experts}
-        raise InputError(f"{node.key}: its experts do not divide over {ranks} ranks")
+            return without(assignment, (TENSOR,))
+        for experts in experts_of(self.program, index):
+            if rule.size(experts) % ranks == 0:
+                break
+        else:
+            raise InputError(f"{node.key}: its experts do not divide over {ranks} ranks")
+        moved = {f for pair in rule.routes if experts in pair for f in pair} - {experts}
+        found = {experts: self.experts}
+        for factor, axes in without(assignment, {TENSOR} - {*self.experts}).items():
+            stays = axes if factor in moved else tuple(a for a in axes if a not in self.experts)
+            if stays and factor != experts:
+                found[factor] = stays
+        return found
 
     def _splits_activations(self, index: int, assignment: Assignment) -> bool:
         """Whether the tensor axis is on a factor that no weight of an operator has."""
@@ -367,7 +402,7 @@ class _ByHand:
         return rule.results[0][1]
 
 
-def without(assignment: Assignment, gone: tuple[str, ...]) -> Assignment:
+def without(assignment: Assignment, gone: Collection[str]) -> Assignment:
     """An assignment without some axes."""
     bare = {f: tuple(a for a in axes if a not in gone) for f, axes in assignment.items()}
     return {f: axes for f, axes in bare.items() if axes}

@@ -4,14 +4,14 @@ For every layout of the rule: microbatches, levels of ZeRO, sequence parallelism
 node, and recomputation of nothing, of what is cheap, or of whole blocks. More microbatches and more
 recomputation hold less and take no less time. So of a layout the fewest microbatches that fit are
 looked for, more is recomputed only where more microbatches were needed, and whatever takes longer
-than the best plan so far even with the fewest microbatches is left.
+than the best plan so far even with the fewest microbatches is left. Mixtures of experts are tried
+after that with their experts over all numbers of ranks, so that they are never worse for it.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Any
+from math import gcd
 
 from parloom.comparators.baselines import Rule, layouts
 from parloom.comparators.configuration import (
@@ -19,6 +19,7 @@ from parloom.comparators.configuration import (
     Configuration,
     LaidOut,
     laid_out,
+    num_experts,
 )
 from parloom.errors import InputError, LayoutError, ParloomError
 from parloom.ir.factors import factorize
@@ -59,11 +60,12 @@ class Point:
 
 class Grid:
     """The points of a rule for a question, with the dtypes of `base`; at most `most` of them are
-    simulated.
+    simulated, and as many with experts over ranks.
     """
 
     def __init__(self, request: Request, rule: Rule, base: Decisions, most: int) -> None:
-        self.request, self.rule, self.base, self.left = request, rule, base, most
+        self.request, self.rule, self.base = request, rule, base
+        self.most = self.left = most
         self.factored = factorize(request.graph)
         self.counts = request.microbatch_counts(self.factored)
         blocks = any(isinstance(item, Call) for item in request.graph.main.body)
@@ -71,57 +73,59 @@ class Grid:
         self.laid: dict[Configuration, LaidOut] = {}
         self.points: dict[Configuration, Point | None] = {}
         self.refused: ParloomError | None = None
-        self.best_s = inf
+        self.tried: list[Configuration] = []
+        self.best: Point | None = None
 
     def run(self) -> Iterator[Point]:
         """Points that fit, each faster than those before; where none does, the smallest.
 
         Raises `LayoutError` or `InputError` where none can be lowered.
         """
-        tried: list[Configuration] = []
-        best: Point | None = None
-        in_vain = 0
-        for chosen, laid in self._layouts():
-            tried.append(chosen)
+        request, in_vain = self.request, 0
+        like = _least(self.rule, self.counts[0], self.base)
+        for chosen, laid in layouts(self.rule, request.graph, request.cluster, like, self.factored):
+            self.tried.append(chosen)
             self.laid[_layout(chosen)] = laid
             found = self._fastest(chosen)
             if found is not None:
-                best, in_vain = found, 0
                 yield found
-            elif best is not None:
-                in_vain += 1
+            in_vain = in_vain + 1 if found is None and self.best is not None else 0
             if self.left <= 0 or in_vain == IN_VAIN:
                 break
-        point = best or self._smallest(tried)
-        for change in self._changes(point.chosen):
+        plain = self.best or self._smallest(self.tried)
+        yield from self._varied(plain)
+        yield from self._with_experts(plain.chosen)
+        if self.best is None:
+            yield self._smallest(())
+
+    def _varied(self, point: Point) -> Iterator[Point]:
+        """Changes of a point, one after the other, that are better."""
+        for change in self.rule.changes(point.chosen, self.request.cluster):
             varied = replace(point.chosen, **change)
             found = self._fewest(varied, self._counts(varied))
             if found is not None:
-                point = best = found
+                point = found
                 yield found
-        if best is None:
-            yield self._smallest(())
 
-    def _layouts(self) -> Iterator[tuple[Configuration, LaidOut]]:
-        """With what holds least of a layout: a level of ZeRO, and sequence parallelism."""
-        request, base = self.request, self.base
-        for chosen, laid in layouts(
-            self.rule,
-            request.graph,
-            request.cluster,
-            self.counts[0],
-            self.factored,
-            sequence_parallel=True,
-        ):
-            yield (
-                replace(
-                    chosen,
-                    zero=self.rule.zeros[0],
-                    master_dtype=base.master_dtype,
-                    reduce_dtype=base.reduce_dtype,
-                ),
-                laid,
-            )
+    def _with_experts(self, plain: Configuration) -> Iterator[Point]:
+        """Experts over all numbers of ranks, in the layout of `plain` and in others."""
+        found = sorted(self.tried, key=lambda chosen: chosen.tensor != plain.tensor)
+        experts = num_experts(self.laid[_layout(found[0])].program)
+        if not experts:
+            return
+        self.left += self.most
+        known, in_vain = self.best, 0
+        for layout in found:
+            best = self.best
+            for degree in _degrees(layout, experts):
+                point = self._fastest(replace(layout, expert=degree))
+                if point is not None:
+                    yield point
+            in_vain = in_vain + 1 if self.best is best is not None else 0
+            if self.left <= 0 or in_vain == IN_VAIN:
+                break
+        if self.best is not None and self.best is not known:
+            yield from self._varied(self.best)
 
     def _fastest(self, chosen: Configuration) -> Point | None:
         """The fastest plan of a layout that fits; None where it is no faster than the best."""
@@ -131,7 +135,7 @@ class Grid:
             found = self._fewest(replace(chosen, recompute=level), counts) or found
             plain = self.points.get(_divided(chosen, counts[0]))
             # More recomputation is in vain.
-            if plain is None or self._fits(plain) or plain.prediction.step_s >= self.best_s:
+            if plain is None or self._fits(plain) or not self._is_better(plain):
                 break
             if plain.stored_bytes > self.request.limit_bytes:
                 break
@@ -141,6 +145,9 @@ class Grid:
         """The numbers of microbatches that divide the samples of a rank, too."""
         samples = chosen.microbatch * chosen.num_microbatches
         return [n for n in self.counts if samples % n == 0 and n >= chosen.num_microbatches]
+
+    def _is_better(self, point: Point) -> bool:
+        return self.best is None or point.prediction.step_s < self.best.prediction.step_s
 
     def _fits(self, point: Point) -> bool:
         return point.prediction.peak_bytes <= self.request.limit_bytes
@@ -152,27 +159,16 @@ class Grid:
         index = 0
         while index < len(counts):
             point = self._point(_divided(chosen, counts[index]))
-            if point is None or point.prediction.step_s >= self.best_s:
+            if point is None or not self._is_better(point):
                 return None
             if self._fits(point):
-                self.best_s = point.prediction.step_s
+                self.best = point
                 return point
             others = point.prediction.peak_bytes - point.kept_bytes
             room = max(1, self.request.limit_bytes - others)
             needed = min(counts[-1], counts[index] * max(2.0, point.kept_bytes / room))
             index = max(index + 1, bisect_left(counts, needed))
         return None
-
-    def _changes(self, chosen: Configuration) -> Iterator[Mapping[str, Any]]:
-        """What is tried, one after the other, of the best plan only."""
-        if chosen.sequence_parallel:
-            yield {"sequence_parallel": False}
-        inner = chosen.tensor * chosen.context * chosen.copies
-        shard, rest = divmod(self.request.cluster.levels[0].size, inner)
-        if not rest and 1 < shard < chosen.data:
-            yield {"shard": shard}
-        for zero in self.rule.zeros[1:]:
-            yield {"zero": zero}
 
     def _smallest(self, plain: Sequence[Configuration]) -> Point:
         """Of the plans that hold least of each layout, and of all that were simulated."""
@@ -208,12 +204,34 @@ class Grid:
         return Point(chosen, decisions, request.predict(decisions, self.factored))
 
 
+def _least(rule: Rule, num_microbatches: int, base: Decisions) -> Configuration:
+    """What holds least of any layout: a level of ZeRO, and sequence parallelism."""
+    return Configuration(
+        zero=rule.zeros[0],
+        num_microbatches=num_microbatches,
+        sequence_parallel=True,
+        master_dtype=base.master_dtype,
+        reduce_dtype=base.reduce_dtype,
+    )
+
+
 def _layout(chosen: Configuration) -> Configuration:
     """What the layout of a configuration depends on."""
     return replace(
         chosen, zero=0, recompute=LEVELS[0], num_microbatches=1,
         microbatch=chosen.microbatch * chosen.num_microbatches,
     )  # fmt: skip
+
+
+def _degrees(chosen: Configuration, experts: int) -> Iterator[int]:
+    """Over how many ranks experts divide, from many to few: all of those that share the samples
+    with those that share weights, or some of those that share the samples.
+    """
+    every = chosen.data * chosen.tensor
+    if chosen.tensor > 1 and experts % every == 0:
+        yield every
+    both = gcd(chosen.data, experts)
+    yield from (degree for degree in range(both, 1, -1) if both % degree == 0)
 
 
 def _divided(chosen: Configuration, num_microbatches: int) -> Configuration:
