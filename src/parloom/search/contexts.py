@@ -135,6 +135,8 @@ class ContextSearch:
         self.composer = Composer(self.layouts, num_microbatches, work)
         self.duals = ShadowPrices()
         self.judged: dict[Decisions, Judged] = {}
+        # By weight, and the option of the variable that says where it lies.
+        self._stored: dict[tuple[int, int], tuple[tuple[Level, ...], Ints]] = {}
         # Bytes that the model may count, such that simulated peaks are within the limit.
         self.limit = float(request.limit_bytes)
         # What a byte that is held costs beside the limit.
@@ -226,9 +228,13 @@ class ContextSearch:
 
     def stored(self, weight: int, values: Sequence[int]) -> tuple[tuple[Level, ...], Ints]:
         """The ways to store a weight where `values` put it, and their prices [level, part]."""
-        program = self.layouts.program
-        home = self.layouts.home(weight, values)
-        return self.layouts.storage.options(stored_of(program, program.weights[weight], *home))
+        variable = self.layouts.placed_by(weight)
+        key = weight, 0 if variable is None else values[variable]
+        if key not in self._stored:
+            program, home = self.layouts.program, self.layouts.home(weight, values)
+            stored = stored_of(program, program.weights[weight], *home)
+            self._stored[key] = self.layouts.storage.options(stored)
+        return self._stored[key]
 
     def fitting(self) -> Iterator[Judged]:
         limit = self.request.limit_bytes

@@ -223,15 +223,22 @@ class LayoutModel:
             found += self.flows.rows(number, values, prices)[0]
         return found
 
+    def placed_by(self, weight: int) -> int | None:
+        """The variable that says where a weight lies; None of one that nothing reads."""
+        if weight in self.homes:
+            return self.variable[weight]
+        readers = self.program.weights[weight].readers
+        return readers[0].operator if readers else None
+
     def home(self, weight: int, values: Sequence[int]) -> tuple[Layout, Axes]:
         """Compute layout of a weight, and the axes over which its gradient is partial."""
-        if weight in self.homes:
-            home = self.homes[weight][values[self.variable[weight]]]
-            return home.layout, home.reduce
-        readers = self.program.weights[weight].readers
-        if not readers:
+        variable = self.placed_by(weight)
+        if variable is None:
             return Layout(), ()
-        options = self.options[readers[0].operator]
-        choice, _ = options.option(values[readers[0].operator])
+        if weight in self.homes:
+            home = self.homes[weight][values[variable]]
+            return home.layout, home.reduce
+        readers, options = self.program.weights[weight].readers, self.options[variable]
+        choice, _ = options.option(values[variable])
         state = options.menu.choices[choice].operands[readers[0].operand]
         return state.layout, state.varying

@@ -9,15 +9,22 @@ are simulated first, whichever context they are of.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 
 from parloom.search.compose import Candidate, Stored
-from parloom.search.contexts import ContextSearch, Judged, Seen
+from parloom.search.contexts import ContextSearch, Ints, Judged, Seen
+from parloom.search.model import Floats
 from parloom.search.prices import PARTS
-from parloom.search.step_rows import COMPUTE_AND_SENT, row_prices, step_sums
-from parloom.search.storage import AFTER, GATHERED
+from parloom.search.step_rows import (
+    COMPUTE_AND_SENT,
+    StepSums,
+    all_step_sums,
+    row_prices,
+    step_sums,
+)
+from parloom.search.storage import AFTER, GATHERED, WEIGHT_PARTS, Level
 
 # Operators of plans that are simulated in all, and the fewest and the most plans.
 OPERATORS, FEWEST, MOST = 60_000, 8, 320
@@ -43,12 +50,12 @@ Forced = tuple[tuple[int, int], ...]
 class Aim:
     """Which plan is the best: by what is estimated of a candidate, and by what was simulated."""
 
-    estimated: Callable[[Candidate], float]
+    estimated: Callable[[StepSums], float]
     simulated: Callable[[Judged], tuple[float, float]]
 
 
-FASTEST = Aim(lambda c: c.sums.step_ps, lambda found: (found.step_ps, found.peak_bytes))
-SMALLEST = Aim(lambda c: c.sums.held_bytes, lambda found: (found.peak_bytes, found.step_ps))
+FASTEST = Aim(lambda sums: sums.step_ps, lambda found: (found.step_ps, found.peak_bytes))
+SMALLEST = Aim(lambda sums: sums.held_bytes, lambda found: (found.peak_bytes, found.step_ps))
 
 
 def improved(
@@ -149,7 +156,7 @@ class _LocalSearch:
         if neighbor.expected <= best * (1 + WORSE):
             return True
         known, parent = self.aim.simulated(neighbor.parent)[0], neighbor.parent.candidate
-        estimate = neighbor.expected - known + self.aim.estimated(parent)
+        estimate = neighbor.expected - known + self.aim.estimated(parent.sums)
         return self.aim is FASTEST and self.seen.promises(estimate, best)
 
     def _expand(self, context: ContextSearch, found: Judged, forced: Forced) -> None:
@@ -159,7 +166,9 @@ class _LocalSearch:
         if not forced:  # estimates of these are the least exact: they come first
             for candidate in _stored_alike(context, found.candidate):
                 self._add(stored, context, found, forced, candidate, known)
-        for candidate in _stored_otherwise(context, found.candidate):
+        otherwise = _stored_otherwise(context, found.candidate, self.aim)
+        matter = (c for c in otherwise if self._matters(context, c, found.candidate))
+        for candidate in islice(matter, self.left):
             self._add(stored, context, found, forced, candidate)
         laid_out = self.laid_out[id(context)].neighbors
         for more, option in _options(context, found.candidate, forced):
@@ -206,7 +215,8 @@ class _LocalSearch:
         key = id(context), candidate.values, candidate.levels, candidate.variants
         if key not in self.known and self._matters(context, candidate, parent.candidate):
             self.known.add(key)
-            more = self.aim.estimated(candidate) - self.aim.estimated(parent.candidate)
+            more = self.aim.estimated(candidate.sums)
+            more -= self.aim.estimated(parent.candidate.sums)
             expected = self.aim.simulated(parent)[0] + more
             if at_most is not None:
                 expected = min(expected, at_most)
@@ -267,18 +277,27 @@ def _stored_alike(context: ContextSearch, candidate: Candidate) -> Iterator[Cand
             yield _restored(context, candidate, tuple(found))
 
 
-def _stored_otherwise(context: ContextSearch, candidate: Candidate) -> Iterator[Candidate]:
-    """`candidate` with the weights of one kind stored otherwise."""
-    weights = context.layouts.program.weights
-    options = [context.stored(index, candidate.values)[0] for index in range(len(weights))]
-    for index, (weight, levels) in enumerate(zip(weights, options, strict=True)):
-        for level in levels:
-            changed = ((level, weight.count),)
-            if changed != candidate.levels[index]:
-                others = candidate.levels
-                yield _restored(
-                    context, candidate, (*others[:index], changed, *others[index + 1 :])
-                )
+def _stored_otherwise(
+    context: ContextSearch, candidate: Candidate, aim: Aim
+) -> Iterator[Candidate]:
+    """`candidate` with the weights of one kind stored otherwise, the best estimate first."""
+    changes: list[tuple[int, Stored]] = []
+    rows: list[Floats] = []
+    for index, weight in enumerate(context.layouts.program.weights):
+        levels, parts = context.stored(index, candidate.values)
+        own = candidate.levels[index]
+        others = candidate.rows[PARTS:] - _parts(own, levels, parts)
+        for level, part in zip(levels, parts, strict=True):
+            if own != ((level, weight.count),):
+                changes.append((index, ((level, weight.count),)))
+                rows.append(others + weight.count * part)
+    passes = np.broadcast_to(candidate.rows[:PARTS], (len(rows), PARTS))
+    every = np.hstack((passes, np.array(rows).reshape(len(rows), -1)))
+    sums = all_step_sums(every, context.num_microbatches)
+    for number in sorted(range(len(changes)), key=lambda i: aim.estimated(sums[i])):
+        index, changed = changes[number]
+        stored = (*candidate.levels[:index], changed, *candidate.levels[index + 1 :])
+        yield replace(candidate, levels=stored, rows=every[number], sums=sums[number])
 
 
 def _stored_as(context: ContextSearch, candidate: Candidate, levels: Sequence[Stored]) -> Candidate:
@@ -291,15 +310,19 @@ def _stored_as(context: ContextSearch, candidate: Candidate, levels: Sequence[St
 
 
 def _restored(
-    context: ContextSearch, candidate: Candidate, levels: tuple[Stored, ...]
+    context: ContextSearch, candidate: Candidate, stored: tuple[Stored, ...]
 ) -> Candidate:
     """`candidate` with other storage."""
-    rows = candidate.rows.copy()
-    rows[PARTS:] = 0
-    for index, chosen in enumerate(levels):
-        options, parts = context.stored(index, candidate.values)
-        for level, number in chosen:
-            rows[PARTS:] += number * parts[options.index(level)]
-    return replace(
-        candidate, levels=levels, rows=rows, sums=step_sums(rows, context.num_microbatches)
+    options = (context.stored(index, candidate.values) for index in range(len(stored)))
+    parts = sum(_parts(some, *known) for some, known in zip(stored, options, strict=True))
+    rows = np.concatenate((candidate.rows[:PARTS], np.zeros(WEIGHT_PARTS) + parts))
+    sums = step_sums(rows, context.num_microbatches)
+    return replace(candidate, levels=stored, rows=rows, sums=sums)
+
+
+def _parts(stored: Stored, levels: Sequence[Level], parts: Ints) -> Floats:
+    """What equal weights add to the rows of weights where they are stored so."""
+    found: Floats = sum(
+        (number * parts[levels.index(level)] for level, number in stored), np.zeros(WEIGHT_PARTS)
     )
+    return found

@@ -11,6 +11,7 @@ update what is stored and what the optimizer needs beside its states.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -104,14 +105,25 @@ class StepSums:
 
 def step_sums(rows: Floats, num_microbatches: int) -> StepSums:
     """The sums of a solution with these totals."""
-    n = num_microbatches
-    weights = rows[PARTS:]
-    again = weights[AGAIN] + weights[CHUNKED] - rows[BACKWARD]
-    return StepSums(
-        float(n * (rows[COMPUTE_AND_SENT].sum() + weights[ALONE]) + weights[AFTER]),
-        float(n * (weights[GATHERED] - rows[FORWARD])),
-        float((n - 1) * again),
-        float(again + weights[REDUCED]),
-        float(rows[KEPT] + weights[STORED] + weights[MOVING]),
-        float(weights[STORED] + weights[UPDATING]),
-    )
+    return StepSums(*(_terms(num_microbatches) @ rows).tolist())
+
+
+def all_step_sums(rows: Floats, num_microbatches: int) -> list[StepSums]:
+    """The sums of several solutions, [solution, row]."""
+    return [StepSums(*sums) for sums in (rows @ _terms(num_microbatches).T).tolist()]
+
+
+@lru_cache
+def _terms(num_microbatches: int) -> Floats:
+    """How often each row counts in each of the sums: [sum, row]."""
+    n, found = num_microbatches, np.zeros((6, NUM_ROWS))
+    plain, forward, between, last, passes, update = found
+    plain[COMPUTE_AND_SENT] = plain[PARTS + ALONE] = n
+    plain[PARTS + AFTER] = 1
+    forward[PARTS + GATHERED], forward[FORWARD] = n, -n
+    last[[PARTS + AGAIN, PARTS + CHUNKED, BACKWARD]] = 1, 1, -1
+    between[:] = (n - 1) * last
+    last[PARTS + REDUCED] = 1
+    passes[[KEPT, PARTS + STORED, PARTS + MOVING]] = 1
+    update[[PARTS + STORED, PARTS + UPDATING]] = 1
+    return found
