@@ -44,6 +44,9 @@ class Elimination:
         self.model = model
         self.steps: list[_Step] = []
         self.constants: list[int] = []
+        # What a term says alike of all options of a variable does not bind it to others.
+        self.views = [tuple(v for v in term.views if v.size > 1) for term in model.terms]
+        self._products: dict[tuple[int, ...], tuple[Sequence[View], View]] = {}
         self._plan()
 
     @property
@@ -53,12 +56,12 @@ class Elimination:
 
     def _plan(self) -> None:
         tables: dict[int, tuple[View, ...]] = {
-            number: _merged(term.views) for number, term in enumerate(self.model.terms)
+            number: _merged(views) for number, views in enumerate(self.views)
         }
         self.merges = {
-            number: _merge(term.views)
-            for number, term in enumerate(self.model.terms)
-            if len({v.variable for v in term.views}) < len(term.views)
+            number: _merge(views)
+            for number, views in enumerate(self.views)
+            if len({v.variable for v in views}) < len(views)
         }
         count = len(tables)
         touching: list[set[int]] = [set() for _ in self.model.variables]
@@ -71,7 +74,7 @@ class Elimination:
             variable = min(left, key=lambda v: (cells[v], v))
             left.remove(variable)
             mine = sorted(touching[variable])
-            rest = _joint(variable, (tables[n] for n in mine))
+            rest = self._joint(variable, (tables[n] for n in mine))
             size = len(self.model.variables[variable])
             inputs = tuple(self._input(n, tables[n], variable, rest) for n in mine)
             shape = (size, *(view.size for view in rest))
@@ -93,8 +96,29 @@ class Elimination:
     def _cells(
         self, variable: int, tables: dict[int, tuple[View, ...]], touching: list[set[int]]
     ) -> int:
-        rest = _joint(variable, (tables[n] for n in sorted(touching[variable])))
+        rest = self._joint(variable, (tables[n] for n in sorted(touching[variable])))
         return len(self.model.variables[variable]) * prod(view.size for view in rest)
+
+    def _joint(self, variable: int, tables: Iterable[tuple[View, ...]]) -> tuple[View, ...]:
+        """One view of each other variable that `tables` have, as fine as all of theirs."""
+        found: dict[int, list[View]] = {}
+        for views in tables:
+            for view in views:
+                some = found.setdefault(view.variable, [])
+                if view.variable != variable and not any(view is other for other in some):
+                    some.append(view)
+        return tuple(
+            some[0] if len(some) == 1 else self._product(some)
+            for other, some in sorted(found.items())
+            if other != variable
+        )
+
+    def _product(self, views: Sequence[View]) -> View:
+        """`_product` of views, which are asked for again and again while variables are counted."""
+        key = tuple(map(id, views))
+        if key not in self._products:
+            self._products[key] = views, _product(views)
+        return self._products[key][1]
 
     def _input(
         self, number: int, views: tuple[View, ...], variable: int, rest: tuple[View, ...]
@@ -117,7 +141,7 @@ class Elimination:
         """The least cost under `prices`, and a value for each variable where any is legal."""
         tables: dict[int, Floats] = {}
         for number, term in enumerate(self.model.terms):
-            costs = term.priced(prices)
+            costs = term.priced(prices).reshape([view.size for view in self.views[number]])
             merge = self.merges.get(number)
             tables[number] = costs if merge is None else costs[merge]
         best: list[Indices] = []
@@ -171,21 +195,6 @@ def _merge(views: Sequence[View]) -> tuple[Indices, ...]:
         shape[position[view.variable]] = len(index)
         found.append(index.reshape(shape))
     return tuple(found)
-
-
-def _joint(variable: int, tables: Iterable[tuple[View, ...]]) -> tuple[View, ...]:
-    """One view of each other variable that `tables` have, as fine as all of theirs."""
-    found: dict[int, list[View]] = {}
-    for views in tables:
-        for view in views:
-            some = found.setdefault(view.variable, [])
-            if view.variable != variable and not any(view is other for other in some):
-                some.append(view)
-    return tuple(
-        some[0] if len(some) == 1 else _product(some)
-        for other, some in sorted(found.items())
-        if other != variable
-    )
 
 
 def _product(views: Sequence[View]) -> View:
