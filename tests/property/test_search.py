@@ -131,12 +131,12 @@ def test_a_search_finds_what_simulation_of_every_plan_finds(
     limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
     fitting = [(p, found) for p, found in every if found.peak_bytes <= limit]
     least_s = min(found.step_s for _, found in fitting)
-    request = Request(graph, DataSheets(TWO), ADAM, limit, count)
-    found = search(request, BASE, silent)
+    question = Request(graph, DataSheets(TWO), ADAM, limit, count)
+    found = search(question, BASE, silent)
     assert found.bound_ps <= least_s * 1e12
     assert found.estimate_bound_ps <= min(p.step_ps for p, _ in fitting) * (1 + 1e-6)
     if not found.proposals:
-        least, _ = smallest(request)
+        least, _ = smallest(question)
         assert least.prediction is not None
         assert least.prediction.peak_bytes <= limit
         return
@@ -153,16 +153,16 @@ def test_redistributions_cost_what_the_planner_of_movements_makes_of_them(seed: 
     layouts = LayoutModel(
         program_of(graph, factorize(graph)), Walker({}, mesh, cluster), BASE, ADAM
     )
-    asked = [request for some in layouts.flows.requests for request in some]
+    asked = [edge.transitions for some in layouts.flows.edges for edge in some]
     for table in redistributions(layouts.prices, asked):
-        request = table.request
+        some = table.transitions
         for _ in range(10):
-            source = rng.randrange(len(request.sources))
-            target = rng.randrange(len(request.targets))
-            states = request.sources[source], request.targets[target]
-            price = layouts.prices.movement(request.spec, request.flows, *states)
+            source = rng.randrange(len(some.sources))
+            target = rng.randrange(len(some.targets))
+            states = some.sources[source], some.targets[target]
+            price = layouts.prices.movement(some.spec, some.flows, *states)
             assert (price is not None) == table.legal[source, target]
-            if price is not None and request.spec.shape:
+            if price is not None and some.spec.shape:
                 assert price.tolist() == table.parts[:, source, target].tolist()
 
 

@@ -114,3 +114,19 @@ def test_functions_stay_small() -> None:
         if (length := (node.end_lineno or 0) - node.body[0].lineno + 1) > 60
     }
     assert long == {}
+
+
+# Classes that are still to be split, and their lines: they get no longer.
+LONG = {"CallCosts": 152, "Driver": 229, "LayoutModel": 169, "StoragePrices": 188}
+
+
+def test_classes_of_the_search_stay_small() -> None:
+    long = {
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": length
+        for file in SOURCES
+        if file.parent.name in ("search", "solve", "comparators")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > LONG.get(node.name, 150)
+    }
+    assert long == {}

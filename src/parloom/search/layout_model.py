@@ -12,21 +12,13 @@ from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menu, Menus, assignments
-from parloom.search.fates import KEEP, REGATHER, REMAKE, Fates, Options
+from parloom.search.fates import Fates, Options
 from parloom.search.flow_costs import PASSES, FlowCosts
 from parloom.search.homes import agreements, homes
 from parloom.search.model import Floats, Model, Row, Term, Variable, View
-from parloom.search.prices import (
-    BACKWARD,
-    BACKWARD_SENT,
-    FORWARD,
-    FORWARD_SENT,
-    KEPT,
-    PARTS,
-    Known,
-    Prices,
-)
-from parloom.search.program import Axes, Block, Flags, Program
+from parloom.search.operator_costs import OperatorCosts
+from parloom.search.prices import PARTS, Known, Prices
+from parloom.search.program import Axes, Block, Program
 from parloom.search.storage import WEIGHT_PARTS, StoragePrices, stored_of
 
 STORAGE = slice(PARTS, PARTS + WEIGHT_PARTS)
@@ -73,7 +65,7 @@ class LayoutModel:
         self.flows = FlowCosts(
             program, self.prices, self.options, self.fates, self.homes, self.variable
         )
-        self._calls: dict[tuple[int, Flags], Floats] = {}
+        self.calls = OperatorCosts(program, self.prices, self.options, self.fates)
         self.fixed = (*self._operators(), *self._weights(), *self._agreements(menus))
         self.variables = tuple(self._variables())
 
@@ -111,42 +103,10 @@ class LayoutModel:
     def _operators(self) -> Iterator[Term]:
         for index in range(len(self.options)):
             flows = self.program.operators[index].flows
-            rows = [count * self.operator_rows(index, flags) for flags, count in flows]
+            rows = [count * self.calls.rows(index, flags) for flags, count in flows]
             costs = np.sum(rows, axis=0).reshape(1, -1, PARTS)
             size = costs.shape[1]
             yield Term((View(index, np.arange(size), size),), ((costs, None),), PASSES, "operator")
-
-    def operator_rows(self, index: int, flags: Flags) -> Floats:
-        """Rows of one call of an operator: [choice, fate, row]."""
-        if (index, flags) not in self._calls:
-            self._calls[index, flags] = self._operator_rows(index, flags)
-        return self._calls[index, flags]
-
-    def _operator_rows(self, index: int, flags: Flags) -> Floats:
-        operator, options = self.program.operators[index], self.options[index]
-        choices = options.menu.choices
-        listed = [self.prices.operator(index, choice, flags) for choice in choices]
-        prices = np.array(listed, dtype=float).reshape(-1, PARTS)
-        own, read = self.fates.results(index)
-        kept = np.zeros(len(choices))
-        for r, value in enumerate(operator.node.results if any(flags) else ()):
-            sizes = np.array([self.prices.held_bytes(value.spec, c.results[r]) for c in choices])
-            prices[:, KEPT] -= sizes * (r in own)
-            # Where nothing keeps any of them, all are kept for readers that are remade.
-            kept += sizes * (r in own or r in read or not (own or read))
-        prices[:, KEPT] = np.maximum(prices[:, KEPT], 0)
-        rows = np.repeat(prices[:, None, :], len(options.fates), axis=1)
-        for i, fate in enumerate(options.fates):
-            if fate in (KEEP, REGATHER):
-                rows[:, i, KEPT] += kept
-            if fate == REMAKE:  # what it saves inside is dropped, too
-                rows[:, i, KEPT] = 0.0
-                # A call without gradients has no backward pass; in one where the operator alone has
-                # none, this is too little.
-                if any(flags):
-                    rows[:, i, BACKWARD] += prices[:, FORWARD]
-                    rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
-        return rows
 
     def _weights(self) -> Iterator[Term]:
         """A term for the storage of each weight: the levels are alternatives."""
@@ -218,7 +178,7 @@ class LayoutModel:
         found = np.zeros(PARTS)
         for index, flags in block.operators:
             choice, fate = divmod(values[index], len(self.options[index].fates))
-            found += self.operator_rows(index, flags)[choice, fate]
+            found += self.calls.rows(index, flags)[choice, fate]
         for number in block.flows:
             found += self.flows.rows(number, values, prices)[0]
         return found

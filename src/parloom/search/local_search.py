@@ -292,7 +292,7 @@ def _stored_otherwise(
                 changes.append((index, ((level, weight.count),)))
                 rows.append(others + weight.count * part)
     passes = np.broadcast_to(candidate.rows[:PARTS], (len(rows), PARTS))
-    every = np.hstack((passes, np.array(rows).reshape(len(rows), -1)))
+    every = np.hstack((passes, np.array(rows).reshape(len(rows), len(candidate.rows) - PARTS)))
     sums = all_step_sums(every, context.num_microbatches)
     for number in sorted(range(len(changes)), key=lambda i: aim.estimated(sums[i])):
         index, changed = changes[number]

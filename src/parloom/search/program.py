@@ -8,7 +8,7 @@ made once for all readers in a call that want the same, so these stand together.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -219,7 +219,6 @@ class _Folding:
         self.derived = {e.value.name for e in graph.of_kind("parameter")}
         self.first: dict[str, Reader] = {}
         self.readers: dict[str, set[tuple[str, str, int]]] = {}
-        self.units = 1
 
     def run(self) -> Program:
         templates: list[FlatNode] = []
@@ -246,7 +245,7 @@ class _Folding:
                 reader = Reader(at, position)
                 self.first.setdefault(name, reader)
                 reads.setdefault((call, name), []).append(reader)
-        weights = tuple(self._weights(reads))
+        weights, units = _weights_of(self.graph, self.pinned, reads)
         shared = {
             target: index
             for index, weight in enumerate(weights)
@@ -257,7 +256,7 @@ class _Folding:
             self._operator(flat, found) for flat, found in zip(templates, counts, strict=True)
         )
         flows, by_call = self._flows(reads, shared)
-        blocks = tuple(self._blocks(runs, by_call))
+        blocks = tuple(_blocks_of(self.graph, runs, by_call))
         return Program(
             self.graph,
             self.factored,
@@ -267,7 +266,7 @@ class _Folding:
             blocks,
             self.index,
             self.pinned,
-            self.units,
+            units,
         )
 
     def _define(self, flat: FlatNode, flags: Flags) -> None:
@@ -324,20 +323,6 @@ class _Folding:
         flows = (replace(flow, count=count) for flow, count in zip(found, counts, strict=True))
         return tuple(flows), by_call
 
-    def _blocks(
-        self, runs: dict[CallKey, list[tuple[int, Flags]]], flows: dict[CallKey, list[int]]
-    ) -> Iterable[Block]:
-        """The calls of main whose blocks call no others, those that cost the same together."""
-        callers = {f.name for f in self.graph.functions if any(isinstance(i, Call) for i in f.body)}
-        alike: dict[tuple[str, tuple[int, ...], tuple[tuple[int, Flags], ...]], list[str]] = {}
-        for item in self.graph.main.body:
-            if isinstance(item, Call) and item.function not in callers:
-                call = item.function, item.prefix
-                key = item.function, tuple(flows.get(call, ())), tuple(runs.get(call, ()))
-                alike.setdefault(key, []).append(item.prefix)
-        for (function, read, run), prefixes in alike.items():
-            yield Block(function, tuple(prefixes), read, run)
-
     def _flow(
         self, name: str, readers: tuple[Reader, ...], shared: Mapping[str, int]
     ) -> Flow | None:
@@ -354,39 +339,54 @@ class _Folding:
         like = self.first.get(name) if entry.kind == "batch" else None
         return Flow(spec, flows, readers, 1, like=like)
 
-    def _weights(self, reads: dict[tuple[CallKey, str], list[Reader]]) -> Iterable[Weight]:
-        found: dict[
-            tuple[TensorSpec, bool, tuple[Reader, ...], bool, int, bool, tuple[Pin, ...], bool],
-            list[str],
-        ] = {}
-        places: dict[str, list[CallKey]] = {}
-        readers: dict[str, list[Reader]] = {}
-        for (call, name), some in reads.items():
-            places.setdefault(name, []).append(call)
-            readers.setdefault(name, []).extend(some)
-        entries = self.graph.of_kind("parameter")
-        unit: dict[str, CallKey | None] = {}
-        elements: Counter[CallKey | None] = Counter()
-        for entry in entries:
-            name, where = entry.value.name, places.get(entry.value.name, [])
-            block = len(where) == 1 and where[0][0] != self.graph.main.name
-            unit[name] = where[0] if block else None
-            elements[unit[name]] += entry.value.spec.num_elements
-        self.units = max(1, len(elements) - (None in elements))
-        last = last_reduced(self.graph)
-        trained = reached(self.graph)
-        for entry in entries:
-            name = entry.value.name
-            key = (
-                entry.value.spec,
-                entry.trainable,
-                tuple(dict.fromkeys(readers.get(name, ()))),
-                unit[name] is not None,
-                elements[unit[name]],
-                name in last,
-                self.pinned.parameters.get(entry.target, ()),
-                name in trained,
-            )
-            found.setdefault(key, []).append(entry.target)
-        for (spec, trainable, by, block, together, late, pins, loss), targets in found.items():
-            yield Weight(spec, trainable, by, tuple(targets), block, together, late, pins, loss)
+
+def _weights_of(
+    graph: Graph, pinned: Pinned, reads: Mapping[tuple[CallKey, str], Sequence[Reader]]
+) -> tuple[tuple[Weight, ...], int]:
+    """All weights, equal ones together, and how many block calls read weights of their own."""
+    found: dict[Weight, list[str]] = {}
+    places: dict[str, list[CallKey]] = {}
+    readers: dict[str, list[Reader]] = {}
+    for (call, name), some in reads.items():
+        places.setdefault(name, []).append(call)
+        readers.setdefault(name, []).extend(some)
+    entries = graph.of_kind("parameter")
+    unit: dict[str, CallKey | None] = {}
+    elements: Counter[CallKey | None] = Counter()
+    for entry in entries:
+        name, where = entry.value.name, places.get(entry.value.name, [])
+        block = len(where) == 1 and where[0][0] != graph.main.name
+        unit[name] = where[0] if block else None
+        elements[unit[name]] += entry.value.spec.num_elements
+    last = last_reduced(graph)
+    trained = reached(graph)
+    for entry in entries:
+        name = entry.value.name
+        alike = Weight(
+            entry.value.spec,
+            entry.trainable,
+            tuple(dict.fromkeys(readers.get(name, ()))),
+            targets=(),
+            block=unit[name] is not None,
+            unit_elements=elements[unit[name]],
+            last=name in last,
+            pins=pinned.parameters.get(entry.target, ()),
+            reached=name in trained,
+        )
+        found.setdefault(alike, []).append(entry.target)
+    weights = (replace(weight, targets=tuple(targets)) for weight, targets in found.items())
+    return tuple(weights), max(1, len(elements) - (None in elements))
+
+
+def _blocks_of(
+    graph: Graph, runs: dict[CallKey, list[tuple[int, Flags]]], flows: dict[CallKey, list[int]]
+) -> Iterable[Block]:
+    """The calls of main whose blocks call no others, those that cost the same together."""
+    callers = {f.name for f in graph.functions if any(isinstance(i, Call) for i in f.body)}
+    alike: dict[Block, list[str]] = {}
+    for item in graph.main.body:
+        if isinstance(item, Call) and item.function not in callers:
+            call = item.function, item.prefix
+            block = Block(item.function, (), tuple(flows.get(call, ())), tuple(runs.get(call, ())))
+            alike.setdefault(block, []).append(item.prefix)
+    return (replace(block, prefixes=tuple(found)) for block, found in alike.items())

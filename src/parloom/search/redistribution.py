@@ -34,7 +34,7 @@ DIM = np.int64(1) << 40  # above every stride
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Transitions:
     """A tensor and the states that it may be in before and after; `flows`: gradients come back."""
 
     spec: TensorSpec
@@ -53,37 +53,37 @@ class Redistribution:
     `legal` is False where no chain of movements leads there.
     """
 
-    request: Request
+    transitions: Transitions
     parts: Ints
     legal: Bools
 
 
-def redistributions(prices: Prices, requests: Sequence[Request]) -> tuple[Redistribution, ...]:
-    """The prices of all `requests` on the mesh of `prices`."""
-    return tuple(found for some in _batches(requests) for found in _together(prices, some))
+def redistributions(prices: Prices, asked: Sequence[Transitions]) -> tuple[Redistribution, ...]:
+    """The prices of all that is `asked` on the mesh of `prices`."""
+    return tuple(found for some in _batches(asked) for found in _together(prices, some))
 
 
-def _batches(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
+def _batches(asked: Sequence[Transitions]) -> Iterator[Sequence[Transitions]]:
     start, pairs = 0, 0
-    for index, request in enumerate(requests):
-        if pairs and pairs + len(request) > AT_ONCE:
-            yield requests[start:index]
+    for index, one in enumerate(asked):
+        if pairs and pairs + len(one) > AT_ONCE:
+            yield asked[start:index]
             start, pairs = index, 0
-        pairs += len(request)
-    if requests:
-        yield requests[start:]
+        pairs += len(one)
+    if asked:
+        yield asked[start:]
 
 
-def _together(prices: Prices, requests: Sequence[Request]) -> Iterator[Redistribution]:
-    chains = _Chains(prices.mesh, requests)
+def _together(prices: Prices, asked: Sequence[Transitions]) -> Iterator[Redistribution]:
+    chains = _Chains(prices.mesh, asked)
     parts = _priced(prices, chains.moved(), chains.flows)
     start = 0
-    for request in requests:
-        shape = len(request.sources), len(request.targets)
-        mine = slice(start, start + len(request))
-        start += len(request)
+    for one in asked:
+        shape = len(one.sources), len(one.targets)
+        mine = slice(start, start + len(one))
+        start += len(one)
         yield Redistribution(
-            request,
+            one,
             np.ascontiguousarray(parts[mine].T).reshape(PARTS, *shape),
             chains.legal[mine].reshape(shape),
         )
@@ -159,25 +159,25 @@ class _Codes:
 
 
 class _Chains:
-    """The chains of movements of all pairs of `requests`, followed as `ir.moves` plans them."""
+    """The chains of movements of all pairs of `asked`, followed as `ir.moves` plans them."""
 
-    def __init__(self, mesh: Mesh, requests: Sequence[Request]) -> None:
+    def __init__(self, mesh: Mesh, asked: Sequence[Transitions]) -> None:
         self.sizes = np.array([axis.size for axis in mesh.axes], dtype=np.int64)
         self.by_name = np.array(sorted(range(len(mesh.names)), key=mesh.names.__getitem__))
         codes = _Codes(mesh)
-        dims = max([1, *(len(request.spec.shape) for request in requests)])
+        dims = max([1, *(len(one.spec.shape) for one in asked)])
         ends, shapes = [], []
-        for request in requests:
-            both = (codes.of(some, request.flows) for some in (request.sources, request.targets))
-            index = np.indices((len(request.sources), len(request.targets))).reshape(2, -1)
+        for one in asked:
+            both = (codes.of(some, one.flows) for some in (one.sources, one.targets))
+            index = np.indices((len(one.sources), len(one.targets))).reshape(2, -1)
             ends.append([states[i] for states, i in zip(both, index, strict=True)])
-            shape = (*request.spec.shape, *[1] * (dims - len(request.spec.shape)))
-            shapes.append(np.broadcast_to(np.array(shape, dtype=np.int64), (len(request), dims)))
-        lengths = [len(request) for request in requests]
-        whole = np.repeat([request.spec.num_bytes for request in requests], lengths)
-        self.flows = np.repeat([request.flows for request in requests], lengths)
+            shape = (*one.spec.shape, *[1] * (dims - len(one.spec.shape)))
+            shapes.append(np.broadcast_to(np.array(shape, dtype=np.int64), (len(one), dims)))
+        lengths = [len(one) for one in asked]
+        whole = np.repeat([one.spec.num_bytes for one in asked], lengths)
+        self.flows = np.repeat([one.flows for one in asked], lengths)
         # Scalars are not counted: see `prices`.
-        self.counts = np.repeat([bool(request.spec.shape) for request in requests], lengths)
+        self.counts = np.repeat([bool(one.spec.shape) for one in asked], lengths)
         self.now, self.target = (_States.of(np.concatenate(end)) for end in zip(*ends, strict=True))
         self.shape = np.concatenate(shapes)
         now, target = self.now, self.target

@@ -171,7 +171,8 @@ class ColumnGeneration:
             self._raise_penalty(limit_bytes, duals)
             # Where nothing fits, prices are those of the least that is held.
             limit = max(limit_bytes, self.least_held)
-            cost, after = self._combine(limit)
+            self.work.spend()
+            cost, after = mixed(self.columns.values(), limit, self._penalty(limit))
             bound = self.bound_ps(limit)
             if cost - bound <= tolerance * cost or (limit == limit_bytes and bound >= enough):
                 return after
@@ -198,23 +199,26 @@ class ColumnGeneration:
         least = min(c.sums.step_ps for c in self.columns.values())
         return self.penalty * least / max(limit_bytes, 1.0)
 
-    def _combine(self, limit_bytes: float) -> tuple[float, ShadowPrices]:
-        """The best mixture of columns: its cost, and the dual values."""
-        program = LinearProgram()
-        columns = tuple(self.columns.values())
-        exposed = [program.column(1.0) for _ in range(3)]
-        above = program.column(self._penalty(limit_bytes) * GB / MS)
-        shares = [program.column(c.sums.plain_ps / MS) for c in columns]
-        program.row(dict.fromkeys(shares, 1.0), 1.0, 1.0)
-        for column, name in zip(exposed, EXPOSED, strict=True):
-            terms = {s: -getattr(c.sums, name) / MS for s, c in zip(shares, columns, strict=True)}
-            program.row({column: 1.0, **terms}, low=0.0)
-        for name in INSTANTS:
-            held = {s: getattr(c.sums, name) / GB for s, c in zip(shares, columns, strict=True)}
-            program.row({above: -1.0, **held}, high=limit_bytes / GB)
-        self.work.spend()
-        answer = program.solve()
-        assert answer is not None, "a mixture of columns is always possible"
-        forward, between, last = (min(1.0, max(0.0, p)) for p in answer.prices[1:4])
-        passes, update = (max(0.0, -price) * MS / GB for price in answer.prices[4:6])
-        return answer.cost * MS, ShadowPrices(forward, between, last, passes, update)
+
+def mixed(
+    columns: Collection[Column], limit_bytes: float, penalty: float
+) -> tuple[float, ShadowPrices]:
+    """The best mixture of columns: its cost, and the dual values. A byte above the limit costs
+    `penalty` ps.
+    """
+    program = LinearProgram()
+    exposed = [program.column(1.0) for _ in range(3)]
+    above = program.column(penalty * GB / MS)
+    shares = [program.column(c.sums.plain_ps / MS) for c in columns]
+    program.row(dict.fromkeys(shares, 1.0), 1.0, 1.0)
+    for column, name in zip(exposed, EXPOSED, strict=True):
+        terms = {s: -getattr(c.sums, name) / MS for s, c in zip(shares, columns, strict=True)}
+        program.row({column: 1.0, **terms}, low=0.0)
+    for name in INSTANTS:
+        held = {s: getattr(c.sums, name) / GB for s, c in zip(shares, columns, strict=True)}
+        program.row({above: -1.0, **held}, high=limit_bytes / GB)
+    answer = program.solve()
+    assert answer is not None, "a mixture of columns is always possible"
+    forward, between, last = (min(1.0, max(0.0, p)) for p in answer.prices[1:4])
+    passes, update = (max(0.0, -price) * MS / GB for price in answer.prices[4:6])
+    return answer.cost * MS, ShadowPrices(forward, between, last, passes, update)
