@@ -15,6 +15,7 @@ from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.grid import MOST, Grid
+from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
 from parloom.errors import InputError, LayoutError, ParloomError, StoppedError, one_line
 from parloom.ir.mesh import Mesh
@@ -245,7 +246,8 @@ def _plans(
         asked = tuple(ActivationDecision(p, "recompute") for p in request.graph.recomputed_calls)
         count = request.num_microbatches or 1
         base = replace(base, activations=asked, num_microbatches=count)
-        for decisions in COMPARATORS[name](request, base, say):
+        alone = request.cluster.num_devices == 1
+        for decisions in (on_one_device(base),) if alone else COMPARATORS[name](request, base, say):
             words = _name(name, decisions.mesh)
             try:
                 yield ScoredPlan(decisions, request.predict(decisions), name, words)

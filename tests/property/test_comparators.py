@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parloom.candidates import COMPARATORS
+from parloom.candidates import COMPARATORS, candidates
 from parloom.comparators import alpa, flexflow
 from parloom.comparators.call_costs import Assignment, CallCosts
 from parloom.comparators.delta import Delta
@@ -84,9 +84,10 @@ def test_plans_are_legal_and_use_the_whole_cluster(method: str, seed: int) -> No
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_device_has_nothing_to_choose(method: str) -> None:
-    (plan,) = plans(method, request_of(model(), ONE))
-    assert plan.mesh.num_ranks == 1
-    lower(model(), plan)
+    asked = replace(request_of(model(), ONE), method=method)
+    (plan,) = candidates(asked, silent).found
+    assert plan.decisions.mesh.num_ranks == 1
+    lower(model(), plan.decisions)
 
 
 @pytest.mark.parametrize("method", METHODS)

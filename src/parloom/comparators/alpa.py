@@ -19,7 +19,6 @@ from parloom.comparators.plans import (
     Whole,
     asked_program,
     communicated,
-    on_one_device,
     planned,
     samples_of,
 )
@@ -62,9 +61,6 @@ def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    if request.cluster.num_devices == 1:
-        yield on_one_device(base)
-        return
     program = asked_program(request, base)
     samples, shared = samples_of(program), Known()
     for mesh in views(request.cluster):

@@ -10,6 +10,7 @@ the same work. `grid` says which of their points is the best.
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import gcd
 from operator import mul
@@ -103,34 +104,17 @@ def layouts(
         yield chosen, laid
 
 
-def data_parallel(
-    graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
+def plain(
+    rule: str, graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
 ) -> Iterator[Decisions]:
-    """Every device has all weights and a share of the samples."""
-    yield from _plain("data_parallel", 0, graph, cluster, num_microbatches)
-
-
-def fsdp(
-    graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
-) -> Iterator[Decisions]:
-    """Data parallel with weights, gradients and optimizer states sharded (ZeRO-3)."""
-    yield from _plain("fsdp", 3, graph, cluster, num_microbatches)
-
-
-def megatron(
-    graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
-) -> Iterator[Decisions]:
-    """Tensor parallel over the fastest links, data parallel over the rest: one plan per degree."""
-    yield from _plain("megatron", 0, graph, cluster, num_microbatches)
-
-
-def _plain(
-    rule: str, zero: int, graph: Graph, cluster: Cluster, num_microbatches: int
-) -> Iterator[Decisions]:
-    """A plan of each layout that recomputes nothing."""
+    """A plan of each layout of a rule that recomputes nothing; `fsdp` stores all in chunks."""
+    zero = 3 if rule == "fsdp" else 0
     like = Configuration(zero=zero, num_microbatches=num_microbatches, master_dtype=None)
     for chosen, laid in layouts(RULES[rule], graph, cluster, like, factorize(graph)):
         yield laid.decisions(chosen)
+
+
+data_parallel, fsdp, megatron = (partial(plain, rule) for rule in RULES)
 
 
 def random_plan(

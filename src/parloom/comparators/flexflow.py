@@ -16,7 +16,7 @@ from random import Random
 
 from parloom.comparators.call_costs import Assignment, CallCosts
 from parloom.comparators.delta import Change, Delta
-from parloom.comparators.plans import asked_program, joined, on_one_device, samples_of
+from parloom.comparators.plans import asked_program, joined, samples_of
 from parloom.cost.walk import Walker
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.plan import Decisions, one_stage
@@ -42,9 +42,6 @@ def flexflow(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    if request.cluster.num_devices == 1:
-        yield on_one_device(base)
-        return
     primes = reversed(request.cluster.prime_axes())
     mesh = Mesh(tuple(MeshAxis(f"a{i}", (prime,)) for i, prime in enumerate(primes)))
     program = asked_program(request, base, apart=True)

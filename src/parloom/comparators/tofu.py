@@ -11,7 +11,7 @@ come first communicate least, so they are made across the slowest links.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parloom.comparators.plans import asked_program, communicated, joined, on_one_device, planned
+from parloom.comparators.plans import asked_program, communicated, joined, planned
 from parloom.cost.walk import Walker
 from parloom.ir.mesh import Cluster, Link, Mesh, MeshAxis
 from parloom.ir.plan import Decisions, Optimizer
@@ -37,9 +37,6 @@ def tofu(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    if request.cluster.num_devices == 1:
-        yield on_one_device(base)
-        return
     program = asked_program(request, base)
     counted = bytes_as_seconds(request.cluster)
     chosen: Sequence[Chosen] = [{} for _ in program.operators]
