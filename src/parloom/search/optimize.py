@@ -228,8 +228,17 @@ class Driver:
             )
         return menus
 
-    def _look(self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()) -> None:
-        """Bounds of a context, and plans where these promise some."""
+    def _look(
+        self,
+        program: Program,
+        mesh: Mesh,
+        count: int,
+        menus: Sequence[Menu] = (),
+        parent: ContextSearch | None = None,
+    ) -> None:
+        """Bounds of a context, and plans where these promise some: on a mesh that is finer than
+        that of `parent`, where plans that are as far above the bound as there would be better.
+        """
         context = self.on[mesh.num_ranks].search(program, mesh, count, menus)
         self.looked.append(context)
         free = self.duals.with_byte(0.0)
@@ -238,7 +247,7 @@ class Driver:
         if self.duals != free:
             context.columns.prove(self.duals, ROUGH)
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
-        if self._promises(context):
+        if self._promises(context) and (parent is None or self._expects(context, parent)):
             context.run(self.duals, self._enough_ps(mesh) / min(1.0, self.seen.ratio))
             if self._promises(context):
                 before, enough = self.best_ps, self._enough_ps(mesh)
@@ -254,6 +263,14 @@ class Driver:
         bound = context.columns.bound_ps(context.limit)
         enough = self._enough_ps(context.mesh)
         return bound < enough and self.seen.promises(bound, max(enough, self.best_ps))
+
+    def _expects(self, context: ContextSearch, parent: ContextSearch) -> bool:
+        """Whether plans as far above the bound as those of `parent` are better by more than a
+        little.
+        """
+        above = _fastest(parent) / max(parent.columns.bound_ps(parent.limit), 1.0)
+        expected = context.columns.bound_ps(context.limit) * above
+        return expected < self.best_ps * (1 - BETTER)
 
     def _refine(self) -> None:
         """Meshes with an axis of the best ones cut in two, and on from what is better."""
@@ -284,7 +301,7 @@ class Driver:
                 continue
             menus = self._promising(program, mesh, costs)
             if all(menus):
-                self._look(program, mesh, count, menus)
+                self._look(program, mesh, count, menus, parent)
 
     def _improve(self, patience: int = PATIENCE) -> None:
         """Local search on the simulator from the fastest plans of some contexts; a short one where
