@@ -26,7 +26,7 @@ from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
-from parloom.search.step_rows import ShadowPrices, row_prices
+from parloom.search.step_rows import INSTANTS, ShadowPrices, row_prices
 from parloom.search.storage import Level, stored_of
 from parloom.search.work import Work
 
@@ -78,9 +78,12 @@ class Judged(Played):
 
 
 class Seen:
-    """What simulations of one question showed of estimates."""
+    """What simulations of one question showed of estimates; every step needs `least_bytes` beyond
+    what the model counts.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, least_bytes: int = 0) -> None:
+        self.least_bytes = least_bytes
         self.ratios: dict[tuple[Mesh, int], float] = {}
         self.beyond: dict[int, dict[Mesh, float]] = {}
 
@@ -108,9 +111,9 @@ class Seen:
         """
         known = {n: min(sizes.values()) for n, sizes in self.beyond.items() if len(sizes) > 1}
         if num_microbatches in known:
-            return max(0.0, known[num_microbatches])
+            return known[num_microbatches]
         others = (size * n / num_microbatches for n, size in known.items() if n < num_microbatches)
-        return max(0.0, min(others, default=0.0))
+        return max(self.least_bytes, min(others, default=0.0))
 
 
 class ContextSearch:
@@ -149,7 +152,7 @@ class ContextSearch:
     def price_memory(self, byte_ps: float) -> None:
         """Columns and candidates in which a byte costs so much, whatever the limit."""
         self.limit, self.held_ps = inf, byte_ps
-        self.duals = ShadowPrices(pass_byte_ps=byte_ps / 2, update_byte_ps=byte_ps / 2)
+        self.duals = ShadowPrices(0.5, 0.5, 0.5, *(byte_ps / len(INSTANTS) for _ in INSTANTS))
         self.columns.prove(self.duals)
 
     def candidates(self) -> Iterator[Candidate]:

@@ -22,13 +22,13 @@ from parloom.search.program import Axes, Block, Program
 from parloom.search.storage import WEIGHT_PARTS, StoragePrices, stored_of
 
 STORAGE = slice(PARTS, PARTS + WEIGHT_PARTS)
-BYTES = ("kept", "stored", "moving", "updating")
+BYTES = ("kept", "stored", "collected", "moving", "updating")
 ROWS = tuple(
     Row(name, "bytes" if name in BYTES else "ps")
     for name in (
         "forward", "forward sent", "backward", "backward sent", "kept", "near", "far",
-        "gathered", "again", "chunked", "reduced", "alone", "after", "stored", "moving",
-        "updating", "updated", "weights near", "weights far",
+        "gathered", "again", "chunked", "reduced", "alone", "after", "stored", "collected",
+        "moving", "updating", "updated", "weights near", "weights far",
     )
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from parloom.search.pins import Pin
 from parloom.search.prices import PARTS
 from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS
-from parloom.search.storage import STORED
+from parloom.search.storage import STORED, UPDATING
 
 
 def least_share(graph: Graph, base: Decisions, optimizer: Optimizer, num_devices: int) -> int:
@@ -37,16 +37,18 @@ def least_share(graph: Graph, base: Decisions, optimizer: Optimizer, num_devices
 
 
 def stored_bytes(context: ContextSearch) -> int:
-    """What plans of a context hold at least all along: weights and their states, and the batch.
-
-    Activations are no part of it: what the search counts of them is too much where an operator
-    keeps what another keeps, too.
+    """What plans of a context hold at least during the update: weights, gradients and states, what
+    the optimizer needs beside these, and the batch.
     """
     prices = np.zeros(NUM_ROWS)
-    prices[PARTS + STORED] = 1.0
+    prices[[PARTS + STORED, PARTS + UPDATING]] = 1.0
     bound, _ = context.columns.minimum(prices, 0.0)
-    batch = context.request.graph.of_kind("batch")
-    return int(bound + sum(entry.value.spec.num_bytes for entry in batch))
+    return int(bound + batch_bytes(context.request.graph))
+
+
+def batch_bytes(graph: Graph) -> int:
+    """What every device holds of the batch all along."""
+    return sum(entry.value.spec.num_bytes for entry in graph.of_kind("batch"))
 
 
 def conflict(request: Request, base: Decisions) -> InputError:

@@ -17,7 +17,7 @@ from parloom.search.choices import Menu, Menus
 from parloom.search.climb import climbed
 from parloom.search.contexts import Contexts, ContextSearch, Judged, Played, Seen
 from parloom.search.finer import LeastCosts, promising, refinements
-from parloom.search.least import least_share
+from parloom.search.least import batch_bytes, least_share
 from parloom.search.local_search import PATIENCE, improved
 from parloom.search.meshes import MAX_AXES, joined, logical_meshes
 from parloom.search.microbatch import microbatch_of
@@ -135,7 +135,7 @@ class Driver:
         self.contexts = Contexts(request, base)
         # Of the whole cluster and of parts of it, by the number of devices.
         self.on = {request.cluster.num_devices: self.contexts}
-        self.seen, self.duals = Seen(), ShadowPrices()
+        self.seen, self.duals = Seen(batch_bytes(request.graph)), ShadowPrices()
         self.best_ps = than.step_ps if than else inf
         self.looked: list[ContextSearch] = []
         # Bounds of contexts as if memory had no limit.

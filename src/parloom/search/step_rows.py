@@ -6,8 +6,9 @@
 
 for n microbatches: weights gathered for a block hide behind the forward pass, those gathered again
 and gradients in chunks behind each backward pass, gradients reduced once behind the last. Memory
-has two instants: in the passes what is kept, stored, and there of weights that move; during the
-update what is stored and what the optimizer needs beside its states.
+has three instants, each with what is stored: between the passes what is kept, as main's gathered
+weights have their gradients these, both with what earlier microbatches left of gradients; during
+the update all gradients and what the optimizer needs beside its states.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from parloom.search.storage import (
     AGAIN,
     ALONE,
     CHUNKED,
+    COLLECTED,
     GATHERED,
     MOVING,
     REDUCED,
@@ -37,25 +39,30 @@ COMPUTE_AND_SENT = [FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT]
 @dataclass(frozen=True, slots=True)
 class ShadowPrices:
     """Dual values: of hiding gathers behind the forward pass, of hiding behind each backward pass
-    but the last and behind the last (each 0 to 1), and of a byte of memory in the passes and during
-    the update (ps).
+    but the last and behind the last (each 0 to 1), and of a byte of memory between the passes, as
+    main's gradients are whole, and during the update (ps).
     """
 
     forward: float = 0.5
     between: float = 0.5
     last: float = 0.5
     pass_byte_ps: float = 0.0
+    whole_byte_ps: float = 0.0
     update_byte_ps: float = 0.0
 
     @property
     def byte_ps(self) -> float:
-        """A byte at both instants."""
-        return self.pass_byte_ps + self.update_byte_ps
+        """A byte at all instants."""
+        return self.pass_byte_ps + self.whole_byte_ps + self.update_byte_ps
 
     def with_byte(self, byte_ps: float) -> "ShadowPrices":
         """The same where a byte costs so much, shared between the instants as it is here."""
-        share = self.pass_byte_ps / self.byte_ps if self.byte_ps else 1.0
-        return replace(self, pass_byte_ps=share * byte_ps, update_byte_ps=(1.0 - share) * byte_ps)
+        before = (self.whole_byte_ps, self.update_byte_ps)
+        whole, update = (byte_ps * ps / self.byte_ps if ps else 0.0 for ps in before)
+        passes = byte_ps - whole - update if self.pass_byte_ps or not self.byte_ps else 0.0
+        return replace(
+            self, pass_byte_ps=max(0.0, passes), whole_byte_ps=whole, update_byte_ps=update
+        )
 
 
 def row_prices(duals: ShadowPrices, num_microbatches: int) -> Floats:
@@ -70,14 +77,16 @@ def row_prices(duals: ShadowPrices, num_microbatches: int) -> Floats:
     found[PARTS + REDUCED] = duals.last
     found[PARTS + ALONE] = n
     found[PARTS + AFTER] = 1.0
-    found[[KEPT, PARTS + MOVING]] = duals.pass_byte_ps
+    found[KEPT], found[PARTS + MOVING] = duals.pass_byte_ps, duals.whole_byte_ps
     found[PARTS + STORED] = duals.byte_ps
+    if num_microbatches > 1:
+        found[PARTS + COLLECTED] = duals.pass_byte_ps + duals.whole_byte_ps
     found[PARTS + UPDATING] = duals.update_byte_ps
     return found
 
 
 EXPOSED = ("forward_ps", "between_ps", "last_ps")
-INSTANTS = ("pass_bytes", "update_bytes")
+INSTANTS = ("pass_bytes", "whole_bytes", "update_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +98,13 @@ class StepSums:
     between_ps: float
     last_ps: float
     pass_bytes: float
+    whole_bytes: float = 0.0
     update_bytes: float = 0.0
 
     @property
     def held_bytes(self) -> float:
-        """At the instant at which more is held."""
-        return max(self.pass_bytes, self.update_bytes)
+        """At the instant at which most is held."""
+        return max(self.pass_bytes, self.whole_bytes, self.update_bytes)
 
     @property
     def step_ps(self) -> float:
@@ -116,14 +126,15 @@ def all_step_sums(rows: Floats, num_microbatches: int) -> list[StepSums]:
 @lru_cache
 def _terms(num_microbatches: int) -> Floats:
     """How often each row counts in each of the sums: [sum, row]."""
-    n, found = num_microbatches, np.zeros((6, NUM_ROWS))
-    plain, forward, between, last, passes, update = found
+    n, found = num_microbatches, np.zeros((7, NUM_ROWS))
+    plain, forward, between, last, passes, whole, update = found
     plain[COMPUTE_AND_SENT] = plain[PARTS + ALONE] = n
     plain[PARTS + AFTER] = 1
     forward[PARTS + GATHERED], forward[FORWARD] = n, -n
     last[[PARTS + AGAIN, PARTS + CHUNKED, BACKWARD]] = 1, 1, -1
     between[:] = (n - 1) * last
     last[PARTS + REDUCED] = 1
-    passes[[KEPT, PARTS + STORED, PARTS + MOVING]] = 1
+    passes[[KEPT, PARTS + STORED]] = whole[[PARTS + STORED, PARTS + MOVING]] = 1
+    passes[PARTS + COLLECTED] = whole[PARTS + COLLECTED] = n > 1
     update[[PARTS + STORED, PARTS + UPDATING]] = 1
     return found

@@ -29,19 +29,21 @@ from parloom.search.program import Axes, Program, Weight
 # bytes: gathering it in the forward and in the backward pass, reducing its gradient in every
 # microbatch or once; what hides behind nothing (all that main's own weights send when they are
 # stored in chunks: they are gathered before the first operator and reduced after the last); what
-# follows (update, gathering what was updated); what is stored between steps, what is there beside
-# that in the passes (as it moves, or whole) and during the update; and what of that bounds a step:
-# the update, and how long links are busy at least (`prices`).
+# follows (update, gathering what was updated); bytes that are there all along (buffers that what
+# moves goes through stay, too), gradients that one microbatch leaves to the next, whole gradients
+# of main's gathered weights, which leave together, and what is there during the update; and what
+# bounds a step: the update, and how long links are busy at least (`prices`). No count of bytes is
+# more than the simulator's.
 (
     GATHERED, AGAIN, CHUNKED, REDUCED, ALONE, AFTER,
-    STORED, MOVING, UPDATING, UPDATED, NEAR, FAR,
-) = range(12)  # fmt: skip
-WEIGHT_PARTS = 12
+    STORED, COLLECTED, MOVING, UPDATING, UPDATED, NEAR, FAR,
+) = range(13)  # fmt: skip
+WEIGHT_PARTS = 13
 MEASURES = slice(UPDATED, FAR + 1)
 # Sizes of messages among which the one is looked for that keeps links busy least, for a byte.
 SIZES = tuple(1 << power for power in range(10, 34))
-# What is there of a call's weights at once: gathered for this call and the next, and on the way to
-# it; gradients of two calls on their way (`cost.transfers`).
+# Buffers of the size of a call's weights: gathered for this call and the next, and on the way to
+# it; of its gradients: those of two calls on their way (`cost.transfers`).
 WEIGHTS_AT_ONCE, GRADIENTS_AT_ONCE = 3, 2
 WeightPrice = NDArray[np.int64]
 
@@ -212,19 +214,15 @@ class StoragePrices:
             unit = weight.unit_elements
             gathered = self._share(found, weight, "all_gather", level.weight, whole * width, unit)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
+            found[STORED] += self._pooled(weight, level, whole * width, whole * gradient)
             if weight.block:
-                room = WEIGHTS_AT_ONCE * width + GRADIENTS_AT_ONCE * gradient * weight.trainable
-                found[MOVING] = whole * room // weight.units
                 # What the first call needs arrives while nothing is computed.
                 found[ALONE] = gathered // weight.units
                 found[GATHERED] -= found[ALONE]
-        found[STORED] = kept * width
-        if level.weight and not weight.block:  # whole from the first operator to the last
-            found[MOVING] = whole * width
-            # A weight that the loss does not depend on gets no gradient.
-            found[MOVING] += whole * gradient if weight.trainable and weight.reached else 0
+        found[STORED] += kept * width
         if not weight.trainable:
             return found
+        self._collect(found, weight, level, whole * gradient, (summed * gradient, owned * gradient))
         self._reduce(found, weight, level, whole * gradient)
         found[UPDATED] = picoseconds(
             self.walker.kernels.update_s(owned * master, self.optimizer.num_states)
@@ -234,12 +232,40 @@ class StoragePrices:
         apart = level.optimizer[len(level.weight) :]
         if apart:
             found[AFTER] += self._share(found, weight, "all_gather", apart, kept * width)
+            found[STORED] += kept * width  # they leave all at once
         # What is updated lies in the memory of the weight, if it has the same dtype.
         found[STORED] += owned * master * (self.optimizer.num_states + (master != width))
-        found[STORED] += summed * gradient
-        if self.denominators:
-            found[UPDATING] = owned * master
+        # Denominators go before chunks are gathered.
+        found[UPDATING] += owned * (master if self.denominators else width if apart else 0)
         return found
+
+    def _pooled(self, weight: Stored, level: Level, size: int, gradient: int) -> int:
+        """Bytes of the buffers that a gathered weight of so many bytes goes through, and its
+        gradient; those of block calls serve all calls.
+        """
+        if not weight.block:  # of all weights at once; whole frozen ones lie elsewhere
+            return 2 * size if weight.trainable else size
+        wholes = min(WEIGHTS_AT_ONCE, weight.units + 1)
+        if not weight.trainable:
+            return (wholes - 1) * size // weight.units
+        leaving = 0
+        if set(level.gradient) & set(weight.reduce):
+            # Those of equal size are free again where few calls follow.
+            leaving = weight.units + 1 - wholes if gradient == size else weight.units
+        return (wholes * size + min(GRADIENTS_AT_ONCE, leaving) * gradient) // weight.units
+
+    def _collect(
+        self, found: WeightPrice, weight: Stored, level: Level, whole: int, parts: tuple[int, int]
+    ) -> None:
+        """Bytes of a gradient: `whole`, or `parts` as it is stored and as it is updated."""
+        whole_sums = not level.optimizer and self.mesh.size(weight.reduce) > 1
+        if whole_sums or not weight.reached:
+            found[STORED] += parts[0]
+            return
+        # The first backward pass makes it.
+        found[COLLECTED], found[UPDATING] = parts
+        if level.weight and not weight.block:
+            found[MOVING] = whole
 
     def _reduce(self, found: WeightPrice, weight: Stored, level: Level, size: int) -> None:
         """Reducing the gradient as `ir.step_program` says: in every microbatch to how it is stored,

@@ -220,5 +220,5 @@ def mixed(
     answer = program.solve()
     assert answer is not None, "a mixture of columns is always possible"
     forward, between, last = (min(1.0, max(0.0, p)) for p in answer.prices[1:4])
-    passes, update = (max(0.0, -price) * MS / GB for price in answer.prices[4:6])
-    return answer.cost * MS, ShadowPrices(forward, between, last, passes, update)
+    bytes_ps = (max(0.0, -price) * MS / GB for price in answer.prices[4 : 4 + len(INSTANTS)])
+    return answer.cost * MS, ShadowPrices(forward, between, last, *bytes_ps)
