@@ -29,7 +29,7 @@ from parloom.search.prices import (
     PARTS,
     passes_ps,
 )
-from parloom.search.program import last_reduced
+from parloom.search.program import last_reduced, reached
 from parloom.search.storage import (
     AFTER,
     AGAIN,
@@ -115,7 +115,7 @@ def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimi
         value = parameter.input.value
         elements[unit.get(value.name)] += value.spec.num_elements
     trained = sum(p.input.value.spec.num_elements for p in pcg.parameters if p.input.trainable)
-    last = last_reduced(pcg.graph)
+    last, trained_at_all = last_reduced(pcg.graph), reached(pcg.graph)
     total = np.zeros(WEIGHT_PARTS, dtype=np.int64)
     for parameter in pcg.parameters:
         name, spec = parameter.input.value.name, parameter.input.value.spec
@@ -130,6 +130,7 @@ def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimi
             trained,
             max(1, len(elements) - (None in elements)),
             name in last,
+            reached=name in trained_at_all,
         )
         total += prices.price(stored, level_of(parameter.decision))
     return total

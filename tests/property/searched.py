@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from random import Random
 
+import numpy as np
+
 from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.step import priced
@@ -25,7 +27,9 @@ from parloom.search.pinned import NONE, Pinned
 from parloom.search.prices import Known
 from parloom.search.program import last_reduced, program_of, reached
 from parloom.search.request import Request
-from parloom.search.storage import MOVING, STORED, UPDATING, Level, StoragePrices, WeightPrice
+from parloom.search.prices import KEPT, PARTS
+from parloom.search.step_rows import NUM_ROWS, step_sums
+from parloom.search.storage import Level, StoragePrices, WeightPrice
 from parloom.search.storage import Stored as Weight
 from parloom.search.work import Work
 from tests.property.estimate import Estimate, estimate
@@ -160,8 +164,14 @@ def every_plan(graph: Graph, mesh: Mesh, cluster: Cluster, count: int = 1) -> It
             weights = sum((part for _, _, part in chosen[1:]), chosen[0][2])
             stored = tuple((weight, level) for weight, level, _ in chosen)
             step_ps = Estimate(passes, weights, count).step_ps
-            more = max(kept + int(weights[MOVING]), int(weights[UPDATING]))
-            yield Enumerated(plan, stored, step_ps, int(weights[STORED]) + more)
+            yield Enumerated(plan, stored, step_ps, counted_bytes(kept, weights, count))
+
+
+def counted_bytes(kept: int, weights: WeightPrice, count: int) -> int:
+    """What the model counts where activations of so many bytes are kept."""
+    rows = np.zeros(NUM_ROWS)
+    rows[KEPT], rows[PARTS:] = kept, weights
+    return int(step_sums(rows, count).held_bytes)
 
 
 def least_step_ps(plans: list[Enumerated], limit: float = PLENTY) -> int:

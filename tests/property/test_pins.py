@@ -35,7 +35,7 @@ from parloom.search.pins import Pin, parse_pin
 from parloom.search.program import program_of
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
-from parloom.search.storage import STORED
+from parloom.search.storage import STORED, UPDATING
 from tests.examples import examples
 from tests.property.estimate import estimate
 from tests.property.searched import (
@@ -298,7 +298,8 @@ def test_no_random_plan_holds_less_than_the_least(seed: int, blocks: bool) -> No
     plan = random_plan(graph, factored, mesh, seed)
     pcg = lower(graph, plan, factored=factored)
     batch = sum(entry.value.spec.num_bytes for entry in graph.of_kind("batch"))
-    stored = int(estimate(pcg, Walker({}, mesh, FOUR), ADAM).weights[STORED]) + batch
+    weights = estimate(pcg, Walker({}, mesh, FOUR), ADAM).weights
+    stored = int(weights[[STORED, UPDATING]].sum()) + batch
     least = min(every_bound(request_of(graph, FOUR)))
     share = least_share(graph, Decisions(), ADAM, FOUR.num_devices)
     assert 0 < share <= least - batch

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import log
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from parloom.cost.simulate import simulate
 from parloom.cost.step import priced
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
-from parloom.ir.graph import TensorSpec
+from parloom.ir.graph import Graph, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
@@ -25,11 +26,14 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 from parloom.ir.text import parse_graph
+from parloom.search.least import batch_bytes
 from parloom.search.meshes import logical_meshes
+from parloom.search.program import reached
 from parloom.search.storage import (
     AFTER,
     ALONE,
     CHUNKED,
+    COLLECTED,
     MOVING,
     REDUCED,
     STORED,
@@ -39,8 +43,8 @@ from parloom.search.storage import (
     Stored,
 )
 from tests.property.estimate import estimate
-from tests.property.searched import ADAM, random_graph
-from tests.unit.test_simulate import model
+from tests.property.searched import ADAM, counted_bytes, random_graph
+from tests.unit.test_simulate import chunked, model
 
 CLUSTERS = tuple(map(load_cluster, ("2x2xH100", "8xV100-16GB", "2x2xcpu")))
 # Scalars are not counted, messages are shared evenly, and what overlaps is summed up: of 1,000
@@ -70,24 +74,76 @@ def planned(seed: int, cluster: Cluster, blocks: bool) -> tuple[Decisions, PCG]:
 def test_what_is_stored_is_what_the_cost_layer_counts(
     seed: int, cluster: Cluster, blocks: bool
 ) -> None:
-    """Weights, gradients and states, to the byte; main's own weights are there whole while they are
-    in chunks, with their gradients. And the update, but for its launch.
+    """Weights, gradients and states, to the byte; gradients of main's own weights that are in chunks
+    are whole at once. And the update, but for its launch.
     """
     plan, pcg = planned(seed, cluster, blocks)
     walker = Walker({}, plan.mesh, cluster)
     found = estimate(pcg, walker, ADAM).weights
     costs = Parameters(pcg, walker, plan, ADAM)
-    gathered = 0
+    gathered = updated = buffers = 0
+    trained = reached(pcg.graph)
     for parameter in pcg.parameters:
-        if parameter.decision.weight.axes and parameter.input.target[0] == "w":
-            gathered += costs.home_bytes(parameter) + costs.gradient_bytes(parameter)
-    assert int(found[STORED]) == sum(costs.stored_bytes().values())
-    assert int(found[MOVING]) == gathered or blocks
+        chunked = bool(parameter.decision.weight.axes)
+        if parameter.decision.weight != parameter.decision.optimizer:
+            buffers += costs.kept_bytes(parameter)
+        if parameter.input.value.name not in trained:
+            continue
+        if chunked and not blocks:
+            gathered += costs.gradient_bytes(parameter)
+            buffers += 2 * costs.home_bytes(parameter)
+        if parameter.decision.optimizer.axes or not costs.reduces(parameter):
+            updated += costs.updated_gradient_bytes(parameter)
+    known = int(found[STORED] + found[COLLECTED]) - sum(costs.stored_bytes().values())
+    assert known == buffers or blocks
+    assert int(found[MOVING]) == gathered
     if cluster.backend != "gloo":
-        assert int(found[UPDATING]) == costs.update_bytes()
+        assert int(found[UPDATING]) == costs.update_bytes() + updated
     launch = walker.kernels.software.launch_s
     update_ps = (costs.update().price.compute_s - launch) * 1e12
     assert abs(int(found[UPDATED]) - update_ps) <= len(pcg.parameters)
+
+
+def counted_and_held(graph: Graph, plan: Decisions, cluster: Cluster) -> tuple[int, int]:
+    """What the model counts of a step, and what it is simulated to hold but for the batch."""
+    pcg = lower(graph, plan)
+    kept = priced(pcg, cluster, plan, ADAM).main.inside_bytes
+    found = estimate(pcg, Walker({}, pcg.mesh, cluster), ADAM).weights
+    counted = counted_bytes(kept, found, plan.num_microbatches)
+    return counted, simulate(pcg, cluster, plan, ADAM).peak_bytes - batch_bytes(graph)
+
+
+@given(st.integers(0, 10**9), st.sampled_from(CLUSTERS), st.sampled_from([1, 2, 4]))
+def test_no_more_is_counted_than_a_simulated_step_holds(
+    seed: int, cluster: Cluster, count: int
+) -> None:
+    plan, pcg = planned(seed, cluster, blocks=False)
+    plan = replace(plan, num_microbatches=count)
+    counted, held = counted_and_held(pcg.graph, plan, cluster)
+    assert counted <= held
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 8])
+def test_no_more_is_counted_of_blocks_than_a_simulated_step_holds(
+    cluster: Cluster, level: int, depth: int
+) -> None:
+    for count in (1, 2, 4):
+        plan = chunked(cluster, depth=depth, level=level, num_microbatches=count)
+        counted, held = counted_and_held(model(depth), plan, cluster)
+        assert counted <= held
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_all_that_a_step_holds_between_its_passes_is_counted(level: int) -> None:
+    """So that to count more would be to count what is not there."""
+    plan = chunked(CLUSTERS[1], depth=6, level=level, num_microbatches=2)
+    pcg = lower(model(6), plan)
+    counted = estimate(pcg, Walker({}, pcg.mesh, CLUSTERS[1]), ADAM).weights[STORED]
+    *base, buffers = simulate(pcg, CLUSTERS[1], plan, ADAM).processes[0].base
+    assert buffers == batch_bytes(pcg.graph)
+    assert sum(base) - 6 <= counted <= sum(base)
 
 
 @given(

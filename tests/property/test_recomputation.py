@@ -21,10 +21,9 @@ from parloom.ir.text import parse_graph
 from parloom.search.contexts import ContextSearch
 from parloom.search.meshes import logical_meshes
 from parloom.search.step_rows import ShadowPrices
-from parloom.search.storage import STORED, UPDATING
 from tests.examples import examples
 from tests.property.estimate import estimate
-from tests.property.searched import ADAM, context_of
+from tests.property.searched import ADAM, context_of, counted_bytes
 
 ONE = load_cluster("1xH100")
 (MESH,) = logical_meshes(ONE)
@@ -80,8 +79,7 @@ def every_choice(graph: Graph, count: int) -> Iterator[Remade]:
         pcg = lower(graph, plan)
         found = estimate(pcg, Walker(pcg.by_name, pcg.mesh, ONE), ADAM)
         kept = priced(pcg, ONE, plan, ADAM).main.inside_bytes
-        more = max(kept, int(found.weights[UPDATING]))
-        yield Remade(plan, found.step_ps, int(found.weights[STORED]) + more)
+        yield Remade(plan, found.step_ps, counted_bytes(kept, found.weights, count))
 
 
 def cheapest(every: list[Remade], limit: float) -> int:

@@ -31,7 +31,7 @@ from parloom.search.program import program_of
 from parloom.search.redistribution import redistributions
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices, row_prices
-from parloom.search.storage import STORED
+from parloom.search.storage import COLLECTED, STORED
 from tests.examples import examples
 from tests.property.estimate import estimate
 from tests.property.searched import (
@@ -212,7 +212,11 @@ def test_storage_is_priced_as_the_cost_layer_counts_it(level: int) -> None:
     pcg = lower(model(), plan)
     found = priced(pcg, EIGHT, plan, ADAM).parameters
     weights = estimate(pcg, Walker({}, pcg.mesh, EIGHT), ADAM).weights
-    assert weights[STORED] == sum(found.stored_bytes().values())
+    stored = weights[STORED] + weights[COLLECTED]
+    if level == 0:
+        assert stored == sum(found.stored_bytes().values())
+    else:  # and the buffers
+        assert stored > sum(found.stored_bytes().values())
 
 
 @pytest.mark.parametrize("cluster", [TWO, EIGHT])

@@ -2,7 +2,8 @@
 
 A model stands for one mesh and sees neither when a gradient is ready nor what lives for a moment.
 Here layouts, storage, recomputation, mesh and microbatches of a plan change as `docs/space.md`
-allows; a plan that fits and is not slower is kept, and the next change starts from it.
+allows; a plan that is no worse is kept, and the next change starts from it. One that holds more
+than the limit is worse by so much that the way to one that fits pays.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ SPREADS = (0.0, 0.5, 0.9, 1.0)
 SHARES = (0.0, 0.25, 0.5, 1.0)
 # The share by which a plan must be better to be counted as such.
 BETTER = 3e-4
+# A plan that holds a percent more than the limit counts as slower by so many percent.
+ABOVE = 4.0
 Layouts = tuple[Mapping[str, Axes], ...]
 Stored = Mapping[str, Level]
 
@@ -69,9 +72,14 @@ class End:
     dims: tuple[tuple[str, ...], ...]
 
 
+def cost(found: Played, limit_bytes: int) -> float:
+    """What climbing lowers: the step, or more than it where it does not fit."""
+    return float(found.step_ps * max(1.0, found.peak_bytes / limit_bytes) ** ABOVE)
+
+
 def climbed(request: Request, program: Program, start: Played, work: Work) -> Iterator[Played]:
-    """Plans that fit, each faster than the one before and the first than `start`; `program` is that
-    of the whole batch. Of graphs of which few plans could be simulated there are none.
+    """Plans that fit, each faster than the one before and than `start`, if that fits; `program` is
+    that of the whole batch. Of graphs of which few plans could be simulated there are none.
     """
     each = max(1, sum(1 for _ in request.graph.flat()))
     tries = OPERATORS // each
@@ -80,7 +88,7 @@ def climbed(request: Request, program: Program, start: Played, work: Work) -> It
 
 
 class Climb:
-    """Changes one plan; `best` is the fastest so far that fits."""
+    """Changes one plan; `best` is the one so far that costs least."""
 
     def __init__(self, request: Request, program: Program, start: Played, work: Work) -> None:
         self.request, self.program, self.best, self.work = request, program, start, work
@@ -92,7 +100,7 @@ class Climb:
         self.latest = self.homes
 
     def run(self, tries: int) -> Iterator[Played]:
-        """Try so many changes; what is faster."""
+        """Try so many changes; what fits and is faster."""
         sites = len(self.program.operators) + len(self.program.weights)
         draft, left = self.draft(self.best.decisions), PATIENCE * sites
         for _ in range(min(tries, MOST, PLANS * sites)):
@@ -101,14 +109,17 @@ class Climb:
                 break
             changed = self.changes.any(draft)
             found = self._played(changed) if changed != draft else None
-            if found is None or found.step_ps > self.best.step_ps:
+            if found is None or self._cost(found) > self._cost(self.best):
                 continue
-            if found.step_ps < self.best.step_ps * (1 - BETTER):
+            if self._cost(found) < self._cost(self.best) * (1 - BETTER):
                 left = PATIENCE * sites
-            faster = found.step_ps < self.best.step_ps
+            better = self._cost(found) < self._cost(self.best)
             draft, self.best, self.homes = self.draft(found.decisions), found, self.latest
-            if faster:
+            if better and found.peak_bytes <= self.request.limit_bytes:
                 yield found
+
+    def _cost(self, found: Played) -> float:
+        return cost(found, self.request.limit_bytes)
 
     def draft(self, decisions: Decisions) -> Draft:
         """A plan as it can be changed."""
@@ -124,22 +135,20 @@ class Climb:
         )
 
     def _played(self, draft: Draft) -> Played | None:
-        """A draft simulated; None where it is not legal, does not fit or breaks a pin."""
+        """A draft simulated; None where it is not legal or breaks a pin."""
         request, graph = self.request, self.request.graph
         try:
             decisions, pcg = self.lowered(draft)
             if broken(request.pinned, graph, decisions) is not None:
                 return None
             self.work.spend()
-            found = request.machine.predict(pcg, decisions, request.optimizer)
-            if found.peak_bytes > request.limit_bytes:
-                return None
-            if found.step_s * 1e12 <= self.best.step_ps:
+            found = Played(decisions, request.machine.predict(pcg, decisions, request.optimizer))
+            if self._cost(found) <= self._cost(self.best):
                 verify_decisions(graph, decisions, self.program.factored)
                 verify_pcg(pcg)
         except (LayoutError, VerifyError):
             return None
-        return Played(decisions, found)
+        return found
 
     def lowered(self, draft: Draft) -> tuple[Decisions, PCG]:
         """A draft as a plan says it: weights are in chunks over axes that replicate them.

@@ -14,7 +14,7 @@ from parloom.cost.units import format_seconds
 from parloom.ir.mesh import Mesh, part_of
 from parloom.ir.plan import Decisions, Status
 from parloom.search.choices import Menu, Menus
-from parloom.search.climb import climbed
+from parloom.search.climb import climbed, cost
 from parloom.search.contexts import Contexts, ContextSearch, Judged, Played, Seen
 from parloom.search.finer import LeastCosts, promising, refinements
 from parloom.search.least import batch_bytes, least_share
@@ -319,15 +319,23 @@ class Driver:
         self.best_ps = min([self.best_ps, *map(_fastest, self.looked)])
 
     def _climb(self) -> None:
-        """Change the best plan, whatever a model says."""
-        near = [c for c in self.looked if _fastest(c) <= self.best_ps * (1 + NEARBY) < inf]
-        if near:
-            context = min(near, key=_fastest)
-            start = min(context.fitting(), key=lambda found: found.step_ps)
-            program, work = self.contexts.whole, self.contexts.work
-            for found in climbed(context.request, program, start, work):
-                self.climbed.append(found)
-                self.best_ps = min(self.best_ps, found.step_ps)
+        """Change the best plan, whatever a model says, and first one that would be better if it
+        held a little less.
+        """
+        limit, starts = self.request.limit_bytes, dict[Judged, Request]()
+        for fits in (False, True):
+            every = {
+                found: context.request
+                for context in self.looked
+                for found in (context.fitting() if fits else context.judged.values())
+            }
+            for found in sorted(every, key=lambda found: cost(found, limit))[:1]:
+                starts[found] = every[found]
+        for start, request in starts.items():
+            if cost(start, limit) <= self.best_ps * (1 + NEARBY):
+                for found in climbed(request, self.contexts.whole, start, self.contexts.work):
+                    self.climbed.append(found)
+                    self.best_ps = min(self.best_ps, found.step_ps)
 
     def _close(self) -> None:
         """Bring the bounds of all contexts near the best estimate of what fits."""

@@ -243,6 +243,8 @@ class StoragePrices:
         """Bytes of the buffers that a gathered weight of so many bytes goes through, and its
         gradient; those of block calls serve all calls.
         """
+        if not weight.reached:  # who reads it may not run
+            return 0
         if not weight.block:  # of all weights at once; whole frozen ones lie elsewhere
             return 2 * size if weight.trainable else size
         wholes = min(WEIGHTS_AT_ONCE, weight.units + 1)
