@@ -117,7 +117,10 @@ def test_what_does_not_fit_is_explained_and_what_fits_is_priced(shortage: Infeas
     for flag, change in changes.items():
         if flag != "--memory":
             assert change["peak_bytes"] <= TIGHT
-    for line in ("no plan fits in 8 MiB per device; each one that is searched holds", "at its peak"):
+    for line in (
+        "no plan fits in 8 MiB per device; each one that is searched holds",
+        "at its peak",
+    ):
         assert line in str(shortage)
 
 
@@ -181,7 +184,9 @@ def test_rules_of_thumb_have_axes_of_their_own(captured: api.Captured) -> None:
         api.search(captured, cluster=CLUSTER, pin=pins)
 
 
-def test_a_plan_file_that_does_not_hold_a_pin(free: Plan, captured: api.Captured, tmp_path: Path) -> None:
+def test_a_plan_file_that_does_not_hold_a_pin(
+    free: Plan, captured: api.Captured, tmp_path: Path
+) -> None:
     path = api.save(free, tmp_path)["plan"]
     assert api.search(captured, cluster=CLUSTER, method=str(path)).decisions == free.decisions
     with pytest.raises(InputError, match="is not as asked: --pin"):
@@ -360,5 +365,7 @@ def test_a_budget_ends_the_search_at_the_same_place(captured: api.Captured, free
         assert step_s(found) >= step_s(free)
     plenty = api.search(captured, cluster=CLUSTER, budget=10**6)
     assert plan_to_json(plenty) == plan_to_json(free)
-    with pytest.raises(InfeasibleError, match="within --budget 1 fits in 10 MiB per device; give it"):
+    with pytest.raises(
+        InfeasibleError, match="within --budget 1 fits in 10 MiB per device; give it"
+    ):
         api.search(captured, cluster=CLUSTER, budget=1, memory="10MiB")

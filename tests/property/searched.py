@@ -24,10 +24,9 @@ from parloom.search.choices import Menu
 from parloom.search.contexts import ContextSearch
 from parloom.search.microbatch import microbatch_of
 from parloom.search.pinned import NONE, Pinned
-from parloom.search.prices import Known
+from parloom.search.prices import KEPT, PARTS, Known
 from parloom.search.program import last_reduced, program_of, reached
 from parloom.search.request import Request
-from parloom.search.prices import KEPT, PARTS
 from parloom.search.step_rows import NUM_ROWS, step_sums
 from parloom.search.storage import Level, StoragePrices, WeightPrice
 from parloom.search.storage import Stored as Weight

@@ -74,8 +74,8 @@ def planned(seed: int, cluster: Cluster, blocks: bool) -> tuple[Decisions, PCG]:
 def test_what_is_stored_is_what_the_cost_layer_counts(
     seed: int, cluster: Cluster, blocks: bool
 ) -> None:
-    """Weights, gradients and states, to the byte; gradients of main's own weights that are in chunks
-    are whole at once. And the update, but for its launch.
+    """Weights, gradients and states, to the byte; gradients of main's own weights that are in
+    chunks are whole at once. And the update, but for its launch.
     """
     plan, pcg = planned(seed, cluster, blocks)
     walker = Walker({}, plan.mesh, cluster)

@@ -9,6 +9,7 @@ than the limit is worse by so much that the way to one that fits pays.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from operator import eq
 from random import Random
 
@@ -119,7 +120,11 @@ class Climb:
                 yield found
 
     def _cost(self, found: Played) -> float:
-        return cost(found, self.request.limit_bytes)
+        """From a plan that fits, none leads to one that does not."""
+        limit = self.request.limit_bytes
+        if self.best.peak_bytes <= limit < found.peak_bytes:
+            return inf
+        return cost(found, limit)
 
     def draft(self, decisions: Decisions) -> Draft:
         """A plan as it can be changed."""

@@ -333,9 +333,9 @@ class Driver:
                 starts[found] = every[found]
         for start, request in starts.items():
             if cost(start, limit) <= self.best_ps * (1 + NEARBY):
-                for found in climbed(request, self.contexts.whole, start, self.contexts.work):
-                    self.climbed.append(found)
-                    self.best_ps = min(self.best_ps, found.step_ps)
+                for better in climbed(request, self.contexts.whole, start, self.contexts.work):
+                    self.climbed.append(better)
+                    self.best_ps = min(self.best_ps, better.step_ps)
 
     def _close(self) -> None:
         """Bring the bounds of all contexts near the best estimate of what fits."""

@@ -220,5 +220,6 @@ def mixed(
     answer = program.solve()
     assert answer is not None, "a mixture of columns is always possible"
     forward, between, last = (min(1.0, max(0.0, p)) for p in answer.prices[1:4])
-    bytes_ps = (max(0.0, -price) * MS / GB for price in answer.prices[4 : 4 + len(INSTANTS)])
+    limits = answer.prices[4 : 4 + len(INSTANTS)]
+    bytes_ps = (max(0.0, -price) * MS / GB for price in limits)
     return answer.cost * MS, ShadowPrices(forward, between, last, *bytes_ps)
