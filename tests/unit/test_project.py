@@ -117,7 +117,7 @@ def test_functions_stay_small() -> None:
 
 
 # Classes that are still to be split, and their lines: they get no longer.
-LONG = {"CallCosts": 152, "Driver": 229, "LayoutModel": 169, "StoragePrices": 188}
+LONG = {"CallCosts": 152, "Driver": 228, "LayoutModel": 169}
 
 
 def test_classes_of_the_search_stay_small() -> None:

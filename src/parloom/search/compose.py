@@ -297,11 +297,11 @@ class _Composition:
                 if message not in known:
                     rows = np.zeros(NUM_ROWS)
                     if message.unit:
-                        rows[PARTS:] = apart.messages(
+                        rows[PARTS:] = apart.messages.of_call(
                             message.level, program.units, weight.trainable
                         )
                     else:
-                        rows[PARTS:][AFTER] = apart.message_ps(message.level.optimizer)
+                        rows[PARTS:][AFTER] = apart.messages.least_ps(message.level.optimizer)
                     known[message] = self._column(rows, weight.count if message.unit else 1)
                 calls = 1.0 if message.unit else float(weight.count)
                 self.program.row({**dict.fromkeys(some, 1.0), known[message]: -calls}, high=0.0)

@@ -106,7 +106,7 @@ def search(request: Request, base: Decisions, say: Say, than: Played | None = No
             driver.run()
         except OutOfWorkError:
             status = Status.OUT_OF_BUDGET
-            driver.bound_ps = driver.least_compute_ps()
+            driver.bound_ps = least_compute_ps(driver.contexts)
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
     if driver is None:
@@ -186,17 +186,6 @@ class Driver:
         whole = mesh.num_ranks == self.request.cluster.num_devices
         return self.best_ps * (1 - NEAR if whole else 1 + SAME)
 
-    def least_compute_ps(self) -> float:
-        """What the compute stream does at least on any mesh; more microbatches compute no less."""
-        contexts, count = self.contexts, self.contexts.counts[0]
-        program = contexts.program(count)
-        assert program is not None, "the whole batch is always one microbatch"
-        least = inf
-        for mesh in contexts.meshes:
-            prices = Prices(program, contexts.walker(mesh), contexts.shared)
-            least = min(least, count * _least_compute_ps(program, prices))
-        return least
-
     def _is_beaten(self, mesh: Mesh, count: int) -> bool:
         """Whether a part of so many microbatches is no better than the best plan even if memory had
         no limit: more microbatches compute and send no less.
@@ -247,7 +236,9 @@ class Driver:
         if self.duals != free:
             context.columns.prove(self.duals, ROUGH)
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
-        if self._promises(context) and (parent is None or self._expects(context, parent)):
+        if self._promises(context) and (
+            parent is None or _expected_ps(context, parent) < self.best_ps * (1 - BETTER)
+        ):
             context.run(self.duals, self._enough_ps(mesh) / min(1.0, self.seen.ratio))
             if self._promises(context):
                 before, enough = self.best_ps, self._enough_ps(mesh)
@@ -263,14 +254,6 @@ class Driver:
         bound = context.columns.bound_ps(context.limit)
         enough = self._enough_ps(context.mesh)
         return bound < enough and self.seen.promises(bound, max(enough, self.best_ps))
-
-    def _expects(self, context: ContextSearch, parent: ContextSearch) -> bool:
-        """Whether plans as far above the bound as those of `parent` are better by more than a
-        little.
-        """
-        above = _fastest(parent) / max(parent.columns.bound_ps(parent.limit), 1.0)
-        expected = context.columns.bound_ps(context.limit) * above
-        return expected < self.best_ps * (1 - BETTER)
 
     def _refine(self) -> None:
         """Meshes with an axis of the best ones cut in two, and on from what is better."""
@@ -322,20 +305,11 @@ class Driver:
         """Change the best plan, whatever a model says, and first one that would be better if it
         held a little less.
         """
-        limit, starts = self.request.limit_bytes, dict[Judged, Request]()
-        for fits in (False, True):
-            every = {
-                found: context.request
-                for context in self.looked
-                for found in (context.fitting() if fits else context.judged.values())
-            }
-            for found in sorted(every, key=lambda found: cost(found, limit))[:1]:
-                starts[found] = every[found]
-        for start, request in starts.items():
+        limit = self.request.limit_bytes
+        for start, request in _starts(self.looked, limit).items():
             if cost(start, limit) <= self.best_ps * (1 + NEARBY):
-                for better in climbed(request, self.contexts.whole, start, self.contexts.work):
-                    self.climbed.append(better)
-                    self.best_ps = min(self.best_ps, better.step_ps)
+                self.climbed += climbed(request, self.contexts.whole, start, self.contexts.work)
+                self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
         """Bring the bounds of all contexts near the best estimate of what fits."""
@@ -379,6 +353,38 @@ class Driver:
         bound = context.columns.bound_ps(self.request.limit_bytes)
         best = f"best so far {_seconds(self.best_ps)}" if self.best_ps < inf else "nothing fits yet"
         self.say(f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}")
+
+
+def _starts(looked: Sequence[ContextSearch], limit_bytes: int) -> dict[Judged, Request]:
+    """The best of all plans that were simulated, and the best that fits, with their requests."""
+    starts: dict[Judged, Request] = {}
+    for fits in (False, True):
+        every = {
+            found: context.request
+            for context in looked
+            for found in (context.fitting() if fits else context.judged.values())
+        }
+        for found in sorted(every, key=lambda found: cost(found, limit_bytes))[:1]:
+            starts[found] = every[found]
+    return starts
+
+
+def _expected_ps(context: ContextSearch, parent: ContextSearch) -> float:
+    """The step of plans that are as far above the bound as the best one of `parent`."""
+    above = _fastest(parent) / max(parent.columns.bound_ps(parent.limit), 1.0)
+    return context.columns.bound_ps(context.limit) * above
+
+
+def least_compute_ps(contexts: Contexts) -> float:
+    """What the compute stream does at least on any mesh; more microbatches compute no less."""
+    count = contexts.counts[0]
+    program = contexts.program(count)
+    assert program is not None, "the whole batch is always one microbatch"
+    least = inf
+    for mesh in contexts.meshes:
+        prices = Prices(program, contexts.walker(mesh), contexts.shared)
+        least = min(least, count * _least_compute_ps(program, prices))
+    return least
 
 
 def least_work_ps(contexts: Contexts) -> float:

@@ -141,25 +141,91 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
     )
 
 
+class Messages:
+    """What messages of weights cost on one mesh; without `latency`, those of block calls pay for
+    their bytes alone, and `of_call` says what each costs beside them.
+    """
+
+    def __init__(self, walker: Walker, latency: bool) -> None:
+        self.walker, self.mesh, self.latency = walker, walker.mesh, latency
+        self.rates: dict[tuple[str, Axes, int], float] = {}
+        self.links = Links(walker.cluster)
+        self.busy: dict[tuple[str, Axes], NDArray[np.float64]] = {}
+
+    def least_ps(self, axes: Axes) -> int:
+        """What a collective over `axes` takes at least."""
+        return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
+
+    def of_call(self, level: Level, units: int, reduces: bool) -> WeightPrice:
+        """What the messages of one block call cost beside their bytes, whose weights are stored at
+        `level`: gathered twice, and if it `reduces`, gradients scattered.
+        """
+        found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
+        gathered = self.least_ps(level.weight)
+        found[AGAIN] = gathered
+        found[ALONE] = gathered // units
+        found[GATHERED] = gathered - found[ALONE]
+        scattered = (CHUNKED, level.gradient), (REDUCED, level.optimizer[len(level.gradient) :])
+        for part, axes in scattered if reduces else ():
+            if axes:
+                sent = picoseconds(self.walker.exchange("reduce_scatter", axes, 1).seconds)
+                found[AFTER] += sent // units
+                found[part] = sent - sent // units
+        return found
+
+    def share(
+        self,
+        found: WeightPrice,
+        weight: Stored,
+        kind: str,
+        axes: Axes,
+        num_bytes: int,
+        unit: int = 0,
+    ) -> int:
+        """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
+        or where that is 0, of a bucket. Adds to `found` how long links are busy.
+        """
+        if self.mesh.size(axes) < 2 or not num_bytes:
+            return 0
+        if weight.reached:
+            found[[NEAR, FAR]] += (self._busy(kind, axes) * num_bytes).astype(np.int64)
+        message = _together(weight, num_bytes, unit or weight.trained_elements)
+        if not unit:
+            message = min(message, max(num_bytes, bucket_bytes(message)))
+        key = kind, axes, message
+        if key not in self.rates:
+            seconds = self.walker.exchange(kind, axes, message).seconds
+            if unit and not self.latency:
+                seconds -= self.walker.exchange(kind, axes, 1).seconds
+            self.rates[key] = max(0.0, seconds) / message
+        return picoseconds(self.rates[key] * num_bytes)
+
+    def _busy(self, kind: str, axes: Axes) -> NDArray[np.float64]:
+        """Picoseconds that links are busy for a byte, at least."""
+        if (kind, axes) not in self.busy:
+            exchanges = {size: self.walker.exchange(kind, axes, size) for size in SIZES}
+            # Over a slow link, the largest messages would take longer than can be counted.
+            known = [s for s, e in exchanges.items() if e.seconds <= LONGEST_S] or SIZES[:1]
+            rates = [np.array(busy_ps(exchanges[s], self.links)) / s for s in known]
+            self.busy[kind, axes] = np.min(rates, axis=0)
+        return self.busy[kind, axes]
+
+
 class StoragePrices:
     """Prices of storage on one mesh under one policy of dtypes and one optimizer.
 
-    Without `latency`, weights of a block call pay for their bytes alone, and `messages` for what
-    each message costs beside them.
+    Without `latency`, weights of a block call pay for their bytes alone (see `Messages`).
     """
 
     def __init__(
         self, walker: Walker, decisions: Decisions, optimizer: Optimizer, *, latency: bool = True
     ) -> None:
         self.walker, self.mesh = walker, walker.mesh
-        self.latency = latency
+        self.messages = Messages(walker, latency)
         self.decisions, self.optimizer = decisions, optimizer
         # Adam's denominators of all weights at once (`cost.parameters`).
         fused = walker.kernels.software.fused_optimizer or walker.cluster.backend == "gloo"
         self.denominators = optimizer.num_states > 1 and not fused
-        self.rates: dict[tuple[str, Axes, int], float] = {}
-        self.links = Links(walker.cluster)
-        self.busy: dict[tuple[str, Axes], NDArray[np.float64]] = {}
         self.known: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
 
     def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
@@ -212,9 +278,11 @@ class StoragePrices:
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
             unit = weight.unit_elements
-            gathered = self._share(found, weight, "all_gather", level.weight, whole * width, unit)
+            gathered = self.messages.share(
+                found, weight, "all_gather", level.weight, whole * width, unit
+            )
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
-            found[STORED] += self._pooled(weight, level, whole * width, whole * gradient)
+            found[STORED] += _pooled(weight, level, whole * width, whole * gradient)
             if weight.block:
                 # What the first call needs arrives while nothing is computed.
                 found[ALONE] = gathered // weight.units
@@ -231,30 +299,13 @@ class StoragePrices:
         found[AFTER] += found[UPDATED]
         apart = level.optimizer[len(level.weight) :]
         if apart:
-            found[AFTER] += self._share(found, weight, "all_gather", apart, kept * width)
+            found[AFTER] += self.messages.share(found, weight, "all_gather", apart, kept * width)
             found[STORED] += kept * width  # they leave all at once
         # What is updated lies in the memory of the weight, if it has the same dtype.
         found[STORED] += owned * master * (self.optimizer.num_states + (master != width))
         # Denominators go before chunks are gathered.
         found[UPDATING] += owned * (master if self.denominators else width if apart else 0)
         return found
-
-    def _pooled(self, weight: Stored, level: Level, size: int, gradient: int) -> int:
-        """Bytes of the buffers that a gathered weight of so many bytes goes through, and its
-        gradient; those of block calls serve all calls.
-        """
-        if not weight.reached:  # who reads it may not run
-            return 0
-        if not weight.block:  # of all weights at once; whole frozen ones lie elsewhere
-            return 2 * size if weight.trainable else size
-        wholes = min(WEIGHTS_AT_ONCE, weight.units + 1)
-        if not weight.trainable:
-            return (wholes - 1) * size // weight.units
-        leaving = 0
-        if set(level.gradient) & set(weight.reduce):
-            # Those of equal size are free again where few calls follow.
-            leaving = weight.units + 1 - wholes if gradient == size else weight.units
-        return (wholes * size + min(GRADIENTS_AT_ONCE, leaving) * gradient) // weight.units
 
     def _collect(
         self, found: WeightPrice, weight: Stored, level: Level, whole: int, parts: tuple[int, int]
@@ -290,7 +341,7 @@ class StoragePrices:
         ):
             if kind == "reduce_scatter":
                 left *= self.mesh.size(axes)
-            sent = self._share(found, weight, kind, axes, left, unit)
+            sent = self.messages.share(found, weight, kind, axes, left, unit)
             if part == ALONE:
                 found[ALONE] += sent
                 continue
@@ -298,63 +349,23 @@ class StoragePrices:
             found[part] += sent - exposed
             found[AFTER] += exposed
 
-    def message_ps(self, axes: Axes) -> int:
-        """What a collective over `axes` takes at least."""
-        return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
 
-    def messages(self, level: Level, units: int, reduces: bool) -> WeightPrice:
-        """What the messages of one block call cost beside their bytes, whose weights are stored at
-        `level`: gathered twice, and if it `reduces`, gradients scattered.
-        """
-        found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-        gathered = self.message_ps(level.weight)
-        found[AGAIN] = gathered
-        found[ALONE] = gathered // units
-        found[GATHERED] = gathered - found[ALONE]
-        scattered = (CHUNKED, level.gradient), (REDUCED, level.optimizer[len(level.gradient) :])
-        for part, axes in scattered if reduces else ():
-            if axes:
-                sent = picoseconds(self.walker.exchange("reduce_scatter", axes, 1).seconds)
-                found[AFTER] += sent // units
-                found[part] = sent - sent // units
-        return found
-
-    def _share(
-        self,
-        found: WeightPrice,
-        weight: Stored,
-        kind: str,
-        axes: Axes,
-        num_bytes: int,
-        unit: int = 0,
-    ) -> int:
-        """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
-        or where that is 0, of a bucket. Adds to `found` how long links are busy.
-        """
-        if self.mesh.size(axes) < 2 or not num_bytes:
-            return 0
-        if weight.reached:
-            found[[NEAR, FAR]] += (self._busy(kind, axes) * num_bytes).astype(np.int64)
-        message = _together(weight, num_bytes, unit or weight.trained_elements)
-        if not unit:
-            message = min(message, max(num_bytes, bucket_bytes(message)))
-        key = kind, axes, message
-        if key not in self.rates:
-            seconds = self.walker.exchange(kind, axes, message).seconds
-            if unit and not self.latency:
-                seconds -= self.walker.exchange(kind, axes, 1).seconds
-            self.rates[key] = max(0.0, seconds) / message
-        return picoseconds(self.rates[key] * num_bytes)
-
-    def _busy(self, kind: str, axes: Axes) -> NDArray[np.float64]:
-        """Picoseconds that links are busy for a byte, at least."""
-        if (kind, axes) not in self.busy:
-            exchanges = {size: self.walker.exchange(kind, axes, size) for size in SIZES}
-            # Over a slow link, the largest messages would take longer than can be counted.
-            known = [s for s, e in exchanges.items() if e.seconds <= LONGEST_S] or SIZES[:1]
-            rates = [np.array(busy_ps(exchanges[s], self.links)) / s for s in known]
-            self.busy[kind, axes] = np.min(rates, axis=0)
-        return self.busy[kind, axes]
+def _pooled(weight: Stored, level: Level, size: int, gradient: int) -> int:
+    """Bytes of the buffers that a gathered weight of so many bytes goes through, and its
+    gradient; those of block calls serve all calls.
+    """
+    if not weight.reached:  # who reads it may not run
+        return 0
+    if not weight.block:  # of all weights at once; whole frozen ones lie elsewhere
+        return 2 * size if weight.trainable else size
+    wholes = min(WEIGHTS_AT_ONCE, weight.units + 1)
+    if not weight.trainable:
+        return (wholes - 1) * size // weight.units
+    leaving = 0
+    if set(level.gradient) & set(weight.reduce):
+        # Those of equal size are free again where few calls follow.
+        leaving = weight.units + 1 - wholes if gradient == size else weight.units
+    return (wholes * size + min(GRADIENTS_AT_ONCE, leaving) * gradient) // weight.units
 
 
 def _dominated(prices: WeightPrice) -> NDArray[np.bool_]:
