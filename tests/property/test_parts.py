@@ -14,7 +14,7 @@ from parloom.ir.mesh import Cluster, check_part, part_of, part_sizes
 from parloom.ir.plan import Decisions
 from parloom.report.words import part_words
 from parloom.search.contexts import Contexts
-from parloom.search.optimize import Driver, Searched, least_work_ps, search
+from parloom.search.optimize import Driver, Searched, least_compute_ps, least_work_ps, search
 from parloom.search.request import Request
 from tests.property.searched import ADAM, random_graph
 from tests.unit.graphs import perceptron
@@ -109,7 +109,7 @@ def test_no_part_computes_in_less_than_its_share(graph: Graph, cluster: Cluster)
     least = []
     for part in asked.parts():
         driver = Driver(part, Decisions(), lambda text: None)
-        least.append((driver.least_compute_ps(), part.cluster.num_devices))
+        least.append((least_compute_ps(driver.contexts), part.cluster.num_devices))
         assert least_work_ps(contexts.on_part(part)) == work
     assert all(ps >= work / devices * (1 - 1e-9) for ps, devices in least)
     assert any(ps < work for ps, _ in least)  # less would not bound them
