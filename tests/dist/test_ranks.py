@@ -193,6 +193,28 @@ def test_small_all_reduces_are_one_exchange_and_give_all_ranks_the_same_bits() -
             assert len(same) == 1
 
 
+def _crossed() -> list[list[float]]:
+    """Collectives on weights and on activations over the same axis: one rank waits for activations
+    before it launches what it sends of weights, the other has launched that before.
+    """
+    comm = rt.DistributedComm(rt.grid({"x": 2}))
+    activations, weights = comm.group(("x",)), comm.weights.group(("x",))
+    whole = torch.empty(2, 3)
+    mine, sent = torch.full((3,), 1.0 + comm.rank), torch.full((4,), 10.0 * (1 + comm.rank))
+    if comm.rank == 0:
+        gather = weights.all_gather(whole, mine)
+        activations.all_gather(both := torch.empty(2, 4), sent).wait()
+    else:
+        activations.all_gather(both := torch.empty(2, 4), sent).wait()
+        gather = weights.all_gather(whole, mine)
+    gather.wait()
+    return [whole[:, 0].tolist(), both[:, 0].tolist()]
+
+
+def test_collectives_on_activations_wait_for_none_on_weights() -> None:
+    assert fork_ranks(2, _crossed) == [[[1.0, 2.0], [10.0, 20.0]]] * 2
+
+
 def _timeouts() -> list[timedelta]:
     """Of the default group, of a group of it, and of one with a timeout of its own."""
     mesh = rt.grid({"x": 2, "y": 2})

@@ -130,7 +130,7 @@ def test_zero_3_gathers_one_unit_ahead() -> None:
     cluster = load_cluster("2x4xH100")
     decisions = chunked(cluster)
     found = run(model(), cluster, decisions)
-    gathers = [s for s in played(found, "data") if s.kind == "weights all_gather"]
+    gathers = [s for s in played(found, "data (weights)") if s.kind == "weights all_gather"]
     order = [*range(DEPTH), *reversed(range(DEPTH - 1))]
     assert [s.name for s in gathers] == [f"gather {i} {i}" for i in order]
     computed = played(found, COMPUTE)
@@ -142,12 +142,32 @@ def test_zero_3_gathers_one_unit_ahead() -> None:
             assert gathers[index].start_ps <= first[index - 1].start_ps
         assert gathers[index].end_ps <= first[index].start_ps
     assert first[0].start_ps == gathers[0].end_ps
-    reduced = [s for s in played(found, "data") if s.kind == "gradients reduce_scatter"]
+    reduced = [s for s in played(found, "data (weights)") if s.kind == "gradients reduce_scatter"]
     assert [s.name for s in reduced] == [f"reduce {i} {i}" for i in reversed(range(DEPTH))]
     assert set(found.exposed()) <= {"weights all_gather", "gradients reduce_scatter"}
     # At most three gathered units are there at once: one read, one unpacked, one under way.
     unit = 2 * 2048 * 512 * 4
     assert found.processes[0].memory.peaks[COMPONENTS.index("communication")] <= 5 * unit
+
+
+def test_activations_do_not_wait_for_weights_that_travel_over_the_same_axis() -> None:
+    cluster = load_cluster("2x4xH100")
+    plain = chunked(cluster)
+    nodes = tuple(
+        replace(node, factors=(("d1", ("data",)),)) if "relu" in node.key else node
+        for node in plain.nodes
+    )
+    found = run(model(), cluster, replace(plain, nodes=nodes))
+    moved = [s for s in played(found, "data") if s.kind == "activations all_to_all"]
+    assert len(moved) == 4 * DEPTH  # to the ReLU and back, in both passes
+    alone = min(s.end_ps - s.start_ps for s in moved)
+    weights = played(found, "data (weights)")
+    beside = [
+        s for s in moved if any(w.start_ps < s.end_ps and s.start_ps < w.end_ps for w in weights)
+    ]
+    assert beside
+    assert all(s.end_ps - s.start_ps <= 2 * alone for s in moved)  # they share the link
+    assert found.exposed()["activations all_to_all"] == sum(s.end_ps - s.start_ps for s in moved)
 
 
 def test_gradients_are_reduced_in_buckets_in_the_last_backward_pass() -> None:
@@ -158,7 +178,7 @@ def test_gradients_are_reduced_in_buckets_in_the_last_backward_pass() -> None:
     pcg = lower(graph, decisions)
     buckets = priced(pcg, cluster, decisions, Optimizer("adamw", 2)).buckets
     assert sum(len(bucket.parameters) for bucket in buckets) == 2 * DEPTH
-    reduced = [s for s in played(found, "data") if s.kind == "gradients all_reduce"]
+    reduced = [s for s in played(found, "data (weights)") if s.kind == "gradients all_reduce"]
     assert [s.name for s in reduced] == [bucket.name for bucket in buckets]
     spans = {span.name: span for span in found.processes[0].spans}
     assert reduced[0].start_ps > spans["B last"].start_ps
@@ -210,7 +230,7 @@ def test_chunked_gradients_go_on_into_the_next_microbatch() -> None:
     found = run(model(), cluster, decisions)
     names = [span.name for span in found.processes[0].spans]
     assert names == [*["F", "B"] * (steps - 1), "F", "B last", "REDUCE", "STEP", "GATHER"]
-    reduced = [s for s in played(found, "data") if s.kind == "gradients reduce_scatter"]
+    reduced = [s for s in played(found, "data (weights)") if s.kind == "gradients reduce_scatter"]
     assert len(reduced) == steps * DEPTH
     spans = found.processes[0].spans
     assert any(span.played.state for span in spans if span.name == "B")

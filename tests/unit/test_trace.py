@@ -78,14 +78,14 @@ def test_slices_of_a_track_do_not_overlap(played: Timeline, kind: str) -> None:
 def test_a_step_shows_actions_operators_transfers_and_memory(played: Timeline) -> None:
     text = chrome_trace(played, ["each of 8 devices"])
     assert names(text, "process_name") == {(0, -1): "each of 8 devices"}
-    assert list(names(text, "thread_name").values()) == ["actions", "compute", "data"]
+    assert list(names(text, "thread_name").values()) == ["actions", "compute", "data (weights)"]
     shown = {(e["tid"], e["name"], e["cat"]) for e in events(text, "X")}
     assert (0, "B last", "action") in shown
     assert (1, "5.down:linear#0", "linear") in shown
     assert (2, "gather 3 3", "weights all_gather") in shown
     assert (2, "reduce 0 0", "gradients reduce_scatter") in shown
     busy = sum(e["dur"] for e in events(text, "X") if e["tid"] == 2)
-    assert busy == pytest.approx(played.busy()["data"] / 1e6)
+    assert busy == pytest.approx(played.busy()["data (weights)"] / 1e6)
     counters = events(text, "C")
     assert set(counters[0]["args"]) == set(COMPONENTS)
     most = max(sum(event["args"].values()) for event in counters)

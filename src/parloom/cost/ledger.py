@@ -205,7 +205,8 @@ class _Reading:
             return self.links[max(launch.flows, key=lambda flow: flow.size).links[0]]
         if launch.channel in HOST:
             return launch.channel
-        return self.links[max(self.mesh[axis].level for axis in launch.channel.split("+"))]
+        axes, _, _ = launch.channel.partition(" ")
+        return self.links[max(self.mesh[axis].level for axis in axes.split("+"))]
 
     def _peak(self) -> Peak:
         """Memory changes in the order of the program, as `Simulator` counts them."""

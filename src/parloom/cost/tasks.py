@@ -116,6 +116,10 @@ def kind_of(key: str) -> str:
     return key.partition("|")[0]
 
 
+# The channel of weights and gradients: activations do not wait for them (`runtime.comm`).
+OF_WEIGHTS = "(weights)"
+
+
 class Links:
     """What transfers take of one device's links."""
 
@@ -126,10 +130,11 @@ class Links:
         self.capacities = (SHARES,) * len(self.names)
         self._known: dict[Exchange, tuple[int, tuple[Flow, ...], int]] = {}
 
-    def exchange(self, key: str, exchange: Exchange) -> Launch:
+    def exchange(self, key: str, exchange: Exchange, channel: str = "") -> Launch:
         """A collective: it has its level's link to itself for what it takes alone.
 
-        Other levels are busy for as long as its bytes take there.
+        Other levels are busy for as long as its bytes take there. Collectives over the same axes
+        run one after the other, but for those of a `channel` of their own.
         """
         if exchange not in self._known:
             latency = picoseconds(exchange.latency_s)
@@ -147,7 +152,8 @@ class Links:
             sent = sum(size for level, size, _ in exchange.traffic if busy[level] == most)
             self._known[exchange] = latency, flows, round(sent)
         latency, flows, sent = self._known[exchange]
-        return Launch(key, "+".join(sorted(exchange.axes)), latency, flows, sent)
+        axes = "+".join(sorted(exchange.axes))
+        return Launch(key, f"{axes} {channel}" if channel else axes, latency, flows, sent)
 
     def host(self, key: str, num_bytes: int, to_host: bool) -> Launch:
         """A copy between device and host; raises `InputError` where no host is described."""

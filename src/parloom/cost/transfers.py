@@ -16,6 +16,7 @@ from parloom.cost.tasks import (
     ACTIVATIONS,
     COMMUNICATION,
     GRADIENTS,
+    OF_WEIGHTS,
     Links,
     Listing,
     key_of,
@@ -123,7 +124,7 @@ class Gathered:
         self._launched.add(unit)
         for gather in self.units[unit]:
             (exchange,) = gather.exchanges
-            launch = self.links.exchange(_key(gather), exchange)
+            launch = self.links.exchange(_key(gather), exchange, OF_WEIGHTS)
             self.pool.take(gather.staging_bytes, gather.dtype)
             out.launch(launch, gather.name, before=((COMMUNICATION, gather.scratch_bytes),))
 
@@ -200,7 +201,7 @@ class Reduced:
         before = ((COMMUNICATION, flight.given), (GRADIENTS, chunk if stays else 0))
         after = ((GRADIENTS, -freed_bytes),)
         if transfer.exchanges:
-            first = self.links.exchange(_key(transfer), transfer.exchanges[0])
+            first = self.links.exchange(_key(transfer), transfer.exchanges[0], OF_WEIGHTS)
             out.launch(first, transfer.name, before, after)
         else:  # whole on every rank already, which keeps its chunk
             out.run(transfer.name, "memory", before=before, after=after)
@@ -219,7 +220,8 @@ class Reduced:
             if transfer is before:
                 out.run(transfer.name, "wait", waits=(_key(*flight.last),))
                 self._unstage(flight, transfer)
-                launch = self.links.exchange(_key(transfer, index), transfer.exchanges[index])
+                exchange = transfer.exchanges[index]
+                launch = self.links.exchange(_key(transfer, index), exchange, OF_WEIGHTS)
                 out.launch(launch, transfer.name)
             else:
                 self._arrive(flight, out)
@@ -353,7 +355,7 @@ def _fetched(call: Called) -> str:
 def whole(transfer: Transfer, links: Links, out: Listing, taken_bytes: int = 0) -> str:
     """Launch a bucket of whole tensors, which takes so many bytes; its key."""
     (exchange,) = transfer.exchanges
-    launch = links.exchange(_key(transfer), exchange)
+    launch = links.exchange(_key(transfer), exchange, OF_WEIGHTS)
     out.launch(launch, transfer.name, before=((COMMUNICATION, taken_bytes),))
     return launch.key
 

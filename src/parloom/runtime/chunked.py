@@ -31,8 +31,8 @@ class _Stage:
     ) -> None:
         axes = {node.kind: node.axes for node in nodes}
         scattered, new, mesh = axes.get("reduce_scatter", ()), want[len(have) :], comm.mesh
-        self.scatter = comm.group(scattered)
-        self.rest = comm.group(axes.get("all_reduce", ()))
+        self.scatter = comm.weights.group(scattered)
+        self.rest = comm.weights.group(axes.get("all_reduce", ()))
         self.sections, self.total = layout(held.section(comm, have, want) for held in helds)
         self.mine = mesh.index(new, comm.rank)
         # The chunks of those among whom this rank scatters: all, or those along its own ones.

@@ -76,6 +76,11 @@ class Comm(Protocol):
     @property
     def mesh(self) -> Mesh: ...
 
+    @property
+    def weights(self) -> "Comm":
+        """The same ranks with groups of their own: no collective waits for those of the others."""
+        ...
+
     def group(self, axes: tuple[str, ...]) -> Group:
         """The group of `axes`; every rank asks for new groups in the same order."""
         ...
@@ -144,6 +149,10 @@ class SingleComm:
 
     mesh: Mesh
     rank: int = 0
+
+    @property
+    def weights(self) -> "SingleComm":
+        return self
 
     def group(self, axes: tuple[str, ...]) -> Group:
         return SingleGroup()
@@ -282,7 +291,9 @@ class DistributedGroup:
 class DistributedComm:
     """Process groups of torch.distributed, made for `groups` at once, for others when first asked.
 
-    `timeout` is that of every group it makes; the default process group's if none is given.
+    `timeout` is that of every group it makes; the default process group's if none is given. Those
+    of `weights` are new ones: a process group runs its collectives one after the other, and a block
+    that sends a few activations would wait for all weights that are gathered ahead of time.
     Raises `LaunchError` when the default process group has another number of ranks than `mesh`.
     """
 
@@ -303,8 +314,17 @@ class DistributedComm:
         everyone = tuple(range(mesh.num_ranks))
         self._process_groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._weights: DistributedComm | None = None
         for axes in groups:
             self.group(axes)
+
+    @property
+    def weights(self) -> "DistributedComm":
+        if self._weights is None:
+            self._weights = type(self)(self.mesh, timeout=self.timeout)
+            self._weights._process_groups.clear()
+            self._weights._weights = self._weights
+        return self._weights
 
     def group(self, axes: tuple[str, ...]) -> Group:
         group = self._groups.get(axes)

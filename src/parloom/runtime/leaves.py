@@ -196,7 +196,7 @@ class LeafGradients:
                     gradients = [leaf.leave() for leaf in bucket.leaves]
                     self._traffic.launch(bucket.chunked, gradients)
             elif bucket.flat is not None and self._last:
-                group = self._comm.group(bucket.leaves[0].path[0].axes)
+                group = self._comm.weights.group(bucket.leaves[0].path[0].axes)
                 bucket.work = group.all_reduce(bucket.flat)
 
     def _build(self) -> list[_Bucket]:

@@ -35,10 +35,15 @@ Source = Callable[[str], Tensor]
 
 
 def required_groups(program: Program) -> tuple[tuple[str, ...], ...]:
-    """Every axis tuple that the passes, the step or a parameter's storage need a group for."""
+    """Every axis tuple that the passes or a parameter's storage need a group for."""
     stored = (spec.storage.optimizer for spec in program.parameters)
-    stepped = (node.axes for node in program.step)
-    wanted = dict.fromkeys((program.mesh.space, *program.groups, *stepped, *stored))
+    wanted = dict.fromkeys((program.mesh.space, *program.groups, *stored))
+    return tuple(axes for axes in wanted if program.mesh.size(axes) > 1)
+
+
+def weight_groups(program: Program) -> tuple[tuple[str, ...], ...]:
+    """Every axis tuple over which the step sends weights or gradients."""
+    wanted = dict.fromkeys(node.axes for node in program.step if node.parameters)
     return tuple(axes for axes in wanted if program.mesh.size(axes) > 1)
 
 
@@ -59,6 +64,8 @@ class Store:
         self._blocks = blocks
         for axes in required_groups(program):
             comm.group(axes)
+        for axes in weight_groups(program):
+            comm.weights.group(axes)
         self._program = program
         self._comm = comm
         self._pool = Pool(device)
@@ -238,7 +245,7 @@ class _Gather:
     """Weights that are updated in smaller chunks, gathered over `axes` in one collective."""
 
     def __init__(self, helds: list[ShardedParameter], axes: tuple[str, ...], comm: Comm) -> None:
-        self._helds, self._group = helds, comm.group(axes)
+        self._helds, self._group = helds, comm.weights.group(axes)
         self._dtype = helds[0].stored.dtype
         self._sections, self._total = layout(
             held.section(comm, held.spec.storage.weight, held.spec.storage.optimizer)

@@ -131,6 +131,11 @@ class ThreadComm:
         self._world = world
         self._groups: dict[tuple[str, ...], Group] = {}
 
+    @property
+    def weights(self) -> "ThreadComm":
+        """The same: a collective of threads is over when it was launched."""
+        return self
+
     def group(self, axes: tuple[str, ...]) -> Group:
         group = self._groups.get(axes)
         if group is None:

@@ -31,7 +31,7 @@ class Flat:
         comm: Comm,
         pool: Pool,
     ) -> None:
-        self.group = comm.group(specs[0].storage.weight)
+        self.group = comm.weights.group(specs[0].storage.weight)
         self.dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self.sections, self.total = layout(
             section(spec, local_shape(spec.dims), comm, (), spec.storage.weight) for spec in specs
