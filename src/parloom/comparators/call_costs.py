@@ -88,6 +88,7 @@ class CallCosts:
         for result, value in enumerate(operator.node.results if flows else ()):
             size = self.prices.held_bytes(value.spec, choice.results[result])
             found[KEPT] += size * (keeps and result in own | read) - size * (result in own)
+        found[KEPT] += self.fates.gradient_bytes(index, choice, self.prices)
         return found
 
     def _is_held(self, index: int) -> bool:

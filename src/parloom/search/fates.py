@@ -11,8 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from parloom.ir.ops import Site, op_of
-from parloom.search.choices import Menu
+from parloom.search.choices import Choice, Menu
 from parloom.search.model import Indices
+from parloom.search.prices import Prices
 from parloom.search.program import Flow, Program, Reader
 
 # The results of an operator are kept for the backward pass, remade in it, or neither; kept but for
@@ -121,6 +122,25 @@ class Fates:
             for result in range(len(operator.node.results))
             for f, r in self.reads.get((reader.operator, result), ())
         )
+
+    @cached_property
+    def first_backward(self) -> int | None:
+        """The operator that a backward pass begins with; None in a call of a block."""
+        for index in reversed(self.program.index.values()):
+            operator = self.program.operators[index]
+            flows = op_of(operator.node).differentiable and any(any(f) for f, _ in operator.flows)
+            if flows and not operator.is_scalar:
+                return index if operator.function == self.program.graph.main.name else None
+        return None
+
+    def gradient_bytes(self, index: int, choice: Choice, prices: Prices) -> int:
+        """What an operator makes of gradients while all that is kept is still there."""
+        if index != self.first_backward:
+            return 0
+        operator = self.program.operators[index]
+        ((flags, _),) = operator.flows
+        wanted = zip(flags, operator.operands, choice.operands, strict=True)
+        return sum(prices.held_bytes(spec, state) for flows, spec, state in wanted if flows)
 
     def of(self, index: int) -> tuple[str, ...]:
         """The fates that an operator may have."""

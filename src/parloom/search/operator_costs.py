@@ -46,6 +46,7 @@ class OperatorCosts:
             # Where nothing keeps any of them, all are kept for readers that are remade.
             kept += sizes * (r in own or r in read or not (own or read))
         prices[:, KEPT] = np.maximum(prices[:, KEPT], 0)
+        made = [self.fates.gradient_bytes(index, choice, self.prices) for choice in choices]
         rows = np.repeat(prices[:, None, :], len(options.fates), axis=1)
         for i, fate in enumerate(options.fates):
             if fate in (KEEP, REGATHER):
@@ -57,4 +58,5 @@ class OperatorCosts:
                 if any(flags):
                     rows[:, i, BACKWARD] += prices[:, FORWARD]
                     rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
+        rows[:, :, KEPT] += np.array(made, dtype=float)[:, None]
         return rows

@@ -91,7 +91,9 @@ INSTANTS = ("pass_bytes", "whole_bytes", "update_bytes")
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums of rows that the formula is made of; `plain_ps` counts as it is."""
+    """Sums of rows that the formula is made of; `plain_ps` counts as it is. `remade_bytes`, which
+    compositions alone know: as the last of the calls that recompute runs backward.
+    """
 
     plain_ps: float
     forward_ps: float
@@ -100,11 +102,12 @@ class StepSums:
     pass_bytes: float
     whole_bytes: float = 0.0
     update_bytes: float = 0.0
+    remade_bytes: float = 0.0
 
     @property
     def held_bytes(self) -> float:
         """At the instant at which most is held."""
-        return max(self.pass_bytes, self.whole_bytes, self.update_bytes)
+        return max(self.pass_bytes, self.whole_bytes, self.update_bytes, self.remade_bytes)
 
     @property
     def step_ps(self) -> float:
