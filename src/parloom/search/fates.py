@@ -134,13 +134,11 @@ class Fates:
         return None
 
     def gradient_bytes(self, index: int, choice: Choice, prices: Prices) -> int:
-        """What an operator makes of gradients while all that is kept is still there."""
+        """What an operator takes for gradients while all that is kept is still there."""
         if index != self.first_backward:
             return 0
-        operator = self.program.operators[index]
-        ((flags, _),) = operator.flows
-        wanted = zip(flags, operator.operands, choice.operands, strict=True)
-        return sum(prices.held_bytes(spec, state) for flows, spec, state in wanted if flows)
+        ((flags, _),) = self.program.operators[index].flows
+        return prices.first_bytes(index, choice, flags)
 
     def of(self, index: int) -> tuple[str, ...]:
         """The fates that an operator may have."""

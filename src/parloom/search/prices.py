@@ -76,12 +76,23 @@ class Prices:
         return shapes, self.mesh.size(choice.used)
 
     def _operator(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
-        if is_local_program(operator, dict(choice.assignment)):
-            found = self.single.lower(operator, dict(choice.assignment), choice.operands, flags)
-        else:
-            found = _alone(operator, choice, flags)
+        found = self._lowered(operator, choice, flags)
         names = frozenset(value.name for value in found.operands)
         return self._walked(found.operands, found.items, found.results, names)
+
+    def _lowered(self, operator: Operator, choice: Choice, flags: Flags) -> Lowered:
+        if is_local_program(operator, dict(choice.assignment)):
+            return self.single.lower(operator, dict(choice.assignment), choice.operands, flags)
+        return _alone(operator, choice, flags)
+
+    def first_bytes(self, index: int, choice: Choice, flags: Flags) -> int:
+        """What the backward pass of an operator takes before it frees anything."""
+        found = self._lowered(self.program.operators[index], choice, flags)
+        names = frozenset(value.name for value in found.operands)
+        lives = Lives(names, frozenset())
+        self.walker.walk(found.operands, tuple(found.items), lives, found.results)
+        works = tuple(_counted(lives, lives.backward))
+        return max((work.takes + work.staging for work in works[:1]), default=0)
 
     def movement(self, spec: TensorSpec, flows: bool, source: State, target: State) -> Price | None:
         """The movements from `source` to `target`; None where there are none that lead there."""
