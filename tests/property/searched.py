@@ -173,6 +173,13 @@ def counted_bytes(kept: int, weights: WeightPrice, count: int) -> int:
     return int(step_sums(rows, count).held_bytes)
 
 
+def passes_bytes(kept: int, weights: WeightPrice, count: int) -> int:
+    """The same between the passes alone."""
+    rows = np.zeros(NUM_ROWS)
+    rows[KEPT], rows[PARTS:] = kept, weights
+    return int(step_sums(rows, count).pass_bytes)
+
+
 def least_step_ps(plans: list[Enumerated], limit: float = PLENTY) -> int:
     """The least estimate of what holds at most `limit` bytes."""
     return min(plan.step_ps for plan in plans if plan.held_bytes <= limit)

@@ -3,7 +3,7 @@ enumeration: on one device nothing else is chosen. Of equal calls the weights of
 frozen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from random import Random
@@ -23,7 +23,7 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.step_rows import ShadowPrices
 from tests.examples import examples
 from tests.property.estimate import estimate
-from tests.property.searched import ADAM, context_of, counted_bytes
+from tests.property.searched import ADAM, context_of, counted_bytes, passes_bytes
 
 ONE = load_cluster("1xH100")
 (MESH,) = logical_meshes(ONE)
@@ -69,17 +69,36 @@ def every_choice(graph: Graph, count: int) -> Iterator[Remade]:
         :-1
     ]  # what leaves a block is kept
     sets = [some for n in range(len(keys) + 1) for some in combinations(keys, n)]
+    most = kept_bytes(graph, plan_of((), count))
+    freed = {some: most - kept_bytes(graph, plan_of((some,), count)) for some in (None, *sets)}
+    (batch,) = graph.of_kind("batch")
+    leaving = batch.value.spec.shape[0] * batch.value.spec.shape[1] * 4
     for chosen in product((None, *sets), repeat=DEPTH):
-        again = (
-            ActivationDecision(str(call), "recompute", some or ())
-            for call, some in enumerate(chosen)
-            if some != ()
-        )
-        plan = Decisions(one_stage(MESH), activations=tuple(again), num_microbatches=count)
+        plan = plan_of(chosen, count)
         pcg = lower(graph, plan)
         found = estimate(pcg, Walker(pcg.by_name, pcg.mesh, ONE), ADAM)
-        kept = priced(pcg, ONE, plan, ADAM).main.inside_bytes
-        yield Remade(plan, found.step_ps, counted_bytes(kept, found.weights, count))
+        held = counted_bytes(kept_bytes(graph, plan), found.weights, count)
+        # As the last call that recomputes runs backward: what those keep, and what it makes again.
+        again = [freed[some] for some in chosen if some != ()]
+        if again:
+            kept = sum(freed[None] + leaving - some for some in again) + max(again)
+            held = max(held, passes_bytes(kept, found.weights, count))
+        yield Remade(plan, found.step_ps, held)
+
+
+def plan_of(chosen: Sequence[tuple[str, ...] | None], count: int) -> Decisions:
+    """What the first calls recompute: values, or all."""
+    again = (
+        ActivationDecision(str(call), "recompute", some or ())
+        for call, some in enumerate(chosen)
+        if some != ()
+    )
+    return Decisions(one_stage(MESH), activations=tuple(again), num_microbatches=count)
+
+
+def kept_bytes(graph: Graph, plan: Decisions) -> int:
+    """What is kept between the passes."""
+    return priced(lower(graph, plan), ONE, plan, ADAM).main.inside_bytes
 
 
 def cheapest(every: list[Remade], limit: float) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from parloom.cost.engine import Launch, Run
 from parloom.cost.tasks import (
     COMPONENTS,
+    OF_WEIGHTS,
     RECOMPUTED,
     RECOMPUTING,
     SHARES,
@@ -186,7 +187,7 @@ class _Reading:
                     found.busy[COMPUTING] += instruction.ps
                 continue
             group = Group(
-                place, kind_of(instruction.key), instruction.channel, self._level(instruction)
+                place, kind_of(instruction.key), _axes(instruction), self._level(instruction)
             )
             self.launched[_name(piece, instruction.key, prefix)] = group
             found.count[group] += 1
@@ -205,8 +206,7 @@ class _Reading:
             return self.links[max(launch.flows, key=lambda flow: flow.size).links[0]]
         if launch.channel in HOST:
             return launch.channel
-        axes, _, _ = launch.channel.partition(" ")
-        return self.links[max(self.mesh[axis].level for axis in axes.split("+"))]
+        return self.links[max(self.mesh[axis].level for axis in _axes(launch).split("+"))]
 
     def _peak(self) -> Peak:
         """Memory changes in the order of the program, as `Simulator` counts them."""
@@ -238,6 +238,11 @@ def _held(played: Played, start: Sequence[int]) -> Iterator[tuple[list[int], Pie
                 for component, size in changes:
                     held[component] += size
                 yield held, piece, note
+
+
+def _axes(launch: Launch) -> str:
+    """The axes that a transfer runs over, or the name of its channel."""
+    return launch.channel.removesuffix(f" {OF_WEIGHTS}")
 
 
 def _name(piece: Piece, key: str, prefix: str) -> str:
