@@ -8,7 +8,8 @@ for n microbatches: weights gathered for a block hide behind the forward pass, t
 and gradients in chunks behind each backward pass, gradients reduced once behind the last. Memory
 has three instants, each with what is stored: between the passes what is kept, as main's gathered
 weights have their gradients these, both with what earlier microbatches left of gradients; during
-the update all gradients and what the optimizer needs beside its states.
+the update all gradients and what the optimizer needs beside its states. Compositions know a fourth
+one: as the last of the calls that recompute runs backward.
 """
 
 from dataclasses import dataclass, replace
