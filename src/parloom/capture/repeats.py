@@ -26,6 +26,7 @@ from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from parloom.capture import recorded
 from parloom.capture.aside import LEAST, Aside
 from parloom.capture.gradient_paths import storage_of
 from parloom.capture.left import node_of
@@ -187,15 +188,16 @@ class Repeats:
             kind.failures += 1
             before, last = dict(tracer.num_calls), tracer.graph._root.prev
             given = tuple(node_of(tensor, tracer) for tensor in found.tensors)
-            number, reads = next(self.numbers), Reads(active=True)
+            number, reads, lists = next(self.numbers), Reads(active=True), recorded.lists()
             with self.marked(number), self.noting(found, reads):
                 result = original(module, *args, **kwargs)
+            both = result, recorded.added(lists)
             if self.finder.found(base, args, kwargs).is_unchanged(found):
                 nodes = nodes_after(last)
-                ran = Ran(number, found, given, reads, result, nodes, tracer, before)
+                ran = Ran(number, found, given, reads, both, nodes, tracer, before)
                 made = ran.first(nested)
                 if made is not None:
-                    self.keep(kind, made, result)
+                    self.keep(kind, made, both)
             return result
 
         with shown, replaced(nn.Module, "_call_impl", call):
@@ -241,6 +243,8 @@ class Repeats:
         """What a call would return that does what `first` did."""
         if first.reads.found:
             read(found)
+        for number in found.counted:
+            number.read()
         self.repeated += 1
         names = {} if self.aside is None else self.aside.names
         operands = [found.tensors[i] for i in first.operands]
@@ -258,7 +262,9 @@ class Repeats:
                 return value
             return made[value.number] if value.made else found.tensors[value.number]
 
-        return tree_unflatten([leaf(value) for value in first.leaves], first.structure)
+        result, added = tree_unflatten([leaf(value) for value in first.leaves], first.structure)
+        recorded.add(added)
+        return result
 
     def keep(self, kind: Kind, first: First, result: Any) -> None:
         """Let later calls repeat one; its operands and results stay in the trace."""
@@ -311,14 +317,15 @@ class Repeats:
 class Ran:
     """A call that was run, with the nodes that it made.
 
-    `given` are the nodes of the tensors that it found, and `before` the counts of calls.
+    `given` are the nodes of the tensors that it found, and `before` the counts of calls. `both` are
+    its result and what was recorded in it.
     """
 
     number: int
     found: Found
     given: tuple[fx.Node | None, ...]
     reads: Reads
-    result: Any
+    both: tuple[Any, recorded.Lists | None]
     nodes: list[fx.Node]
     tracer: Any
     before: Mapping[str, int]
@@ -331,9 +338,11 @@ class Ran:
             for name, calls in self.tracer.num_calls.items()
             if calls != self.before.get(name, 0)
         }
-        leaves, structure = tree_flatten(self.result)
+        leaves, structure = tree_flatten(self.both)
         operands, told = self.operands(), self.leaves(leaves)
-        if not operands or told is None or not all(n.startswith(f"{path}.") for n in entered):
+        if self.both[1] is None or not operands or told is None:
+            return None
+        if not all(n.startswith(f"{path}.") for n in entered):
             return None
         made = {
             leaf.number: value

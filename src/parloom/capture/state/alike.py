@@ -26,16 +26,19 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from parloom.capture import recorded
 from parloom.capture.owners import is_a, is_library
 from parloom.capture.state.aspects import NAMED, Look, is_plain
 from parloom.capture.state.numbers import Number
 from parloom.capture.state.reach import TRANSIENT, UNREAD, Reached, Walk
 from parloom.capture.state.snapshot import LARGEST
 
-# What tells calls apart by what no walk shows: addresses, and the frames of callers. Code names it
-# as a member of a module, or it is a global of another name.
+# What tells calls apart by what no walk shows: addresses, the frames of callers, and lists to which
+# calls append as they repeat. Code names it as a member of a module, or it is a global of another
+# name.
 TELLING = frozenset(
-    {"id", "_getframe", "_current_frames", "currentframe", "getouterframes", "f_back"}
+    {"id", "_getframe", "_current_frames", "currentframe", "getouterframes", "f_back",
+     recorded.COLLECTOR}
 )  # fmt: skip
 TELLS = (id, sys._getframe, sys._current_frames, inspect.currentframe, inspect.stack)
 MEMOS = ("nonzero", "item", "unique", "unique_consecutive", "nested_int")
@@ -50,13 +53,15 @@ Places = Mapping[int, frozenset[str]]  # names of attributes that are indices, b
 class Found:
     """What a call finds: its steps, and the tensors and the indices among them.
 
-    Indices are no part of the steps: each is an attribute of a module, with its value. `kept` keeps
+    Indices are no part of the steps: each is an attribute of a module, with its value. `counted`
+    are numbers in closures that note what is read of them: their values are steps. `kept` keeps
     every object, so that none gets the id of another.
     """
 
     steps: tuple[object, ...]
     tensors: tuple[Tensor, ...]
     indices: tuple[tuple[nn.Module, str, int], ...]
+    counted: tuple[Number, ...]
     kept: Walk
 
     @property
@@ -86,6 +91,7 @@ class Finder:
         steps: list[object] = [*surroundings()]
         tensors: list[Tensor] = []
         indices: list[tuple[nn.Module, str, int]] = []
+        counted: list[Number] = []
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             look = replace(self.look, files=set())
             walk = Walk((("self", module), ("args", args), ("kwargs", kwargs)), look)
@@ -98,10 +104,12 @@ class Finder:
                     tensors.append(value)
                 for held in aspects:
                     steps.append((held.aspect.style, exact(held.aspect.fixed), held.aspect.content))
-                    steps += self.parts(held, indices)
-        return Found(tuple(steps), tuple(tensors), tuple(indices), walk)
+                    steps += self.parts(held, indices, counted)
+        return Found(tuple(steps), tuple(tensors), tuple(indices), tuple(counted), walk)
 
-    def parts(self, held: Reached, indices: list[tuple[nn.Module, str, int]]) -> list[object]:
+    def parts(
+        self, held: Reached, indices: list[tuple[nn.Module, str, int]], numbers: list[Number]
+    ) -> list[object]:
         """The parts of an aspect: plain values, classes of others, places of indices."""
         style = held.aspect.style
         of_module = style == "attributes" and is_a(held.owner, nn.Module)
@@ -112,10 +120,15 @@ class Finder:
                 plain = value.value if type(value) is Number else value
                 indices.append((held.owner, name, plain))
                 steps.append((name, "index"))
+            elif style == "cell" and type(value) is Number:
+                numbers.append(value)
+                steps.append((exact(name), exact(value.value)))
+            elif style == "hooks" and recorded.is_recorder(value):
+                steps.append(("recorder", recorded.state()))  # its name counts all hooks
             elif name not in UNREAD:
                 steps.append((exact(name), exact(value) if is_plain(value) else id(type(value))))
         # A library's hook may hand on what it sees to anybody, and what it reads is not walked.
-        if style == "hooks" and held.aspect.parts:
+        if style == "hooks" and not all(recorded.is_recorder(v) for _, v in held.aspect.parts):
             steps.append(object())
         return steps
 
@@ -123,7 +136,7 @@ class Finder:
 def identity(value: Any, aspects: tuple[Reached, ...]) -> object:
     """What an object is, besides of what it holds; never equal where that cannot be told."""
     kind = id(type(value))
-    if any(value is told for told in TELLS):
+    if any(value is told for told in TELLS) or recorded.is_collector(value):
         return object()
     if is_a(value, Tensor):
         return tensor_identity(value)
