@@ -78,8 +78,7 @@ class CallCosts:
         """An operator, and those of its results that are kept as it makes them."""
         operator, choice = self.program.operators[index], self.choices[index]
         found = np.zeros(NUM_ROWS, dtype=np.int64)
-        for flags, count in operator.flows:
-            found[:PARTS] += count * self.prices.operator(index, choice, flags)
+        found[:PARTS] = sum(n * self.prices.operator(index, choice, f) for f, n in operator.flows)
         if index in self.again:
             return _run_again(found)
         own, read = self.fates.results(index)

@@ -25,6 +25,7 @@ from parloom.search.prices import (
     PARTS,
 )
 from parloom.search.program import Block, Program, Weight
+from parloom.search.remaking import Remaking, leaving_bytes, limit_remade, remade_bytes
 from parloom.search.solve.elimination import Elimination
 from parloom.search.step_rows import (
     EXPOSED,
@@ -168,18 +169,6 @@ class Composer:
         return _Composition(self, every, prices).solve(limit_bytes, byte_ps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Remaking:
-    """The calls of a block that are counted by `column` recompute: each keeps `kept`, and the last
-    of them makes `again` bytes again.
-    """
-
-    column: int
-    count: int
-    kept: float
-    again: float
-
-
 @dataclass
 class _Composition:
     """The integer program of solutions that have the same layouts."""
@@ -189,7 +178,7 @@ class _Composition:
     prices: Floats
     program: LinearProgram = field(default_factory=LinearProgram)
     rows: dict[int, Floats] = field(default_factory=dict)
-    remaking: list[list[_Remaking]] = field(default_factory=list)
+    remaking: list[list[Remaking]] = field(default_factory=list)
 
     def solve(self, limit_bytes: float, byte_ps: float) -> Candidate | None:
         exposed = [self.program.column(1.0) for _ in EXPOSED]
@@ -207,9 +196,8 @@ class _Composition:
         for name in INSTANTS:
             held = {i: getattr(some, name) / unit for i, some in sums.items()}
             self.program.row({most: -1.0, **held}, high=0.0)
-        self._remade(
-            {i: some.pass_bytes - self.rows[i][KEPT] for i, some in sums.items()}, most, unit
-        )
+        stored = {i: some.pass_bytes - self.rows[i][KEPT] for i, some in sums.items()}
+        limit_remade(self.program, self.remaking, stored, most, unit)
         work = self.composer.work
         answer = self.program.solve(GAP, work.left)
         work.spend(1 if answer is None else answer.nodes)
@@ -217,13 +205,7 @@ class _Composition:
             return None
         counts = picked(answer.values)
         total = np.sum([counts[i] * rows for i, rows in self.rows.items()], axis=0)
-        found = step_sums(total, count)
-        used = ([r for r in some if counts[r.column]] for some in self.remaking)
-        remade = max(
-            (sum(counts[r.column] * r.kept for r in some) + max(r.again for r in some)
-             for some in used if some),
-            default=0.0,
-        )  # fmt: skip
+        found, remade = step_sums(total, count), remade_bytes(self.remaking, counts)
         return Candidate(
             next(values for column, values in main if counts[column]),
             tuple(tuple((level, counts[c]) for c, level in w if counts[c]) for w in weights),
@@ -234,19 +216,6 @@ class _Composition:
             total,
             replace(found, remade_bytes=found.pass_bytes - total[KEPT] + remade),
         )
-
-    def _remade(self, stored: Mapping[int, float], most: int, unit: float) -> None:
-        """The instant at which the last of the calls of a block that recompute runs backward."""
-        for some in self.remaking:
-            again = self.program.column(0.0)
-            held = {column: size / unit for column, size in stored.items()}
-            for call in some:
-                used = self.program.column(0.0, 0, 1, integer=True)
-                self.program.row({call.column: 1.0, used: -float(call.count)}, high=0.0)
-                self.program.row({again: 1.0, used: -call.again / unit}, low=0.0)
-                held[call.column] += call.kept / unit
-            if some:
-                self.program.row({most: -1.0, again: 1.0, **held}, high=0.0)
 
     def _column(self, rows: Floats, most: int) -> int:
         """A column that counts how often something with these rows is taken."""
@@ -279,7 +248,7 @@ class _Composition:
         fast = min(rows, key=lambda r: float(r[[BACKWARD, BACKWARD_SENT]].sum()))
         again = fast.copy()
         again[[BACKWARD, BACKWARD_SENT]] += fast[[FORWARD, FORWARD_SENT]]
-        again[KEPT] = self._leaving(block)
+        again[KEPT] = leaving_bytes(self.composer.layouts, block, self.every[0])
         variants = [(r, Variant(v)) for r, v in _distinct(zip(rows, self.every, strict=True))]
         variants.append((again, Variant(self.every[0], whole=True)))
         asked: dict[str | None, int] = {}
@@ -295,27 +264,12 @@ class _Composition:
             ]
             self._all_of((column for column, _ in columns), count)
             found += columns
-        every = ((column, self.rows[column][KEPT]) for column, _ in found)
+        kept = {column: self.rows[column][KEPT] for column, _ in found}
+        calls = len(block.prefixes)
         self.remaking.append(
-            [
-                _Remaking(column, len(block.prefixes), kept, fast[KEPT] - kept)
-                for column, kept in every
-                if kept < fast[KEPT]
-            ]
+            [Remaking(c, calls, k, fast[KEPT] - k) for c, k in kept.items() if k < fast[KEPT]]
         )
         return found
-
-    def _leaving(self, block: Block) -> float:
-        """The bytes that a call makes for others, which it keeps even where it recomputes all."""
-        layouts, own = self.composer.layouts, {index for index, _ in block.operators}
-        made = {(f.operator, f.result): f.spec for f in layouts.program.flows
-                if f.crosses and f.differentiable and f.operator in own}  # fmt: skip
-        total = 0
-        for (index, result), spec in made.items():
-            choice, _ = layouts.options[index].option(self.every[0][index])
-            state = layouts.options[index].menu.choices[choice].results[result]
-            total += layouts.prices.held_bytes(spec, state)
-        return float(total)
 
     def _follows(self, block: Block, variant: Variant, policy: str) -> bool:
         """Whether a call with this variant does what it is asked to do."""
