@@ -41,19 +41,7 @@ class FlowCosts:
     ) -> None:
         self.program = program
         self.edges = tuple(edges_of(program, options, fates, homes, variable))
-        distinct = tuple(dict.fromkeys(edge.transitions for some in self.edges for edge in some))
-        tables = dict(zip(distinct, redistributions(prices, distinct), strict=True))
-        # Edges with equal transitions share one table of costs.
-        known: dict[tuple[int, bool], Costs] = {}
-
-        def costs(edge: Edge) -> Costs:
-            table = tables[edge.transitions]
-            enters = edge.reader is not None and fates.enters(edge.flow, edge.reader)
-            if (id(table), enters) not in known:
-                known[id(table), enters] = costs_of(edge, table, prices, enters=enters)
-            return known[id(table), enters]
-
-        self.costs = [tuple(map(costs, edges)) for edges in self.edges]
+        self.costs = _costs_of_all(self.edges, prices, fates)
         # What terms with equal costs and ends have, by the table of costs.
         self._merged: dict[tuple[object, ...], Costs] = {}
         self._pairwise: dict[int, tuple[Term, ...]] = {}
@@ -152,6 +140,24 @@ class FlowCosts:
             total += costs[at][best]
             remade += [edges[i] for i in some] if best else []
         return total, tuple(remade)
+
+
+def _costs_of_all(
+    edges: Sequence[tuple[Edge, ...]], prices: Prices, fates: Fates
+) -> list[tuple[Costs, ...]]:
+    """The costs of the edges of each flow; edges with equal transitions share one table."""
+    distinct = tuple(dict.fromkeys(edge.transitions for some in edges for edge in some))
+    tables = dict(zip(distinct, redistributions(prices, distinct), strict=True))
+    known: dict[tuple[int, bool], Costs] = {}
+
+    def costs(edge: Edge) -> Costs:
+        table = tables[edge.transitions]
+        enters = edge.reader is not None and fates.enters(edge.flow, edge.reader)
+        if (id(table), enters) not in known:
+            known[id(table), enters] = costs_of(edge, table, prices, enters=enters)
+        return known[id(table), enters]
+
+    return [tuple(map(costs, some)) for some in edges]
 
 
 def _beside(
