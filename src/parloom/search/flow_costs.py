@@ -41,12 +41,9 @@ class FlowCosts:
     ) -> None:
         self.program = program
         self.edges = tuple(edges_of(program, options, fates, homes, variable))
-        distinct = tuple(dict.fromkeys(edge.transitions for some in self.edges for edge in some))
-        tables = dict(zip(distinct, redistributions(prices, distinct), strict=True))
-        self.costs = [
-            tuple(costs_of(edge, tables[edge.transitions], prices, fates) for edge in edges)
-            for edges in self.edges
-        ]
+        self.costs = _costs_of_all(self.edges, prices, fates)
+        # What terms with equal costs and ends have, by the table of costs.
+        self._merged: dict[tuple[object, ...], Costs] = {}
         self._pairwise: dict[int, tuple[Term, ...]] = {}
         self._variables = [
             tuple(dict.fromkeys(variable for edge in edges for variable in edge.variables))
@@ -60,10 +57,20 @@ class FlowCosts:
             edges = self.edges[number]
             share = self.program.flows[number].count / max(1, len(edges))
             self._pairwise[number] = tuple(
-                _term((edge.source_end, edge.target_end), ((costs * share, legal),))
-                for edge, (costs, legal) in zip(edges, self.costs[number], strict=True)
+                self._one(edge, costs, share)
+                for edge, costs in zip(edges, self.costs[number], strict=True)
             )
         return self._pairwise[number]
+
+    def _one(self, edge: Edge, costs: Costs, share: float) -> Term:
+        """The term of one reader, which pays `share` of `costs`."""
+        (source, seen), (target, needs) = edge.source_end, edge.target_end
+        key = id(costs[0]), share, tuple(seen), tuple(needs), source is None, target is None
+        if key not in self._merged:
+            merged, legal = _fated(costs, (edge.source_end, edge.target_end))
+            self._merged[key] = merged * share, legal
+        views = tuple(view for view in (source, target) if view is not None)
+        return Term(views, (self._merged[key],), PASSES, "flow")
 
     def joint(self, number: int, variable: int) -> tuple[Variable, list[Term]]:
         """The variable, to be number `variable`, of the copy that readers of a flow share, and the
@@ -135,6 +142,24 @@ class FlowCosts:
         return total, tuple(remade)
 
 
+def _costs_of_all(
+    edges: Sequence[tuple[Edge, ...]], prices: Prices, fates: Fates
+) -> list[tuple[Costs, ...]]:
+    """The costs of the edges of each flow; edges with equal transitions share one table."""
+    distinct = tuple(dict.fromkeys(edge.transitions for some in edges for edge in some))
+    tables = dict(zip(distinct, redistributions(prices, distinct), strict=True))
+    known: dict[tuple[int, bool], Costs] = {}
+
+    def costs(edge: Edge) -> Costs:
+        table = tables[edge.transitions]
+        enters = edge.reader is not None and fates.enters(edge.flow, edge.reader)
+        if (id(table), enters) not in known:
+            known[id(table), enters] = costs_of(edge, table, prices, enters=enters)
+        return known[id(table), enters]
+
+    return [tuple(map(costs, some)) for some in edges]
+
+
 def _beside(
     edge: Edge,
     costs: Costs,
@@ -168,16 +193,18 @@ def _term(
     """A term over two ends, and over what is `between` them (axis 3), if anything is; fates are
     merged into the states of the ends.
     """
-    (source, seen), (target, needs) = ends
-    found = tuple(
-        (
-            _merged(costs, seen, needs, 1, source is None, target is None),
-            _merged(legal, seen, needs, 0, source is None, target is None),
-        )
-        for costs, legal in alternatives
-    )
-    views = tuple(view for view in (source, between, target) if view is not None)
+    found = tuple(_fated(costs, ends) for costs in alternatives)
+    views = tuple(view for view in (ends[0][0], between, ends[1][0]) if view is not None)
     return Term(views, found, PASSES, "flow")
+
+
+def _fated(costs: Costs, ends: tuple[End, End]) -> Costs:
+    """Costs and what is legal with the fates of both ends merged into their states."""
+    (source, seen), (target, needs) = ends
+    return (
+        _merged(costs[0], seen, needs, 1, source is None, target is None),
+        _merged(costs[1], seen, needs, 0, source is None, target is None),
+    )
 
 
 def _merged(

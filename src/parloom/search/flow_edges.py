@@ -155,27 +155,28 @@ def edges_of(
         yield tuple(found)
 
 
-def costs_of(edge: Edge, table: Redistribution, prices: Prices, fates: Fates) -> Costs:
+def costs_of(edge: Edge, table: Redistribution, prices: Prices, *, enters: bool) -> Costs:
     """What one call of the reader costs, whoever pays.
 
-    The second alternative is there where main or another call made the value: the call that reads
-    it remakes its redistribution.
+    The second alternative is there where main or another call made the value (the edge `enters` a
+    block call): the call that reads it remakes its redistribution.
     """
     some, spec = table.transitions, edge.flow.spec
-    base = np.moveaxis(table.parts.astype(float), 0, -1)
+    base = np.moveaxis(table.parts, 0, -1)
     moved = np.array([[s.layout != t.layout for t in some.targets] for s in some.sources])
     size = np.array([prices.held_bytes(spec, t) for t in some.targets], dtype=float)
-    costs = np.zeros((2, len(some.sources), 3, len(some.targets), 2, PARTS))
-    costs += base[None, :, None, :, None, :]
+    enters = enters and bool((moved & table.legal).any())
+    costs = np.empty((1 + enters, len(some.sources), 3, len(some.targets), 2, PARTS))
+    costs[:] = base[None, :, None, :, None, :]
     legal = np.zeros(costs.shape[:-1], dtype=bool)
     legal[0, :, :, :, 0] = legal[0, :, 1:, :, 1] = True
     legal[0, :, 0, :, 1] = moved
     costs[0, :, :2, :, 1, KEPT] += (moved * size)[:, None, :]
-    again = np.zeros_like(base)
-    again[..., [BACKWARD, BACKWARD_SENT]] = base[..., [FORWARD, FORWARD_SENT]]
-    costs[0, :, 2, :, 1] += again
-    if edge.reader is not None and fates.enters(edge.flow, edge.reader):
+    for backward, forward in ((BACKWARD, FORWARD), (BACKWARD_SENT, FORWARD_SENT)):
+        costs[0, :, 2, :, 1, backward] += base[..., forward]
+        if enters:
+            costs[1, :, 1, :, 1, backward] += base[..., forward]
+    if enters:
         legal[1, :, 1, :, 1] = moved
-        costs[1, :, 1, :, 1] += again
     legal &= table.legal[None, :, None, :, None]
-    return (costs, legal) if legal[1].any() else (costs[:1], legal[:1])
+    return costs, legal
