@@ -5,7 +5,7 @@ variants, and weights. An integer program counts how many calls take each varian
 weights each storage; weights of a block in chunks over the same axes share messages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from parloom.search.prices import (
     PARTS,
 )
 from parloom.search.program import Block, Program, Weight
-from parloom.search.remaking import Remaking, leaving_bytes, limit_remade, remade_bytes
+from parloom.search.remaking import Remaking, leaving_bytes, limit_remade, remade_bytes, remaking
 from parloom.search.solve.elimination import Elimination
 from parloom.search.step_rows import (
     EXPOSED,
@@ -264,11 +264,7 @@ class _Composition:
             ]
             self._all_of((column for column, _ in columns), count)
             found += columns
-        kept = {column: self.rows[column][KEPT] for column, _ in found}
-        calls = len(block.prefixes)
-        self.remaking.append(
-            [Remaking(c, calls, k, fast[KEPT] - k) for c, k in kept.items() if k < fast[KEPT]]
-        )
+        self.remaking.append(remaking(block, {c: self.rows[c] for c, _ in found}, fast))
         return found
 
     def _follows(self, block: Block, variant: Variant, policy: str) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from parloom.search.layout_model import LayoutModel
 from parloom.search.linear import LinearProgram
+from parloom.search.model import Floats
+from parloom.search.prices import KEPT
 from parloom.search.program import Block
 
 
@@ -24,6 +26,13 @@ class Remaking:
 
 Blocks = Sequence[Sequence[Remaking]]
 """The variants that recompute of each block."""
+
+
+def remaking(block: Block, rows: Mapping[int, Floats], fast: Floats) -> list[Remaking]:
+    """Of columns of a block with these rows those that recompute: they keep less than `fast`."""
+    kept = {column: float(some[KEPT]) for column, some in rows.items()}
+    most, calls = float(fast[KEPT]), len(block.prefixes)
+    return [Remaking(c, calls, size, most - size) for c, size in kept.items() if size < most]
 
 
 def limit_remade(
