@@ -39,7 +39,7 @@ from parloom.search.storage import (
     REDUCED,
     WEIGHT_PARTS,
     StoragePrices,
-    Stored,
+    StoredWeight,
     level_of,
 )
 
@@ -120,7 +120,7 @@ def _weights(pcg: PCG, walker: Walker, calls: Sequence[PCall], optimizer: Optimi
     for parameter in pcg.parameters:
         name, spec = parameter.input.value.name, parameter.input.value.spec
         reduce = tuple(a for a in parameter.reduce if a != TIME)
-        stored = Stored(
+        stored = StoredWeight(
             spec,
             parameter.input.trainable,
             name in unit,

@@ -29,7 +29,7 @@ from parloom.search.program import last_reduced, program_of, reached
 from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS, step_sums
 from parloom.search.storage import Level, StoragePrices, WeightPrice
-from parloom.search.storage import Stored as Weight
+from parloom.search.storage import StoredWeight as Weight
 from parloom.search.work import Work
 from tests.property.estimate import Estimate, estimate
 

@@ -40,7 +40,7 @@ from parloom.search.storage import (
     UPDATED,
     UPDATING,
     StoragePrices,
-    Stored,
+    StoredWeight,
 )
 from tests.property.estimate import estimate
 from tests.property.searched import ADAM, counted_bytes, random_graph
@@ -63,7 +63,9 @@ def planned(seed: int, cluster: Cluster, blocks: bool) -> tuple[Decisions, PCG]:
     stored = []
     for parameter in lower(graph, plan, factored=factored).parameters:
         spec = parameter.input.value.spec
-        weight = Stored(spec, parameter.input.trainable, False, parameter.layout, parameter.reduce)
+        weight = StoredWeight(
+            spec, parameter.input.trainable, False, parameter.layout, parameter.reduce
+        )
         level = rng.choice(storage.options(weight)[0])
         stored += [level.decision(parameter.input.target)] if level.optimizer else []
     plan = replace(plan, parameters=tuple(stored))
@@ -156,7 +158,7 @@ def test_storage_that_is_left_out_is_nowhere_better(
     mesh = data.draw(st.sampled_from(list(logical_meshes(cluster))))
     reduce = tuple(a for a in mesh.names if data.draw(st.booleans()))
     storage = StoragePrices(Walker({}, mesh, cluster), Decisions(one_stage(mesh)), ADAM)
-    weight = Stored(
+    weight = StoredWeight(
         TensorSpec((rows, columns), "float32"), True, block, Layout(), reduce, 9 * rows, units=3
     )
     _, prices = storage.options(weight)
@@ -188,7 +190,9 @@ def test_what_a_weight_sends_is_what_the_lowered_plan_sends(
     storage = StoragePrices(walker, plan, ADAM)
     (parameter,) = lower(graph, plan).parameters
     reduce = tuple(a for a in parameter.reduce if a in mesh.names)
-    stored = Stored(parameter.input.value.spec, True, False, parameter.layout, reduce, last=False)
+    stored = StoredWeight(
+        parameter.input.value.spec, True, False, parameter.layout, reduce, last=False
+    )
     level = data.draw(st.sampled_from(storage.options(stored)[0]))
     found = storage.price(stored, level)
     plan = replace(plan, parameters=(level.decision("w"),))

@@ -40,7 +40,7 @@ from parloom.search.program import Axes, Flow, Operator, Program
 from parloom.search.request import Request, Say
 from parloom.search.single import Single
 from parloom.search.solve.columns import Problem
-from parloom.search.storage import Level, StoragePrices, Stored, stored_of
+from parloom.search.storage import Level, StoragePrices, StoredWeight, stored_of
 
 # Branches of an integer program, where the user says nothing.
 NODES = 10_000
@@ -182,7 +182,7 @@ def _batch(operator: Operator) -> frozenset[str]:
     return frozenset.intersection(*(frozenset(f for d in dims for f in d) for dims in tensors))
 
 
-def scattered(storage: StoragePrices, weight: Stored, num_microbatches: int) -> Level:
+def scattered(storage: StoragePrices, weight: StoredWeight, num_microbatches: int) -> Level:
     """Storage where the all-reduce of a gradient is a reduce-scatter and a gather of the updated
     weight; with several microbatches, gradients are added up before.
     """

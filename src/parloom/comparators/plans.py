@@ -30,7 +30,7 @@ from parloom.search.storage import (
     UPDATED,
     Level,
     StoragePrices,
-    Stored,
+    StoredWeight,
 )
 
 
@@ -76,7 +76,7 @@ def communicated(num_microbatches: int) -> Floats:
 class Whole(StoragePrices):
     """Every device stores its weights whole; what is partial of gradients is all-reduced."""
 
-    def _levels(self, weight: Stored) -> Iterator[Level]:
+    def _levels(self, weight: StoredWeight) -> Iterator[Level]:
         yield Level()
 
 

@@ -23,7 +23,7 @@ from parloom.search.program import Axes, Operator, Program
 from parloom.search.request import Request, Say
 from parloom.search.single import Single
 from parloom.search.solve.columns import ColumnGeneration
-from parloom.search.storage import Level, StoragePrices, Stored, stored_of
+from parloom.search.storage import Level, StoragePrices, StoredWeight, stored_of
 
 Chosen = Mapping[str, Axes]
 # A link on which a byte takes a picosecond, the unit of all prices.
@@ -138,6 +138,6 @@ class _Parts(StoragePrices):
     does not split them, they are stored in chunks.
     """
 
-    def _levels(self, weight: Stored) -> Iterator[Level]:
+    def _levels(self, weight: StoredWeight) -> Iterator[Level]:
         axes = self.free(weight)
         yield Level(axes, axes, axes, self.dim(weight, axes)) if axes else Level()

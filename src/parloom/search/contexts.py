@@ -4,7 +4,7 @@ Columns under shadow prices give layouts, an integer program composes them into 
 simulator says how much each holds beyond what the model counts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import inf
@@ -17,17 +17,18 @@ from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import MICROBATCH, Decisions, Prediction
 from parloom.search.choices import Menu, assignments
-from parloom.search.compose import Candidate, Composer
+from parloom.search.compose import Candidate, Composer, Stored
 from parloom.search.conflicts import meshes_of
 from parloom.search.decide import decisions_of
 from parloom.search.layout_model import LayoutModel
 from parloom.search.microbatch import microbatch_of
+from parloom.search.model import Floats
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
 from parloom.search.step_rows import INSTANTS, ShadowPrices, row_prices
-from parloom.search.storage import Level, stored_of
+from parloom.search.storage import WEIGHT_PARTS, Level, StoredWeight, stored_of
 from parloom.search.work import Work
 
 # Layouts that are composed, and of these simulated, the best first.
@@ -139,7 +140,7 @@ class ContextSearch:
         self.duals = ShadowPrices()
         self.judged: dict[Decisions, Judged] = {}
         # By weight, and the option of the variable that says where it lies.
-        self._stored: dict[tuple[int, int], tuple[tuple[Level, ...], Ints]] = {}
+        self._stored: dict[tuple[int, int], Mapping[Level, Ints]] = {}
         # Bytes that the model may count, such that simulated peaks are within the limit.
         self.limit = float(request.limit_bytes)
         # What a byte that is held costs beside the limit.
@@ -229,15 +230,31 @@ class ContextSearch:
             self.run(self.duals)
         return best_ps
 
-    def stored(self, weight: int, values: Sequence[int]) -> tuple[tuple[Level, ...], Ints]:
-        """The ways to store a weight where `values` put it, and their prices [level, part]."""
-        variable = self.layouts.placed_by(weight)
-        key = weight, 0 if variable is None else values[variable]
+    def stored(self, weight: int, values: Sequence[int]) -> Mapping[Level, Ints]:
+        """The ways to store a weight where `values` put it, and their parts of the rows."""
+        key = self._place(weight, values)
         if key not in self._stored:
-            program, home = self.layouts.program, self.layouts.home(weight, values)
-            stored = stored_of(program, program.weights[weight], *home)
-            self._stored[key] = self.layouts.storage.options(stored)
+            levels, parts = self.layouts.storage.options(self._lying(weight, values))
+            self._stored[key] = dict(zip(levels, parts, strict=True))
         return self._stored[key]
+
+    def stored_parts(self, weight: int, values: Sequence[int], stored: Stored) -> Floats:
+        """What equal weights add to the rows of weights where they are `stored` so."""
+        options, found = self.stored(weight, values), np.zeros(WEIGHT_PARTS)
+        for level, number in stored:
+            part = options.get(level)
+            if part is None:  # compositions price messages apart: other levels may be the best
+                part = self.layouts.storage.price(self._lying(weight, values), level)
+            found += number * part
+        return found
+
+    def _place(self, weight: int, values: Sequence[int]) -> tuple[int, int]:
+        variable = self.layouts.placed_by(weight)
+        return weight, 0 if variable is None else values[variable]
+
+    def _lying(self, weight: int, values: Sequence[int]) -> StoredWeight:
+        program, home = self.layouts.program, self.layouts.home(weight, values)
+        return stored_of(program, program.weights[weight], *home)
 
     def fitting(self) -> Iterator[Judged]:
         limit = self.request.limit_bytes

@@ -14,7 +14,7 @@ from itertools import count, islice
 import numpy as np
 
 from parloom.search.compose import Candidate, Stored
-from parloom.search.contexts import ContextSearch, Ints, Judged, Seen
+from parloom.search.contexts import ContextSearch, Judged, Seen
 from parloom.search.model import Floats
 from parloom.search.prices import PARTS
 from parloom.search.step_rows import (
@@ -24,7 +24,7 @@ from parloom.search.step_rows import (
     row_prices,
     step_sums,
 )
-from parloom.search.storage import AFTER, GATHERED, WEIGHT_PARTS, Level
+from parloom.search.storage import AFTER, GATHERED
 
 # Operators of plans that are simulated in all, and the fewest and the most plans.
 OPERATORS, FEWEST, MOST = 60_000, 8, 320
@@ -261,7 +261,7 @@ def _stored_alike(context: ContextSearch, candidate: Candidate) -> Iterator[Cand
     them.
     """
     weights = context.layouts.program.weights
-    options = [context.stored(index, candidate.values)[0] for index in range(len(weights))]
+    options = [list(context.stored(index, candidate.values)) for index in range(len(weights))]
     sets = dict.fromkeys(level.axes for levels in options for level in levels if level.axes)
     for chunked in ALIKE:
         for axes in sets if chunked else [()]:
@@ -284,10 +284,9 @@ def _stored_otherwise(
     changes: list[tuple[int, Stored]] = []
     rows: list[Floats] = []
     for index, weight in enumerate(context.layouts.program.weights):
-        levels, parts = context.stored(index, candidate.values)
         own = candidate.levels[index]
-        others = candidate.rows[PARTS:] - _parts(own, levels, parts)
-        for level, part in zip(levels, parts, strict=True):
+        others = candidate.rows[PARTS:] - context.stored_parts(index, candidate.values, own)
+        for level, part in context.stored(index, candidate.values).items():
             if own != ((level, weight.count),):
                 changes.append((index, ((level, weight.count),)))
                 rows.append(others + weight.count * part)
@@ -304,7 +303,7 @@ def _stored_as(context: ContextSearch, candidate: Candidate, levels: Sequence[St
     """`candidate` with weights stored as `levels` say, where its layouts allow that."""
     found = []
     for index, (own, other) in enumerate(zip(candidate.levels, levels, strict=True)):
-        options, _ = context.stored(index, candidate.values)
+        options = context.stored(index, candidate.values)
         found.append(other if all(level in options for level, _ in other) else own)
     return _restored(context, candidate, tuple(found))
 
@@ -313,16 +312,8 @@ def _restored(
     context: ContextSearch, candidate: Candidate, stored: tuple[Stored, ...]
 ) -> Candidate:
     """`candidate` with other storage."""
-    options = (context.stored(index, candidate.values) for index in range(len(stored)))
-    parts = sum(_parts(some, *known) for some, known in zip(stored, options, strict=True))
-    rows = np.concatenate((candidate.rows[:PARTS], np.zeros(WEIGHT_PARTS) + parts))
+    each = (context.stored_parts(i, candidate.values, some) for i, some in enumerate(stored))
+    parts = np.add.reduce(list(each))
+    rows = np.concatenate((candidate.rows[:PARTS], parts))
     sums = step_sums(rows, context.num_microbatches)
     return replace(candidate, levels=stored, rows=rows, sums=sums)
-
-
-def _parts(stored: Stored, levels: Sequence[Level], parts: Ints) -> Floats:
-    """What equal weights add to the rows of weights where they are stored so."""
-    found: Floats = sum(
-        (number * parts[levels.index(level)] for level, number in stored), np.zeros(WEIGHT_PARTS)
-    )
-    return found

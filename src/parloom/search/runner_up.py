@@ -21,7 +21,7 @@ from parloom.ir.verify import verify_pcg
 from parloom.search.choices import assignments
 from parloom.search.nearby import Nearby
 from parloom.search.program import Axes
-from parloom.search.storage import Level, StoragePrices, Stored, level_of
+from parloom.search.storage import Level, StoragePrices, StoredWeight, level_of
 
 Play = Callable[[PCG, Decisions], Timeline]
 Factors = tuple[tuple[str, Axes], ...]
@@ -103,7 +103,7 @@ def parameter_ways(
     reduce = tuple(axis for axis in parameter.reduce if axis != TIME)
     spec, trainable = parameter.input.value.spec, parameter.input.trainable
     prices = StoragePrices(walker, decisions, optimizer)
-    levels, _ = prices.options(Stored(spec, trainable, False, parameter.layout, reduce))
+    levels, _ = prices.options(StoredWeight(spec, trainable, False, parameter.layout, reduce))
     now = level_of(parameter.decision)
     others = [level for level in levels if level != now]
 

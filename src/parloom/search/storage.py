@@ -83,7 +83,7 @@ def level_of(decision: ParameterDecision) -> Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeight:
     """A weight whose storage is priced: its home layout and the axes its gradient is partial over.
 
     `block`: it is gathered for one block call of `units`, in the backward pass once more.
@@ -124,9 +124,9 @@ def nested(axes: Axes) -> Iterator[tuple[Axes, Axes, Axes]]:
             yield first, (*first, *second), (*first, *second, *axes[:gradient])
 
 
-def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) -> Stored:
+def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) -> StoredWeight:
     """`weight` of `program` at home in `layout`, its gradient partial over `reduce`."""
-    return Stored(
+    return StoredWeight(
         weight.spec,
         weight.trainable,
         weight.block,
@@ -176,7 +176,7 @@ class Messages:
     def share(
         self,
         found: WeightPrice,
-        weight: Stored,
+        weight: StoredWeight,
         kind: str,
         axes: Axes,
         num_bytes: int,
@@ -226,9 +226,9 @@ class StoragePrices:
         # Adam's denominators of all weights at once (`cost.parameters`).
         fused = walker.kernels.software.fused_optimizer or walker.cluster.backend == "gloo"
         self.denominators = optimizer.num_states > 1 and not fused
-        self.known: dict[Stored, tuple[tuple[Level, ...], WeightPrice]] = {}
+        self.known: dict[StoredWeight, tuple[tuple[Level, ...], WeightPrice]] = {}
 
-    def options(self, weight: Stored) -> tuple[tuple[Level, ...], WeightPrice]:
+    def options(self, weight: StoredWeight) -> tuple[tuple[Level, ...], WeightPrice]:
         """All levels that may be and their prices: [level, part]."""
         if weight not in self.known:
             levels = tuple(
@@ -245,23 +245,23 @@ class StoragePrices:
             self.known[weight] = levels, prices[kept]
         return self.known[weight]
 
-    def _levels(self, weight: Stored) -> Iterator[Level]:
+    def _levels(self, weight: StoredWeight) -> Iterator[Level]:
         yield Level()
         for axes in filter(None, subsets(self.free(weight))):
             dim = self.dim(weight, axes)
             for stored in nested(axes) if weight.trainable else [(axes, axes, axes)]:
                 yield Level(*stored, dim)
 
-    def free(self, weight: Stored) -> Axes:
+    def free(self, weight: StoredWeight) -> Axes:
         """The axes that replicate a weight."""
         names = self.mesh.names if weight.spec.shape else ()
         return tuple(a for a in names if a not in weight.layout.axes and self.mesh[a].size > 1)
 
-    def dim(self, weight: Stored, axes: Axes) -> int:
+    def dim(self, weight: StoredWeight, axes: Axes) -> int:
         """See `chunked_dim`."""
         return chunked_dim(weight.layout, weight.spec.shape, axes, self.mesh)
 
-    def price(self, weight: Stored, level: Level) -> WeightPrice:
+    def price(self, weight: StoredWeight, level: Level) -> WeightPrice:
         """One level."""
         found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
         shape = local_shape(weight.layout, weight.spec.shape, self.mesh)
@@ -308,7 +308,12 @@ class StoragePrices:
         return found
 
     def _collect(
-        self, found: WeightPrice, weight: Stored, level: Level, whole: int, parts: tuple[int, int]
+        self,
+        found: WeightPrice,
+        weight: StoredWeight,
+        level: Level,
+        whole: int,
+        parts: tuple[int, int],
     ) -> None:
         """Bytes of a gradient: `whole`, or `parts` as it is stored and as it is updated."""
         whole_sums = not level.optimizer and self.mesh.size(weight.reduce) > 1
@@ -320,7 +325,7 @@ class StoragePrices:
         if level.weight and not weight.block:
             found[MOVING] = whole
 
-    def _reduce(self, found: WeightPrice, weight: Stored, level: Level, size: int) -> None:
+    def _reduce(self, found: WeightPrice, weight: StoredWeight, level: Level, size: int) -> None:
         """Reducing the gradient as `ir.step_program` says: in every microbatch to how it is stored,
         once a step to how its optimizer state is stored.
         """
@@ -350,7 +355,7 @@ class StoragePrices:
             found[AFTER] += exposed
 
 
-def _pooled(weight: Stored, level: Level, size: int, gradient: int) -> int:
+def _pooled(weight: StoredWeight, level: Level, size: int, gradient: int) -> int:
     """Bytes of the buffers that a gathered weight of so many bytes goes through, and its
     gradient; those of block calls serve all calls.
     """
@@ -377,7 +382,7 @@ def _dominated(prices: WeightPrice) -> NDArray[np.bool_]:
     return found
 
 
-def _together(weight: Stored, num_bytes: int, elements: int) -> int:
+def _together(weight: StoredWeight, num_bytes: int, elements: int) -> int:
     """Bytes of `elements` of which `weight` has as many of its own as are `num_bytes` here."""
     own = max(weight.spec.num_elements, 1)
     return num_bytes * max(elements, own) // own

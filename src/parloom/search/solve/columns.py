@@ -29,6 +29,8 @@ MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well sca
 # Exceeding the limit by all of it costs so many steps at first, and where no solution fits at this
 # price so many times more, up to more than any plan.
 PENALTY, GROWTH, MOST_PENALTY = 1.0, 10.0, 100.0
+# Limits below this share of what is held cost as if they were that.
+FAR_BELOW = 0.01
 # Sweeps of pruning at once, and cells of joint tables that elimination may have after it.
 SWEEPS, CELLS = 4, 4_000_000
 # Bounds that rise by less than this share of what is left to the best solution hardly get there.
@@ -195,9 +197,12 @@ class ColumnGeneration:
             self.least_held = held
 
     def _penalty(self, limit_bytes: float) -> float:
-        """What a byte above the limit costs, in ps."""
+        """What a byte above the limit costs, in ps; under a limit far below what anything holds no
+        more than the solver of linear programs can take.
+        """
         least = min(c.sums.step_ps for c in self.columns.values())
-        return self.penalty * least / max(limit_bytes, 1.0)
+        held = min(c.sums.held_bytes for c in self.columns.values())
+        return self.penalty * least / max(limit_bytes, held * FAR_BELOW, 1.0)
 
 
 def mixed(
