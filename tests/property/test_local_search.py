@@ -48,3 +48,22 @@ def test_storage_that_moves_next_to_no_time_is_not_simulated(
         and all(found.candidate.levels[i] == start.levels[i] for i in others)
     ]
     assert bool(bias_alone) == (least == 0.0)
+
+
+def test_storage_that_a_composition_chose_need_not_be_an_option() -> None:
+    """Compositions price messages apart, so other levels may be the best ones there."""
+    (mesh,) = logical_meshes(TWO)
+    context = context_of(GRAPH, TWO, mesh, limit=PLENTY)
+    context.run(ShadowPrices())
+    candidate = next(iter(context.candidates()))
+    weight = next(
+        i for i, w in enumerate(context.layouts.program.weights) if w.targets == ("weight",)
+    )
+    options = context.stored(weight, candidate.values)
+    level, part = next((level, part) for level, part in options.items() if level.axes)
+    known = context.stored_parts(weight, candidate.values, ((level, 2),))
+    assert known.tolist() == (2 * part).tolist()
+    context._stored = {key: {} for key in context._stored}
+    assert context.stored_parts(weight, candidate.values, ((level, 2),)).tolist() == known.tolist()
+    other = next(some for some in options if some != level)
+    assert context.stored_parts(weight, candidate.values, ((other, 2),)).tolist() != known.tolist()

@@ -59,3 +59,11 @@ def test_what_the_solver_cannot_answer_is_no_answer() -> None:
     program.row({column: 1.0}, low=2.0)
     with pytest.raises(RuntimeError, match="HiGHS: Unbounded on a program of 1 columns and 1 rows"):
         program.solve()
+
+
+def test_a_solver_that_has_enough_goes_on_where_it_has_nothing() -> None:
+    whole, enough = knapsack(0).solve(), knapsack(0).solve(enough_nodes=1)
+    assert whole is not None
+    assert enough == knapsack(0).solve(max_nodes=1) != whole
+    assert knapsack(0).solve(max_nodes=0) is None
+    assert knapsack(0).solve(enough_nodes=0) == whole

@@ -40,7 +40,9 @@ from parloom.search.storage import AFTER, Level, StoragePrices, stored_of
 from parloom.search.work import Work
 
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
-GAP = 1e-5  # how far an answer may be from the best
+# How far an answer may be from the best, and branches after which the best found is taken: they
+# were within 3e-5 where all took half a minute.
+GAP, NODES = 1e-5, 1000
 # Prices of a byte under which variants are sought, as multiples of the one that is paid, and the
 # least that is taken to be paid.
 SPREAD, LEAST_BYTE_PS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0), 0.05
@@ -199,7 +201,7 @@ class _Composition:
         stored = {i: some.pass_bytes - self.rows[i][KEPT] for i, some in sums.items()}
         limit_remade(self.program, self.remaking, stored, most, unit)
         work = self.composer.work
-        answer = self.program.solve(GAP, work.left)
+        answer = self.program.solve(GAP, work.left, NODES)
         work.spend(1 if answer is None else answer.nodes)
         if answer is None:
             return None

@@ -9,6 +9,7 @@ import numpy as np
 INFINITY = float("inf")
 # How far integers, rows and cuts may be off; the solver's own is 1e-6.
 TOLERANCE = 1e-9
+MOST_NODES = 2**31 - 1  # the solver's own
 Row = tuple[Mapping[int, float], float, float]
 """Coefficients by column, lower and upper side."""
 
@@ -52,12 +53,38 @@ class LinearProgram:
         self.rows.append((dict(terms), low, high))
         return len(self.rows) - 1
 
-    def solve(self, gap: float = 1e-6, max_nodes: int | None = None) -> Answer | None:
+    def solve(
+        self, gap: float = 1e-6, max_nodes: int | None = None, enough_nodes: int | None = None
+    ) -> Answer | None:
         """The least cost, on one thread: the same every time. None where nothing is allowed.
 
-        With `max_nodes`, the best of what so many branches find; None where they find nothing.
-        Raises `RuntimeError` where the solver fails.
+        With `enough_nodes`, the best of what so many branches find, if they find something; with
+        `max_nodes`, None where so many find nothing. Raises `RuntimeError` where the solver fails.
         """
+        solver = self._solver(gap)
+        kinds = highspy.HighsModelStatus
+        feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
+        most = MOST_NODES if max_nodes is None else max_nodes
+        for nodes in sorted({most if enough_nodes is None else min(enough_nodes, most), most}):
+            solver.setOptionValue("mip_max_nodes", nodes)
+            solver.run()
+            status, info = solver.getModelStatus(), solver.getInfo()
+            found_some = int(info.primal_solution_status) == feasible
+            if status != kinds.kSolutionLimit or found_some:
+                break
+        if status == kinds.kInfeasible or (status == kinds.kSolutionLimit and not found_some):
+            return None
+        if status not in (kinds.kOptimal, kinds.kSolutionLimit):
+            size = f"{len(self.costs)} columns and {len(self.rows)} rows"
+            ended = solver.modelStatusToString(status)
+            raise RuntimeError(f"HiGHS: {ended} on a program of {size}")
+        found = solver.getSolution()
+        cost = float(info.objective_function_value)
+        bound = float(info.mip_dual_bound) if any(self.integers) else cost
+        nodes = max(1, int(info.mip_node_count))
+        return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound, nodes)
+
+    def _solver(self, gap: float) -> highspy.Highs:
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
@@ -65,24 +92,8 @@ class LinearProgram:
         # Costs may be far below one: what is cut off and what is near must be no larger part.
         solver.setOptionValue("mip_abs_gap", 0.0)
         solver.setOptionValue("mip_feasibility_tolerance", TOLERANCE)
-        if max_nodes is not None:
-            solver.setOptionValue("mip_max_nodes", max_nodes)
         solver.passModel(self._model())
-        solver.run()
-        status, kinds = solver.getModelStatus(), highspy.HighsModelStatus
-        found, info = solver.getSolution(), solver.getInfo()
-        feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
-        found_some = int(info.primal_solution_status) == feasible
-        if status == kinds.kInfeasible or (status == kinds.kSolutionLimit and not found_some):
-            return None
-        if status not in (kinds.kOptimal, kinds.kSolutionLimit):
-            size = f"{len(self.costs)} columns and {len(self.rows)} rows"
-            ended = solver.modelStatusToString(status)
-            raise RuntimeError(f"HiGHS: {ended} on a program of {size}")
-        cost = float(info.objective_function_value)
-        bound = float(info.mip_dual_bound) if any(self.integers) else cost
-        nodes = max(1, int(info.mip_node_count))
-        return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound, nodes)
+        return solver
 
     def _model(self) -> highspy.HighsLp:
         model = highspy.HighsLp()
