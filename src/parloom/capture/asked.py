@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
@@ -27,7 +27,6 @@ from torch import nn
 
 from parloom.capture.blame import current_frames, place
 from parloom.capture.owners import STANDARD_LIBRARY, is_a, is_library, is_user_file
-from parloom.capture.replace import replaced
 from parloom.errors import CaptureError
 
 # Functions of these modules ask, but for those that are named: they read files, hold for every
@@ -96,8 +95,7 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(LISTENER.reset, LISTENER.set(note))
-        for enter in _noting():
-            stack.enter_context(enter)
+        _Noting(stack.callback).run()
         try:
             yield
         except Exception as error:
@@ -108,22 +106,96 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
         raise CaptureError(f"{found[0]}; {WAY_ON}")
 
 
-def _noting() -> Iterator[AbstractContextManager[None]]:
-    """Everything that can be asked notes it inside of these, wherever the user has imported it."""
-    environment: Any = type(os.environ)
-    for name in ("__getitem__", "__iter__"):
-        yield replaced(environment, name, _noted(getattr(environment, name), _variable))
-    made: dict[int, Any] = {}
-    for module, name, original in _questions():
-        if id(original) not in made:
-            label = f"{module.__name__}.{name}()"
-            made[id(original)] = _noted(original, lambda *_, label=label: label, _is_between)
-        yield replaced(module, name, made[id(original)])
-    arguments = Arguments(sys.argv)
-    made[id(sys.argv)] = arguments
-    yield replaced(sys, "argv", arguments)
-    for file in _files():
-        yield from _aliases(vars(file), made, partial(replaced, file))
+class _Noting:
+    """Lets everything that can be asked note it, wherever the user has imported it; `undo` takes
+    what puts things back. It is done for every trace, among all modules of the process: each class,
+    function and container is looked at once.
+    """
+
+    def __init__(self, undo: Callable[..., object]) -> None:
+        self.undo = undo
+        # What notes, by the id of what it stands for, and what was looked at.
+        self.made: dict[int, Any] = {}
+        self.seen: dict[int, Any] = {}
+
+    def run(self) -> None:
+        environment: Any = type(os.environ)
+        for name in ("__getitem__", "__iter__"):
+            self._replace(environment, name, _noted(getattr(environment, name), _variable))
+        for module, name, original in _questions():
+            if id(original) not in self.made:
+                self.made[id(original)] = _question(original, f"{module.__name__}.{name}()")
+            self._replace(module, name, self.made[id(original)])
+        arguments = Arguments(sys.argv)
+        self.made[id(sys.argv)] = arguments
+        self._replace(sys, "argv", arguments)
+        for file in _files():
+            self._aliases(vars(file), partial(self._replace, file))
+
+    def _aliases(self, namespace: Mapping[str, Any], put: Callable[[str, Any], None]) -> None:
+        """Other names of what was made to note: of a file, its classes, containers and defaults."""
+        for name, value in tuple(namespace.items()):
+            if id(value) in self.made:
+                put(name, self.made[id(value)])
+            elif id(value) in self.seen:
+                continue
+            elif is_a(value, partial):
+                if id(value.func) in self.made:
+                    put(name, partial(self.made[id(value.func)], *value.args, **value.keywords))
+            else:
+                self.seen[id(value)] = value
+                self._look_into(value)
+
+    def _look_into(self, value: Any) -> None:
+        """Functions of C have no names of their own."""
+        kind = type(value)
+        if kind is FunctionType:
+            self._function(value)
+        elif kind is list or kind is dict:
+            self._container(value)
+        elif issubclass(kind, type):
+            self._class(value)
+
+    def _class(self, value: type) -> None:
+        if not is_library(value.__module__):
+            own = {n: getattr(v, "__func__", v) for n, v in vars(value).items()}
+            asks = {
+                n: v for n, v in own.items() if id(v) in self.made or isinstance(v, FunctionType)
+            }
+            self._aliases(asks, partial(self._of_class, value))
+
+    def _function(self, value: Any) -> None:
+        if self._has_some(value.__defaults__ or ()):
+            found = tuple(self.made.get(id(item), item) for item in value.__defaults__)
+            self._attribute(value, "__defaults__", found, value.__defaults__)
+
+    def _container(self, value: Any) -> None:
+        items = value.items() if type(value) is dict else enumerate(value)
+        if self._has_some(value.values() if type(value) is dict else value):
+            for key, item in tuple(items):
+                if id(item) in self.made:
+                    value[key] = self.made[id(item)]
+                    self.undo(value.__setitem__, key, item)
+
+    def _has_some(self, values: Iterable[object]) -> bool:
+        return not self.made.keys().isdisjoint(map(id, values))
+
+    def _replace(self, owner: Any, name: str, value: object) -> None:
+        """Another attribute of a class or module, for a while."""
+        own, old = name in vars(owner), getattr(owner, name)
+        setattr(owner, name, value)
+        if own:
+            self.undo(setattr, owner, name, old)
+        else:
+            self.undo(delattr, owner, name)
+
+    def _of_class(self, kind: type, name: str, value: Any) -> None:
+        """Another attribute of a class, for a while; functions of C are bound to no instance."""
+        self._attribute(kind, name, staticmethod(value), vars(kind)[name])
+
+    def _attribute(self, owner: Any, name: str, value: Any, old: Any) -> None:
+        setattr(owner, name, value)
+        self.undo(setattr, owner, name, old)
 
 
 def _questions() -> Iterator[tuple[Any, str, Any]]:
@@ -149,56 +221,6 @@ def _questions() -> Iterator[tuple[Any, str, Any]]:
         yield from ((module, n, getattr(module, n)) for n in names if hasattr(module, n))
 
 
-def _aliases(
-    namespace: Mapping[str, Any],
-    made: Mapping[int, Any],
-    put: Callable[[str, Any], AbstractContextManager[None]],
-) -> Iterator[AbstractContextManager[None]]:
-    """Other names of what was made to note: of a file, its classes, containers and defaults."""
-    for name, value in tuple(namespace.items()):
-        if id(value) in made:
-            yield put(name, made[id(value)])
-        elif is_a(value, partial) and id(value.func) in made:
-            yield put(name, partial(made[id(value.func)], *value.args, **value.keywords))
-        elif is_a(value, type) and not is_library(value.__module__):
-            own = {n: getattr(v, "__func__", v) for n, v in vars(value).items()}
-            asks = {n: v for n, v in own.items() if id(v) in made or isinstance(v, FunctionType)}
-            yield from _aliases(asks, made, partial(_of_class, value))
-        elif is_a(value, FunctionType) and value.__defaults__:
-            found = tuple(made.get(id(item), item) for item in value.__defaults__)
-            if any(id(item) in made for item in value.__defaults__):
-                yield _attribute(value, "__defaults__", found, value.__defaults__)
-        elif type(value) in (list, dict):
-            items = value.items() if is_a(value, dict) else enumerate(value)
-            yield from (_item(value, k, made[id(v)]) for k, v in tuple(items) if id(v) in made)
-
-
-def _of_class(kind: type, name: str, value: Any) -> AbstractContextManager[None]:
-    """Another attribute of a class, for a while; functions of C are bound to no instance."""
-    return _attribute(kind, name, staticmethod(value), vars(kind)[name])
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any, old: Any) -> Iterator[None]:
-    """Another attribute of a class or function, for a while."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
-
-
-@contextmanager
-def _item(container: Any, key: Any, value: Any) -> Iterator[None]:
-    """Another item of a list or dict, for a while."""
-    old = container[key]
-    container[key] = value
-    try:
-        yield
-    finally:
-        container[key] = old
-
-
 def _noted(
     original: Callable[..., Any],
     label: Callable[..., str],
@@ -214,6 +236,11 @@ def _noted(
         return original(*args, **kwargs)
 
     return asks
+
+
+@cache
+def _question(original: Callable[..., Any], label: str) -> Callable[..., Any]:
+    return _noted(original, lambda *_: label, _is_between)
 
 
 def _variable(_: Any, *names: Any) -> str:
@@ -242,7 +269,10 @@ def _is_between(frame: FrameType) -> bool:
 def _files() -> Iterator[ModuleType]:
     """The modules that the user wrote."""
     for name, module in tuple(sys.modules.items()):
-        if is_a(module, ModuleType) and not is_library(name):
+        # The file first: of thousands of modules, most are installed packages.
+        if not is_a(module, ModuleType) or "site-packages" in (vars(module).get("__file__") or ""):
+            continue
+        if not is_library(name):
             file = getattr(module, "__file__", None) or ""
             if is_user_file(file) and "site-packages" not in file:
                 yield module
