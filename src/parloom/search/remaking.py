@@ -41,15 +41,19 @@ def limit_remade(
     """Rows that keep this instant of each block below column `most`, in units of bytes; each column
     stores so many bytes.
     """
+    # One row adds up what all columns store: rows of many blocks stay short.
+    total = program.column(0.0)
+    program.row({total: -1.0, **{column: size / unit for column, size in stored.items()}}, high=0.0)
     for some in filter(None, blocks):
         again = program.column(0.0)
-        held = {column: size / unit for column, size in stored.items()}
         for call in some:
-            used = program.column(0.0, 0, 1, integer=True)
-            program.row({call.column: 1.0, used: -float(call.count)}, high=0.0)
+            used = call.column
+            if call.count > 1:
+                used = program.column(0.0, 0, 1, integer=True)
+                program.row({call.column: 1.0, used: -float(call.count)}, high=0.0)
             program.row({again: 1.0, used: -call.again / unit}, low=0.0)
-            held[call.column] += call.kept / unit
-        program.row({most: -1.0, again: 1.0, **held}, high=0.0)
+        kept = {call.column: call.kept / unit for call in some}
+        program.row({most: -1.0, total: 1.0, again: 1.0, **kept}, high=0.0)
 
 
 def remade_bytes(blocks: Blocks, counts: Sequence[int]) -> float:
