@@ -213,11 +213,12 @@ class ContextSearch:
                 break
             found = self.judge(candidates[0])
             seen.add(count, found)
-            fits = found.prediction.peak_bytes <= limit
-            low, high = (max(low, self.limit), high) if fits else (low, min(high, self.limit))
-            for other in candidates[1:SIMULATED] if fits else ():
+            # Candidates that count the same hold different amounts beyond it.
+            for other in candidates[1:SIMULATED]:
                 if seen.promises(other.sums.step_ps, best_ps):
                     seen.add(count, self.judge(other))
+            fits = found.prediction.peak_bytes <= limit
+            low, high = (max(low, self.limit), high) if fits else (low, min(high, self.limit))
             best_ps = min([best_ps, *(j.step_ps for j in self.fitting())])
             if fits and not self.duals.byte_ps:
                 break
