@@ -185,8 +185,11 @@ class Messages:
         """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
         or where that is 0, of a bucket. Adds to `found` how long links are busy.
         """
-        if self.mesh.size(axes) < 2 or not num_bytes:
+        if self.mesh.size(axes) < 2:
             return 0
+        if not num_bytes:  # a weight of fewer elements than ranks waits, too, if it travels alone
+            alone = not (unit or weight.trained_elements) and weight.spec.num_elements
+            return picoseconds(self.walker.exchange(kind, axes, 0).seconds) if alone else 0
         if weight.reached:
             found[[NEAR, FAR]] += (self._busy(kind, axes) * num_bytes).astype(np.int64)
         message = _together(weight, num_bytes, unit or weight.trained_elements)
