@@ -132,12 +132,16 @@ def test_a_price_is_of_plans_with_blocks_only_where_others_do_not_fit(
 
 def test_a_budget_is_of_both_searches() -> None:
     much = 10**6
-    plain = search(asked(SHARE, budget=much), base_of(asked()), quiet)
-    assert plain.work_left is not None
-    spent = much - plain.work_left
-    found = search_with_blocks(asked(SHARE, budget=spent + 3), base_of(asked()), quiet)
-    assert found.status is Status.OUT_OF_BUDGET
-    assert [p.step_ps for p in found.proposals] == [p.step_ps for p in plain.proposals]
+    whole = search_with_blocks(asked(SHARE, budget=much), base_of(asked()), quiet)
+    assert whole.work_left is not None
+    used = much - whole.work_left
+    steps = [plan.step_ps for plan in whole.proposals]
+    for budget, status in ((used, Status.COMPLETE), (used - 1, Status.OUT_OF_BUDGET)):
+        found = search_with_blocks(asked(SHARE, budget=budget), base_of(asked()), quiet)
+        assert found.status is status
+        assert [plan.step_ps for plan in found.proposals][:1] == steps[:1]
+    early = search_with_blocks(asked(SHARE, budget=used // 2), base_of(asked()), quiet)
+    assert (early.status, early.work_left) == (Status.OUT_OF_BUDGET, 0)
 
 
 def test_pins_hold_in_blocks() -> None:

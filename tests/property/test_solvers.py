@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from parloom.search.model import Floats, Model, Row, Term, Variable, View
+from parloom.search.solve import minimum
 from parloom.search.solve.elimination import Elimination
-from parloom.search.solve.pruning import Pruning
+from parloom.search.solve.minimum import Minimizer
+from parloom.search.solve.pruning import Pruning, bounded
 from tests.examples import examples
 
 ROWS = (Row("time", "ps"), Row("memory", "bytes"))
@@ -87,7 +89,8 @@ def test_pruning_bounds_and_keeps_the_best(drawn: tuple[Model, Floats], sweeps: 
     least, every = enumerated(model, prices)
     pruning = Pruning(model)
     for scale in (1.0, 3.0, 0.1):  # messages of one price vector are the start of the next
-        bound, cost, values, alive = pruning.run(prices * scale, (), sweeps)
+        priced = bounded(model.priced(prices * scale))
+        bound, cost, values, alive = pruning.run(priced, (), sweeps)
         if least == np.inf:
             assert not values
             continue
@@ -98,6 +101,46 @@ def test_pruning_bounds_and_keeps_the_best(drawn: tuple[Model, Floats], sweeps: 
         best = [v for v, c in every.items() if c < least * (1 - 1e-6) + 1e-9 or c == least]
         if cost > scale * least * (1 + 1e-6):  # what is better than the best seen is still there
             assert any(all(a[v] for a, v in zip(alive, some, strict=True)) for some in best)
+
+
+@pytest.mark.parametrize(("cells", "largest"), [(10**6, 0), (0, 12), (0, 0)])
+def test_minima_are_those_of_enumeration(
+    monkeypatch: pytest.MonkeyPatch, cells: int, largest: int
+) -> None:
+    """With all variables eliminated at once, some of them, or none but by messages; all of them
+    free, or one with an option that it must have.
+    """
+    monkeypatch.setattr(minimum, "CELLS", cells)
+    monkeypatch.setattr(minimum, "LARGEST", largest)
+    left = []
+
+    @examples(60)
+    @given(models(), st.data())
+    def check(drawn: tuple[Model, Floats], data: st.DataObject) -> None:
+        model, prices = drawn
+        least, every = enumerated(model, prices)
+        minimizer = Minimizer(model)
+        left.append(len(minimizer.elimination.left))
+        for _ in range(2):  # the second time begins where the first one ended
+            bound, values = minimizer.minimum(prices, 0.0)
+            assert bound <= least * (1 + 1e-6) + 1e-6
+            assert (every[values] if values else np.inf) >= least
+            if not left[-1] and values:
+                assert bound == pytest.approx(least) == every[values]
+        variable = data.draw(st.integers(0, len(model.variables) - 1))
+        option = data.draw(st.integers(0, len(model.variables[variable]) - 1))
+        some = {v: c for v, c in every.items() if v[variable] == option}
+        found = minimizer.minimum_with({variable: option}, prices)
+        assert not found or some[found] < np.inf
+        if not left[-1]:
+            assert bool(found) == (min(some.values()) < np.inf)
+            assert not found or some[found] == pytest.approx(min(some.values()))
+        if least < np.inf:
+            costs = minimizer.least(prices, 0.0)[variable][option]
+            assert costs <= min(some.values()) * (1 + 1e-6) + 1e-6
+
+    check()
+    assert any(left) == (not cells)  # the case is what it says
 
 
 @examples(40)

@@ -8,40 +8,36 @@ that are faster still. Equal modules are one kind then, with the same layouts.
 from dataclasses import replace
 
 from parloom.ir.factors import factorize
-from parloom.ir.plan import Decisions, Status
+from parloom.ir.plan import Decisions
 from parloom.rewrite.regions import regions
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.contexts import Played
 from parloom.search.optimize import Searched, search
 from parloom.search.pinned import resolve
-from parloom.search.request import Request, Say, Wanted
+from parloom.search.request import Request, Say
 from parloom.search.smallest import Smallest, smallest_plan
 
 
 def search_with_blocks(request: Request, base: Decisions, say: Say) -> Searched:
     """`search`, with modules as blocks where that may be faster; bounds are of both spaces."""
-    plain = search(request, base, say)
-    best = plain.proposals[0] if plain.proposals else None
-    if not plain.limited or (best and request.wanted is Wanted.PRICE):
+    answers: list[Searched] = []
+
+    def with_blocks(best: Played | None, budget: int | None) -> Searched | None:
+        blocks = Blocks(replace(request, budget=budget))
+        if not blocks.rewrites:
+            return None
+        say("memory limits plans: searching with modules as blocks, which can recompute")
+        answers.append(blocks.asked(search(blocks.request, base, say, best)))
+        return answers[-1]
+
+    plain = search(request, base, say, wider=with_blocks)
+    if not answers:
         return plain
-    try:
-        blocks = Blocks(replace(request, budget=plain.work_left))
-    except KeyboardInterrupt:
-        return replace(plain, status=Status.INTERRUPTED)
-    if not blocks.rewrites:
-        return plain
-    say("memory limits plans: searching with modules as blocks, which can recompute")
-    found = search(blocks.request, base, say, best)
-    if best is None and found.proposals and request.wanted is Wanted.PROOF:
-        # What was proved without a plan to beat is of no use.
-        beaten = replace(request, budget=found.work_left)
-        plain = search(beaten, base, say, found.proposals[0])
-    proposals = (*plain.proposals, *map(blocks.as_asked, found.proposals))
-    small = [plan for plan in (plain.smallest,) if plan is not None]
-    small += [blocks.as_asked(plan) for plan in (found.smallest,) if plan is not None]
+    (found,) = answers
+    proposals = (*plain.proposals, *found.proposals)
+    small = [plan for plan in (plain.smallest, found.smallest) if plan is not None]
     return replace(
-        found,
-        status=found.status if plain.status is Status.COMPLETE else plain.status,
+        plain,
         proposals=tuple(sorted(proposals, key=lambda p: (p.step_ps, p.decisions.mesh.num_ranks))),
         bound_ps=min(plain.bound_ps, found.bound_ps),
         estimate_bound_ps=min(plain.estimate_bound_ps, found.estimate_bound_ps),
@@ -74,3 +70,11 @@ class Blocks:
     def as_asked(self, plan: Played) -> Played:
         """A plan of this graph as one of the graph that was asked about."""
         return replace(plan, decisions=replace(plan.decisions, rewrites=self.rewrites))
+
+    def asked(self, found: Searched) -> Searched:
+        """The same for all plans of an answer."""
+        return replace(
+            found,
+            proposals=tuple(map(self.as_asked, found.proposals)),
+            smallest=found.smallest and self.as_asked(found.smallest),
+        )

@@ -51,12 +51,10 @@ class LeastCosts:
     def add(self, context: ContextSearch) -> None:
         """Take down what each choice of each operator costs on a mesh that was searched."""
         columns, layouts = context.columns, context.layouts
-        if not columns.pruning.reduced:
-            return
-        bound = columns.bound_ps(context.limit)
+        least = columns.least_within(context.limit)
         for index, options in enumerate(layouts.options):
-            reduced = columns.pruning.reduced[index].reshape(len(options.menu), -1).min(axis=1)
-            for choice, cost in zip(options.menu.choices, (bound + reduced).tolist(), strict=True):
+            costs = least[index].reshape(len(options.menu), -1).min(axis=1)
+            for choice, cost in zip(options.menu.choices, costs.tolist(), strict=True):
                 places = choice.places
                 for axis in layouts.mesh.axes:
                     for prime in axis.primes:

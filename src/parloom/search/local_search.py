@@ -37,6 +37,8 @@ BETTER = 3e-4
 TIMES = [*COMPUTE_AND_SENT, *range(PARTS + GATHERED, PARTS + AFTER + 1)]
 # Options that are forced around a plan, and how much they may cost above the bound.
 FORCED, BEYOND = 48, 0.1
+# How near to the bound the minimum is, beside which options cost more.
+NEAR = 1e-4
 # Neighbors that are expected to be this share worse than the best are not simulated, unless plans
 # were seen to need so much less than their estimates.
 WORSE = 0.05
@@ -196,7 +198,7 @@ class _LocalSearch:
         prices = row_prices(context.duals, context.num_microbatches)
         key = id(context), tuple(sorted(forced))
         if key not in self.solved:
-            self.solved[key] = context.columns.minimum_with(forced, prices)
+            self.solved[key] = context.columns.minimum_with(dict(forced), prices)
         values = self.solved[key]
         layout = id(context), values
         if layout not in self.composed:
@@ -242,14 +244,14 @@ def _options(
     """
     columns, composer = context.columns, context.composer
     prices = row_prices(context.duals, context.num_microbatches)
-    bound, _ = columns.minimum(prices, 1e-4)
+    bound, _ = columns.minimum(prices, NEAR)
     layout = composer.layout_of(candidate.values)
     fixed = {variable for variable, _ in forced}
     found = [
-        (float(cost), (variable, value))
-        for variable, reduced in enumerate(columns.pruning.reduced[: columns.size])
-        for value, cost in enumerate(reduced)
-        if cost <= BEYOND * bound
+        (float(cost - bound), (variable, value))
+        for variable, costs in enumerate(columns.least(context.duals, NEAR))
+        for value, cost in enumerate(costs)
+        if cost - bound <= BEYOND * bound
         and variable not in fixed
         and composer.choice_of(variable, value) != layout[variable]
     ]

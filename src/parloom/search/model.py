@@ -110,6 +110,10 @@ class Model:
     variables: tuple[Variable, ...]
     terms: tuple[Term, ...]
 
+    def priced(self, prices: Floats) -> list[Floats]:
+        """The table of each term under `prices`."""
+        return [term.priced(prices) for term in self.terms]
+
     def restricted(
         self, allowed: Sequence[NDArray[np.bool_]]
     ) -> tuple["Model", tuple[Indices, ...]]:

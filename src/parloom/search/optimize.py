@@ -5,7 +5,7 @@ shadow prices of the best context so far, is no better than the best plan is don
 columns are generated, composed and simulated. Finer meshes are made of the best.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
@@ -89,8 +89,21 @@ class Searched:
         return 0.0 if abs(gap) < ROUNDING else gap
 
 
-def search(request: Request, base: Decisions, say: Say, than: Played | None = None) -> Searched:
-    """Plans that answer `request`, with the dtypes of `base`; only faster ones than `than`.
+Wider = Callable[[Played | None, int | None], Searched | None]
+"""The same question in a space in which plans hold less: only faster ones than the best so far,
+with what is left of the budget; None where there is no such space.
+"""
+
+
+def search(
+    request: Request,
+    base: Decisions,
+    say: Say,
+    than: Played | None = None,
+    wider: Wider | None = None,
+) -> Searched:
+    """Plans that answer `request`, with the dtypes of `base`; only faster ones than `than`, and
+    where memory limits plans than those of `wider`, which are not among them.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
     """
@@ -101,7 +114,7 @@ def search(request: Request, base: Decisions, say: Say, than: Played | None = No
     driver: Driver | None = None
     status = Status.COMPLETE
     try:
-        driver = Driver(request, base, say, than)
+        driver = Driver(request, base, say, than, wider)
         try:
             driver.run()
         except OutOfWorkError:
@@ -129,9 +142,14 @@ class Driver:
     """Searches all contexts of a question, for plans that are faster than `than`."""
 
     def __init__(
-        self, request: Request, base: Decisions, say: Say, than: Played | None = None
+        self,
+        request: Request,
+        base: Decisions,
+        say: Say,
+        than: Played | None = None,
+        wider: Wider | None = None,
     ) -> None:
-        self.request, self.say, self.than = request, say, than
+        self.request, self.say, self.than, self.wider = request, say, than, wider
         self.contexts = Contexts(request, base)
         # Of the whole cluster and of parts of it, by the number of devices.
         self.on = {request.cluster.num_devices: self.contexts}
@@ -180,6 +198,32 @@ class Driver:
                     program = self.contexts.on(mesh, count)
                     if program is not None and not self._is_beaten(mesh, count):
                         self._look(program, mesh, count, self._menus(program, mesh, count))
+                if self.request.wanted is not Wanted.PRICE:
+                    self._widen()
+        if self.best_ps == inf:
+            self._widen()
+
+    def _widen(self) -> None:
+        """Search the wider space, once and where memory limits plans: all that this one still
+        looks at has its plans to beat.
+        """
+        if self.wider is None or not self.is_limited():
+            return
+        fitting = (f for f in self.judged() if f.peak_bytes <= self.request.limit_bytes)
+        best = min(fitting, key=lambda found: found.step_ps, default=self.than)
+        work, wider, self.wider = self.contexts.work, self.wider, None
+        found = wider(best, work.left)
+        if found is None:
+            return
+        if found.status is Status.INTERRUPTED:
+            raise KeyboardInterrupt
+        if work.left is not None and found.work_left is not None:
+            work.spend(work.left - found.work_left)
+        if found.status is Status.OUT_OF_BUDGET:
+            raise OutOfWorkError
+        if found.proposals:
+            self.than = min([found.proposals[0], *filter(None, [self.than])], key=_step_ps)
+            self.best_ps = min(self.best_ps, found.proposals[0].step_ps)
 
     def _enough_ps(self, mesh: Mesh) -> float:
         """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
@@ -415,6 +459,10 @@ def _least_compute_ps(program: Program, prices: Prices) -> float:
 
 def _fastest(context: ContextSearch) -> float:
     return min((found.step_ps for found in context.fitting()), default=inf)
+
+
+def _step_ps(found: Played) -> float:
+    return found.step_ps
 
 
 def _fineness(context: ContextSearch) -> int:

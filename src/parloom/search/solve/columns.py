@@ -3,15 +3,14 @@ solutions known so far prices what overlaps and memory, and the model's minimum 
 the next solution, and a bound on all of them.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
 from parloom.search.linear import LinearProgram
-from parloom.search.model import Bools, Floats, Model
-from parloom.search.solve.elimination import Elimination
-from parloom.search.solve.pruning import Pruning
+from parloom.search.model import Floats, Model
+from parloom.search.solve.minimum import Minimizer
 from parloom.search.step_rows import (
     EXPOSED,
     INSTANTS,
@@ -31,14 +30,10 @@ MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well sca
 PENALTY, GROWTH, MOST_PENALTY = 1.0, 10.0, 100.0
 # Limits below this share of what is held cost as if they were that.
 FAR_BELOW = 0.01
-# Sweeps of pruning at once, and cells of joint tables that elimination may have after it.
-SWEEPS, CELLS = 4, 4_000_000
-# Bounds that rise by less than this share of what is left to the best solution hardly get there.
-STALLED = 0.05
-# Sweeps for a solution in which one option is forced, from the messages of the free minimum.
-FORCED_SWEEPS = 1
 # Flows that are missed by less than this part of the worst are not made exact at once.
 JOINED = 10.0
+# How near to its bound the minimum is, above which options cost at least so much.
+NEAR = 1e-3
 
 
 class Problem(Protocol):
@@ -76,17 +71,16 @@ class ColumnGeneration:
 
     def __post_init__(self) -> None:
         self.joint: frozenset[int] = frozenset()
-        self.model = self.problem.model()
-        self.size = len(self.model.variables)
-        self.pruning = Pruning(self.model)
-        self.like: tuple[int, ...] = ()
+        self.minimizer = Minimizer(self.problem.model())
+        self.size = len(self.minimizer.model.variables)
         self.least_held = 0.0  # where the highest price of memory was tried
         self.penalty = PENALTY
 
     def minimum(self, prices: Floats, tolerance: float) -> tuple[float, tuple[int, ...]]:
         """A bound on all solutions under `prices`, and one that is near it."""
         while True:
-            bound, values = self._minimum(prices, tolerance / 2)
+            self.work.spend()
+            bound, values = self.minimizer.minimum(prices, tolerance / 2)
             if not values:
                 return bound, ()
             low = self.problem.unshared(values, prices)
@@ -96,51 +90,34 @@ class ColumnGeneration:
             # Those that are missed most, so that few terms become large.
             least = max(missed.values()) / JOINED
             self.joint |= {number for number, more in missed.items() if more >= least}
-            self.model = self.problem.model(self.joint)
-            self.pruning, self.like = Pruning(self.model), ()
+            self.minimizer = Minimizer(self.problem.model(self.joint))
 
-    def _minimum(self, prices: Floats, tolerance: float) -> tuple[float, tuple[int, ...]]:
-        """The same, of the model as it is."""
-        before = -inf
-        while True:
-            self.work.spend()
-            bound, cost, values, alive = self.pruning.run(prices, self.like, SWEEPS)
-            if values:
-                self.like = values
-            if cost - bound <= tolerance * abs(bound):
-                return bound, values
-            left = cost - bound if values else 0.0
-            if bound - before <= max(tolerance / 2 * abs(bound), STALLED * left):
-                break
-            before = bound
-        found = self.minimum_among(alive, prices)
-        if found is None:
-            return bound, values
-        self.like = found[1] or values
-        return max(bound, found[0]), self.like
-
-    def minimum_with(self, forced: Iterable[tuple[int, int]], prices: Floats) -> tuple[int, ...]:
+    def minimum_with(self, forced: Mapping[int, int], prices: Floats) -> tuple[int, ...]:
         """A good solution under `prices` in which variables have these values."""
         self.work.spend()
-        return self.pruning.solution_with(forced, prices, FORCED_SWEEPS)[: self.size]
+        return self.minimizer.minimum_with(forced, prices)[: self.size]
 
-    def minimum_among(
-        self, allowed: Sequence[Bools], prices: Floats
-    ) -> tuple[float, tuple[int, ...]] | None:
-        """The least cost of the allowed options, and a solution that reaches it; None where tables
-        would be too large.
-        """
-        small, kept = self.model.restricted(allowed)
-        exact = Elimination(small)
-        if exact.cells > CELLS:
-            return None
-        cost, found = exact.minimum(prices)
-        return cost, tuple(int(k[v]) for k, v in zip(kept, found, strict=False))
+    def least(self, duals: ShadowPrices, tolerance: float) -> Sequence[Floats]:
+        """What solutions with each option of each variable cost at least under `duals`."""
+        prices = row_prices(duals, self.num_microbatches)
+        self.minimum(prices, tolerance)
+        return self.minimizer.least(prices, tolerance / 2)[: self.size]
 
     def bound_ps(self, limit_bytes: float) -> float:
         """No solution within `limit_bytes` has a lower estimate."""
-        shifted = (b - d.byte_ps * limit_bytes for d, b in self.bounds.items())
-        return max(0.0, max(shifted, default=0.0))
+        return max(0.0, max(self._shifted(limit_bytes).values(), default=0.0))
+
+    def _shifted(self, limit_bytes: float) -> dict[ShadowPrices, float]:
+        """What each price vector proved of solutions within `limit_bytes`."""
+        return {d: bound - d.byte_ps * limit_bytes for d, bound in self.bounds.items()}
+
+    def least_within(self, limit_bytes: float) -> Sequence[Floats]:
+        """The estimates at least of solutions within `limit_bytes` with each option of each
+        variable, by the prices of `bound_ps`.
+        """
+        shifted = self._shifted(limit_bytes)
+        duals = max(shifted, key=shifted.__getitem__)
+        return [costs - duals.byte_ps * limit_bytes for costs in self.least(duals, NEAR)]
 
     def prove(self, duals: ShadowPrices, tolerance: float = 1e-3) -> Column | None:
         """Add the solution and the bound of one price vector."""

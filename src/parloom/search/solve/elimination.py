@@ -6,13 +6,16 @@ of a model alone: they are found once (`Elimination`), and each price vector cos
 operations.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
 import numpy as np
 
-from parloom.search.model import Floats, Indices, Model, View
+from parloom.search.model import Floats, Indices, Model, Row, Term, View
+
+# What is left of a model counts in one row, that of its prices.
+COST = (Row("cost", "ps"),)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,11 +40,24 @@ class _Step:
     made: int
 
 
-class Elimination:
-    """The elimination of all variables of `model`."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Eliminated:
+    """What is left of priced tables: what all solutions cost, the tables of the terms that are
+    left, and the best option of each variable that is gone, for all values of its neighbors.
+    """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    constant: float
+    tables: tuple[Floats, ...]
+    best: tuple[Indices, ...]
+
+
+class Elimination:
+    """The elimination of the variables of `model`; of those only whose joint tables have at most
+    `largest` cells, the others are `left`.
+    """
+
+    def __init__(self, model: Model, largest: float = inf) -> None:
+        self.model, self.largest = model, largest
         self.steps: list[_Step] = []
         self.constants: list[int] = []
         # What a term says alike of all options of a variable does not bind it to others.
@@ -72,6 +88,8 @@ class Elimination:
         cells = {v: self._cells(v, tables, touching) for v in left}
         while left:
             variable = min(left, key=lambda v: (cells[v], v))
+            if cells[variable] > self.largest:
+                break
             left.remove(variable)
             mine = sorted(touching[variable])
             rest = self._joint(variable, (tables[n] for n in mine))
@@ -90,8 +108,9 @@ class Elimination:
             else:
                 self.constants.append(count)
             count += 1
-        self.constants += [n for n in tables]
-        self.count = count
+        self.left = tuple(sorted(left))
+        self.constants += [n for n, views in tables.items() if not views]
+        self.kept = {n: views for n, views in tables.items() if views}
 
     def _cells(
         self, variable: int, tables: dict[int, tuple[View, ...]], touching: list[set[int]]
@@ -137,11 +156,15 @@ class Elimination:
                 takes.append(None if joint is view else _map(joint, view))
         return _Input(number, tuple(axes), tuple(takes))
 
-    def minimum(self, prices: Floats) -> tuple[float, tuple[int, ...]]:
-        """The least cost under `prices`, and a value for each variable where any is legal."""
+    def eliminated(
+        self, priced: Sequence[Floats], forced: Mapping[int, int] | None = None
+    ) -> Eliminated:
+        """What is left of the tables of all terms where variables must have the options that are
+        `forced`; those that are left may have any.
+        """
         tables: dict[int, Floats] = {}
-        for number, term in enumerate(self.model.terms):
-            costs = term.priced(prices).reshape([view.size for view in self.views[number]])
+        for number, costs in enumerate(priced):
+            costs = costs.reshape([view.size for view in self.views[number]])
             merge = self.merges.get(number)
             tables[number] = costs if merge is None else costs[merge]
         best: list[Indices] = []
@@ -149,17 +172,43 @@ class Elimination:
             total = np.zeros(step.shape)
             for some in step.inputs:
                 total += _expanded(tables.pop(some.table), some, len(step.shape))
+            option = forced.get(step.variable) if forced else None
+            if option is not None:
+                total[:option] = total[option + 1 :] = inf
             arg: Indices = np.argmin(total, axis=0)
             best.append(arg)
             tables[step.made] = np.take_along_axis(total, arg[None], axis=0)[0]
-        cost = float(sum(float(tables[n]) for n in self.constants))
-        if cost == inf:
-            return inf, ()
+        constant = float(sum(float(tables[n]) for n in self.constants))
+        return Eliminated(constant, tuple(tables[n] for n in self.kept), tuple(best))
+
+    def rest(self, found: Eliminated) -> Model:
+        """The model of the variables that are left, in one row."""
+        number = {variable: i for i, variable in enumerate(self.left)}
+        terms = []
+        for views, table in zip(self.kept.values(), found.tables, strict=True):
+            renamed = tuple(View(number[v.variable], v.index, v.size) for v in views)
+            terms.append(Term(renamed, ((table[None, ..., None], None),), slice(0, 1)))
+        variables = tuple(self.model.variables[v] for v in self.left)
+        return Model(COST, variables, tuple(terms))
+
+    def expanded(self, found: Eliminated, left: Sequence[int]) -> tuple[int, ...]:
+        """The best values of all variables where those that are left have these."""
         values = [0] * len(self.model.variables)
-        for step, arg in zip(reversed(self.steps), reversed(best), strict=True):
+        for variable, value in zip(self.left, left, strict=True):
+            values[variable] = value
+        for step, arg in zip(reversed(self.steps), reversed(found.best), strict=True):
             at = tuple(int(view.index[values[view.variable]]) for view in step.rest)
             values[step.variable] = int(arg[at])
-        return cost, tuple(values)
+        return tuple(values)
+
+    def minimum(self, prices: Floats) -> tuple[float, tuple[int, ...]]:
+        """The least cost under `prices`, and a value for each variable where any is legal, if none
+        is left.
+        """
+        found = self.eliminated(self.model.priced(prices))
+        if found.constant == inf:
+            return inf, ()
+        return found.constant, self.expanded(found, ())
 
 
 def _expanded(table: Floats, some: _Input, rank: int) -> Floats:

@@ -6,7 +6,7 @@ PAMI 28, 2006). What each variable costs at least adds up to a lower bound; an o
 above the bound by more than the best solution is in no better one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,6 +17,21 @@ from parloom.search.model import Floats, Indices, Model, View
 
 # What sums of millions of picoseconds may be off by.
 ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Priced:
+    """Tables of terms in which `ceiling`, more than any legal solution costs, stands for inf."""
+
+    tables: tuple[Floats, ...]
+    ceiling: float
+
+
+def bounded(tables: Sequence[Floats]) -> Priced:
+    """`tables` without inf."""
+    most = (t[np.isfinite(t)].max(initial=0.0) for t in tables)
+    ceiling = 2 * sum(map(float, most)) + 1.0
+    return Priced(tuple(np.minimum(t, ceiling) for t in tables), ceiling)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,9 +77,8 @@ class Pruning:
         self.constants: list[int] = []
         # What went from a term to the variable of an axis.
         self.moved: dict[tuple[int, int], Floats] = {}
-        # What each option cost above the bound at least, under the last prices.
-        self.reduced: list[Floats] = []
-        self._priced: tuple[bytes, list[Floats], float] = b"", [], 0.0
+        # What solutions with each option cost at least, under the last prices.
+        self.least: list[Floats] = []
         # Each term with more than one variable: its variables and the index of their views.
         self.joint: list[tuple[int, tuple[tuple[int, list[int]], ...]]] = []
         for number, term in enumerate(model.terms):
@@ -92,44 +106,32 @@ class Pruning:
             found.append(_Step(variable, tuple(places), known, ahead))
         return tuple(found)
 
-    def priced(self, prices: Floats) -> tuple[list[Floats], float]:
-        """The table of each term, and the ceiling that stands for inf in it: more than any legal
-        solution costs; those of the last prices are known.
-        """
-        key = prices.tobytes()
-        if self._priced[0] != key:
-            tables = [term.priced(prices) for term in self.model.terms]
-            most = (t[np.isfinite(t)].max(initial=0.0) for t in tables)
-            ceiling = 2 * sum(map(float, most)) + 1.0
-            self._priced = key, [np.minimum(t, ceiling) for t in tables], ceiling
-        return self._priced[1:]
-
     def run(
-        self, prices: Floats, like: Sequence[int], sweeps: int
+        self, priced: Priced, like: Sequence[int], sweeps: int
     ) -> tuple[float, float, tuple[int, ...], list[NDArray[np.bool_]]]:
         """A lower bound, the best solution seen with its cost, and the options that better ones
         may have. `like`: a solution to begin with.
         """
-        state = _Costs(self, prices)
+        state = _Costs(self, priced)
         if state.bound < 0:  # messages of prices that were too different
             for moved in self.moved.values():
                 moved[:] = 0.0
-            state = _Costs(self, prices)
+            state = _Costs(self, priced)
         if like:
             state.see(like)
         state.run(sweeps)
-        self.reduced = state.reduced
+        self.least = state.least
         return state.bound, state.limit, state.best, state.alive
 
     def solution_with(
-        self, forced: Iterable[tuple[int, int]], prices: Floats, sweeps: int
+        self, forced: Mapping[int, int], priced: Priced, sweeps: int
     ) -> tuple[int, ...]:
         """The best solution seen in which variables have these options; messages stay as they
         are.
         """
         before = {key: moved.copy() for key, moved in self.moved.items()}
-        state = _Costs(self, prices)
-        for variable, option in forced:
+        state = _Costs(self, priced)
+        for variable, option in forced.items():
             state.force(variable, option)
         state.run(sweeps)
         self.moved.update(before)
@@ -139,10 +141,10 @@ class Pruning:
 class _Costs:
     """The tables of one price vector while costs move."""
 
-    def __init__(self, pruning: Pruning, prices: Floats) -> None:
+    def __init__(self, pruning: Pruning, priced: Priced) -> None:
         self.pruning = pruning
         terms = pruning.model.terms
-        self.priced, self.ceiling = pruning.priced(prices)
+        self.priced, self.ceiling = priced.tables, priced.ceiling
         self.bound = sum(float(self.priced[n]) for n in pruning.constants)
         self.constant = self.bound
         self.single = [
@@ -169,7 +171,7 @@ class _Costs:
             single -= least
             self.bound += least
         self.alive = [np.ones(len(v), dtype=bool) for v in pruning.model.variables]
-        self.reduced = [np.zeros(len(v)) for v in pruning.model.variables]
+        self.least = [np.zeros(len(v)) for v in pruning.model.variables]
         self.limit = inf
         self.best: tuple[int, ...] = ()
 
@@ -204,7 +206,8 @@ class _Costs:
             least_cost = float(single.min())
             self.bound += least_cost
             single -= least_cost
-            np.maximum(self.reduced[variable], single, out=self.reduced[variable])
+            least_costs = self.least[variable]
+            np.maximum(least_costs, single + self.bound, out=least_costs)
             self.alive[variable] &= single <= self.limit - self.bound + ROUNDING * abs(self.bound)
             costs = single.copy()
             for place in step.known:
