@@ -40,9 +40,8 @@ from parloom.search.storage import AFTER, Level, StoragePrices, stored_of
 from parloom.search.work import Work
 
 MS, GB = 1e9, 1e9  # programs in milliseconds (of ps) and gigabytes are well scaled
-# How far an answer may be from the best, and branches after which the best found is taken: they
-# were within 3e-5 where all took half a minute.
-GAP, NODES = 1e-5, 1000
+# How far an answer may be from the best, and branches after which the best found is taken.
+GAP, NODES = 1e-4, 1000
 # Prices of a byte under which variants are sought, as multiples of the one that is paid, and the
 # least that is taken to be paid.
 SPREAD, LEAST_BYTE_PS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0), 0.05
