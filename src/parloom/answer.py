@@ -16,7 +16,7 @@ from parloom.cost.ledger import ledger
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import bytes_up
-from parloom.errors import GapError, InfeasibleError, InputError, StoppedError
+from parloom.errors import BudgetError, GapError, InfeasibleError, InputError, StoppedError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.plan import DEVICES, Constraint, Plan, Status
@@ -95,7 +95,7 @@ def _shortage(
     shortage = _filled(request, small, least)
     size = bytes_up(small.prediction.peak_bytes)
     needed_mib = ceil(small.prediction.peak_bytes / MIB)
-    flags, words = f"--memory {needed_mib}MiB", f"devices with {size} of it"
+    flags, words = f"--memory {needed_mib}MiB", f"{size} are needed"
     say(f"nothing fits, {small.name} is the smallest: {size}; Ctrl-C ends pricing what would")
     changes = [change(flags, words, request, small)]
     untried: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ def _best_of(request: Request, pins: Sequence[Pin], found: ScoredPlan) -> Scored
     other = replace(request, pinned=request.pinned.only(pins), wanted=Wanted.PLAN)
     try:
         return chosen(other).best
-    except InfeasibleError:
+    except (BudgetError, InfeasibleError):
         return found
 
 

@@ -17,7 +17,14 @@ from parloom.comparators.flexflow import flexflow
 from parloom.comparators.grid import MOST, Grid
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
-from parloom.errors import InputError, LayoutError, ParloomError, StoppedError, one_line
+from parloom.errors import (
+    BudgetError,
+    InputError,
+    LayoutError,
+    ParloomError,
+    StoppedError,
+    one_line,
+)
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions, Status
 from parloom.search.blocks import search_with_blocks, smallest_with_blocks
@@ -188,7 +195,7 @@ def _nothing(
     """Why a method proposes nothing."""
     if status is Status.INTERRUPTED:
         return StoppedError()
-    spent = InputError(f"{method} finds no plan within its budget; give it more (--budget)")
+    spent = BudgetError(f"{method} finds no plan within its budget; give it more (--budget)")
     if status is Status.OUT_OF_BUDGET:
         return spent
     if against:

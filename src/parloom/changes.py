@@ -8,13 +8,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from parloom.candidates import RANDOM
 from parloom.choose import Choice, choose
+from parloom.comparators.baselines import RULES
 from parloom.cost.hardware import Hardware
 from parloom.errors import ParloomError, StoppedError
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import named_optimizer
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
+from parloom.ir.mesh import part_sizes
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.microbatches import divisors
 from parloom.ir.plan import DTYPES, MICROBATCH, ModelSource, Status
 from parloom.report.shortage import Change
 from parloom.search.least import least_share
@@ -47,7 +52,7 @@ class Origin:
 def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Change]:
     """The least of every kind of change to which a plan fits."""
     request = replace(request, wanted=Wanted.PRICE)
-    for series in (_optimizer, _dtype, _method, _microbatches, _batch, _nodes):
+    for series in (_optimizer, _dtype, _method, _microbatches, _batch, _devices, _nodes):
         for flags, words, other in series(request, origin):
             if not _may_fit(other):
                 continue
@@ -107,11 +112,16 @@ def _method(request: Request, origin: Origin) -> Iterator[Trial]:
 
 
 def _microbatches(request: Request, origin: Origin) -> Iterator[Trial]:
-    """Rules of thumb have those that are asked for; a search has tried all."""
-    if request.method == AUTO and request.num_microbatches is None:
+    """More microbatches; a method that chooses their number itself has tried every one."""
+    if request.method in (AUTO, RANDOM, *RULES) and request.num_microbatches is None:
         return
     least, source = request.num_microbatches or 1, origin.source
+    legal = legal_microbatches(factorize(request.graph), request.batch_semantics).counts
+    if request.batch_semantics == MICROBATCH:  # the graph is of one microbatch
+        legal = divisors(request.samples)
     for count in _doubled(2 * least, request.samples):
+        if count not in legal:
+            continue
         flags, words = f"--microbatches {count}", "so many passes, one after the other"
         other = replace(request, num_microbatches=count)
         if request.batch_semantics == MICROBATCH:
@@ -141,10 +151,21 @@ def _captured(
     yield flags, words, replace(request, graph=graph, pinned=pinned)
 
 
+def _devices(request: Request, origin: Origin) -> Iterator[Trial]:
+    """More devices of the cluster, where a part of it was asked for."""
+    if origin.whole is None:
+        return
+    cluster, before = origin.whole.cluster, request.cluster.num_devices
+    for size in (*reversed(part_sizes(cluster)), cluster.num_devices):
+        if size > before:
+            machine = origin.whole.part(size)
+            yield f"--devices {size}", f"instead of {before}", replace(request, machine=machine)
+
+
 def _nodes(request: Request, origin: Origin) -> Iterator[Trial]:
-    """More nodes of the same kind, for clusters that are given by a spec."""
+    """More nodes of the same kind, for clusters that are given by a spec and used whole."""
     found = SPEC.fullmatch(origin.spec)
-    if found is None:
+    if found is None or origin.whole is not None:
         return
     nodes = int(found[1] or 1)
     for factor in _doubled(2, 2**DOUBLINGS):

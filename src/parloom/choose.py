@@ -11,7 +11,7 @@ from parloom.errors import InfeasibleError, InputError, StoppedError
 from parloom.execute.files import read_plan
 from parloom.ir.mesh import check_part
 from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Status
-from parloom.report.words import INTERRUPTED, idle_words, part_words, splits
+from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
 from parloom.rewrite.rewrites import paddings_of
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
@@ -127,6 +127,7 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     notes = (
         *([f"{best.method}: {INTERRUPTED}"] if stopped else []),
         *part_words(request.cluster, best.decisions, step_s, *fewest),
+        *uneven_words(request.samples, request.cluster.num_devices),
         *idle_words(best.decisions, _why_idle(request, proposed.found)),
         *proposed.refused,
     )

@@ -50,6 +50,10 @@ class InputError(ParloomError):
     """Bad usage or a bad input file: unknown name, wrong shape, malformed document."""
 
 
+class BudgetError(InputError):
+    """The budget that was given ends before there is a plan."""
+
+
 class NotYetError(ParloomError):
     """A documented feature that this version does not have."""
 

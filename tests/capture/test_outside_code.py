@@ -103,3 +103,13 @@ def test_parts_are_stripped_too(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, **settings))
     assert config.parloom_left_out == ["text_config.quantization_config", "vision_config.auto_map"]
     assert not hasattr(config.text_config, "quantization_config")
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(None, True), ("bf16", False)])
+def test_a_dtype_of_the_config_that_is_not_planned_is_said(
+    tmp_path: Path, dtype: str | None, said: bool
+) -> None:
+    loaded = load_model(written(tmp_path, torch_dtype="bfloat16"), batch=2, seq=4, dtype=dtype)
+    lines = remarks(loaded.model, capture(loaded.model, loaded.batch))
+    asked = "the config says bfloat16, the model is planned in float32 (--dtype bfloat16 plans it"
+    assert any(line.startswith(asked) for line in lines) == said

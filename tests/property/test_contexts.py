@@ -14,17 +14,21 @@ from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions, Prediction, one_stage
-from parloom.search import optimize
+from parloom.ir.text import parse_graph
+from parloom.search import finer
+from parloom.search.choices import Menus
 from parloom.search.compose import Candidate
 from parloom.search.contexts import Judged
 from parloom.search.meshes import logical_meshes
-from parloom.search.microbatch import microbatch_of
+from parloom.search.microbatch import microbatch_of, sample_factors
 from parloom.search.optimize import search
 from parloom.search.program import program_of
 from parloom.search.request import Request
+from parloom.search.single import Single
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums
 from tests.examples import examples
 from tests.property.estimate import estimate
@@ -101,11 +105,55 @@ def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) ->
     request = Request(random_graph(Random(4), num_operators=4), DataSheets(EIGHT), ADAM, PLENTY)
     found = []
     for most in (10**4, 3):
-        monkeypatch.setattr(optimize, "CHOICES", most)
+        monkeypatch.setattr(finer, "CHOICES", most)
         found.append(candidates(replace(request, method="auto"), lambda text: None).refused)
     everything, few = found
     assert not everything
     assert few[0].startswith("auto: on meshes of three axes and more, an operator had its 3 most")
+
+
+def stack(blocks: int = 6) -> Graph:
+    """Calls of one block kind, each of a norm and two products."""
+    weights = {"n": "[512]", "a": "[2048, 512]", "b": "[512, 2048]"}
+    inputs = "".join(
+        f'input m{i}_{w}: float32{shape} = parameter("m.{i}.{w}", trainable=True)\n'
+        for i in range(blocks)
+        for w, shape in weights.items()
+    )
+    parameters = "".join(f"    {w}: float32{shape},\n" for w, shape in weights.items())
+    calls = "".join(
+        f'    y{i + 1}: float32[4096, 512] = block["m.{i}"](y{i}, m{i}_n, m{i}_a, m{i}_b)\n'
+        for i in range(blocks)
+    ).replace("(y0,", "(x,")
+    return parse_graph(
+        f'graph "Stack" training=True\n\n{inputs}input x: float32[4096, 512] = batch("x")\n\n'
+        f"def block(\n    x: float32[4096, 512],\n{parameters}):\n"
+        "    s: float32[4096, 512] = mul(x, n)  # s\n"
+        "    up: float32[4096, 2048] = linear(s, a)  # a\n"
+        "    act: float32[4096, 2048] = relu(up)\n"
+        "    down: float32[4096, 512] = linear(act, b)  # b\n"
+        "    return down\n\n"
+        f"main main:\n{calls}    loss: float32[] = sum(y{blocks})\n    return loss\n\nloss loss\n"
+    )
+
+
+def test_weights_of_all_calls_of_a_block_may_be_in_chunks() -> None:
+    """Also where the first weight of a block is reduced apart in its last call: it counts one."""
+    (mesh,) = (m for m in logical_meshes(EIGHT) if len(m.axes) == 1)
+    graph = stack()
+    program = program_of(graph, factorize(graph))
+    factors = sample_factors(program, mesh.num_ranks)
+    assert factors is not None
+    menus = Menus(program, Single(graph, program.factored, mesh))
+    split = tuple(
+        menus.of(i, [{factors[i]: mesh.names}] if i in factors else [{}])
+        for i in range(len(program.operators))
+    )
+    # A weight, its gradient and two states, of which half are whole where one call is in chunks.
+    stored = 4 * sum(entry.value.spec.num_bytes for entry in graph.of_kind("parameter"))
+    tight = context_of(graph, EIGHT, mesh, limit=stored // 2, menus=split)
+    tight.run(ShadowPrices())
+    assert list(tight.candidates())
 
 
 def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:

@@ -14,9 +14,9 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.plan import Decisions
 from parloom.search.choices import Menu, assignments
 from parloom.search.contexts import ContextSearch
-from parloom.search.finer import CUTS, LeastCosts, promising, refinements
+from parloom.search.finer import CHOICES, CUTS, LeastCosts, promising, refinements
 from parloom.search.meshes import NAMES, logical_meshes
-from parloom.search.optimize import CHOICES, search
+from parloom.search.optimize import search
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
 from tests.examples import examples

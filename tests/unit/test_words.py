@@ -31,6 +31,7 @@ from parloom.report.words import (
     rate_words,
     splits,
     uncalibrated_words,
+    uneven_words,
     words,
 )
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
@@ -209,3 +210,10 @@ def test_a_calibrated_plan_without_its_calibration_is_warned_of(planned: str, he
     assert ("predicted to take 2 s (measured)" in said) == (planned != "spec" and here == "spec")
     assert bool(said) == (planned != "spec" and here == "spec")
     assert not uncalibrated_words(replace(plan, prediction=None), Source("spec", 0.1))
+
+
+def test_a_batch_that_does_not_divide_is_said() -> None:
+    (line,) = uneven_words(30, 8)
+    assert line == "30 samples do not divide over 8 devices; a batch of 24 or 32 would"
+    assert not uneven_words(32, 8)
+    assert not uneven_words(4, 8)  # other dims are split

@@ -211,10 +211,18 @@ def check_names(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
 
 
 def remarks(model: nn.Module, graph: Graph) -> tuple[str, ...]:
-    """What a user should know about a captured program: parameters that no loss trains, and
-    settings of a Hugging Face config that were left out.
+    """What a user should know about a captured program: parameters that no loss trains, settings of
+    a Hugging Face config that were left out, and a dtype of it that the model does not have.
     """
     lines: list[str] = []
+    named = getattr(getattr(model, "config", None), "dtype", None)
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if isinstance(named, torch.dtype) and len(dtypes) == 1 and named not in dtypes:
+        planned, (made,) = str(named).removeprefix("torch."), dtypes
+        lines.append(
+            f"the config says {planned}, the model is planned in {str(made).removeprefix('torch.')}"
+            f" (--dtype {planned} plans it as the config says)"
+        )
     left_out = getattr(getattr(model, "config", None), "parloom_left_out", ())
     if left_out:
         lines.append(
@@ -223,8 +231,8 @@ def remarks(model: nn.Module, graph: Graph) -> tuple[str, ...]:
         )
     if graph.training:
         lines += modes_said(model)
-    planned = {i.target for i in graph.inputs if i.trainable}
-    left = [n for n, p in model.named_parameters() if p.requires_grad and n not in planned]
+    trained = {i.target for i in graph.inputs if i.trainable}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and n not in trained]
     if left and graph.training:
         some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         lines.append(

@@ -278,11 +278,12 @@ def solve(
     prices, left = communicated(num_microbatches), max_nodes
     leaders = sorted(set(followed.leader))
     joint: set[int] = set()
+    values: tuple[int, ...] | None = None
     while left > 0:
         model = _led(problem.model(joint), followed, leaders)
         found = least(model, prices, left)
         if found is None:
-            return None
+            break
         at = dict(zip(leaders, found.values, strict=False))
         every = zip(followed.leader, followed.values, strict=True)
         values = tuple(int(of[at[leader]]) for leader, of in every)
@@ -291,6 +292,8 @@ def solve(
         if not missed:
             break
         joint |= missed
+    if values is None:
+        return None
     return Answer(values, float(problem.evaluate(values, prices) @ prices))
 
 

@@ -168,13 +168,13 @@ def _random_storage(
 def random_plans(
     graph: Graph, cluster: Cluster, num_microbatches: int = 1, seed: int = 0
 ) -> Iterator[Decisions]:
-    """One random legal plan on a random factorisation of the cluster into at most two axes."""
+    """One random legal plan on a random factorization of the cluster into at most two axes."""
     rng = random.Random(seed)
     primes = cluster.prime_axes()
     cut = rng.randrange(len(primes) + 1) if primes else 0
     parts = [p for p in (primes[cut:], primes[:cut]) if p] or [(PrimeAxis(1, 1, 0),)]
     mesh = Mesh(tuple(MeshAxis(n, tuple(reversed(p))) for n, p in zip("xy", parts, strict=False)))
-    yield random_plan(graph, factorize(graph), mesh, seed, num_microbatches)
+    yield random_plan(graph, factorize(graph), mesh, rng.getrandbits(32), num_microbatches)
 
 
 METHODS: Mapping[str, Method] = {

@@ -29,12 +29,12 @@ def drawn(request: Request, base: Decisions) -> Iterator[ScoredPlan]:
     rng = random.Random(request.seed)
     asked = tuple(ActivationDecision(p, "recompute") for p in graph.recomputed_calls)
     least, refused = (inf, inf), None
-    for draw in range(request.budget or DRAWS):
+    for _ in range(request.budget or DRAWS):
         count = rng.choice(counts)
         # The program of one microbatch is divided no further.
         divided = count if request.batch_semantics == GLOBAL else 1
         try:
-            (plan,) = random_plans(graph, request.cluster, divided, request.seed + draw)
+            (plan,) = random_plans(graph, request.cluster, divided, rng.getrandbits(32))
             plan = replace(
                 plan,
                 activations=asked,

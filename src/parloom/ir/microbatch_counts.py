@@ -16,7 +16,7 @@ from parloom.ir.mesh import prime_factors
 from parloom.ir.microbatches import divisors, nearest_counts
 from parloom.ir.pcg import PCG, TIME, Compute
 from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions
-from parloom.ir.samples import sample_dims
+from parloom.ir.samples import num_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,11 @@ class Microbatches:
         raise InputError(f"--microbatches {count}: {why}; {near}")
 
 
-def _num_samples(factored: Factored) -> int:
-    """The samples of the batch: the largest number that divides every input's dim of samples."""
-    dims = sample_dims(factored)
-    entries = factored.graph.of_kind("batch")
-    return gcd(*(e.value.spec.shape[dims[e.target]] for e in entries if e.target in dims)) or 1
-
-
 def legal_microbatches(factored: Factored, batch_semantics: str = GLOBAL) -> Microbatches:
     """The counts that the program of the whole batch allows: under global semantics those with
     which `lower` succeeds on one device.
     """
-    samples = _num_samples(factored)
+    samples = num_samples(factored)
     if batch_semantics == MICROBATCH:
         return Microbatches(divisors(samples), samples)
     limits: dict[int, int] = {}

@@ -7,6 +7,7 @@ batch of `[batch, positions]` and of `[positions, batch]`.
 """
 
 from collections.abc import Iterator, Mapping
+from math import gcd
 
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, Function, Graph, Node
@@ -64,6 +65,13 @@ def sample_dims(factored: Factored) -> Mapping[str, int]:
                 _through_call(classes, function, item, functions[item.function])
     weights = frozenset(_of_weights(graph, classes))
     return _chosen(graph, classes, weights, weights | frozenset(_mixed(classes, uses)))
+
+
+def num_samples(factored: Factored) -> int:
+    """The samples of the batch: the largest number that divides every input's dim of samples."""
+    dims = sample_dims(factored)
+    entries = factored.graph.of_kind("batch")
+    return gcd(*(e.value.spec.shape[dims[e.target]] for e in entries if e.target in dims)) or 1
 
 
 def _chosen(

@@ -168,6 +168,15 @@ def idle_words(decisions: Decisions, why: str = "") -> tuple[str, ...]:
     )
 
 
+def uneven_words(samples: int, devices: int) -> tuple[str, ...]:
+    """Where samples that would be enough for all devices do not divide over them."""
+    if samples < devices or samples % devices == 0:
+        return ()
+    below = samples // devices * devices
+    near = f"a batch of {below} or {below + devices} would"
+    return (f"{samples} samples do not divide over {devices} devices; {near}",)
+
+
 def part_words(
     cluster: Cluster, decisions: Decisions, step_s: float, fewest: int, their_step_s: float
 ) -> tuple[str, ...]:

@@ -305,11 +305,11 @@ class _Composition:
                     rows = np.zeros(NUM_ROWS)
                     if message.unit:
                         rows[PARTS:] = apart.messages.of_call(
-                            message.level, program.units, weight.trainable
+                            message.level, program.units, message.reduces
                         )
                     else:
                         rows[PARTS:][AFTER] = apart.messages.least_ps(message.level.optimizer)
-                    known[message] = self._column(rows, weight.count if message.unit else 1)
+                    known[message] = self._column(rows, program.units if message.unit else 1)
                 calls = 1.0 if message.unit else float(weight.count)
                 self.program.row({**dict.fromkeys(some, 1.0), known[message]: -calls}, high=0.0)
 
@@ -317,16 +317,19 @@ class _Composition:
         level = replace(level, dim=0)
         if weight.block and level.weight:
             function = self.composer.program.operators[weight.readers[0].operator].function
-            return _Message(level, function)
+            return _Message(level, function, weight.trainable)
         return _Message(level)
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What travels together: weights of one `unit`, or those of main that are stored alike."""
+    """Weights that travel together: those of one `unit`, trained or frozen, or those of main that
+    are stored alike.
+    """
 
     level: Level
     unit: str = ""
+    reduces: bool = True
 
 
 def _distinct(entries: Iterable[tuple[Floats, Values]]) -> list[tuple[Floats, Values]]:

@@ -5,7 +5,8 @@ splits an operator so or so over an axis; of the choices on a finer mesh those a
 do what is cheap on coarser ones.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from parloom.search.single import Single
 
 # How many meshes are made of one by cutting an axis in two: all that 8 x 8 has.
 CUTS = 4
+# Choices of each operator that are kept on meshes of three axes and more.
+CHOICES = 32
 Where = tuple[int, PrimeAxis, Place]
 """An operator, a prime axis of the cluster, and the factors that it is on."""
 
@@ -42,14 +45,18 @@ def refinements(mesh: Mesh, at_most: int = CUTS) -> tuple[Mesh, ...]:
     return tuple(mesh for _, mesh in found[:at_most])
 
 
-@dataclass
 class LeastCosts:
     """Bounds on plans that do this or that with a prime axis in an operator."""
 
-    least: dict[Where, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.least: dict[Where, float] = {}
+        self._added: set[ContextSearch] = set()
 
     def add(self, context: ContextSearch) -> None:
-        """Take down what each choice of each operator costs on a mesh that was searched."""
+        """Record the least cost of each choice of each operator in a context that was searched."""
+        if context in self._added:
+            return
+        self._added.add(context)
         columns, layouts = context.columns, context.layouts
         least = columns.least_within(context.limit)
         for index, options in enumerate(layouts.options):
@@ -64,6 +71,46 @@ class LeastCosts:
     def cost(self, index: int, axis: MeshAxis, place: Place) -> float:
         """What plans cost at least with `axis` on `place`, as far as anything is known of it."""
         return max(self.least.get((index, prime, place), -inf) for prime in axis.primes)
+
+
+class FinerMenus:
+    """The menus of meshes of three axes and more; `left_out` says whether choices are missing."""
+
+    def __init__(self) -> None:
+        self.left_out = ""
+        # By the numbers of microbatches and of devices.
+        self._known: dict[tuple[int, int], LeastCosts] = {}
+
+    def of(self, program: Program, mesh: Mesh, costs: LeastCosts) -> tuple[Menu, ...]:
+        """The most promising choices of each operator."""
+        menus, some = promising(program, mesh, costs, CHOICES)
+        if some:
+            self.left_out = (
+                f"on meshes of three axes and more, an operator had its {CHOICES} most promising"
+                " choices; bounds are of these"
+            )
+        return menus
+
+    def refinements(
+        self,
+        program: Program,
+        parent: ContextSearch,
+        looked: Sequence[ContextSearch],
+        known: Collection[Mesh],
+    ) -> Iterator[tuple[Mesh, tuple[Menu, ...]]]:
+        """Meshes, none of them `known`, that cut one axis of that of `parent`, with their menus, as
+        far as all operators have a choice there.
+        """
+        kind = parent.num_microbatches, parent.mesh.num_ranks
+        costs = self._known.setdefault(kind, LeastCosts())
+        for context in looked:
+            if (context.num_microbatches, context.mesh.num_ranks) == kind:
+                costs.add(context)
+        for mesh in refinements(parent.mesh):
+            if mesh not in known and program.pinned.allows_mesh(mesh):
+                menus = self.of(program, mesh, costs)
+                if all(menus):
+                    yield mesh, menus
 
 
 def promising(

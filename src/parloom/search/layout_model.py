@@ -21,6 +21,8 @@ from parloom.search.prices import PARTS, Known, Prices
 from parloom.search.program import Axes, Block, Program
 from parloom.search.storage import WEIGHT_PARTS, StoragePrices, stored_of
 
+# Costs are sums of floating-point numbers.
+ROUNDING = 1e-9
 STORAGE = slice(PARTS, PARTS + WEIGHT_PARTS)
 BYTES = ("kept", "stored", "collected", "moving", "updating")
 ROWS = tuple(
@@ -169,7 +171,7 @@ class LayoutModel:
                 paid = sum(float(t.chosen(prices, values) @ prices[PASSES]) for t in terms)
                 rows, _ = self.flows.rows(number, values, prices)
                 beyond = flow.count * float(rows @ prices[PASSES]) - paid
-                if beyond > 0:
+                if beyond > ROUNDING * paid:
                     found[number] = beyond
         return found
 

@@ -16,7 +16,7 @@ from parloom.ir.plan import Decisions, Status
 from parloom.search.choices import Menu, Menus
 from parloom.search.climb import climbed, cost
 from parloom.search.contexts import Contexts, ContextSearch, Judged, Played, Seen
-from parloom.search.finer import LeastCosts, promising, refinements
+from parloom.search.finer import FinerMenus, LeastCosts
 from parloom.search.least import batch_bytes, least_share
 from parloom.search.local_search import PATIENCE, improved
 from parloom.search.meshes import MAX_AXES, joined, logical_meshes
@@ -30,8 +30,6 @@ from parloom.search.work import OutOfWorkError
 
 # Meshes (of one axis, and cut between levels) on which all numbers of microbatches come first.
 FIRST = 2
-# Choices of each operator that are kept on meshes of three axes and more.
-CHOICES = 32
 # Contexts from which local search starts, and how far from the best their plans are at most.
 LOCAL, NEARBY = 3, 0.03
 # Plans that are no better, one after the other, before finer meshes are made.
@@ -62,8 +60,8 @@ ROUNDING = 1e-6
 class Searched:
     """The plans that were simulated, the fastest that fit first; what no plan of the space
     undercuts, and what no estimate undercuts; how the search ended; what was left out, so that
-    bounds do not hold for it, in words; the smallest of all plans that were simulated; whether
-    memory keeps plans from being faster; and how much of the budget is left.
+    bounds do not hold for it, in words; the smallest of all plans that were simulated; and how much
+    of the budget is left.
     """
 
     proposals: tuple[Played, ...]
@@ -72,19 +70,18 @@ class Searched:
     status: Status = Status.COMPLETE
     left_out: str = ""
     smallest: Played | None = None
-    limited: bool = False
     work_left: int | None = None
 
     @property
     def solver_gap(self) -> float | None:
-        """(Best estimate - its bound) / its bound; None where nothing was found or not all was
-        searched.
+        """(Best estimate - its bound) / its bound; None where no plan has an estimate, or where the
+        search did not end.
         """
-        if not self.proposals or self.status is not Status.COMPLETE:
+        if self.status is not Status.COMPLETE or self.estimate_bound_ps <= 0:
             return None
-        if self.estimate_bound_ps <= 0:
+        best = min((found.estimate_ps for found in self.proposals), default=inf)
+        if best == inf:
             return None
-        best = min(found.estimate_ps for found in self.proposals)
         gap = best / self.estimate_bound_ps - 1
         return 0.0 if abs(gap) < ROUNDING else gap
 
@@ -119,7 +116,10 @@ def search(
             driver.run()
         except OutOfWorkError:
             status = Status.OUT_OF_BUDGET
-            driver.bound_ps = least_compute_ps(driver.contexts)
+            # A part of equal devices computes no less: all of the cluster may do the same work.
+            others = (p for p in request.parts() if p.cluster.device != request.cluster.device)
+            spaces = (driver.contexts, *map(driver.contexts.on_part, others))
+            driver.bound_ps = min(map(least_compute_ps, spaces))
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
     if driver is None:
@@ -131,9 +131,8 @@ def search(
         driver.bound_ps,
         driver.estimate_bound_ps,
         status,
-        driver.left_out,
+        driver.finer.left_out,
         min(played, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
-        status is Status.COMPLETE and driver.is_limited(),
         driver.contexts.work.left,
     )
 
@@ -159,7 +158,7 @@ class Driver:
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
-        self.left_out = ""
+        self.finer = FinerMenus()
         self.climbed: list[Played] = []
 
     def run(self) -> None:
@@ -250,16 +249,7 @@ class Driver:
             context = self.on[mesh.num_ranks].search(cut, coarse, count)
             context.run(self.duals)
             costs.add(context)
-        return self._promising(program, mesh, costs)
-
-    def _promising(self, program: Program, mesh: Mesh, costs: LeastCosts) -> Sequence[Menu]:
-        menus, left_out = promising(program, mesh, costs, CHOICES)
-        if left_out:
-            self.left_out = (
-                f"on meshes of three axes and more, an operator had its {CHOICES} most promising"
-                " choices; bounds are of these"
-            )
-        return menus
+        return self.finer.of(program, mesh, costs)
 
     def _look(
         self,
@@ -276,7 +266,7 @@ class Driver:
         self.looked.append(context)
         free = self.duals.with_byte(0.0)
         context.columns.prove(free, ROUGH)
-        self.unlimited[mesh, count] = context.columns.bounds.get(free, 0.0)
+        self.unlimited[mesh, count] = context.columns.bounds[free]
         if self.duals != free:
             context.columns.prove(self.duals, ROUGH)
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
@@ -316,19 +306,13 @@ class Driver:
         return self.best_ps > least * self.seen.ratio * (1 + WORTH)
 
     def _refine_one(self, parent: ContextSearch) -> None:
-        count, devices = parent.num_microbatches, parent.mesh.num_ranks
-        program, costs = self.contexts.program(count), LeastCosts()
+        count = parent.num_microbatches
+        program = self.contexts.program(count)
         assert program is not None, "it was searched"
-        for context in self.looked:
-            if (context.num_microbatches, context.mesh.num_ranks) == (count, devices):
-                costs.add(context)
-        for mesh in refinements(parent.mesh):
-            known = (mesh, count) in self.unlimited
-            if known or not self.request.pinned.allows_mesh(mesh):
-                continue
-            menus = self._promising(program, mesh, costs)
-            if all(menus):
-                self._look(program, mesh, count, menus, parent)
+        known = {mesh for mesh, other in self.unlimited if other == count}
+        looked = tuple(self.looked)
+        for mesh, menus in self.finer.refinements(program, parent, looked, known):
+            self._look(program, mesh, count, menus, parent)
 
     def _improve(self, patience: int = PATIENCE) -> None:
         """Local search on the simulator from the fastest plans of some contexts; a short one where

@@ -6,13 +6,13 @@ from enum import Enum
 
 from parloom.cost.hardware import Hardware
 from parloom.errors import InputError
-from parloom.ir.factors import Factored
+from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.microbatches import with_whole_batch
 from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
+from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.pinned import NONE, Pinned
 
@@ -66,9 +66,7 @@ class Request:
     @property
     def samples(self) -> int:
         """The size of the batch."""
-        whole = with_whole_batch(self.graph, self.apart)
-        shapes = [entry.value.spec.shape for entry in whole.of_kind("batch")]
-        return max((shape[0] for shape in shapes if shape), default=1)
+        return num_samples(factorize(self.graph)) * self.apart
 
     def on(self, num_devices: int) -> "Request":
         """The same of that many of the first devices, all of which are used."""

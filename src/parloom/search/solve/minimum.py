@@ -93,9 +93,7 @@ class Minimizer:
             self._last = key, tables, found, bounded(found.tables)
         return self._last[1:]
 
-    def _bounded(
-        self, found: Eliminated, priced: Priced, tolerance: float
-    ) -> tuple[float, Values]:
+    def _bounded(self, found: Eliminated, priced: Priced, tolerance: float) -> tuple[float, Values]:
         """A bound and a solution of what is left."""
         pruning, before = self._pruning(found), -inf
         while True:
