@@ -39,7 +39,7 @@ from parloom.ir.plan import Decisions
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.climb import Climb, Draft
-from parloom.search.contexts import Played
+from parloom.search.contexts import SimulatedPlan
 from parloom.search.program import program_of
 from parloom.search.request import Request, base_of
 from parloom.search.work import Work
@@ -64,7 +64,7 @@ class Judge:
         self.steps: list[Row] = []
         self.simulated = 0
 
-    def played(self, lowered: Callable[[], tuple[Decisions, PCG]]) -> Played | None:
+    def played(self, lowered: Callable[[], tuple[Decisions, PCG]]) -> SimulatedPlan | None:
         """A plan that is checked and simulated; None where it is not legal or does not fit."""
         request = self.request
         try:
@@ -75,11 +75,11 @@ class Judge:
             return None
         self.simulated += 1
         self.least_s = min(self.least_s, found.step_s)
-        return Played(decisions, found) if found.peak_bytes <= request.limit_bytes else None
+        return SimulatedPlan(decisions, found) if found.peak_bytes <= request.limit_bytes else None
 
     def climb(self, decisions: Decisions, count: int) -> None:
         """Change a plan so many times; keep what fits and is not slower."""
-        start = Played(decisions, self.request.predict(decisions, self.factored))
+        start = SimulatedPlan(decisions, self.request.predict(decisions, self.factored))
         program = program_of(self.request.graph, self.factored)
         climb = Climb(self.request, program, start, Work())
         draft = climb.draft(decisions)

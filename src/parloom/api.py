@@ -186,7 +186,7 @@ def capture(
         progress(f"building {model}")
         loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
         if apart == 1:  # where samples lie is known once the model is captured
-            begin(server, Build(source, seed), loaded.model, PLAN)
+            begin(server, Build(source, seed), loaded, PLAN)
         chosen = asked_for or named_optimizer(name_of(loaded.optimizer) or "adamw")
         progress("capturing the training program")
         try:

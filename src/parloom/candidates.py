@@ -29,7 +29,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions, Status
 from parloom.search.blocks import search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
-from parloom.search.contexts import Contexts, Played
+from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.optimize import SAME, Searched, least_work_ps
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
@@ -127,16 +127,16 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
         yield ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
 
 
-def distinct(proposals: Sequence[Played]) -> list[Played]:
+def distinct(proposals: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
     """Of those that are nearly alike the first, which is the fastest."""
-    kept: list[Played] = []
+    kept: list[SimulatedPlan] = []
     for one in proposals:
         if not any(_alike(one, other) for other in kept):
             kept.append(one)
     return kept
 
 
-def _alike(one: Played, other: Played) -> bool:
+def _alike(one: SimulatedPlan, other: SimulatedPlan) -> bool:
     mine, its = one.prediction, other.prediction
     step = abs(mine.step_s - its.step_s) <= STEP_APART * its.step_s
     peak = abs(mine.peak_bytes - its.peak_bytes) <= PEAK_APART * its.peak_bytes

@@ -15,7 +15,7 @@ from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.search import climb
 from parloom.search.climb import Climb, climbed
 from parloom.search.conflicts import broken
-from parloom.search.contexts import Played
+from parloom.search.contexts import SimulatedPlan
 from parloom.search.pinned import resolve
 from parloom.search.pins import parse_pin
 from parloom.search.program import program_of
@@ -38,12 +38,12 @@ def data_parallel(cluster: Cluster) -> Decisions:
     return Decisions(one_stage(mesh), tuple(nodes))
 
 
-def start_of(asked: Request) -> Played:
+def start_of(asked: Request) -> SimulatedPlan:
     decisions = data_parallel(asked.cluster)
-    return Played(decisions, asked.predict(decisions))
+    return SimulatedPlan(decisions, asked.predict(decisions))
 
 
-def found_from(asked: Request) -> tuple[Played, list[Played]]:
+def found_from(asked: Request) -> tuple[SimulatedPlan, list[SimulatedPlan]]:
     start = start_of(asked)
     program = program_of(GRAPH, factorize(GRAPH), asked.pinned)
     return start, list(climbed(asked, program, start, Work()))

@@ -22,7 +22,7 @@ from parloom.ir.text import parse_graph
 from parloom.search import finer
 from parloom.search.choices import Menus
 from parloom.search.compose import Candidate
-from parloom.search.contexts import Judged
+from parloom.search.contexts import SimulatedCandidate
 from parloom.search.meshes import logical_meshes
 from parloom.search.microbatch import microbatch_of, sample_factors
 from parloom.search.optimize import search
@@ -161,7 +161,7 @@ def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
     sums = StepSums(1000.0, 0.0, 0.0, 0.0, 0.0)
     candidate = Candidate((), (), (), np.zeros(NUM_ROWS), sums)
     fastest, near, lean, slower, other = (
-        Judged(mesh, Prediction(step_s, peak_bytes), candidate)
+        SimulatedCandidate(mesh, Prediction(step_s, peak_bytes), candidate)
         for mesh, step_s, peak_bytes in (
             (one, 1.000, 1000),
             (one, 1.005, 1020),

@@ -7,7 +7,7 @@ import pytest
 from parloom.cost.clusters import load_cluster
 from parloom.ir.text import parse_graph
 from parloom.search import local_search
-from parloom.search.contexts import Seen
+from parloom.search.contexts import EstimateErrors
 from parloom.search.local_search import improved
 from parloom.search.meshes import logical_meshes
 from parloom.search.step_rows import ShadowPrices
@@ -33,7 +33,7 @@ def test_storage_that_moves_next_to_no_time_is_not_simulated(
     (mesh,) = logical_meshes(TWO)
     context = context_of(GRAPH, TWO, mesh, limit=PLENTY)
     context.run(ShadowPrices())
-    seen = Seen()
+    seen = EstimateErrors()
     context.improve(inf, seen)
     known = [found.candidate for found in context.judged.values()]
     improved([context], seen)

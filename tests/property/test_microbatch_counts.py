@@ -10,7 +10,8 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.lower import lower
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.microbatches import divisors
-from parloom.ir.plan import MICROBATCH, Decisions
+from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions
+from parloom.ir.samples import sample_dims
 from tests.dist.lowered import small_graph
 
 
@@ -87,3 +88,27 @@ def test_an_illegal_count_says_which_operator_forbids_it() -> None:
         legal.check(5)
     with pytest.raises(InputError, match=r"groups of them that 2 .* counts: 1, 3$"):
         legal.check(2)
+
+
+class Volumes(nn.Module):
+    """A segmentation of volumes; every dim but that of channels may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.layer(x).relu()), y)
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+def test_a_batch_of_one_sample_has_no_microbatches(samples: int) -> None:
+    x = torch.randn(samples, 2, 4, 6, 6)
+    y = torch.zeros(samples, 4, 6, 6, dtype=torch.long)
+    factored = factorize(capture(Volumes(), {"x": x, "y": y}))
+    dims = sample_dims(factored)
+    assert dims == ({} if samples == 1 else {"x": 0, "y": 0})
+    for semantics in (GLOBAL, MICROBATCH):
+        legal = legal_microbatches(factored, semantics)
+        assert legal.samples == samples
+        assert legal.counts == divisors(samples)

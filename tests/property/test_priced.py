@@ -22,7 +22,7 @@ CASES = {case.id: case for case in all_cases()}
 GPUS, CPUS = load_cluster("4xV100-16GB"), load_cluster("4xcpu")
 
 
-class Seen(Table):
+class EstimateErrors(Table):
     """A calibration that has measured nothing of the case, and notes what it is asked."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def test_every_case_has_a_price(name: str) -> None:
     for software in GENERATIONS.values():
         kernels = Kernels(GPUS.device, software, product_dtype="float8")
         assert 0 < simulate(pcg, GPUS, plan, kernels=kernels).step_s < math.inf
-    seen = Seen()
+    seen = EstimateErrors()
     step_s = simulate(pcg, CPUS, plan, kernels=Kernels(CPUS.device, measured=seen)).step_s
     assert 0 < step_s < math.inf
     timed = tuple(Timed(key_of(one), 1e-3, 2e-3) for one in seen.asked)

@@ -16,7 +16,7 @@ from parloom.cost.units import bytes_up, parse_bytes
 from parloom.ir.lower import lower
 from parloom.ir.plan import Decisions, Status
 from parloom.search.compose import Candidate
-from parloom.search.contexts import ContextSearch, Judged
+from parloom.search.contexts import ContextSearch, SimulatedCandidate
 from parloom.search.least import least_share
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import search
@@ -126,7 +126,7 @@ def test_whatever_ends_a_search_its_answer_is_the_best_that_was_simulated(
         ROOMY, graph=random_graph(Random(4), 4), machine=DataSheets(load_cluster("2x2xH100"))
     )
 
-    def watched(context: ContextSearch, candidate: Candidate) -> Judged:
+    def watched(context: ContextSearch, candidate: Candidate) -> SimulatedCandidate:
         nonlocal left
         left -= 1
         if not left:

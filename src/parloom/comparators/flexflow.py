@@ -24,8 +24,9 @@ from parloom.search.program import Axes, Operator, Program
 from parloom.search.request import Request, Say
 
 # Proposals, where the user says nothing, by the square of the number of prime axes: they take about
-# the CPU time of `auto` (the more axes, the more prices are asked for the first time).
-PROPOSALS = 540_000
+# the CPU time of `auto` (the more axes, the more prices are asked for the first time), which looks
+# at more meshes the more axes there are, and at one where there is one.
+PROPOSALS, OF_ONE_AXIS = 540_000, 27_000
 # Of the best plan's cost (the released code's 0.05 is of a millisecond): what is slower by 0.3 % is
 # accepted once in e times.
 BETA = 300.0
@@ -52,7 +53,8 @@ def flexflow(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]
     samples = data_parallel(program, mesh)
     starts = {"data parallel": samples, "expert": expert(program, mesh, samples)}
     starts["random"] = tuple(search.draw(index) for index in range(len(samples)))
-    proposals = request.budget or PROPOSALS // len(mesh.axes) ** 2
+    usual = PROPOSALS // len(mesh.axes) ** 2 if len(mesh.axes) > 1 else OF_ONE_AXIS
+    proposals = request.budget or usual
     budget = max(1, proposals // len(starts))
     known = {samples}
     yield joined(replace(base, stages=one_stage(mesh), nodes=delta.nodes(samples)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from parloom.capture import capture
+from parloom.capture import Loaded, capture
 from parloom.capture.microbatch import capture_microbatch
 from parloom.errors import CaptureError
 from parloom.execute.eager_compare import DIFFERS, EQUAL, NOT_COMPARED, EagerReport
@@ -49,10 +49,20 @@ ADVICE = (
 )
 
 
-def begin(server: ForkServer, build: Build, model: nn.Module, limits: Limits) -> None:
-    """Start the calls that `check` needs, unless `model`, built here as `build` says, is large."""
+def begin(server: ForkServer, build: Build, loaded: Loaded, limits: Limits) -> None:
+    """Start the calls that `check` needs, unless the model, built here as `build` says, is large:
+    its operations are known once it is captured, and few models have less than one product of each
+    weight with each sample.
+    """
+    model = loaded.model
     tensors = (*model.parameters(), *model.buffers())
-    if sum(t.numel() for t in tensors) <= limits.weights:
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    multiplied = sum(
+        p.numel() for m in model.modules() if not isinstance(m, tables) for p in m.parameters(False)
+    )
+    samples = max((t.shape[0] for t in loaded.batch.values() if t.dim()), default=1)
+    small = sum(t.numel() for t in tensors) <= limits.weights
+    if small and 2 * multiplied * samples <= limits.flops:
         server.begin(build)
 
 

@@ -51,7 +51,7 @@ def _prove(
     check_tensors(loaded.model, plan, graph, loaded.batch)
     limits = PLAN if small else VERIFY
     eager_build = Build(source, plan.seed, split=split_of(graph, loaded.batch))
-    begin(server, eager_build, loaded.model, limits)
+    begin(server, eager_build, loaded, limits)
     torch.set_num_threads(1)  # the ranks are forked
     progress("capturing it")
     start = time.perf_counter()

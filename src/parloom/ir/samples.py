@@ -3,7 +3,7 @@
 Dims that a rule gives one factor are one class, through views, blocks and losses. Samples are a
 class that no weight has and, if there is one, that no operator mixes with itself, as attention does
 positions; of these the one that most batch tensors have, and then the one that comes first: the
-batch of `[batch, positions]` and of `[positions, batch]`.
+batch of `[batch, positions]` and of `[positions, batch]`. A batch of one sample has none.
 """
 
 from collections.abc import Iterator, Mapping
@@ -92,6 +92,9 @@ def _chosen(
         key=lambda r: (r in other, -len(candidates[r]), sum(candidates[r].values())),
     )
     chosen = candidates[root]
+    # Where dim 0 has one element, as in a batch of one image, that one is the sample.
+    if all(dim and entries[name].spec.shape[0] == 1 for name, dim in chosen.items()):
+        return {}
     first, at = next(iter(chosen.items()))
     for name, value in entries.items():
         # Pairs that only meet in a product, as images and their captions.

@@ -11,7 +11,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.plan import Decisions
 from parloom.rewrite.regions import regions
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.contexts import Played
+from parloom.search.contexts import SimulatedPlan
 from parloom.search.optimize import Searched, search
 from parloom.search.pinned import resolve
 from parloom.search.request import Request, Say
@@ -22,7 +22,7 @@ def search_with_blocks(request: Request, base: Decisions, say: Say) -> Searched:
     """`search`, with modules as blocks where that may be faster; bounds are of both spaces."""
     answers: list[Searched] = []
 
-    def with_blocks(best: Played | None, budget: int | None) -> Searched | None:
+    def with_blocks(best: SimulatedPlan | None, budget: int | None) -> Searched | None:
         blocks = Blocks(replace(request, budget=budget))
         if not blocks.rewrites:
             return None
@@ -67,7 +67,7 @@ class Blocks:
         pinned = resolve(pins, graph, factorize(graph)) if pins else request.pinned
         self.request = replace(request, graph=graph, pinned=pinned)
 
-    def as_asked(self, plan: Played) -> Played:
+    def as_asked(self, plan: SimulatedPlan) -> SimulatedPlan:
         """A plan of this graph as one of the graph that was asked about."""
         return replace(plan, decisions=replace(plan.decisions, rewrites=self.rewrites))
 

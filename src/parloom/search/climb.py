@@ -29,7 +29,7 @@ from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.search.choices import Place
 from parloom.search.compose import policy_of
 from parloom.search.conflicts import broken
-from parloom.search.contexts import Played
+from parloom.search.contexts import SimulatedPlan
 from parloom.search.meshes import NAMES
 from parloom.search.program import Axes, Program
 from parloom.search.request import Request
@@ -73,12 +73,14 @@ class End:
     dims: tuple[tuple[str, ...], ...]
 
 
-def cost(found: Played, limit_bytes: int) -> float:
+def cost(found: SimulatedPlan, limit_bytes: int) -> float:
     """What climbing lowers: the step, or more than it where it does not fit."""
     return float(found.step_ps * max(1.0, found.peak_bytes / limit_bytes) ** ABOVE)
 
 
-def climbed(request: Request, program: Program, start: Played, work: Work) -> Iterator[Played]:
+def climbed(
+    request: Request, program: Program, start: SimulatedPlan, work: Work
+) -> Iterator[SimulatedPlan]:
     """Plans that fit, each faster than the one before and than `start`, if that fits; `program` is
     that of the whole batch. Of graphs of which few plans could be simulated there are none.
     """
@@ -91,7 +93,9 @@ def climbed(request: Request, program: Program, start: Played, work: Work) -> It
 class Climb:
     """Changes one plan; `best` is the one so far that costs least."""
 
-    def __init__(self, request: Request, program: Program, start: Played, work: Work) -> None:
+    def __init__(
+        self, request: Request, program: Program, start: SimulatedPlan, work: Work
+    ) -> None:
         self.request, self.program, self.best, self.work = request, program, start, work
         self.rng = Random(request.seed)
         self.counts = request.microbatch_counts(program.factored)
@@ -100,7 +104,7 @@ class Climb:
         self.homes: Mapping[str, PParameter] = {}
         self.latest = self.homes
 
-    def run(self, tries: int) -> Iterator[Played]:
+    def run(self, tries: int) -> Iterator[SimulatedPlan]:
         """Try so many changes; what fits and is faster."""
         sites = len(self.program.operators) + len(self.program.weights)
         draft, left = self.draft(self.best.decisions), PATIENCE * sites
@@ -119,7 +123,7 @@ class Climb:
             if better and found.peak_bytes <= self.request.limit_bytes:
                 yield found
 
-    def _cost(self, found: Played) -> float:
+    def _cost(self, found: SimulatedPlan) -> float:
         """From a plan that fits, none leads to one that does not."""
         limit = self.request.limit_bytes
         if self.best.peak_bytes <= limit < found.peak_bytes:
@@ -139,7 +143,7 @@ class Climb:
             decisions.num_microbatches,
         )
 
-    def _played(self, draft: Draft) -> Played | None:
+    def _played(self, draft: Draft) -> SimulatedPlan | None:
         """A draft simulated; None where it is not legal or breaks a pin."""
         request, graph = self.request, self.request.graph
         try:
@@ -147,7 +151,9 @@ class Climb:
             if broken(request.pinned, graph, decisions) is not None:
                 return None
             self.work.spend()
-            found = Played(decisions, request.machine.predict(pcg, decisions, request.optimizer))
+            found = SimulatedPlan(
+                decisions, request.machine.predict(pcg, decisions, request.optimizer)
+            )
             if self._cost(found) <= self._cost(self.best):
                 verify_decisions(graph, decisions, self.program.factored)
                 verify_pcg(pcg)

@@ -43,7 +43,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
+class SimulatedPlan:
     """A plan with its simulated step; no model has an estimate of it."""
 
     decisions: Decisions
@@ -63,7 +63,7 @@ class Played:
 
 
 @dataclass(frozen=True, eq=False)
-class Judged(Played):
+class SimulatedCandidate(SimulatedPlan):
     """A candidate as a plan with its simulated step."""
 
     candidate: Candidate
@@ -78,7 +78,7 @@ class Judged(Played):
         return self.prediction.peak_bytes - self.candidate.sums.held_bytes
 
 
-class Seen:
+class EstimateErrors:
     """What simulations of one question showed of estimates; every step needs `least_bytes` beyond
     what the model counts.
     """
@@ -88,7 +88,7 @@ class Seen:
         self.ratios: dict[tuple[Mesh, int], float] = {}
         self.beyond: dict[int, dict[Mesh, float]] = {}
 
-    def add(self, num_microbatches: int, found: Judged) -> None:
+    def add(self, num_microbatches: int, found: SimulatedCandidate) -> None:
         """Take down how far a simulated step is from its estimate."""
         known, mesh = self.beyond.setdefault(num_microbatches, {}), found.decisions.mesh
         context, ratio = (mesh, num_microbatches), found.step_ps / found.estimate_ps
@@ -138,7 +138,7 @@ class ContextSearch:
         self.columns = ColumnGeneration(self.layouts, num_microbatches, work)
         self.composer = Composer(self.layouts, num_microbatches, work)
         self.duals = ShadowPrices()
-        self.judged: dict[Decisions, Judged] = {}
+        self.judged: dict[Decisions, SimulatedCandidate] = {}
         # By weight, and the option of the variable that says where it lies.
         self._stored: dict[tuple[int, int], Mapping[Level, Ints]] = {}
         # Bytes that the model may count, such that simulated peaks are within the limit.
@@ -182,17 +182,17 @@ class ContextSearch:
     def _lagrangian(self, column: Column) -> float:
         return float(column.rows @ row_prices(self.duals, self.num_microbatches))
 
-    def judge(self, candidate: Candidate) -> Judged:
+    def judge(self, candidate: Candidate) -> SimulatedCandidate:
         """The candidate simulated."""
         prices = row_prices(self.duals, self.num_microbatches)
         plan = decisions_of(self.layouts, candidate, self.num_microbatches, self.base, prices)
         if plan not in self.judged:
             self.work.spend()
             found = self.request.predict(plan, self.layouts.program.factored)
-            self.judged[plan] = Judged(plan, found, candidate)
+            self.judged[plan] = SimulatedCandidate(plan, found, candidate)
         return self.judged[plan]
 
-    def improve(self, best_ps: float, seen: "Seen") -> float:
+    def improve(self, best_ps: float, seen: "EstimateErrors") -> float:
         """Simulate what promises to be better than `best_ps`, and correct the limit by the peaks:
         the fastest step that fits.
         """
@@ -257,7 +257,7 @@ class ContextSearch:
         program, home = self.layouts.program, self.layouts.home(weight, values)
         return stored_of(program, program.weights[weight], *home)
 
-    def fitting(self) -> Iterator[Judged]:
+    def fitting(self) -> Iterator[SimulatedCandidate]:
         limit = self.request.limit_bytes
         return (found for found in self.judged.values() if found.peak_bytes <= limit)
 

@@ -14,7 +14,7 @@ from itertools import count, islice
 import numpy as np
 
 from parloom.search.compose import Candidate, Stored
-from parloom.search.contexts import ContextSearch, Judged, Seen
+from parloom.search.contexts import ContextSearch, EstimateErrors, SimulatedCandidate
 from parloom.search.model import Floats
 from parloom.search.prices import PARTS
 from parloom.search.step_rows import (
@@ -53,7 +53,7 @@ class Aim:
     """Which plan is the best: by what is estimated of a candidate, and by what was simulated."""
 
     estimated: Callable[[StepSums], float]
-    simulated: Callable[[Judged], tuple[float, float]]
+    simulated: Callable[[SimulatedCandidate], tuple[float, float]]
 
 
 FASTEST = Aim(lambda sums: sums.step_ps, lambda found: (found.step_ps, found.peak_bytes))
@@ -62,7 +62,7 @@ SMALLEST = Aim(lambda sums: sums.held_bytes, lambda found: (found.peak_bytes, fo
 
 def improved(
     contexts: Sequence[ContextSearch],
-    seen: Seen,
+    seen: EstimateErrors,
     aim: Aim = FASTEST,
     patience: int = PATIENCE,
     operators: int = OPERATORS,
@@ -83,7 +83,7 @@ class _Neighbor:
     expected: float
     number: int
     context: ContextSearch = field(compare=False)
-    parent: Judged = field(compare=False)
+    parent: SimulatedCandidate = field(compare=False)
     forced: Forced = field(compare=False)
     candidate: Candidate | None = field(compare=False)
 
@@ -100,7 +100,7 @@ class _LocalSearch:
     def __init__(
         self,
         contexts: Sequence[ContextSearch],
-        seen: Seen,
+        seen: EstimateErrors,
         aim: Aim,
         patience: int,
         operators: int,
@@ -161,7 +161,7 @@ class _LocalSearch:
         estimate = neighbor.expected - known + self.aim.estimated(parent.sums)
         return self.aim is FASTEST and self.seen.promises(estimate, best)
 
-    def _expand(self, context: ContextSearch, found: Judged, forced: Forced) -> None:
+    def _expand(self, context: ContextSearch, found: SimulatedCandidate, forced: Forced) -> None:
         """Add what is around a plan to what may be simulated."""
         known = self.aim.simulated(found)[0]
         stored = self.stored[id(context)]
@@ -209,7 +209,7 @@ class _LocalSearch:
         self,
         queue: _Queue,
         context: ContextSearch,
-        parent: Judged,
+        parent: SimulatedCandidate,
         forced: Forced,
         candidate: Candidate,
         at_most: float | None = None,

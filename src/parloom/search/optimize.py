@@ -15,7 +15,13 @@ from parloom.ir.mesh import Mesh, part_of
 from parloom.ir.plan import Decisions, Status
 from parloom.search.choices import Menu, Menus
 from parloom.search.climb import climbed, cost
-from parloom.search.contexts import Contexts, ContextSearch, Judged, Played, Seen
+from parloom.search.contexts import (
+    Contexts,
+    ContextSearch,
+    EstimateErrors,
+    SimulatedCandidate,
+    SimulatedPlan,
+)
 from parloom.search.finer import FinerMenus, LeastCosts
 from parloom.search.least import batch_bytes, least_share
 from parloom.search.local_search import PATIENCE, improved
@@ -26,7 +32,7 @@ from parloom.search.program import Program, program_of
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.stream_bound import least_step_ps
-from parloom.search.work import OutOfWorkError
+from parloom.search.work import OutOfWorkError, Work
 
 # Meshes (of one axis, and cut between levels) on which all numbers of microbatches come first.
 FIRST = 2
@@ -64,12 +70,12 @@ class Searched:
     of the budget is left.
     """
 
-    proposals: tuple[Played, ...]
+    proposals: tuple[SimulatedPlan, ...]
     bound_ps: float
     estimate_bound_ps: float
     status: Status = Status.COMPLETE
     left_out: str = ""
-    smallest: Played | None = None
+    smallest: SimulatedPlan | None = None
     work_left: int | None = None
 
     @property
@@ -86,7 +92,7 @@ class Searched:
         return 0.0 if abs(gap) < ROUNDING else gap
 
 
-Wider = Callable[[Played | None, int | None], Searched | None]
+Wider = Callable[[SimulatedPlan | None, int | None], Searched | None]
 """The same question in a space in which plans hold less: only faster ones than the best so far,
 with what is left of the budget; None where there is no such space.
 """
@@ -96,11 +102,11 @@ def search(
     request: Request,
     base: Decisions,
     say: Say,
-    than: Played | None = None,
+    incumbent: SimulatedPlan | None = None,
     wider: Wider | None = None,
 ) -> Searched:
-    """Plans that answer `request`, with the dtypes of `base`; only faster ones than `than`, and
-    where memory limits plans than those of `wider`, which are not among them.
+    """Plans that answer `request`, with the dtypes of `base`: those faster than `incumbent`
+    and, where memory limits plans, than those of `wider`, which are not among them.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
     """
@@ -111,7 +117,7 @@ def search(
     driver: Driver | None = None
     status = Status.COMPLETE
     try:
-        driver = Driver(request, base, say, than, wider)
+        driver = Driver(request, base, say, incumbent, wider)
         try:
             driver.run()
         except OutOfWorkError:
@@ -138,28 +144,28 @@ def search(
 
 
 class Driver:
-    """Searches all contexts of a question, for plans that are faster than `than`."""
+    """Searches all contexts of a question, for plans that are faster than `incumbent`."""
 
     def __init__(
         self,
         request: Request,
         base: Decisions,
         say: Say,
-        than: Played | None = None,
+        incumbent: SimulatedPlan | None = None,
         wider: Wider | None = None,
     ) -> None:
-        self.request, self.say, self.than, self.wider = request, say, than, wider
+        self.request, self.say, self.incumbent, self.wider = request, say, incumbent, wider
         self.contexts = Contexts(request, base)
         # Of the whole cluster and of parts of it, by the number of devices.
         self.on = {request.cluster.num_devices: self.contexts}
-        self.seen, self.duals = Seen(batch_bytes(request.graph)), ShadowPrices()
-        self.best_ps = than.step_ps if than else inf
+        self.seen, self.duals = EstimateErrors(batch_bytes(request.graph)), ShadowPrices()
+        self.best_ps = incumbent.step_ps if incumbent else inf
         self.looked: list[ContextSearch] = []
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
         self.finer = FinerMenus()
-        self.climbed: list[Played] = []
+        self.climbed: list[SimulatedPlan] = []
 
     def run(self) -> None:
         """All contexts of the whole cluster, then those of its parts as long as these may be as
@@ -209,20 +215,12 @@ class Driver:
         if self.wider is None or not self.is_limited():
             return
         fitting = (f for f in self.judged() if f.peak_bytes <= self.request.limit_bytes)
-        best = min(fitting, key=lambda found: found.step_ps, default=self.than)
-        work, wider, self.wider = self.contexts.work, self.wider, None
-        found = wider(best, work.left)
-        if found is None:
-            return
-        if found.status is Status.INTERRUPTED:
-            raise KeyboardInterrupt
-        if work.left is not None and found.work_left is not None:
-            work.spend(work.left - found.work_left)
-        if found.status is Status.OUT_OF_BUDGET:
-            raise OutOfWorkError
-        if found.proposals:
-            self.than = min([found.proposals[0], *filter(None, [self.than])], key=_step_ps)
-            self.best_ps = min(self.best_ps, found.proposals[0].step_ps)
+        best = min(fitting, key=lambda found: found.step_ps, default=self.incumbent)
+        wider, self.wider = self.wider, None
+        found = _searched(wider, best, self.contexts.work)
+        if found is not None:
+            self.incumbent = min([found, *filter(None, [self.incumbent])], key=_step_ps)
+            self.best_ps = min(self.best_ps, found.step_ps)
 
     def _enough_ps(self, mesh: Mesh) -> float:
         """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
@@ -279,7 +277,7 @@ class Driver:
                 self.best_ps = min(before, context.improve(max(before, enough), self.seen))
                 if self.best_ps < before:
                     self.duals = context.duals
-        self._tell(context)
+        self.say(_progress(context, self.request.limit_bytes, self.best_ps))
 
     def _promises(self, context: ContextSearch) -> bool:
         """Whether a context may have better plans, if they hold as much beyond what is counted as
@@ -343,7 +341,7 @@ class Driver:
         """Bring the bounds of all contexts near the best estimate of what fits."""
         limit = self.request.limit_bytes
         fitting = (f for f in self.judged() if f.peak_bytes <= limit)
-        known = [self.than] if self.than else []
+        known = [self.incumbent] if self.incumbent else []
         best = min((found.estimate_ps for found in (*known, *fitting)), default=inf)
         bounds = []
         for context in self.looked:
@@ -370,22 +368,40 @@ class Driver:
         held = (found.candidate.sums.held_bytes for found in context.fitting())
         return max([self.request.limit_bytes - beyond, *held])
 
-    def judged(self) -> Iterator[Judged]:
+    def judged(self) -> Iterator[SimulatedCandidate]:
         """All candidates that were simulated."""
         return chain.from_iterable(context.judged.values() for context in self.looked)
 
-    def _tell(self, context: ContextSearch) -> None:
-        sizes = " x ".join(f"{axis.name}={axis.size}" for axis in context.mesh.axes)
-        count = context.num_microbatches
-        cut = f", {count} microbatches" if count > 1 else ""
-        bound = context.columns.bound_ps(self.request.limit_bytes)
-        best = f"best so far {_seconds(self.best_ps)}" if self.best_ps < inf else "nothing fits yet"
-        self.say(f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}")
+
+def _searched(wider: Wider, best: SimulatedPlan | None, work: Work) -> SimulatedPlan | None:
+    """The fastest plan of the wider space, if one is faster than `best`; it ends as this search
+    does.
+    """
+    found = wider(best, work.left)
+    if found is None:
+        return None
+    if found.status is Status.INTERRUPTED:
+        raise KeyboardInterrupt
+    if work.left is not None and found.work_left is not None:
+        work.spend(work.left - found.work_left)
+    if found.status is Status.OUT_OF_BUDGET:
+        raise OutOfWorkError
+    return next(iter(found.proposals), None)
 
 
-def _starts(looked: Sequence[ContextSearch], limit_bytes: int) -> dict[Judged, Request]:
+def _progress(context: ContextSearch, limit_bytes: int, best_ps: float) -> str:
+    """A context that was looked at, and the best plan so far, in words."""
+    sizes = " x ".join(f"{axis.name}={axis.size}" for axis in context.mesh.axes)
+    count = context.num_microbatches
+    cut = f", {count} microbatches" if count > 1 else ""
+    bound = context.columns.bound_ps(limit_bytes)
+    best = f"best so far {_seconds(best_ps)}" if best_ps < inf else "nothing fits yet"
+    return f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}"
+
+
+def _starts(looked: Sequence[ContextSearch], limit_bytes: int) -> dict[SimulatedCandidate, Request]:
     """The best of all plans that were simulated, and the best that fits, with their requests."""
-    starts: dict[Judged, Request] = {}
+    starts: dict[SimulatedCandidate, Request] = {}
     for fits in (False, True):
         every = {
             found: context.request
@@ -445,7 +461,7 @@ def _fastest(context: ContextSearch) -> float:
     return min((found.step_ps for found in context.fitting()), default=inf)
 
 
-def _step_ps(found: Played) -> float:
+def _step_ps(found: SimulatedPlan) -> float:
     return found.step_ps
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sys import maxsize
 
 from parloom.ir.plan import Decisions
-from parloom.search.contexts import Contexts, ContextSearch, Played, Seen
+from parloom.search.contexts import Contexts, ContextSearch, EstimateErrors, SimulatedPlan
 from parloom.search.least import stored_bytes
 from parloom.search.local_search import SMALLEST, improved
 from parloom.search.request import Request
@@ -27,7 +27,7 @@ LOCAL = 2
 class Smallest:
     """A plan; no plan on a mesh of one or two axes holds less than `bound_bytes`."""
 
-    plan: Played
+    plan: SimulatedPlan
     bound_bytes: int
 
 
@@ -56,7 +56,7 @@ def smallest_plan(request: Request, base: Decisions) -> Smallest | None:
     nearest = sorted(looked, key=_least_peak)[:LOCAL]
     for context in nearest:
         context.price_memory(PRICES[0])
-    improved(nearest, Seen(), SMALLEST)
+    improved(nearest, EstimateErrors(), SMALLEST)
     best = min((j for c in looked for j in c.fitting()), key=SMALLEST.simulated)
     return Smallest(best, min(bounds))
 
