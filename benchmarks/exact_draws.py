@@ -1,6 +1,6 @@
 """What exact draws cost: a step whose masks do not depend on the plan against one of fast draws.
 
-The same four forked ranks take turns with both kinds of step. Each pair of neighbours gives a ratio
+The same four forked ranks take turns with both kinds of step. Each pair of neighbors gives a ratio
 by the slowest rank's clock and one by the CPU time of all ranks, which a shared machine moves less.
 """
 

@@ -123,7 +123,7 @@ DISCRETE = (
 
 
 def edges(draw: Draw, dtype: torch.dtype, sample: Tensor) -> Tensor:
-    """Some sixty numbers between neighbours in `dtype`, at quantiles of a sample."""
+    """Some sixty numbers between neighbors in `dtype`, at quantiles of a sample."""
     at = sample.double().quantile(torch.linspace(0, 1, NUM_BINS, dtype=torch.float64)[1:-1])
     low = at.to(dtype).unique()  # type: ignore[no-untyped-call]
     high = torch.nextafter(low, torch.full_like(low, math.inf))

@@ -193,7 +193,7 @@ def test_padded_classes_are_cut_where_evaluation_reads_them_otherwise(microbatch
         assert error(model, plan) < TOLERANCE
 
 
-def test_the_operators_of_evaluation_alone_lie_like_their_neighbours() -> None:
+def test_the_operators_of_evaluation_alone_lie_like_their_neighbors() -> None:
     """Batch norm by running statistics and the pool take samples as they come: nothing moves."""
     model = modes("two_modes")
     (plan,) = data_parallel(model.training, load_cluster("4xcpu"))

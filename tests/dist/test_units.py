@@ -115,7 +115,7 @@ def gathered(flats: list[Flat]) -> int:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_few_units_are_gathered_at_a_time(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the unit in use, its prefetched neighbour and the one being left, in both passes."""
+    """At most the unit in use, its prefetched neighbor and the one being left, in both passes."""
     counts: list[int] = []
     arrive = Flat.arrive
     made: list[Unit] = []

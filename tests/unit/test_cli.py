@@ -604,9 +604,9 @@ def test_cluster_show_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "2 nodes x 8 devices = 16 x H100-SXM5-80GB" in shown
     assert "450 GB/s" in shown
     assert "joins: so many devices, or groups of the level in the line above" in shown
-    assert "neighbours" not in shown
+    assert "neighbors" not in shown
     assert cli.main(["cluster", "show", "64xTPU-v4"]) == 0
-    assert "bandwidth of a ring or line: to both neighbours together" in capsys.readouterr().out
+    assert "bandwidth of a ring or line: to both neighbors together" in capsys.readouterr().out
     assert cli.main(["cluster", "show", "2x8xH100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_devices"] == 16
     assert cli.main(["cluster", "show", "--known"]) == 0

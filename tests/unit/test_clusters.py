@@ -300,7 +300,7 @@ def test_a_slice_of_a_torus() -> None:
     loaded = resolve_cluster("64xTPU v4")
     levels = loaded.cluster.levels
     assert [(v.size, v.fabric) for v in levels] == [(4, "ring")] * 3
-    # 50 GB/s to each of two neighbours
+    # 50 GB/s to each of two neighbors
     assert {v.link.bandwidth_bytes_per_s for v in levels} == {100e9}
     assert any("torus of 4x4x4 with wrap-around" in line for line in loaded.assumptions)
     assert any("no back end here runs them" in line for line in loaded.assumptions)

@@ -19,7 +19,7 @@ def sizes(rule: Rule, prefix: str) -> list[int]:
     return [n for f, n in rule.sizes if f.startswith(prefix)]
 
 
-def test_a_view_lets_its_neighbours_cut_inner_factors() -> None:
+def test_a_view_lets_its_neighbors_cut_inner_factors() -> None:
     found = rules(fused())
     assert sizes(found["qkv:linear#0"], "n") == [3, 4, 2]
     assert sizes(found["out:linear#0"], "k") == [3, 4, 2]

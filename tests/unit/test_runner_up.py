@@ -94,7 +94,7 @@ def test_ways_in_any_plan(seed: int, key: str) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_of_many_ways_the_best_are_tried(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prices beside the neighbours put the best way of all among the first third."""
+    """Prices beside the neighbors put the best way of all among the first third."""
     for count in (1, 2):
         for plan in megatron(GRAPH, CLUSTER, count):
             all_ways = ways_of(plan, key)

@@ -103,7 +103,7 @@ def planned(
 
 
 def joined(plan: Decisions) -> Decisions:
-    """The same plan with neighbouring mesh axes that always go together as one."""
+    """The same plan with neighboring mesh axes that always go together as one."""
     lists = [axes for node in plan.nodes for _, axes in node.factors]
     lists += [
         storage.axes

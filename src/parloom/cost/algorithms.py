@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from types import MappingProxyType
 
-# How a leg uses a fabric that is no switch: with its neighbours, with one partner, with everybody.
+# How a leg uses a fabric that is no switch: with its neighbors, with one partner, with everybody.
 RING, PAIR, ALL = "ring", "pair", "all"
 
 
@@ -257,7 +257,7 @@ def _send(num_bytes: float, order: Order, rails: bool) -> Schedule:
 
 
 def _halo(num_bytes: float, order: Order, rails: bool) -> Schedule:
-    """Neighbours in a row of ranks, both ways: one of them is across the slowest level."""
+    """Neighbors in a row of ranks, both ways: one of them is across the slowest level."""
     level = max(span.level for span in order)
     return Schedule((Leg(level, num_bytes, num_bytes, 2, pattern=PAIR),))
 

@@ -189,7 +189,7 @@ def _inside_line(known: KnownDevice, levels: list[Level]) -> str:
     shape = "x".join(str(level.size) for level in levels)
     wraps = "with" if levels[0].fabric == "ring" else "without"
     line = _link_line(f"a torus of {shape} {wraps} wrap-around", levels[0])
-    both = "per dimension and direction (to both neighbours together)"
+    both = "per dimension and direction (to both neighbors together)"
     return line.replace("per device and direction", both)
 
 

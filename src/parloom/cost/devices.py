@@ -43,7 +43,7 @@ class Interconnect:
 class ScaleUp:
     """The fabric inside a node: up to `domain` devices (0: no limit is known).
 
-    A torus of `torus` dimensions (0: none) has `level.link` to each neighbour, and wraps around
+    A torus of `torus` dimensions (0: none) has `level.link` to each neighbor, and wraps around
     where all dimensions are multiples of `wraps`.
     """
 
@@ -221,9 +221,9 @@ def read_backend(text: str) -> str:
 
 
 def torus_levels(level: Level, shape: tuple[int, ...], wraps: bool) -> tuple[Level, ...]:
-    """The dimensions of a torus as levels; `level.link` is to one neighbour.
+    """The dimensions of a torus as levels; `level.link` is to one neighbor.
 
-    A device sends to both of its neighbours in a dimension, so each has twice the link's bandwidth.
+    A device sends to both of its neighbors in a dimension, so each has twice the link's bandwidth.
     """
     link = replace(
         level.link,

@@ -5,7 +5,7 @@
 A matrix product is its kernels: one forward, one for each gradient. It runs in tiles, as many at a
 time as the device has cores, and a tile has a beginning and an end in which it does not multiply:
 so small products reach a smaller share of the peak (cuBLAS and CUTLASS documentation: tile and wave
-quantisation). Attention is one kernel, or products with scores that go through memory. All else
+quantization). Attention is one kernel, or products with scores that go through memory. All else
 moves bytes: forward, operands and results; backward, what autograd kept, the gradients of results
 and the gradients it makes.
 

@@ -38,7 +38,7 @@ from parloom.runtime import (
 STEPS = 3
 LEARNING_RATE = 1e-3
 # An adaptive optimizer divides by |gradient| + eps: with torch's 1e-8 a gradient that is zero but
-# for rounding (1e-16 of its neighbours) still moves its weight by 1e-8 of a full step, and by
+# for rounding (1e-16 of its neighbors) still moves its weight by 1e-8 of a full step, and by
 # another amount in every order of summation.
 EPS = 1e-4
 TOLERANCE = 1e-9

@@ -1,9 +1,9 @@
-"""Factors across the graph: where one operator cuts a dim, its neighbours can cut there too.
+"""Factors across the graph: where one operator cuts a dim, its neighbors can cut there too.
 
 A view that splits 3.heads.head_dim lets the linear layer before it shard heads, three operators
 away. `factorize` carries such cuts along values and through rules, in both directions and across
 block calls, to a fixed point; every operator's rule is then split into the finest factors that
-some neighbour understands.
+some neighbor understands.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 A tensor dim is a product of factors, and mesh axes attach to factors. Written out, an index along
 a dim is a mixed-radix number; an axis that shards the dim *is* one of its digits. A `Shard` names
 that digit by its stride: along `dim`, rank coordinate = index // stride % axis size. Digits that no
-axis owns are local. This form is unique (no canonicalisation), survives views (which only regroup
+axis owns are local. This form is unique (no canonicalization), survives views (which only regroup
 digits), and says `3 . heads . head_dim` sharded on heads as naturally as a contiguous chunk.
 
 An axis that a layout does not name is replicated. `partial` holds axes over which the true value is

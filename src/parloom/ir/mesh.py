@@ -91,7 +91,7 @@ class Level:
     With oversubscription o, the devices below one child get a share 1/o of their links when all of
     them send at once. In the fabric `full_mesh` every pair has a link of its own, a part of the
     device's bandwidth; a dimension of a torus is a `ring`, or a `line` where nothing wraps around,
-    and counts the links of both neighbours. `reduces`: the switch adds up what passes it.
+    and counts the links of both neighbors. `reduces`: the switch adds up what passes it.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Cluster:
 
 def part_of(cluster: Cluster, count: int) -> Cluster:
     """`count` devices of `cluster`, which has several such parts: of each level, the innermost
-    first, as many as divide both. They are neighbours where inner levels are whole.
+    first, as many as divide both. They are neighbors where inner levels are whole.
 
     Raises `InputError` where there is no such part.
     """

@@ -71,7 +71,7 @@ class Step:
 
     `dim` and `inner` place the digit on local tensors (`inner` = local elements to its right);
     `split` is the (dim, inner) of the digit that an all_to_all cuts off; `halo` the rows taken from
-    the lower and upper neighbour; `result` the layout after the step.
+    the lower and upper neighbor; `result` the layout after the step.
     """
 
     row: str

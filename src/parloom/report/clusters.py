@@ -13,7 +13,7 @@ from parloom.report.rows import Rows
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 JOINS = "joins: so many devices, or groups of the level in the line above"
-RINGS = "bandwidth of a ring or line: to both neighbours together"
+RINGS = "bandwidth of a ring or line: to both neighbors together"
 WHOLE = "sizes: of the whole tensor on one rank, before it is reduced or after it is gathered"
 SIZES = (2**16, 2**21, 2**26, 2**32)
 LEFT = ("level", "fabric")

@@ -367,7 +367,7 @@ def halo_exchange(
     after: int,
     backward: str = "halo_add",
 ) -> Tensor:
-    """Add `before` rows of the lower neighbours and `after` of the upper ones along `dim`.
+    """Add `before` rows of the lower neighbors and `after` of the upper ones along `dim`.
 
     Rows beyond the ends of the whole tensor are zero, also on a group of one rank.
     """

@@ -32,7 +32,7 @@ def sample_axes(program: Program, dims: SampleDims) -> tuple[str, ...]:
 
 
 def _places(spec: TensorSpec, dim: int, mesh: Mesh) -> dict[str, Fraction]:
-    """How far apart, as a share of all, samples of neighbouring coordinates are."""
+    """How far apart, as a share of all, samples of neighboring coordinates are."""
     places: dict[str, Fraction] = {}
     share = Fraction(1)
     for digit in spec.dims[dim]:

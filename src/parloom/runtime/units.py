@@ -229,9 +229,9 @@ class Units:
             # In this order: the unit at hand is ahead of the next one on the wire.
             self._current = unit
             unit.launch()
-            neighbour = unit.index + (-1 if self._backward else 1)
-            if 0 <= neighbour < len(self._units):
-                self._units[neighbour].launch()
+            neighbor = unit.index + (-1 if self._backward else 1)
+            if 0 <= neighbor < len(self._units):
+                self._units[neighbor].launch()
         unit.launch()
         if not unit.gathered:
             for flat in unit.flats:

@@ -7,12 +7,12 @@ from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 
 # Outermost first.
 NAMES = ("x", "y", "z", "w")
-# Of the meshes on which everything is searched; `refine` makes finer ones of these.
+# Of the meshes on which everything is searched; `finer.refinements` cuts their axes.
 MAX_AXES = 2
 
 
 def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]:
-    """Every way to cut the prime axes of `cluster` into at most `max_axes` runs of neighbours.
+    """Every way to cut the prime axes of `cluster` into at most `max_axes` runs of neighbors.
 
     A mesh whose axes are cut where the levels of the topology are comes before others. 2x4 and 4x2
     over links of one level are two meshes: of two axes on one factor the first is outermost, and
@@ -39,7 +39,7 @@ def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]
 
 
 def joined(mesh: Mesh) -> Iterator[Mesh]:
-    """The meshes of two axes that `mesh` becomes where neighbouring axes are joined."""
+    """The meshes of two axes that `mesh` becomes where neighboring axes are joined."""
     for cut in range(1, len(mesh.axes)):
         halves = mesh.axes[:cut], mesh.axes[cut:]
         primes = (tuple(chain.from_iterable(axis.primes for axis in half)) for half in halves)

@@ -1,4 +1,4 @@
-"""What ways of one operator cost where its neighbours stay as they lie: an order to try them in.
+"""What ways of one operator cost where its neighbors stay as they lie: an order to try them in.
 
 Counted are computing, movements from where its operands are made and to where its results are read,
 and the reduction of the gradients of weights that it reads. What hides behind computing, changes of

@@ -79,8 +79,7 @@ def allows_stored(
 def resolve(pins: Sequence[Pin], graph: Graph, factored: Factored) -> Pinned:
     """What `pins` name in `graph`.
 
-    Raises `InputError` for names and factors that there are not, and a block that is to be kept
-    and to be recomputed.
+    Raises `InputError` for names and factors that there are not.
     """
     if not pins:
         return NONE

@@ -65,7 +65,7 @@ def operator_ways(
 ) -> Ways:
     """The ways of an operator of `pcg`; `factored` is of its graph.
 
-    Where there are more than `MOST`, the cheapest beside their neighbours as they are are played.
+    Where there are more than `MOST`, the cheapest beside their neighbors as they are are played.
     """
     graph, decisions = factored.graph, pcg.decisions
     now = assignment_of(decisions, flat.key)

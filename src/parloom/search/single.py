@@ -81,6 +81,6 @@ def _key(
 
 
 def is_local_program(operator: Operator, assignment: dict[str, Axes]) -> bool:
-    """Whether more than local sizes matter: parts run in its place, or neighbours give rows."""
+    """Whether more than local sizes matter: parts run in its place, or neighbors give rows."""
     kinds = {operator.rule.kind(factor) for factor in assignment}
     return bool(kinds & {LOCAL, HALO}) or not op_of(operator.node).emit

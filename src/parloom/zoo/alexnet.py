@@ -2,7 +2,7 @@
 
 `build` is the network of Krizhevsky et al., "ImageNet Classification with Deep Convolutional
 Neural Networks" (NIPS 2012), section 3.5: grouped convolutions (two GPUs), local response
-normalisation (3.3), overlapping pooling (3.4), dropout (4.2). Its input is 227 wide; the 224 of the
+normalization (3.3), overlapping pooling (3.4), dropout (4.2). Its input is 227 wide; the 224 of the
 paper gives no whole number of windows. `build_artifact` is FlexFlow's (flexflow/FlexFlow,
 examples/cpp/AlexNet/alexnet.cc), which follows "One weird trick" (arXiv:1404.5997).
 """

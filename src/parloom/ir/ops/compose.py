@@ -1,6 +1,6 @@
 """Composition: the rule of an operator that is a program of others.
 
-What all parts of the program can split alike, the whole can. Factors of neighbouring parts that lie
+What all parts of the program can split alike, the whole can. Factors of neighboring parts that lie
 on one dim of a value are one factor of the whole; an axis on it shards every part that has it, and
 no value between the parts ever moves. That rules out factors that some part needs whole, and those
 whose partial sums would have to be added up before the end. The whole routes what one part routes

@@ -87,7 +87,7 @@ def _transposed_slides(site: Site) -> list[Slide]:
     """The windows over the input that the rows of the output read.
 
     Output row o sums inputs i with 0 <= o + padding - i stride < reach. Where the output is stride
-    times as long, every shard needs as many rows of its neighbours; else dims are whole.
+    times as long, every shard needs as many rows of its neighbors; else dims are whole.
     """
     kernel, stride, dilation = _geometry(site)
     padding = spread(site.integers(4, "padding", 0), len(kernel))

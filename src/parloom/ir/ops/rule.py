@@ -24,7 +24,7 @@ Assignment = Mapping[str, tuple[str, ...]]
 WHOLE = "whole"  # never sharded
 OFFSET = "offset"  # sharded; the local code needs the global index of its elements
 LOCAL = "local"  # sharded by expanding the operator into simpler ones
-HALO = "halo"  # sharded after an exchange of border rows with the neighbours
+HALO = "halo"  # sharded after an exchange of border rows with the neighbors
 
 
 @dataclass(frozen=True, slots=True)

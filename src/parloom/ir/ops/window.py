@@ -1,8 +1,8 @@
-"""Windows that slide along a dim: what a shard needs of its neighbours, and what it then drops.
+"""Windows that slide along a dim: what a shard needs of its neighbors, and what it then drops.
 
 Rank r of p has rows [r in/p, (r+1) in/p) and makes outputs [r out/p, (r+1) out/p), which read
 (out/p - 1) stride + reach rows from r (out/p) stride - padding on. Where in = out stride every rank
-needs as many rows of its neighbours; else the numbers drift from rank to rank (valid convolutions,
+needs as many rows of its neighbors; else the numbers drift from rank to rank (valid convolutions,
 uneven padding). The exchange brings the most that any rank needs, and each rank drops the rest.
 """
 
