@@ -124,10 +124,12 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     step_s = best.prediction.step_s
     same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
     fewest = min((p.decisions.mesh.num_ranks, p.prediction.step_s) for p in same)
+    devices = request.cluster.num_devices
+    uneven = uneven_words(request.samples, devices) if splits(best.decisions) else ()
     notes = (
         *([f"{best.method}: {INTERRUPTED}"] if stopped else []),
         *part_words(request.cluster, best.decisions, step_s, *fewest),
-        *uneven_words(request.samples, request.cluster.num_devices),
+        *uneven,
         *idle_words(best.decisions, _why_idle(request, proposed.found)),
         *proposed.refused,
     )

@@ -38,6 +38,7 @@ from parloom.ir.pcg import (
     PFunction,
     PParameter,
     PValue,
+    Remake,
     operands_of,
     results_of,
 )
@@ -79,6 +80,7 @@ class _Lowering:
         self.policies = {a.prefix: a.policy for a in decisions.activations if not a.lists}
         self.lists = {a.prefix: (a.values, a.moves) for a in decisions.activations if a.lists}
         self.bodies: dict[object, tuple[PFunction, Mapping[str, Maker]]] = {}
+        self.remade: dict[object, Remake | None] = {}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
         self.samples = sample_dims(self.factored) if self.steps > 1 else {}
@@ -219,7 +221,9 @@ class _Lowering:
             self.bodies[key] = self.body(function, call.prefix, inputs)
         lowered, makers = self.bodies[key]
         lists = self.lists.get(call.prefix)
-        remade = remake(lowered, makers, *lists) if lists else None
+        if (key, lists) not in self.remade:
+            self.remade[key, lists] = remake(lowered, makers, *lists) if lists else None
+        remade = self.remade[key, lists]
         variant = key, remade and remade.dropped
         if variant not in self.variants:
             name = self.variant_name(function.name)
