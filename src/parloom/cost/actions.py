@@ -22,6 +22,7 @@ from parloom.cost.tasks import (
     RECOMPUTING,
     WEIGHTS,
     Action,
+    Changes,
     Entry,
     Links,
     Listing,
@@ -34,7 +35,7 @@ from parloom.cost.tasks import (
     with_placeholders,
 )
 from parloom.cost.transfers import ROOT, Gathered, Offloaded, Pool, Ready, Reduced, whole
-from parloom.cost.works import Called, Track, Work
+from parloom.cost.works import Called, Sizes, Track, Work
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 
@@ -245,9 +246,10 @@ class Stage:
     def _call_forward(self, call: Called) -> Placed:
         head, tail = Listing(), Listing()
         self.gathered.gather(call.prefix, head)
-        head.run("enter", "memory", before=((ACTIVATIONS, call.takes),))
+        head.run("enter", "memory", before=_each(ACTIVATIONS, call.takes, call.taken))
         self.gathered.close(call.prefix, tail)
-        tail.run("leave", "memory", after=((ACTIVATIONS, call.moves - call.gives),))
+        after = _each(ACTIVATIONS, -call.gives, call.given)
+        tail.run("leave", "memory", after=(*after, (ACTIVATIONS, call.moves)))
         if call.moves:
             self.host.leave(call, tail)
         return self._call(call, "F", {}, head, {}, tail)
@@ -273,7 +275,7 @@ class Stage:
             self.gathered.gather(call.prefix, head)
             if call.moves:
                 self.host.come(call, head)
-            head.run("enter", "memory", before=((ACTIVATIONS, call.takes),))
+            head.run("enter", "memory", before=_each(ACTIVATIONS, call.takes, call.taken))
         if part != "I":
             for index, flat in self._makers(call):
                 out = Listing()
@@ -283,7 +285,7 @@ class Stage:
             ready.unit(call.prefix, tail)
         if part != "W":
             self.gathered.drop(call.prefix, tail)
-            tail.run("leave", "memory", after=((ACTIVATIONS, -call.gives),))
+            tail.run("leave", "memory", after=_each(ACTIVATIONS, -call.gives, call.given))
         placed = self._call(call, part, own, head, inner, tail)
         classes.update((o, (TEMPORARY, classes[o][1])) for _, o in outer)
         return placed
@@ -411,16 +413,20 @@ class Stage:
             return
         seconds = work.compute_s - (work.weights_s if part == "I" else 0.0)
         seconds = work.weights_s if part == "W" else seconds
-        takes, gives = (work.takes, work.gives) if part != "W" else (0, 0)
+        takes: Changes = ()
+        gives: Changes = ()
+        if part != "W":
+            takes = _each(flat.component, work.takes, work.taken)
+            gives = _each(flat.component, -work.gives, work.given)
         staging = work.staging if part != "W" else 0
         beside = COMMUNICATION if work.exchange else flat.component
         before = (
-            (flat.component, takes),
+            *takes,
             (beside, staging),
             *((GRADIENTS, size) for _, size in made),
         )
         after = (
-            (flat.component, -gives),
+            *gives,
             (beside, -staging),
             *((GRADIENTS, -size) for kind, size in made if kind == TEMPORARY),
         )
@@ -432,3 +438,11 @@ class Stage:
         key = key_of(f"activations {exchange.kind}", work.name)
         out.launch(self.links.exchange(key, exchange), work.name)
         out.run(work.name, "wait", waits=(key,), after=after)
+
+
+def _each(component: int, change: int, sizes: Sizes) -> Changes:
+    """A change of so many bytes, one by one for the tensors of these sizes."""
+    if not sizes or sum(sizes) != abs(change):
+        return ((component, change),)
+    sign = 1 if change > 0 else -1
+    return tuple((component, sign * size) for size in sizes)

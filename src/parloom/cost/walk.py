@@ -135,7 +135,7 @@ class Walker:
             forward,
             self.track(backward, backward=True),
             again,
-            lives.inside_bytes(),
+            lives.inside_sizes(),
             tuple(sorted(position[n] for n in lives.kept if n in position)),
             tuple(sorted(position[n] for n in moved if n in position)),
             tuple(
@@ -392,8 +392,8 @@ class _Body:
         """Forward and backward of a call."""
         lives = self.lives
         self.define(item.args, item.results)
-        given = frozenset(i for i, v in enumerate(item.args) if v.name in lives.parameters)
-        inner = self.walker.call(item.function, given)
+        weights = frozenset(i for i, v in enumerate(item.args) if v.name in lives.parameters)
+        inner = self.walker.call(item.function, weights)
         lives.callees[len(lives.items) - 1] = inner
         shown = tuple(zip(item.results, inner.outputs, strict=True))
         inputs = tuple(self.position.get(v.name) for v in item.args)
@@ -409,12 +409,18 @@ class _Body:
                 if item.args[index].name not in lives.parameters:
                     lives.keep(lives.of(item.args[index]))
         size = {memory: 0 for memory in (INSIDE, NEW)}
+        left = list(inner.inside)
         for value, memory in shown:
             if memory < 0:
                 size[memory] += lives.sizes[value.name]
-        dropped = 0 if keeps else inner.inside_bytes - size[INSIDE]
+            if memory == INSIDE:
+                left.remove(lives.sizes[value.name])
+        given = () if keeps else tuple(left)
+        dropped = sum(given)
         moves = dropped if item.policy == "offload" else 0
-        forward = Called(item.function, item.prefix, False, inputs, gives=dropped, moves=moves)
+        forward = Called(
+            item.function, item.prefix, False, inputs, gives=dropped, moves=moves, given=given
+        )
         if not inner.backward.works:
             return forward, None
         backward = Called(
