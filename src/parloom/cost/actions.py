@@ -65,7 +65,7 @@ class Stage:
         self.pcg, self.found = pcg, found
         self.links = Links(cluster)
         self.names = [value.name for value in pcg.main.inputs]
-        self.pool = Pool()
+        self.pool = Pool(found.walker.kernels.software.memory.pools)
         lasting = {n for n, p in found.parameters.by_name.items() if not p.input.trainable}
         self.gathered = Gathered(found.parameters.gathers, self.links, self.pool, lasting)
         self.reduced = Reduced(self.links, self.pool)
@@ -108,7 +108,7 @@ class Stage:
         base[WEIGHTS] = stored["weights"]
         base[GRADIENTS] = stored["gradients"] - self.passing_gradients
         base[OPTIMIZER] = stored["optimizer"]
-        base[COMMUNICATION] = self.pool.held_bytes
+        base[COMMUNICATION] = self.pool.held_bytes + self.found.parameters.bucket_bytes()
         base[BUFFERS] = self.found.parameters.held_bytes()
         return StepTasks(actions, self.links.names, self.links.capacities, tuple(base))
 
@@ -198,8 +198,8 @@ class Stage:
         fetch, give = key_of("host", "fetch states"), key_of("host", "return states")
         if away:
             out.launch(self.links.host(fetch, away, to_host=False), "fetch states")
-        own = parameters.update_bytes()
-        before, after = ((OPTIMIZER, own),), ((OPTIMIZER, -own),)
+        own = parameters.update_sizes()
+        before, after = (_each(OPTIMIZER, sign * sum(own), own) for sign in (1, -1))
         waits = (fetch,) if away else ()
         out.run("optimizer", "update", picoseconds(seconds), waits, before, after)
         if away:
@@ -214,11 +214,11 @@ class Stage:
         keys = []
         scratch = [transfer.scratch_bytes for transfer in transfers]
         for index, transfer in enumerate(transfers):
-            self.pool.take(transfer.staging_bytes, transfer.dtype)
+            self.pool.take(transfer.staging_bytes, transfer.dtype, out)
             runs = scratch[index] if index < AT_ONCE else 0
             keys.append(whole(transfer, self.links, out, transfer.chunk_bytes + runs))
         for index, (transfer, key) in enumerate(zip(transfers, keys, strict=True)):
-            self.pool.give(transfer.staging_bytes, transfer.dtype)
+            self.pool.give(transfer.staging_bytes, transfer.dtype, out)
             next_ = sum(scratch[index + AT_ONCE : index + AT_ONCE + 1])
             after = ((COMMUNICATION, -scratch[index]), (COMMUNICATION, next_))
             out.run(transfer.name, "wait", waits=(key,), after=after)
@@ -293,11 +293,16 @@ class Stage:
     def _is_own(self, name: str) -> bool:
         """Whether a gradient stays where autograd leaves it, until the next step."""
         parameter = self.found.parameters.by_name[name]
-        return not (self.found.parameters.reduces(parameter) or self._in_chunks(name))
+        parameters = self.found.parameters
+        if parameters.lies_whole(parameter):
+            return False
+        return not (parameters.reduces(parameter) or self._in_chunks(name))
 
     def _in_chunks(self, name: str) -> bool:
         """Whether a gradient leaves in chunks, which come and go with the step."""
-        return bool(self.found.parameters.by_name[name].decision.optimizer.axes)
+        parameter = self.found.parameters.by_name[name]
+        whole = self.found.parameters.lies_whole(parameter)
+        return bool(parameter.decision.optimizer.axes) and not whole
 
     def _classes(self, first: bool) -> dict[int, Gradient]:
         """Per parameter among main's inputs, what autograd leaves of its gradient."""
@@ -308,7 +313,9 @@ class Stage:
             if parameter is None or not parameter.input.trainable:
                 continue
             collects = parameters.collects_whole(parameter)
-            if first and (collects or self._is_own(name)):
+            if parameters.lies_whole(parameter):
+                found[index] = (TEMPORARY, parameters.home_bytes(parameter))
+            elif first and (collects or self._is_own(name)):
                 found[index] = (RETAINED, parameters.gradient_bytes(parameter))
             elif self._in_chunks(name) and not collects:
                 found[index] = (RETAINED, parameters.home_bytes(parameter))

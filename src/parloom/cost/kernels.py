@@ -175,9 +175,12 @@ class Kernels:
         if operator.op != ATTENTION or self.software.flash:
             return None
         q, k = operator.operands[:2]
-        each = prod(q.shape[:-1]) * k.shape[-2] * DTYPE_BYTES[q.dtype]
-        kept = each if self.software.keeps_scores else 0
-        return Scores(2 * each - kept, kept, 3 * each - kept)
+        number = prod(q.shape[:-1]) * k.shape[-2]
+        each = number * DTYPE_BYTES[q.dtype]
+        # Dropout's result, and its mask of a byte each (Korthikanti et al., 2022, section 4.1).
+        dropped = each + number if self.software.drops_scores else 0
+        kept = each + dropped if self.software.keeps_scores else 0
+        return Scores(2 * each + dropped - kept, kept, 3 * each + dropped - kept)
 
     def stream_s(self, num_bytes: float, launches: int = 1) -> float:
         """A kernel that does nothing but move bytes through memory."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from parloom.cost.framework_memory import OWN as OWN_MEMORY
+from parloom.cost.framework_memory import FrameworkMemory
 from parloom.errors import InputError
 
 ELEMENTWISE, ROWS = "elementwise", "rows"
@@ -29,7 +31,9 @@ class Software:
     scatters goes through a stacked copy; otherwise tensors lie so that it need not. `stops_early`:
     a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
     of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
-    time from kernel to kernel.
+    time from kernel to kernel. `drops_scores`: attention whose scores go through memory has dropout
+    on its probabilities, and keeps what it made and the mask. `memory` is what the framework keeps
+    beside tensors of the model.
     """
 
     name: str
@@ -42,6 +46,8 @@ class Software:
     stacks: bool = True
     stops_early: bool = True
     launch_s: float = 5e-6
+    drops_scores: bool = False
+    memory: FrameworkMemory = OWN_MEMORY
 
     def __post_init__(self) -> None:
         if self.merges not in MERGES:
