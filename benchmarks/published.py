@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+from memory_terms import drops, memory_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -225,6 +226,7 @@ def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     software = software_of(row)
     if "attention" in row["activation_checkpointing"]:
         software = replace(software, keeps_scores=False)
+    software = replace(software, memory=memory_of(row), drops_scores=drops(row))
     by_row = "row" in row["precision"].lower()
     return Kernels(cluster.device, software, None, precision(row)[1], by_row)
 
