@@ -198,6 +198,9 @@ class Stage:
         fetch, give = key_of("host", "fetch states"), key_of("host", "return states")
         if away:
             out.launch(self.links.host(fetch, away, to_host=False), "fetch states")
+        norm = parameters.norm_bytes()
+        if norm:
+            out.run("norm", "memory", 0, (), ((OPTIMIZER, norm),), ((OPTIMIZER, -norm),))
         own = parameters.update_sizes()
         before, after = (_each(OPTIMIZER, sign * sum(own), own) for sign in (1, -1))
         waits = (fetch,) if away else ()

@@ -33,7 +33,8 @@ class FrameworkMemory:
     with no copy; gradients stay between steps. `copies`: bytes per updated element that the update
     takes one after the other and holds to its end, to turn narrower gradients into those of the
     master weights; each `at_once` for all parameters, or one by one. `bucket_elements` of gradients
-    lie in a buffer from which they are reduced. `masters_alone`: weights stored in chunks are
+    lie in a buffer from which they are reduced. `norm_bytes`: per element of the gradient at hand
+    while its norm is taken. `masters_alone`: weights stored in chunks are
     stored in the dtype of the master weights alone. `plans_ahead`: memory is planned before the
     first step, so that nothing is lost between tensors; otherwise it is that of PyTorch's caching
     allocator. `context_bytes` are the driver's.
@@ -45,6 +46,7 @@ class FrameworkMemory:
     copies: tuple[int, ...] = ()
     at_once: bool = False
     bucket_elements: int = 0
+    norm_bytes: int = 0
     masters_alone: bool = False
     plans_ahead: bool = False
     context_bytes: int = LAZY_CONTEXT_BYTES
@@ -66,10 +68,11 @@ MEGATRON = FrameworkMemory(
 # Megatron-Core and NeMo, with CUDA 12.
 MEGATRON_CORE = FrameworkMemory("megatron-core", in_place=True, copies=(4,))
 # DeepSpeed's ZeRO-1 and its optimizers for 16 bits: gradients of a rank's part are laid side by side,
-# then turned into float32; buckets of 5e8 elements, one that fills and one that is reduced
-# (documented: deepspeed/runtime/zero/stage_1_and_2.py and config.py).
+# then turned into float32; norms are taken in float64; buckets of 5e8 elements, one that fills and
+# one that is reduced (documented: deepspeed/runtime/zero/stage_1_and_2.py and config.py).
 DEEPSPEED = FrameworkMemory(
     "deepspeed", in_place=True, copies=(2, 4), at_once=True, bucket_elements=500_000_000,
+    norm_bytes=8,
     context_bytes=EAGER_CONTEXT_BYTES,
 )  # fmt: skip
 # OneFlow, TensorFlow with XLA, Alpa, JAX: a compiler plans all memory of a step.

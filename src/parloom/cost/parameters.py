@@ -192,6 +192,15 @@ class Parameters:
             found += sizes
         return tuple(size for size in found if size)
 
+    def norm_bytes(self) -> int:
+        """What the norm of a gradient takes: of the largest one, or of a rank's part."""
+        width = self.walker.kernels.software.memory.norm_bytes
+        if not width or not self.trained:
+            return 0
+        largest = max(self._elements(p) for p in self.trained)
+        owned = sum(self._elements(p, p.decision.optimizer) for p in self.trained)
+        return width * min(largest, owned)
+
     def bucket_bytes(self) -> int:
         """A buffer for gradients that are reduced, and what is reduced of it."""
         count = self.walker.kernels.software.memory.bucket_elements
