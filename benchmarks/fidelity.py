@@ -267,10 +267,10 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{100 * value:{sign}.1f} %"
 
 
-HEAD = """\
-| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups) | memory, bias (rows) \
-| above the device |
-|---|---|---|---|---|---|---|---|---|"""
+HEAD = (
+    "| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups)"
+    " | memory, bias (rows) | above the device |\n|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def tell(rows: Sequence[Predicted]) -> dict[str, Score]:

@@ -29,8 +29,9 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], FrameworkMemory], ...] = (
     (("paddle",), COMPILED),
 )
 ALLOCATED, RESERVED, DEVICE = "allocated", "reserved", "device"
-# torchtitan prints the most that was reserved (torchtitan/components/metrics.py), Alpa the most that
-# its workers allocated (get_max_memory_allocated); others say no more than memory of the device.
+# torchtitan prints the most that was reserved (torchtitan/components/metrics.py), Alpa the most
+# that its workers allocated (get_max_memory_allocated); others say no more than memory of the
+# device.
 QUANTITIES: tuple[tuple[str, str], ...] = (("torchtitan", RESERVED), ("alpa", ALLOCATED))
 # All of these tools count in units of 2**30 bytes, also where they print GB.
 UNIT_BYTES = 1 << 30
@@ -49,7 +50,7 @@ def quantity_of(row: Mapping[str, str]) -> str:
 
 
 def drops(row: Mapping[str, str]) -> bool:
-    """Whether attention has dropout: GPT and BERT as Megatron-LM, DeepSpeed and their relatives train
-    them (--attention-dropout 0.1 is Megatron-LM's default), not Llama and what came after it.
+    """Whether attention has dropout: GPT and BERT as Megatron-LM, DeepSpeed and their relatives
+    train them (--attention-dropout 0.1 is Megatron-LM's default), not Llama and what came after it.
     """
     return row["family"].startswith(("gpt", "bert")) and "alpa" not in row["framework"].lower()

@@ -1,6 +1,7 @@
 """The caching allocator: PyTorch's rules on traces by hand, and what holds of every trace."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -89,7 +90,7 @@ def test_where_the_driver_has_no_more_free_segments_go_back() -> None:
 
 def overlap(blocks: list[Block]) -> bool:
     ordered = sorted((b.start, b.start + b.num_bytes) for b in blocks)
-    return any(end > start for (_, end), (start, _) in zip(ordered, ordered[1:], strict=False))
+    return any(end > start for (_, end), (start, _) in pairwise(ordered))
 
 
 @given(st.lists(st.tuples(SIZES, st.integers(0, 6)), max_size=60), st.booleans(), st.booleans())

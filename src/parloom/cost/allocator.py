@@ -1,8 +1,8 @@
 """PyTorch's caching allocator, played on the memory events of a simulated step.
 
-`torch.cuda` keeps memory that was freed in segments, and gives it out again in pieces; the most that
-it has ever asked the driver for is `max_memory_reserved`. The rules are those that PyTorch documents
-(notes on CUDA semantics, "Memory management") and names in `c10/cuda/CUDACachingAllocator`:
+`torch.cuda` keeps memory that was freed in segments, and gives it out again in pieces; the most
+that it has ever asked the driver for is `max_memory_reserved`. The rules are those that PyTorch
+documents (notes on CUDA semantics, "Memory management"; `c10/cuda/CUDACachingAllocator`):
 
 - sizes are rounded up to 512 bytes;
 - requests of at most 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB,
@@ -14,10 +14,12 @@ it has ever asked the driver for is `max_memory_reserved`. The rules are those t
 - with `expandable_segments` all pieces of a pool lie in one range that grows by 2 MiB or 20 MiB.
 
 Events are those of the timeline's segments, in the order of the program. They tell sizes, not
-tensors: of live tensors of one size the youngest goes first. Approximations, which keep a step below
-0.1 s: memory that is held all along comes first and in one piece each; of a segment that was played
-`FULL_PLAYS` times only what it leaves and frees is played; rounds of a pipeline that repeat the
-two actions before them are played `ROUNDS` times.
+tensors: of live tensors of one size the youngest goes first. Approximations, which keep a step
+below 0.1 s: memory that is held all along comes first and in one piece for each component; of a
+segment that was played `FULL_PLAYS` times only what it leaves and frees is played; pairs of actions
+that repeat the two before them are played `ROUNDS` times more; on one stream, so that no tensor of
+another stream is kept from being used again. Where memory runs out although free segments went
+back, more than there is counts as reserved.
 """
 
 from bisect import bisect_left, insort
@@ -267,8 +269,7 @@ def _without_repeats(spans: Iterable[Span]) -> Iterator[Span]:
     while index < len(listed):
         played = [span.played for span in listed[index - 2 : index + 2]] if index >= 2 else []
         same = len(played) == 4 and played[0] is played[2] and played[1] is played[3]
-        net = sum(sum(p.memory.net) for p in played[2:])
-        if same and not net:
+        if same and not sum(sum(p.memory.net) for p in played[2:]):
             repeats += 1
             if repeats > ROUNDS:
                 index += 2

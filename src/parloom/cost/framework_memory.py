@@ -16,8 +16,8 @@ CONNECTIONS = 12 * 2
 COMMUNICATOR_BYTES = CONNECTIONS * CONNECTION_BYTES
 # A process that has loaded all kernels of PyTorch with CUDA 11: 1,113 MiB on V100 of 16 and 32 GB
 # (micro-benchmark: bigscience, experiments/tr3m-1B3.md, "calibration"). CUDA 12 loads kernels when
-# they are first used (CUDA_MODULE_LOADING=LAZY, its default on Linux since 12.2): about half of that
-# (recalled).
+# they are first used (CUDA_MODULE_LOADING=LAZY, its default on Linux since 12.2): about half of
+# that (recalled).
 EAGER_CONTEXT_BYTES, LAZY_CONTEXT_BYTES = 1113 * MIB, 550 * MIB
 # cuBLAS in PyTorch has a workspace per handle and stream from the caching allocator: of the forward
 # and of the backward thread (documented: CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8).
@@ -67,9 +67,9 @@ MEGATRON = FrameworkMemory(
 )
 # Megatron-Core and NeMo, with CUDA 12.
 MEGATRON_CORE = FrameworkMemory("megatron-core", in_place=True, copies=(4,))
-# DeepSpeed's ZeRO-1 and its optimizers for 16 bits: gradients of a rank's part are laid side by side,
-# then turned into float32; norms are taken in float64; buckets of 5e8 elements, one that fills and
-# one that is reduced (documented: deepspeed/runtime/zero/stage_1_and_2.py and config.py).
+# DeepSpeed's ZeRO-1 and its optimizers for 16 bits: gradients of a rank's part are laid side by
+# side, then turned into float32; norms are taken in float64; of buckets of 5e8 elements, one fills
+# and one is reduced (documented: deepspeed/runtime/zero/stage_1_and_2.py and config.py).
 DEEPSPEED = FrameworkMemory(
     "deepspeed", in_place=True, copies=(2, 4), at_once=True, bucket_elements=500_000_000,
     norm_bytes=8,

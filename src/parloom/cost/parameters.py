@@ -183,7 +183,9 @@ class Parameters:
             [n * width for p, n in owned if self.gradient_width(p) < self.master_width(p)]
             for width in software.memory.copies
         ]
-        found = [sum(sizes) for sizes in copies] if software.memory.at_once else sum(copies, [])
+        if software.memory.at_once:
+            copies = [[sum(sizes)] for sizes in copies]
+        found = [size for sizes in copies for size in sizes]
         if self.optimizer.num_states >= 2 and not software.fused_optimizer:
             sizes = [n * self.master_width(p) for p, n in owned]
             if self.walker.cluster.backend == "gloo":

@@ -50,10 +50,10 @@ class Work:
     """An operator or a movement in one pass.
 
     `takes` bytes of activations when it starts and `gives` some back when it is over, by tensor in
-    `taken` and `given` where that is known; `staging` bytes are its own meanwhile. `parameters` are the inputs of the function (by position) that it
-    reads, or in a backward pass whose gradient it makes or adds to; `weights_s` is the part of
-    `compute_s` that goes into those gradients. `again` marks a work of the
-    forward pass that a backward pass runs again.
+    `taken` and `given` where that is known; `staging` bytes are its own meanwhile. `parameters` are
+    the inputs of the function (by position) that it reads, or in a backward pass whose gradient it
+    makes or adds to; `weights_s` is the part of `compute_s` that goes into those gradients. `again`
+    marks a work of the forward pass that a backward pass runs again.
     """
 
     name: str
@@ -80,8 +80,9 @@ class Called:
     """All works of one pass of a call; with `recompute`, of the forward pass and the backward pass.
 
     `inputs` are the caller's positions of the callee's inputs, where they are inputs of the caller.
-    Activations: `takes`, `gives`, `taken` and `given` as a work does, `discards` what goes when a recomputed forward
-    pass is over; `moves` bytes leave for the host when the call is over, or have to be back before.
+    Activations: `takes`, `gives`, `taken` and `given` as a work does, `discards` what goes when a
+    recomputed forward pass is over; `moves` bytes leave for the host when the call is over, or have
+    to be back before.
     """
 
     function: str
@@ -112,9 +113,9 @@ class Walked:
 
     `again` is the part of the forward pass that a call which recomputes runs in its backward pass.
     `inside` are the sizes of what is made in the forward pass and kept for the backward pass,
-    results of the function that are kept included. `kept_inputs` are the positions of inputs that are kept;
-    `moved_inputs` those whose gradient the backward pass makes. `outputs` says per output whether
-    its memory is an input's (the position), is counted inside (INSIDE), or is new (NEW).
+    results of the function that are kept included. `kept_inputs` are the positions of inputs that
+    are kept; `moved_inputs` those whose gradient the backward pass makes. `outputs` says per output
+    whether its memory is an input's (the position), is counted inside (INSIDE), or is new (NEW).
     """
 
     forward: Track
