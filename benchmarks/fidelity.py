@@ -47,7 +47,7 @@ PLAN = (
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
 ROUNDS = 2  # of a pipeline, to see that
-CONSTANTS = ("matmul", "memory", "attention")
+CONSTANTS = ("matmul", "memory", "sustained")
 
 
 @dataclass(frozen=True, slots=True)

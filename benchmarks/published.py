@@ -18,7 +18,7 @@ from parloom.capture.load import cast_model
 from parloom.comparators.configuration import Configuration
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import Network, find_device, find_interconnect
-from parloom.cost.kernels import Kernels
+from parloom.cost.kernels import Kernels, slowest
 from parloom.cost.software import GENERATIONS, Software
 from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
@@ -37,12 +37,12 @@ NOT_STATED = ("", "null", "none (not stated)")
 # Which generation of software a run used: the first entry whose words are all in the framework's
 # name decides.
 FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("composer",), "eager"),
+    (("composer",), "eager 2023"),
     (("torchtitan", "compile"), "compiled"),
     (("torchtitan",), "eager"),
     (("internevo",), "fused"),
-    (("megatron-bridge",), "fused"),
-    (("nemo",), "fused"),
+    (("megatron-bridge",), "engine"),
+    (("nemo",), "engine"),
     (("megatron",), "megatron"),
     (("nvidia release",), "fused"),
     (("ngc",), "megatron"),
@@ -226,7 +226,9 @@ def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     if "attention" in row["activation_checkpointing"]:
         software = replace(software, keeps_scores=False)
     by_row = "row" in row["precision"].lower()
-    return Kernels(cluster.device, software, None, precision(row)[1], by_row)
+    return Kernels(
+        cluster.device, software, None, precision(row)[1], by_row, pace=slowest(cluster)
+    )
 
 
 def software_of(row: Row) -> Software:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import Kernels, local_operator
+from parloom.cost.kernels import Kernels, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import Part, merged
 from parloom.cost.staging import staging_bytes
@@ -65,7 +65,7 @@ class Walker:
         kernels: Kernels | None = None,
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
-        self.kernels = kernels or Kernels(cluster.device)
+        self.kernels = kernels or Kernels(cluster.device, pace=slowest(cluster))
         self._known: dict[str, Walked] = {}
 
     def call(self, name: str, parameters: frozenset[int] = frozenset()) -> Walked:
