@@ -21,6 +21,7 @@ DTYPES = {
     "fp64": "float64",
     "tf32": "tfloat32",
     "fp8": "float8",
+    "fp4": "float4",
 }
 BACKEND_NAMES = ("nccl", "gloo", "other")
 RECALLED = "recalled"
