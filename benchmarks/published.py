@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from memory_terms import memory_of
 from published_models import Row, Shape, Unpredictable, graph_of, model_of, told, whole
 from published_network import network
 
@@ -16,7 +17,7 @@ from parloom.comparators.configuration import SELECTIVE, Configuration
 from parloom.cost.attention import SCORES as UNFUSED
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import KnownDevice, find_device
-from parloom.cost.kernels import Kernels, slowest
+from parloom.cost.kernels import BLOCK, ROW, TENSOR, Kernels, slowest
 from parloom.cost.software import GENERATIONS, Software
 from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
@@ -359,15 +360,11 @@ def precision(row: Row) -> tuple[str, str | None]:
 
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     """Kernels of the row's device under its software."""
-    by_row = "row" in told(row, "precision")
-    return Kernels(
-        cluster.device,
-        software_of(row),
-        None,
-        precision(row)[1],
-        by_row,
-        pace=slowest(cluster),
-    )
+    said = told(row, "precision")
+    scaling = ROW if "row" in said else BLOCK if re.search(r"mx|block|sub-?channel|fp4", said) else TENSOR
+    software = replace(software_of(row), memory=memory_of(row))
+    pace = slowest(cluster)
+    return Kernels(cluster.device, software, None, precision(row)[1], scaling, pace=pace)
 
 
 def software_of(row: Row) -> Software:

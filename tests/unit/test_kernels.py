@@ -232,7 +232,7 @@ def test_linear_layers_in_eight_bits() -> None:
     wide = Kernels(device, BARE).seconds(linear(8192, 8192, 8192))
     narrow = Kernels(device, BARE, None, "float8").seconds(linear(8192, 8192, 8192))
     assert 0.5 * wide.forward_s < narrow.forward_s < 0.7 * wide.forward_s  # casts cost, too
-    by_row = Kernels(device, BARE, None, "float8", by_row=True).seconds(linear(8192, 8192, 8192))
+    by_row = Kernels(device, BARE, None, "float8", scaling=ROW).seconds(linear(8192, 8192, 8192))
     assert narrow.forward_s < by_row.forward_s
     q = attention(64)
     assert Kernels(device, BARE, None, "float8").seconds(q) == Kernels(device, BARE).seconds(q)

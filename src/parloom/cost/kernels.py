@@ -50,14 +50,20 @@ TILE_ENDS = 128
 # The share of their peak that products reach on vector units, which memory feeds fast enough
 # (recalled: cuBLAS sgemm on V100, 14 of 15.7 TFLOP/s).
 VECTOR_SHARE = 0.9
-# Casting operands to 8-bit floats, in passes over them at 16 bits: a scale of the last step or one
-# reduction, read and written once; by rows, scales of rows and of columns, each with its own copy.
-CAST_PASSES = {False: 1.5, True: 3.0}
+# How 8-bit and 4-bit operands are scaled: one scale for a tensor, one for each row and column, or
+# for each block of 32 or 128 elements.
+TENSOR, ROW, BLOCK = "tensor", "row", "block"
+# Casting operands, in passes over them at 16 bits: a scale of the last step or one reduction, read
+# and written once; by rows or blocks, each operand twice, as it is read and as its transpose is.
+CAST_PASSES = {TENSOR: 1.5, ROW: 3.0, BLOCK: 3.0}
+# Where the kernels before them cast activations, and weights are cast once a step: a transpose of
+# one byte each, and with blocks the scales and their order (TransformerEngine, cast_transpose).
+FUSED_CAST_PASSES = {TENSOR: 0.5, ROW: 1.0, BLOCK: 1.0}
 # The share of their peak that 8-bit products reach, against that of 16-bit ones: 0.71 and 0.8 of
 # the peaks of an H100 (ml-engineering, compute/accelerator, best shapes).
-NARROW_SHARE = 0.88
+NARROW, NARROW_SHARE = ("float8", "float4"), 0.88
 # Products of operands scaled by row do without fast accumulation (taken to be this share).
-BY_ROW_SHARE = 0.6
+ROW_SHARE = 0.6
 # Bytes that the rows of 16-bit operands must be multiples of for the matrix units (cuBLAS).
 ALIGNED_BYTES = 16
 # Passes over scores in memory when attention is not one kernel. Merged: softmax with scale and mask
@@ -149,8 +155,8 @@ class Kernels:
     """Prices operators on a device under a generation of software.
 
     Tables override the formulas, also those of collectives (`exchanges`). Linear layers multiply in
-    `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast; 8-bit
-    floats have one scale for a tensor, or `by_row` many. Operators take `pace` times as long as on
+    `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast, with
+    `scaling` of TENSOR, ROW or BLOCK. Operators take `pace` times as long as on
     a device of mean speed (`slowest`).
     """
 
@@ -158,7 +164,7 @@ class Kernels:
     software: Software = OWN
     measured: Measured | None = None
     product_dtype: str | None = None
-    by_row: bool = False
+    scaling: str = TENSOR
     exchanges: MeasuredExchanges | None = None
     pace: float = 1.0
 
@@ -220,8 +226,8 @@ class Kernels:
         """`batch` products of [m, k] and [k, n] that move `num_bytes`, without the launch."""
         device = self.device
         rate = device.rate(dtype) * device.efficiency.matmul * device.efficiency.sustained
-        if dtype == "float8":
-            rate *= BY_ROW_SHARE if self.by_row else NARROW_SHARE
+        if dtype in NARROW:
+            rate *= ROW_SHARE if self.scaling == ROW else NARROW_SHARE
         if device.cores and (dtype in ("float32", "float64") or not _aligned(n, k, dtype)):
             rate = min(device.rate(dtype), device.rate("float32")) * VECTOR_SHARE
         work = 2.0 * batch * m * n * k / (rate * self._share(m, n, k, batch))
@@ -252,8 +258,7 @@ class Kernels:
         casts = 0.0
         if self.product_dtype and operator.op in LINEAR:
             dtype = self.product_dtype
-            passes = CAST_PASSES[self.by_row] if dtype == "float8" else 0.0
-            casts = self.stream_s(passes * (a.num_bytes + b.num_bytes))
+            casts = self._casts_s(a.num_bytes, b.num_bytes) if dtype in NARROW else 0.0
         forward = casts + self.product_s(m, n, k, dtype, batch, moved) + launch
         inputs = weights = 0.0
         if first in operator.wanted:
@@ -266,6 +271,12 @@ class Kernels:
             if i not in (first, second)
         )
         return Seconds(forward, inputs + weights + self.stream_s(others), weights)
+
+    def _casts_s(self, activations: int, weights: int) -> float:
+        """Casting the operands of a product."""
+        if self.software.fuses_casts:
+            return self.stream_s(FUSED_CAST_PASSES[self.scaling] * activations, 0)
+        return self.stream_s(CAST_PASSES[self.scaling] * (activations + weights))
 
     def _attention(self, operator: LocalOperator) -> Seconds:
         q, k = operator.operands[:2]

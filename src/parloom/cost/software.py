@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from parloom.cost.attention import NAMES, SCORES
+from parloom.cost.framework_memory import OWN as OWN_MEMORY
+from parloom.cost.framework_memory import FrameworkMemory
 from parloom.errors import InputError, nearest
 
 ELEMENTWISE, ROWS = "elementwise", "rows"
@@ -27,10 +29,11 @@ class Software:
     update is one pass over memory. `overlaps`: gradients are reduced beside the backward pass, not
     after it. `hides_moves`: products are cut so that collectives on their operands and results go
     on beside them (asynchronous tensor parallelism). `stacks`: what a collective gathers or
-    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `stops_early`:
+    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `fuses_casts`:
+    kernels write operands of 8-bit products as these read them. `stops_early`:
     a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
     of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
-    time from kernel to kernel.
+    time from kernel to kernel. `memory` is what the framework keeps beside tensors of the model.
     """
 
     name: str
@@ -41,8 +44,10 @@ class Software:
     overlaps: bool = True
     hides_moves: bool = False
     stacks: bool = True
+    fuses_casts: bool = False
     stops_early: bool = True
     launch_s: float = 5e-6
+    memory: FrameworkMemory = OWN_MEMORY
 
     def __post_init__(self) -> None:
         if self.attention not in NAMES:
@@ -73,7 +78,7 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             # losses in one kernel, collectives of tensor parallelism beside products.
             Software(
                 "engine", attention="cudnn", merges=ROWS, fused_optimizer=True, hides_moves=True,
-                stacks=False, stops_early=False,
+                stacks=False, fuses_casts=True, stops_early=False,
             ),
             # Compiled by TorchInductor.
             Software("compiled", merges=ROWS, fused_optimizer=True, launch_s=2.5e-6),

@@ -49,9 +49,10 @@ STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 # Numbers of rows, their places, and rows: what is sent one after the other where rows are routed.
 LED_ROUNDS = 3
 
-# Of a collective that is cut up and runs beside the product that it feeds or follows: the rest is
-# the first chunk, and the cores and memory that it takes from the product (taken to be half).
-HIDDEN_SHARE = 0.5
+# Of a collective that is cut up and runs beside the product that it feeds or follows, a quarter is
+# exposed: the first or the last of four parts (Megatron-Bridge, docs/performance-guide.md). What is
+# hidden slows the product as any collective does.
+HIDDEN_SHARE = 0.75
 
 
 class Walker:
@@ -135,7 +136,7 @@ class Walker:
             forward,
             self.track(backward, backward=True),
             again,
-            lives.inside_bytes(),
+            lives.inside_sizes(),
             tuple(sorted(position[n] for n in lives.kept if n in position)),
             tuple(sorted(position[n] for n in moved if n in position)),
             tuple(
@@ -212,7 +213,8 @@ class Walker:
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
         exchange = self.exchange(kind, axes, moved)
         if self.kernels.software.hides_moves and kind in ("all_gather", "reduce_scatter"):
-            hidden = HIDDEN_SHARE * (exchange.seconds - exchange.latency_s)
+            slows = BACKENDS[self.cluster.backend].slows
+            hidden = HIDDEN_SHARE * (1 - slows) * (exchange.seconds - exchange.latency_s)
             exchange = replace(exchange, seconds=exchange.seconds - hidden)
         return seconds, exchange
 
@@ -392,8 +394,8 @@ class _Body:
         """Forward and backward of a call."""
         lives = self.lives
         self.define(item.args, item.results)
-        given = frozenset(i for i, v in enumerate(item.args) if v.name in lives.parameters)
-        inner = self.walker.call(item.function, given)
+        weights = frozenset(i for i, v in enumerate(item.args) if v.name in lives.parameters)
+        inner = self.walker.call(item.function, weights)
         lives.callees[len(lives.items) - 1] = inner
         shown = tuple(zip(item.results, inner.outputs, strict=True))
         inputs = tuple(self.position.get(v.name) for v in item.args)
@@ -409,12 +411,18 @@ class _Body:
                 if item.args[index].name not in lives.parameters:
                     lives.keep(lives.of(item.args[index]))
         size = {memory: 0 for memory in (INSIDE, NEW)}
+        left = list(inner.inside)
         for value, memory in shown:
             if memory < 0:
                 size[memory] += lives.sizes[value.name]
-        dropped = 0 if keeps else inner.inside_bytes - size[INSIDE]
+            if memory == INSIDE:
+                left.remove(lives.sizes[value.name])
+        given = () if keeps else tuple(left)
+        dropped = sum(given)
         moves = dropped if item.policy == "offload" else 0
-        forward = Called(item.function, item.prefix, False, inputs, gives=dropped, moves=moves)
+        forward = Called(
+            item.function, item.prefix, False, inputs, gives=dropped, moves=moves, given=given
+        )
         if not inner.backward.works:
             return forward, None
         backward = Called(
