@@ -29,9 +29,8 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], FrameworkMemory], ...] = (
     (("paddle",), COMPILED),
 )
 ALLOCATED, RESERVED, DEVICE = "allocated", "reserved", "device"
-# torchtitan prints the most that was reserved (torchtitan/components/metrics.py), Alpa the most
-# that its workers allocated (get_max_memory_allocated); others say no more than memory of the
-# device.
+# torchtitan prints the most that was reserved (torchtitan/components/metrics.py), Alpa the most that
+# its workers allocated (get_max_memory_allocated); others say no more than memory of the device.
 QUANTITIES: tuple[tuple[str, str], ...] = (("torchtitan", RESERVED), ("alpa", ALLOCATED))
 # All of these tools count in units of 2**30 bytes, also where they print GB.
 UNIT_BYTES = 1 << 30
@@ -47,10 +46,3 @@ def quantity_of(row: Mapping[str, str]) -> str:
     """Which of `Footprint`'s the row states."""
     name = row["framework"].lower()
     return next((found for word, found in QUANTITIES if word in name), DEVICE)
-
-
-def drops(row: Mapping[str, str]) -> bool:
-    """Whether attention has dropout: GPT and BERT as Megatron-LM, DeepSpeed and their relatives
-    train them (--attention-dropout 0.1 is Megatron-LM's default), not Llama and what came after it.
-    """
-    return row["family"].startswith(("gpt", "bert")) and "alpa" not in row["framework"].lower()

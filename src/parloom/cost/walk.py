@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import Kernels, local_operator
+from parloom.cost.kernels import Kernels, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import Part, merged
 from parloom.cost.staging import staging_bytes
@@ -49,9 +49,10 @@ STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 # Numbers of rows, their places, and rows: what is sent one after the other where rows are routed.
 LED_ROUNDS = 3
 
-# Of a collective that is cut up and runs beside the product that it feeds or follows: the rest is
-# the first chunk, and the cores and memory that it takes from the product (taken to be half).
-HIDDEN_SHARE = 0.5
+# Of a collective that is cut up and runs beside the product that it feeds or follows, a quarter is
+# exposed: the first or the last of four parts (Megatron-Bridge, docs/performance-guide.md). What is
+# hidden slows the product as any collective does.
+HIDDEN_SHARE = 0.75
 
 
 class Walker:
@@ -65,7 +66,7 @@ class Walker:
         kernels: Kernels | None = None,
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
-        self.kernels = kernels or Kernels(cluster.device)
+        self.kernels = kernels or Kernels(cluster.device, pace=slowest(cluster))
         self._known: dict[str, Walked] = {}
 
     def call(self, name: str, parameters: frozenset[int] = frozenset()) -> Walked:
@@ -212,7 +213,8 @@ class Walker:
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
         exchange = self.exchange(kind, axes, moved)
         if self.kernels.software.hides_moves and kind in ("all_gather", "reduce_scatter"):
-            hidden = HIDDEN_SHARE * (exchange.seconds - exchange.latency_s)
+            slows = BACKENDS[self.cluster.backend].slows
+            hidden = HIDDEN_SHARE * (1 - slows) * (exchange.seconds - exchange.latency_s)
             exchange = replace(exchange, seconds=exchange.seconds - hidden)
         return seconds, exchange
 
