@@ -155,7 +155,10 @@ class Parameters:
         touched = sum(
             p.elements(mesh, p.decision.optimizer) * self.master_width(p) for p in self.trained
         )
-        return Pass(Price(self.walker.kernels.update_s(touched, self.optimizer.num_states)))
+        kernels = self.walker.kernels
+        seconds = kernels.update_s(touched, self.optimizer.num_states)
+        norms = kernels.stream_s(self.optimizer.norm_passes * touched)
+        return Pass(Price(seconds + norms))
 
     def collect(self) -> Pass:
         """Adding a microbatch's gradients to where they collect: two are read, one is written.
