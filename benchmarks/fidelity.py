@@ -156,7 +156,8 @@ def positive(text: str) -> float | None:
 def _simulated(
     found: Predicted, row: Row, slopes: bool, known: list[tuple[Shape, Graph]]
 ) -> Predicted:
-    run, built, timeline = _first_that_fits(row, known)
+    run, built = _first_that_fits(row, known)
+    timeline = _play(built, run, run.cluster)
     moved = []
     if slopes:
         base = _play(built, run, run.cluster, rounds=ROUNDS).step_s
@@ -179,22 +180,31 @@ def _simulated(
     )
 
 
-def _first_that_fits(
-    row: Row, known: list[tuple[Shape, Graph]]
-) -> tuple[Run, Program, Timeline]:
+def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, Program]:
     """The first of what a row may describe whose peak its device holds; where none fits, the one
-    that takes least.
+    that takes least. Each is taken to need less memory than the one before it.
     """
-    best: tuple[Run, Program, Timeline] | None = None
-    for run in runs_of_row(row, known):
-        built = program(run.graph, run.chosen, run.cluster)
-        timeline = _play(built, run, run.cluster)
-        if best is None or timeline.peak_bytes < best[2].peak_bytes:
-            best = run, built, timeline
-        if timeline.peak_bytes <= run.cluster.device.memory_bytes:
-            break
-    assert best is not None
-    return best
+    runs = runs_of_row(row, known)
+    if len(runs) == 1 or (first := _fitting(runs[0])) is not None:
+        run = runs[0]
+        return run, program(run.graph, run.chosen, run.cluster) if len(runs) == 1 else first
+    low, high, best = 1, len(runs) - 1, None
+    while low < high:
+        middle = (low + high) // 2
+        found = _fitting(runs[middle])
+        if found is None:
+            low = middle + 1
+        else:
+            high, best = middle, found
+    run = runs[low]
+    return run, best or program(run.graph, run.chosen, run.cluster)
+
+
+def _fitting(run: Run) -> Program | None:
+    """A run's program, if its device holds it."""
+    built = program(run.graph, run.chosen, run.cluster)
+    peak = _play(built, run, run.cluster, rounds=ROUNDS).peak_bytes
+    return built if peak <= run.cluster.device.memory_bytes else None
 
 
 def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:
