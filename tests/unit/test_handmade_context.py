@@ -88,7 +88,7 @@ def test_grouped_key_heads() -> None:
 
 @pytest.mark.parametrize(("name", "sizes"), [("gpt", {}), ("llama", {"groups": 8})])
 def test_a_step_takes_about_as_long_as_with_tensor_parallelism_alone(
-    name: str, sizes: dict[str, int]
+    name: str, sizes: dict[str, Any]
 ) -> None:
     """Both divide all products by eight; a plan that replicates some takes twice as long."""
     alone = program(graph(name, **sizes), Configuration(8, num_microbatches=2), CLUSTER)
