@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parloom.cost.clusters import load_cluster
-from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, Scores, Seconds
+from parloom.cost.kernels import MEASURED, Blocks, Kernels, LocalOperator, Scores, Seconds
 from parloom.cost.software import GENERATIONS, Software
 from parloom.ir.graph import TensorSpec
 from parloom.ir.mesh import Device, Efficiency
@@ -29,7 +29,8 @@ def linear(m: int, k: int, n: int, wanted: tuple[int, ...] = (0, 1)) -> LocalOpe
 def attention(rows: int, causal: bool = True) -> LocalOperator:
     q = bf16(2, 8, rows, 64)
     return LocalOperator(
-        "scaled_dot_product_attention", (q, q, q), (q,), causal=causal,
+        "scaled_dot_product_attention", (q, q, q), (q,),
+        blocks=Blocks(0, 1) if causal else Blocks(),
         flops=4.0 * 16 * rows * rows * 64, backward_ratio=2.5, wanted=(0, 1, 2),
     )  # fmt: skip
 

@@ -7,8 +7,10 @@ those of keys, too, their blocks go around a ring (Liu et al., 2023).
 from dataclasses import replace
 from math import prod
 
+from parloom.ir.layout import digits
+from parloom.ir.mesh import Mesh
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
-from parloom.ir.ops.rule import OFFSET, RING, WHOLE, Rule, Site, build
+from parloom.ir.ops.rule import OFFSET, RING, WHOLE, Assignment, Rule, Site, build
 
 
 def _lead(site: Site) -> list[str]:
@@ -87,6 +89,46 @@ def skips_hidden(site: Site) -> bool:
     """Whether sharded queries compute no block of scores that a causal mask hides as a whole."""
     same = site.operands[0].shape[-2] == site.operands[1].shape[-2]
     return _causal(site) and _rings(site) and same
+
+
+def blocks_met(site: Site, rule: Rule, assignment: Assignment, mesh: Mesh) -> tuple[int, int, int]:
+    """Blocks of keys that the queries of the slowest rank meet as a whole, blocks of which a causal
+    mask hides the half above a diagonal, and how many blocks all keys are cut into.
+
+    The rank with the last positions sees most. With chunks one after the other (contiguous) it
+    meets c - 1 of c whole and the last by half: (2c - 1) / c times the mean. With stripes it meets
+    c halves, as all ranks do (Brandon et al., 2023).
+    """
+    causal = _causal(site)
+    queries, keys = (
+        digits(rule.operand_layout(i, assignment, mesh), len(shape) - 2, shape[-2], mesh)
+        for i, shape in enumerate(spec.shape for spec in site.operands[:2])
+    )
+    axes = rule.routed(assignment, mesh)
+    if not axes:
+        if not causal:
+            return 1, 0, 1
+        axes = tuple(digit for digit in queries if isinstance(digit, str))
+        if axes and not skips_hidden(site):
+            return 1, 0, 1
+        keys = queries
+    count = mesh.size(axes)
+    if not causal or queries != keys:
+        return count, 0, count
+    whole, halves, left = 0, 1, count
+    for position, digit in enumerate(queries):
+        if isinstance(digit, int):
+            continue
+        # Blocks that differ from the rank's own in this digit first.
+        left //= mesh[digit].size
+        others = (mesh[digit].size - 1) * left
+        outer = any(isinstance(d, int) for d in queries[:position])
+        inner = any(isinstance(d, int) for d in queries[position + 1 :])
+        if outer and not inner:
+            halves += others
+        else:
+            whole += others
+    return whole, halves, count
 
 
 def _attention(e: Emission) -> str:
