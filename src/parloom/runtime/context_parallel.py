@@ -395,7 +395,8 @@ def _attend_backward_op(  # noqa: PLR0913, PLR0917
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = _given(seen, rows, columns, places, scale, name, members, rank)
-    return _backward(grad, q, k, v, out, sums, *given)
+    of_q, of_k, of_v = _backward(grad, q, k, v, out, sums, *given)
+    return of_q, of_k.clone(), of_v.clone()  # of one tensor that came, which an operator refuses
 
 
 @_attend_op.register_fake
