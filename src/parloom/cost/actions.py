@@ -383,7 +383,7 @@ class Stage:
             yield from self._within(callee.forward, "", ACTIVATIONS)
             return
         if call.recompute:
-            yield from self._within(callee.forward, "", RECOMPUTATION)
+            yield from self._within(callee.again, "", RECOMPUTATION)
         yield from self._within(callee.backward, "", ACTIVATIONS)
 
     def _within(self, track: Track, prefix: str, component: int) -> Iterator[Flat]:

@@ -35,7 +35,8 @@ class Lives:
     `backward` have one entry per item, None where nothing runs. `owner` maps a value to the one
     whose memory it is; `kept` the owner of what autograd keeps to the first item that keeps it, and
     `kept_last` to the last one. What is `dropped`, as `kept` was, is made by the works `again` when
-    the backward pass comes to the item `remade_at`.
+    the backward pass comes to the item `remade_at`. Nothing is saved at the item `saved_before` and
+    after it.
     """
 
     outside: frozenset[str]
@@ -52,6 +53,7 @@ class Lives:
     kept_last: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     remade_at: int = 0
+    saved_before: int = 0
     inside: set[str] = field(default_factory=set)
 
     def of(self, value: PValue) -> str:
@@ -92,6 +94,21 @@ class Lives:
 
     def forward_works(self, outputs: Sequence[PValue]) -> Works:
         """The forward pass in order, with what every item takes and gives."""
+        return _attached(self.forward, *self._forward_changes(outputs))
+
+    def again_works(self, outputs: Sequence[PValue]) -> Works:
+        """What a checkpoint that stops early runs again: up to the last item that saves anything.
+
+        That item is left out itself where it saves operands alone, which autograd takes before it
+        runs (torch.utils.checkpoint, `set_checkpoint_early_stop`). All that is not kept goes then.
+        """
+        takes, gives = (changes[: self.saved_before] for changes in self._forward_changes(outputs))
+        if takes:
+            gives[-1] += sum(takes) - sum(gives) - self.inside_bytes()
+        return _attached(self.forward[: self.saved_before], takes, gives)
+
+    def _forward_changes(self, outputs: Sequence[PValue]) -> tuple[list[int], list[int]]:
+        """Bytes that each item of the forward pass takes, and gives."""
         made, last, ends = self._made(), self._last_touched(), section_ends(self.items)
         stay = {self.of(v) for v in outputs} | self.kept.keys() | self.inside | self.held
         takes, gives = [0] * len(self.items), [0] * len(self.items)
@@ -108,7 +125,7 @@ class Lives:
             if owner not in made:
                 takes[index] += self.sizes[owner]
                 gives[-1] += self.sizes[owner]
-        return _attached(self.forward, takes, gives)
+        return takes, gives
 
     def backward_works(self, outputs: Sequence[PValue]) -> tuple[Works, frozenset[str]]:
         """The backward pass in order, and the values from outside whose gradient it makes."""

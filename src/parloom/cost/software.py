@@ -26,7 +26,9 @@ class Software:
     update is one pass over memory. `overlaps`: gradients are reduced beside the backward pass, not
     after it. `hides_moves`: products are cut so that collectives on their operands and results go
     on beside them (asynchronous tensor parallelism). `stacks`: what a collective gathers or
-    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `launch_s`:
+    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `stops_early`:
+    a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
+    of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
     time from kernel to kernel.
     """
 
@@ -38,6 +40,7 @@ class Software:
     overlaps: bool = True
     hides_moves: bool = False
     stacks: bool = True
+    stops_early: bool = True
     launch_s: float = 5e-6
 
     def __post_init__(self) -> None:
@@ -53,12 +56,14 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             # with scale and mask, Adam of apex; gradients are reduced after the last backward pass.
             Software(
                 "megatron", flash=False, merges=ELEMENTWISE, fused_optimizer=True, overlaps=False,
-                stacks=False,
+                stacks=False, stops_early=False,
             ),
             # PyTorch as it is, with FlashAttention; nothing else is fused.
             Software("eager"),
             # Kernels fused by hand as in Megatron-LM, with FlashAttention and overlap (since 2023).
-            Software("fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False),
+            Software(
+                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False
+            ),
             # Compiled by TorchInductor.
             Software("compiled", merges=ROWS, fused_optimizer=True, launch_s=2.5e-6),
         )

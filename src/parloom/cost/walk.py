@@ -128,9 +128,14 @@ class Walker:
         position = {v.name: i for i, v in enumerate(inputs)}
         backward, moved = lives.backward_works(outputs)
         owners = [lives.of(value) for value in outputs]
+        forward = self.track(lives.forward_works(outputs), backward=False)
+        again = forward
+        if self.kernels.software.stops_early and not lives.callees:
+            again = self.track(lives.again_works(outputs), backward=False)
         return Walked(
-            self.track(lives.forward_works(outputs), backward=False),
+            forward,
             self.track(backward, backward=True),
+            again,
             lives.inside_bytes(),
             tuple(sorted(position[n] for n in lives.kept if n in position)),
             tuple(sorted(position[n] for n in moved if n in position)),
@@ -155,7 +160,7 @@ class Walker:
                     passes.append(inner.total)
                     peak = max(peak, held + inner.peak_bytes)
                     held += inner.net_bytes
-                    if work.recompute and inner is not self.call(work.function).backward:
+                    if inner is self.call(work.function).again:
                         held -= work.discards
             held -= work.gives
             peak = max(peak, held)
@@ -166,7 +171,7 @@ class Walker:
         callee = self.call(called.function)
         if not backward:
             return (callee.forward,)
-        return (callee.forward, callee.backward) if called.recompute else (callee.backward,)
+        return (callee.again, callee.backward) if called.recompute else (callee.backward,)
 
     def arrival(self, track: Track) -> tuple[int, ...]:
         """Inputs in the order in which a backward pass has made all of their gradients."""
@@ -276,7 +281,8 @@ class _Body:
         forward = self.sending(item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
-        self.keep(item, saved_by(item))
+        saved = saved_by(item)
+        self.keep(item, saved)
         own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
@@ -284,6 +290,9 @@ class _Body:
         if own:
             lives.sizes[own_of(item.results[0])] = own
             lives.keep(own_of(item.results[0]))
+        if saved or own:
+            runs = own or any(what == "result" for what, _ in saved)
+            lives.saved_before = len(lives.items) - (not runs)
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
         share = seconds.weights_s
@@ -439,7 +448,8 @@ class _Body:
             return forward, None
         backward = Called(
             item.function, item.prefix, recompute, inputs,
-            discards=size[NEW], moves=inner.inside_bytes if moves else 0,
+            discards=0 if self.walker.kernels.software.stops_early else size[NEW],
+            moves=inner.inside_bytes if moves else 0,
         )  # fmt: skip
         return forward, backward
 

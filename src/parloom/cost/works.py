@@ -103,6 +103,7 @@ class Track:
 class Walked:
     """A function's passes, and which memory crosses its border.
 
+    `again` is the part of the forward pass that a call which recomputes runs in its backward pass.
     `inside_bytes` are made in the forward pass and kept for the backward pass, results of the
     function that are kept included. `kept_inputs` are the positions of inputs that are kept;
     `moved_inputs` those whose gradient the backward pass makes. `outputs` says per output whether
@@ -111,6 +112,7 @@ class Walked:
 
     forward: Track
     backward: Track
+    again: Track
     inside_bytes: int = 0
     kept_inputs: tuple[int, ...] = ()
     moved_inputs: tuple[int, ...] = ()
