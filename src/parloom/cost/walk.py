@@ -317,20 +317,23 @@ class _Body:
         """`work` with blocks of keys and values that go around beside it.
 
         Each of p ranks has one at a time and computes a p-th part of the work with it, while the
-        next one comes (Liu et al., 2023, section 3); in the backward pass the gradients of a block
-        follow it, and go home in a last step that hides behind nothing.
+        next one comes (Liu et al., 2023, section 3) and slows its kernels; in the backward pass the
+        gradients of a block follow it, and go home in a last step that hides behind nothing.
         """
         walker, ranks = self.walker, self.walker.mesh.size(axes)
         block = sum(walker.local_bytes(v) for v in item.operands[1:3])
         shift = walker.exchange("shift", axes, block)
         beside, after = (2, 1) if backward else (1, 0)
-        exposed = max(0.0, beside * shift.seconds - work.compute_s / ranks)
+        hidden = min(beside * shift.seconds, work.compute_s / ranks)
+        slowed_s = BACKENDS[walker.cluster.backend].slows * (ranks - 1) * hidden
+        exposed = beside * shift.seconds - hidden
         seconds = (ranks - 1) * exposed + after * shift.seconds
         count = beside * (ranks - 1) + after
         traffic = tuple((level, count * size, count * n) for level, size, n in shift.traffic)
         waits = (ranks - 1) * min(exposed, beside * shift.latency_s) + after * shift.latency_s
         return replace(
             work,
+            compute_s=work.compute_s + slowed_s,
             exchange=replace(shift, traffic=traffic, seconds=seconds, latency_s=waits),
             staging=work.staging + 2 * beside * block,
         )
