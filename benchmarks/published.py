@@ -168,7 +168,16 @@ def configuration(row: Row) -> Configuration:
         master_dtype=None if precision(row)[0] == "float32" else "float32",
         # Automatic mixed precision keeps gradients as wide as its weights.
         reduce_dtype="float32" if "amp" in row["precision"].lower() else None,
+        ring=context > 1 and _ring(row),
+        striped=context > 1,  # zigzag in all frameworks, which balances ranks as stripes do
     )
+
+
+def _ring(row: Row) -> bool:
+    """Whether keys and values go around: by default they do with TransformerEngine (Megatron-LM's
+    cp_comm_type is p2p); torchtitan gathers them (context_parallel_rotate_method is allgather).
+    """
+    return "torchtitan" not in row["framework"].lower()
 
 
 def _zero(row: Row, tensor: int) -> tuple[int, int]:

@@ -1,0 +1,71 @@
+"""Stripes of positions: a cut that changes no value, and what plans by hand make of it."""
+
+import pytest
+
+from parloom.comparators.configuration import Configuration
+from parloom.comparators.handmade import program
+from parloom.cost.clusters import load_cluster
+from parloom.cost.step import priced
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.layout import digits
+from parloom.ir.mesh import part_of
+from parloom.ir.pcg import Movement
+from parloom.ir.repeat import repeated
+from parloom.ir.text import parse_graph, print_graph
+from parloom.rewrite.rewrites import parse_rewrite, rewritten
+from parloom.rewrite.stripes import Stripe
+from tests.unit.graphs import stack
+
+STRIPES = ("stripe ids 1 4", "stripe labels 1 4")
+
+
+def test_text_and_back() -> None:
+    assert parse_rewrite("stripe ids 1 4") == Stripe("ids", 1, 4)
+    assert str(Stripe("ids", 1, 4)) == "stripe ids 1 4"
+
+
+@pytest.mark.parametrize(
+    "text", ["stripe ids 1 3", "stripe ids 2 4", "stripe other 1 4", "stripe ids 1 0"]
+)
+def test_what_does_not_apply_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="does not apply"):
+        rewritten(stack(1), (text,))
+
+
+def test_the_cut_reaches_every_operator() -> None:
+    graph = rewritten(stack(1), STRIPES)
+    assert parse_graph(print_graph(graph)) == graph
+    rules = factorize(graph).rules
+    assert rules["block", "up:linear#0"].size_of["d11"] == 4
+    assert rules["main", ":cross_entropy_loss#0"].size_of["n2"] == 4
+    plain = factorize(stack(1)).rules
+    assert "d11" not in plain["block", "up:linear#0"].size_of
+
+
+def test_a_rank_has_every_fourth_position_and_nothing_moves() -> None:
+    chosen = Configuration(context=4, microbatch=16, striped=True)
+    found = program(stack(2), chosen, load_cluster("4xA100"))
+    (pcg,), (part,) = found.lowered, found.parts
+    assert part.decisions.rewrites == STRIPES
+    ids = next(v for v in pcg.main.inputs if v.name == "ids")
+    assert digits(ids.layout, 1, 8, pcg.mesh) == (2, "context")
+    bodies = (pcg.main.body, *(f.body for f in pcg.functions))
+    assert not [
+        i for body in bodies for i in body if isinstance(i, Movement) and i.result.spec.shape
+    ]
+    chunks = program(stack(2), Configuration(context=4, microbatch=16), load_cluster("4xA100"))
+    ids = next(v for v in chunks.lowered[0].main.inputs if v.name == "ids")
+    assert digits(ids.layout, 1, 8, pcg.mesh) == ("context", 2)
+
+
+@pytest.mark.parametrize("striped", [False, True])
+def test_the_stages_of_a_pipeline_give_all_memory_back(striped: bool) -> None:
+    """The view of what another stage sends is no memory of its own."""
+    chosen = Configuration(pipeline=3, context=2, microbatch=8, num_microbatches=2, striped=striped)
+    cluster = load_cluster("6xA100")
+    found = program(repeated(stack(2), 3), chosen, cluster)
+    for part, pcg in zip(found.parts, found.lowered, strict=True):
+        main = priced(pcg, part_of(cluster, 2), part.decisions).main
+        assert main.forward.net_bytes > 0
+        assert main.forward.net_bytes + main.backward.net_bytes == 0
