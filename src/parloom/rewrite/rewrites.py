@@ -36,6 +36,11 @@ def paddings_of(rewrites: Sequence[str]) -> tuple[Padding, ...]:
     return tuple(padding for padding in found if isinstance(padding, Padding))
 
 
+def changes_tensors(rewrites: Sequence[str]) -> bool:
+    """Whether there are others than blocks among a plan's rewrites."""
+    return any(not isinstance(parse_rewrite(text), str) for text in rewrites)
+
+
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
     """`graph` with a plan's rewrites applied, those of tensors first and all blocks together.
 
