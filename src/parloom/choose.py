@@ -18,8 +18,8 @@ from parloom.search.optimize import SAME
 from parloom.search.request import Request, Say, ScoredPlan
 
 UNBOUND = (
-    "the model is padded, or ranks have stripes of its positions, which the search does not look at:"
-    " what it proved is not of this plan"
+    "the model is padded, or ranks have stripes of its positions, which the search does not look"
+    " at: what it proved is not of this plan"
 )
 
 

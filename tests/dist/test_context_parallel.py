@@ -16,8 +16,9 @@ from parloom.comparators.handmade import plan
 from parloom.cost.clusters import load_cluster
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.graph import Graph
-from parloom.ir.plan import ModelSource, Optimizer, Plan
+from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
 from parloom.runtime import context_parallel
+from parloom.search.stripes import with_stripes
 from parloom.runtime.context_parallel import ALL, BEFORE, COMPARED, UP_TO, Blocks
 
 BATCH, SEQ, VOCAB = 4, 16, 24
@@ -59,12 +60,15 @@ def model(name: str) -> tuple[nn.Module, dict[str, Tensor], Graph]:
 
 
 def verified(name: str, chosen: Configuration) -> VerifyReport:
+    (part,) = plan(model(name)[2], chosen, load_cluster(f"{chosen.ranks}xcpu"))
+    return proved(name, part.decisions)
+
+
+def proved(name: str, decisions: Decisions) -> VerifyReport:
     module, batch, graph = model(name)
-    cluster = load_cluster(f"{chosen.ranks}xcpu")
-    (part,) = plan(graph, chosen, cluster)
     made = Plan(
-        ModelSource(f"zoo:{name}"), cluster.name, fingerprint(module, batch), Optimizer("adamw", 2),
-        "by hand", part.decisions, print_graph(graph),
+        ModelSource(f"zoo:{name}"), "cpus", fingerprint(module, batch), Optimizer("adamw", 2),
+        "by hand", decisions, print_graph(graph),
     )  # fmt: skip
     return verify(made, parameters_of(module, graph), batch)
 
@@ -96,6 +100,18 @@ def test_a_plan_equals_one_device(name: str, chosen: Configuration) -> None:
     report = verified(name, chosen)
     assert report.passed, report.first_difference
     assert report.num_ranks == chosen.ranks
+
+
+def test_stripes_of_a_plan_that_was_found_equal_one_device() -> None:
+    """As the search tries them: positions over two axes, of which attention has one."""
+    _, _, graph = model("llama")
+    chosen = Configuration(2, context=2, microbatch=4, ring=True, sequence_parallel=True)
+    (part,) = plan(graph, chosen, load_cluster("4xcpu"))
+    striped = with_stripes(graph, part.decisions)
+    assert striped is not None
+    assert striped.rewrites == ("stripe input_ids 1 2", "stripe labels 1 2")
+    report = proved("llama", striped)
+    assert report.passed, report.first_difference
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

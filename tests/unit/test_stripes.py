@@ -1,21 +1,26 @@
 """Stripes of positions: a cut that changes no value, and what plans by hand make of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from parloom.comparators.configuration import Configuration
-from parloom.comparators.handmade import program
+from parloom.comparators.handmade import plan, program
 from parloom.cost.clusters import load_cluster
 from parloom.cost.step import priced
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
 from parloom.ir.layout import digits
 from parloom.ir.mesh import part_of
 from parloom.ir.pcg import Movement
+from parloom.ir.plan import Decisions
 from parloom.ir.repeat import repeated
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
-from tests.unit.graphs import stack
+from parloom.search.stripes import with_stripes
+from tests.unit.graphs import graph, node, stack
 
 STRIPES = ("stripe ids 1 4", "stripe labels 1 4")
 
@@ -34,9 +39,9 @@ def test_what_does_not_apply_is_refused(text: str) -> None:
 
 
 def test_the_cut_reaches_every_operator() -> None:
-    graph = rewritten(stack(1), STRIPES)
-    assert parse_graph(print_graph(graph)) == graph
-    rules = factorize(graph).rules
+    made = rewritten(stack(1), STRIPES)
+    assert parse_graph(print_graph(made)) == made
+    rules = factorize(made).rules
     assert rules["block", "up:linear#0"].size_of["d11"] == 4
     assert rules["main", ":cross_entropy_loss#0"].size_of["n2"] == 4
     plain = factorize(stack(1)).rules
@@ -69,3 +74,56 @@ def test_the_stages_of_a_pipeline_give_all_memory_back(striped: bool) -> None:
         main = priced(pcg, part_of(cluster, 2), part.decisions).main
         assert main.forward.net_bytes > 0
         assert main.forward.net_bytes + main.backward.net_bytes == 0
+
+
+def attention(batch: int = 2, seq: int = 16) -> Graph:
+    """Queries, keys and values of ids, causal attention, and its sum."""
+    shape, heads = (batch, seq, 8), (batch, seq, 2, 4)
+    turned = (batch, 2, seq, 4)
+    made = [
+        item
+        for name in "qkv"
+        for item in (
+            node("linear", "x", f"w{name}", to=f"{name}0", shape=shape, path=name),
+            node("view", f"{name}0", heads, to=f"{name}1", shape=heads, path=name),
+            node("transpose", f"{name}1", 1, 2, to=name, shape=turned, path=name),
+        )
+    ]
+    return graph(
+        {"tokens": (32, 8), **{f"w{name}": (8, 8) for name in "qkv"}},
+        {"ids": ((batch, seq), "int64")},
+        node("embedding", "tokens", "ids", to="x", shape=shape, path="tokens"),
+        *made,
+        node("scaled_dot_product_attention", "q", "k", "v", None, 0.0, True, to="y", shape=turned),
+        node("mul", "y", "y", to="square", shape=turned),
+        node("sum", "square", to="loss", shape=()),
+    )
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_stripes_of_a_plan_with_chunks_are_those_of_a_plan_by_hand(ring: bool, tensor: int) -> None:
+    made, cluster = attention(), load_cluster(f"{4 * tensor}xA100")
+    chosen = Configuration(tensor, context=4, microbatch=2, ring=ring)
+    (chunks,), (stripes,) = (
+        plan(made, replace(chosen, striped=striped), cluster) for striped in (False, True)
+    )
+    found = with_stripes(made, chunks.decisions)
+    assert found is not None
+    assert found.rewrites == ("stripe ids 1 4",) == stripes.decisions.rewrites
+    assert chosen_by_key(found) == chosen_by_key(stripes.decisions)
+    assert chosen_by_key(found) != chosen_by_key(chunks.decisions)
+    assert with_stripes(made, found) is None
+
+
+def chosen_by_key(decisions: Decisions) -> dict[str, dict[str, tuple[str, ...]]]:
+    return {node.key: dict(node.factors) for node in decisions.nodes}
+
+
+def test_plans_without_chunks_of_queries_have_no_stripes() -> None:
+    made, cluster = attention(), load_cluster("2xA100")
+    for chosen in (Configuration(2, microbatch=2), Configuration(data=2)):
+        (part,) = plan(made, chosen, cluster)
+        assert with_stripes(made, part.decisions) is None
+    (part,) = plan(stack(1), Configuration(context=2, microbatch=16), cluster)
+    assert with_stripes(stack(1), part.decisions) is None
