@@ -112,9 +112,10 @@ def test_a_causal_kernel_is_priced_by_its_slowest_rank() -> None:
     chunks = operator({"s": ("c",)})
     assert chunks.blocks == Blocks(3, 1, 4)
     # Three blocks of all keys' four as a whole and one by half, which runs at a lower rate.
-    half = 0.5 * (SEQ / 4 + 500) / (SEQ / 4)
+    half, whole = 0.5 * (SEQ / 4 + 500) / (SEQ / 4), (SEQ / 4 + 200) / (SEQ / 4)
+    work = plain / 4 * SEQ / (SEQ + 200)
     merges = 3 * 3 * 4 * BATCH * HEADS * SEQ / 4 * WIDTH / 0.5e12
-    assert seconds(chunks) == pytest.approx(plain / 4 * (3 + half) / 4 + merges)
+    assert seconds(chunks) == pytest.approx(work * (3 * whole + half) / 4 + merges)
 
 
 def test_dropout_masks_but_leaves_nothing_out() -> None:

@@ -40,7 +40,7 @@ SELECTIVE = "selective"
 BATCHED = PRODUCTS.keys() - WEIGHT_OPS
 # Of how many blocks one is recomputed as a whole.
 RECOMPUTE: Mapping[str, int] = MappingProxyType(
-    {"none": 0, SELECTIVE: 0, "alternate": 2, "full": 1}
+    {"none": 0, SELECTIVE: 0, "quarter": 4, "alternate": 2, "full": 1}
 )
 
 
@@ -53,8 +53,8 @@ class Configuration:
     3) shards; 0 is all. `expert` ranks share the experts: of the data-parallel ones, or where that
     is more of them, all of these with their tensor-parallel ones. Context-parallel ones have chunks
     of the positions one after the other, or every so manyth (`striped`); keys and values are
-    gathered, or their blocks go around a `ring`. `recompute`: none of the blocks, every other one,
-    all, or of each what is cheap (`cheap_operators`). `microbatch` samples a rank
+    gathered, or their blocks go around a `ring`. `recompute`: none of the blocks, every fourth one,
+    every other one, all, or of each what is cheap (`cheap_operators`). `microbatch` samples a rank
     at a time; `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
     """
 
