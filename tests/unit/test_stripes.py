@@ -17,6 +17,7 @@ from parloom.ir.pcg import Movement
 from parloom.ir.plan import Decisions
 from parloom.ir.repeat import repeated
 from parloom.ir.text import parse_graph, print_graph
+from parloom.report.words import named_ways
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
 from parloom.search.stripes import with_stripes
@@ -127,3 +128,13 @@ def test_plans_without_chunks_of_queries_have_no_stripes() -> None:
         assert with_stripes(made, part.decisions) is None
     (part,) = plan(stack(1), Configuration(context=2, microbatch=16), cluster)
     assert with_stripes(stack(1), part.decisions) is None
+
+
+def test_a_ring_is_one_split_of_an_attention_in_words() -> None:
+    made, cluster = attention(), load_cluster("4xA100")
+    chosen = Configuration(context=4, microbatch=2, ring=True, striped=True)
+    (part,) = plan(made, chosen, cluster)
+    found = rewritten(made, part.decisions.rewrites)
+    ways = [(flat.key, axis) for flat, axis, _ in named_ways(found, part.decisions)]
+    assert (":scaled_dot_product_attention#0", "context") in ways
+    assert len(ways) == len(set(ways))
