@@ -37,7 +37,8 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("llm-foundry",), "eager 2023"),
     (("torchtitan", "compile"), "compiled"),
     (("torchtitan",), "eager"),
-    (("internevo",), "fused"),
+    # InternLM, doc/en/install.md: flash-attention 1.0.5
+    (("internevo",), "fused 2023"),
     (("megatron-bridge",), "engine"),
     (("nemo",), "engine"),
     (("megatron-core",), "engine"),
@@ -52,14 +53,15 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("torch.compile",), "compiled"),
     (("pytorch ddp",), "eager 2020"),
     (("oneflow",), "megatron"),
-    (("paddle",), "megatron"),
+    (("paddle",), "eager 2020"),
     (("horovod",), "megatron"),
     (("pytorch",), "eager"),
     (("fsdp",), "eager"),
     (("mxnet",), "megatron"),
     (("maxtext",), "compiled"),
     (("jax",), "compiled"),
-    (("tensorflow",), "megatron"),
+    (("tensorflow", "xla"), "megatron"),
+    (("tensorflow",), "eager 2020"),
     (("alpa",), "megatron"),
 )
 # Where no entry fits: kernels of the years of a device, by words of its name.
@@ -374,11 +376,21 @@ def precision(row: Row) -> tuple[str, str | None]:
         return half, "float8"
     if "tf32" in text:
         return "float32", "tfloat32"
+    if not text.strip() and _engine(row):
+        return half, "float8"
     if re.search(r"(fp|bf|float)\W?16|amp|mixed|half|pure", text) or not text.strip():
         return half, None
     if re.search(r"(fp|float)\W?32|single", text):
         return "float32", None
     raise Unpredictable(f"precision {row['precision']!r} is not known")
+
+
+def _engine(row: Row) -> bool:
+    """Whether 8-bit products of TransformerEngine are the default: of NVIDIA's releases on Hopper
+    and later (MLPerf Training v2.1 and after, NVIDIA's notes on its submissions).
+    """
+    releases = any(word in told(row, "framework") for word in ("nvidia", "ngc"))
+    return releases and device_of(row).device.generation in ("hopper", "blackwell")
 
 
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:
