@@ -37,7 +37,7 @@ from published_models import Row, Shape, Unpredictable
 
 from parloom.comparators.handmade import Program, communicators, program
 from parloom.cost.devices import table
-from parloom.cost.footprint import footprint
+from parloom.cost.footprint import Footprint, footprint
 from parloom.cost.software import GENERATIONS
 from parloom.cost.timeline import Timeline
 from parloom.errors import ParloomError
@@ -156,7 +156,7 @@ def positive(text: str) -> float | None:
 def _simulated(
     found: Predicted, row: Row, slopes: bool, known: list[tuple[Shape, Graph]]
 ) -> Predicted:
-    run, built, timeline = _first_that_fits(row, known)
+    run, built, timeline, held = _first_that_fits(row, known)
     moved = []
     if slopes:
         base = _play(built, run, run.cluster, rounds=ROUNDS).step_s
@@ -164,15 +164,13 @@ def _simulated(
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).step_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
-    device, software = run.cluster.device, run.kernels.software
-    held = footprint(timeline, device, software.memory, communicators(run.chosen))
     return replace(
         found,
         predicted_s=timeline.step_s,
         peak_bytes=held.allocated_bytes,
         reserved_bytes=held.reserved_bytes,
         device_bytes=held.device_bytes,
-        capacity_bytes=device.memory_bytes,
+        capacity_bytes=held.capacity_bytes,
         slopes=tuple(moved),
         constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
         assumed=run.assumed,
@@ -181,17 +179,19 @@ def _simulated(
 
 def _first_that_fits(
     row: Row, known: list[tuple[Shape, Graph]]
-) -> tuple[Run, Program, Timeline]:
-    """The first of what a row may describe whose peak its device holds; where none fits, the one
-    that takes least.
+) -> tuple[Run, Program, Timeline, Footprint]:
+    """The first of what a row may describe that fits its device; where none does, the one that
+    takes least.
     """
-    best: tuple[Run, Program, Timeline] | None = None
+    best: tuple[Run, Program, Timeline, Footprint] | None = None
     for run in runs_of_row(row, known):
         built = program(run.graph, run.chosen, run.cluster)
         timeline = _play(built, run, run.cluster)
-        if best is None or timeline.peak_bytes < best[2].peak_bytes:
-            best = run, built, timeline
-        if timeline.peak_bytes <= run.cluster.device.memory_bytes:
+        memory, groups = run.kernels.software.memory, communicators(run.chosen)
+        held = footprint(timeline, run.cluster.device, memory, groups)
+        if best is None or held.device_bytes < best[3].device_bytes:
+            best = run, built, timeline, held
+        if held.fits:
             break
     assert best is not None
     return best

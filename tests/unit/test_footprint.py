@@ -124,12 +124,12 @@ def test_buffers_that_are_not_kept_come_and_go() -> None:
 
 def test_dropout_keeps_its_result_and_a_mask() -> None:
     q = TensorSpec((2, 4, 8, 16), "bfloat16")
-    operator = LocalOperator("scaled_dot_product_attention", (q, q, q), (q,))
-    plain = GENERATIONS["megatron"]
+    plain = LocalOperator("scaled_dot_product_attention", (q, q, q), (q,))
+    drops = replace(plain, dropout=True)
+    keeps = GENERATIONS["megatron"]
     number = 2 * 4 * 8 * 8
-    for software, per_score in (
-        (plain, 2), (replace(plain, drops_scores=True), 5),
-        (replace(plain, drops_scores=True, keeps_scores=False), 0),
+    for software, operator, per_score in (
+        (keeps, plain, 2), (keeps, drops, 5), (replace(keeps, keeps_scores=False), drops, 0),
     ):  # fmt: skip
         scores = Kernels(CLUSTER.device, software).score_bytes(operator)
         assert scores is not None
@@ -143,6 +143,9 @@ def test_a_device_has_the_drivers_context_and_buffers_of_communicators_too() -> 
     assert found.reserved_bytes >= found.allocated_bytes
     beside = MEGATRON.context_bytes + 2 * COMMUNICATOR_BYTES
     assert found.device_bytes == found.reserved_bytes + beside
+    assert found.capacity_bytes == pytest.approx(80 * 2**30, rel=0.02)
+    assert found.fits
+    assert not replace(found, device_bytes=found.capacity_bytes + 1).fits
     planned = footprint(timeline, CLUSTER.device, COMPILED, 0)
     assert planned.reserved_bytes == planned.allocated_bytes == timeline.peak_bytes
 
