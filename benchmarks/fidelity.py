@@ -156,7 +156,8 @@ def positive(text: str) -> float | None:
 def _simulated(
     found: Predicted, row: Row, slopes: bool, known: list[tuple[Shape, Graph]]
 ) -> Predicted:
-    run, built, timeline, held = _first_that_fits(row, known)
+    run, built = _first_that_fits(row, known)
+    timeline = _play(built, run, run.cluster)
     moved = []
     if slopes:
         base = _play(built, run, run.cluster, rounds=ROUNDS).step_s
@@ -164,6 +165,7 @@ def _simulated(
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).step_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
+    held = _footprint(timeline, run)
     return replace(
         found,
         predicted_s=timeline.step_s,
@@ -177,24 +179,36 @@ def _simulated(
     )
 
 
-def _first_that_fits(
-    row: Row, known: list[tuple[Shape, Graph]]
-) -> tuple[Run, Program, Timeline, Footprint]:
+def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, Program]:
     """The first of what a row may describe that fits its device; where none does, the one that
-    takes least.
+    takes least. Each is taken to need less memory than the one before it.
     """
-    best: tuple[Run, Program, Timeline, Footprint] | None = None
-    for run in runs_of_row(row, known):
-        built = program(run.graph, run.chosen, run.cluster)
-        timeline = _play(built, run, run.cluster)
-        memory, groups = run.kernels.software.memory, communicators(run.chosen)
-        held = footprint(timeline, run.cluster.device, memory, groups)
-        if best is None or held.device_bytes < best[3].device_bytes:
-            best = run, built, timeline, held
-        if held.fits:
-            break
-    assert best is not None
-    return best
+    runs = runs_of_row(row, known)
+    if len(runs) == 1 or (first := _fitting(runs[0])) is not None:
+        run = runs[0]
+        return run, program(run.graph, run.chosen, run.cluster) if len(runs) == 1 else first
+    low, high, best = 1, len(runs) - 1, None
+    while low < high:
+        middle = (low + high) // 2
+        found = _fitting(runs[middle])
+        if found is None:
+            low = middle + 1
+        else:
+            high, best = middle, found
+    run = runs[low]
+    return run, best or program(run.graph, run.chosen, run.cluster)
+
+
+def _fitting(run: Run) -> Program | None:
+    """A run's program, if its device holds it."""
+    built = program(run.graph, run.chosen, run.cluster)
+    timeline = _play(built, run, run.cluster, rounds=ROUNDS)
+    return built if _footprint(timeline, run).fits else None
+
+
+def _footprint(timeline: Timeline, run: Run) -> Footprint:
+    memory, groups = run.kernels.software.memory, communicators(run.chosen)
+    return footprint(timeline, run.cluster.device, memory, groups)
 
 
 def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:

@@ -6,8 +6,9 @@ it what takes less memory; every run says what was assumed.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from memory_terms import memory_of
 from published_models import Row, Shape, Unpredictable, graph_of, model_of, told, whole
@@ -45,10 +46,11 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("deepspeed", "flash"), "fused"),
     (("deepspeed",), "megatron"),
     (("nvidia release",), "fused"),
+    (("ngc pytorch",), "eager 2020"),
     (("ngc",), "megatron"),
     (("nvidia",), "fused"),
     (("torch.compile",), "compiled"),
-    (("pytorch ddp",), "megatron"),
+    (("pytorch ddp",), "eager 2020"),
     (("oneflow",), "megatron"),
     (("paddle",), "megatron"),
     (("horovod",), "megatron"),
@@ -74,6 +76,7 @@ ZERO = (
     ("fsdp", 3),
     ("megatron-bridge", 1),  # recipes: use_distributed_optimizer
     ("nemo", 1),  # NeMo-Framework-Launcher, conf/training: distributed_fused_adam
+    ("megatron-deepspeed", 1),  # bigscience, train/*/*.slurm: ZERO_STAGE=1
     ("megatron", 0),  # arguments.py: --use-distributed-optimizer is off
     ("", 0),  # DDP; DeepSpeed, config.py: stage 0
 )  # fmt: skip
@@ -81,6 +84,7 @@ ZERO = (
 RECOMPUTED = (
     ("torchtitan", "alternate"),  # job_config.py: activation_checkpoint.mode selective
     ("maxtext", "full"),  # base.yml: remat_policy full
+    ("oneflow-gpt", "full"),  # its printed arguments: checkpoint_activations True
     ("", "none"),  # arguments.py of Megatron-LM, config.py of DeepSpeed, llm-foundry: off
 )
 # Selective recomputation is of attention's scores in Megatron-LM (--recompute-granularity
@@ -88,13 +92,18 @@ RECOMPUTED = (
 # much to compute as every other block.
 SCORES = "scores"
 LADDER = ("none", SCORES, SELECTIVE, "alternate", "full")
+SHARES = MappingProxyType({"none": 0.0, "quarter": 0.25, "alternate": 0.5, "full": 1.0})
 # Sequence parallelism with tensor parallelism where a row is silent.
 SEQUENCE_PARALLEL = (
     "torchtitan",  # parallelize_llama: SequenceParallel norms, always
     "megatron-bridge",  # recipes: sequence_parallel with tensor parallelism
-    "nemo",  # NeMo-Framework-Launcher, conf/training/gpt3 and llama: sequence_parallel True
+    "nemo",  # NeMo-Framework-Launcher, conf/training: sequence_parallel
 )
-OPTIMIZERS = (("lamb", Optimizer("lamb", 2)), ("lars", Optimizer("sgd", 1)), ("sgd", Optimizer("sgd", 1)))
+OPTIMIZERS = (
+    ("lamb", Optimizer("lamb", 2)),
+    ("lars", Optimizer("sgd", 1)),
+    ("sgd", Optimizer("sgd", 1)),
+)
 WIDE = r"(fp32|float32|32[- ]?bit)"
 SUMS = r"(gradient|grads?\b|reduc|all-?reduce)"
 WIDE_SUMS = re.compile(rf"{WIDE}[^,;+]{{0,16}}{SUMS}|{SUMS}[^,;+]{{0,24}}\b{WIDE}")
@@ -108,7 +117,7 @@ class Run:
     cluster: Cluster
     chosen: Configuration
     kernels: Kernels
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer
     assumed: tuple[str, ...] = ()
 
 
@@ -122,7 +131,7 @@ def gated(row: Row) -> bool:
     )
 
 
-def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> Iterator[Run]:
+def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
     """What a row may describe, the most plausible first; raises `Unpredictable` with the reason
     where it cannot be built.
 
@@ -136,18 +145,23 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> Iterator[Run]:
         padded = [n for word, n in PADS.items() if word in told(row, "framework")]
         multiple = padded[0] * chosen.tensor if padded else 1
         model = model_of(row, precision(row)[0], multiple)
-        graph = graph_of(model, chosen.samples, known)
         kernels = kernels_of(row, cluster)
-        common = (*model.assumed, *_assumed_software(row), *_assumed_cluster(row))
-        for configured, scores, assumed in options:
-            software = replace(kernels.software, keeps_scores=not scores)
-            if scores and kernels.software.attention != UNFUSED and configured.recompute == "none" and assumed:
-                continue  # there are no scores to recompute
-            used = replace(kernels, software=software)
-            optimizer = optimizer_of(row)
-            yield Run(graph, cluster, configured, used, optimizer, (*common, *assumed))
+        graph = graph_of(model, chosen.samples, known)
     except ParloomError as error:
         raise Unpredictable(str(error)) from error
+    common = (*model.assumed, *_assumed_software(row), *_assumed_cluster(row))
+    optimizer = optimizer_of(row)
+    found = []
+    for configured, scores, assumed in options:
+        software = replace(kernels.software, keeps_scores=not scores)
+        run = Run(
+            graph, cluster, configured, replace(kernels, software=software), optimizer,
+            (*common, *assumed),
+        )  # fmt: skip
+        # Where attention is one kernel, there are no scores to recompute.
+        if not (found and scores and software.attention != UNFUSED):
+            found.append(run)
+    return found
 
 
 Option = tuple[Configuration, bool, tuple[str, ...]]
@@ -270,7 +284,7 @@ def _shard(text: str, tensor: int, row: Row) -> int:
         ranks = int(within[1])
         return max(1, ranks // tensor) if within[2] == "gpus" else ranks
     # torchtitan's mesh: replicas x shards
-    mesh = re.search(r"hsdp\D{0,12}(\d+) ?[x×] ?(\d+)", text)
+    mesh = re.search(r"hsdp\D{0,12}(\d+) ?[x\u00d7] ?(\d+)", text)
     if mesh:
         return int(mesh[2])
     group = re.search(
@@ -292,8 +306,10 @@ def recomputed(row: Row) -> tuple[list[str], bool]:
     if said is not None:
         return [said], True
     framework = told(row, "framework")
+    if re.search(r"full recompute", told(row, "notes")):
+        return ["full"], False
     usual = next(policy for word, policy in RECOMPUTED if word in framework)
-    return [p for p in LADDER[LADDER.index(usual) :] if p != "alternate" or p == usual], False
+    return list(LADDER[LADDER.index(usual) :]), False
 
 
 def recompute_policy(text: str, framework: str, row: Row) -> str | None:
@@ -304,7 +320,7 @@ def recompute_policy(text: str, framework: str, row: Row) -> str | None:
         return "none"
     share = _share(text, row)
     if share is not None and not text.startswith("selective"):
-        return min(("none", 0.0), ("alternate", 0.5), ("full", 1.0), key=lambda p: abs(p[1] - share))[0]
+        return min(SHARES, key=lambda policy: abs(SHARES[policy] - share))
     if "selective" in text or "core_attn" in text or "core attention" in text:
         if "attention" in text or "attn" in text:
             return SCORES
@@ -388,9 +404,10 @@ def device_of(row: Row) -> KnownDevice:
     """The row's device, by its key, or by what its type begins with."""
     names = [name for name in (row.get("gpu_key"), row.get("gpu_type")) if name]
     for name in names:
-        bare = re.sub(r"^(NVIDIA|AMD|Nvidia|Intel|Google) (Tesla |RTX |GeForce )?", "", name)
+        bare = re.sub(r"^(NVIDIA|AMD|Nvidia|Intel|Google) (Tesla |GeForce )?", "", name)
         bare = re.sub(r" ?\(.*\)| ?\bCTS\b| ?\bHBM\d\w*", "", bare).strip()
-        for text in (name, bare, bare.replace(" - ", "-").replace(" ", "-"), bare.split(" ")[0]):
+        bare = re.sub(r"(\d) GB", r"\1GB", bare.replace(" - ", "-"))
+        for text in (name, bare, bare.replace(" ", "-"), bare.split(" ")[0]):
             try:
                 return find_device(text)
             except ParloomError:

@@ -186,9 +186,7 @@ def _bert(row: Row, seq: int, assumed: list[str]) -> dict[str, int]:
     return {"seq": seq, "masked": min(masked, seq)}
 
 
-def _decoder(
-    row: Row, family: str, sizes: dict[str, int], blocks: int, assumed: list[str]
-) -> int:
+def _decoder(row: Row, family: str, sizes: dict[str, int], blocks: int, assumed: list[str]) -> int:
     """Sizes of a Llama or a mixture of experts; blocks after those without experts."""
     width, heads = sizes["width"], sizes["heads"]
     said = told(row, "family", "model", "other_plan", "notes")

@@ -40,7 +40,7 @@ class WideAttention(llama.Attention):
     def forward(self, x: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
         B, S, D = x.shape
         run = 2 * self.window
-        if not run or S <= run or S % run:
+        if not run or run >= S or S % run:
             return super().forward(x, cos_SK, sin_SK)
         runs = x.reshape(B * (S // run), run, D)
         y: Tensor = super().forward(runs, cos_SK[:run], sin_SK[:run])
@@ -157,7 +157,7 @@ class Pair(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and beside it a product of two narrow ones (LoRA, arXiv:2106.09685)."""
+    """A frozen linear layer and beside it two narrow ones (LoRA, Hu et al., arXiv:2106.09685)."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -244,9 +244,7 @@ class RelativeAttention(nn.Module):
 class RelativeBlock(nn.Module):
     """Relative attention and a perceptron, each with a skip and a layer norm behind it."""
 
-    def __init__(
-        self, width: int, heads: int, head_width: int, inner: int, dropout: float
-    ) -> None:
+    def __init__(self, width: int, heads: int, head_width: int, inner: int, dropout: float) -> None:
         super().__init__()
         self.attention = RelativeAttention(width, heads, head_width)
         self.norm_1 = nn.LayerNorm(width)
@@ -302,15 +300,16 @@ class TransformerXL(nn.Module):
         seen = torch.arange(M, device=input_ids.device)[None, :] <= rows + (M - S)
         for block in self.blocks:
             x = block(x, memory, self.places, seen)
-        common = F.linear(x, self.tables[0].weight)
+        first, *others = (table.weight for table in self.tables)
+        assert isinstance(first, Tensor)
+        common = F.linear(x, first)
         logits = torch.cat((common, self.others(x)), -1)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        for count, table, projection in zip(
-            self.rare, self.tables[1:], self.projections[1:], strict=True
-        ):
+        for count, weight, projection in zip(self.rare, others, self.projections[1:], strict=True):
             y = x[:, :count]
             if isinstance(projection, nn.Linear):
                 y = F.linear(y, projection.weight.t())
-            tail = F.linear(y, table.weight).flatten(0, 1).float()
+            assert isinstance(weight, Tensor)
+            tail = F.linear(y, weight).flatten(0, 1).float()
             loss = loss + F.cross_entropy(tail, labels[:, :count].flatten())
         return (loss,)

@@ -24,10 +24,14 @@ PORTS = frozenset({1, 10, 25, 40, 50, 56, 100, 200, 400, 800, 1600})
 # Gbit/s of one port where a node's total is told and no number of ports.
 USUAL_PORT = 100
 RATE = re.compile(r"(\d+(?:\.\d+)?) ?(T|G) ?(b|B)(?:it|yte|E)?s? ?(?:/ ?s(?:ec)?|/Sec|ps)?\b")
-COUNT = re.compile(r"(\d+) ?[x×]|(\d+)(?= (?:ports|nics|hcas|ndr|hdr|edr)\b)", re.IGNORECASE)
+COUNT = re.compile(r"(\d+) ?[x\u00d7]|(\d+)(?= (?:ports|nics|hcas|ndr|hdr|edr)\b)", re.IGNORECASE)
 WORDS = {"two": "2", "four": "4", "eight": "8"}
-EACH_DEVICE = re.compile(r"^\W*(?:[a-z0-9-]+ ){0,2}(?:per|each|/) ?(?:gpu|device|accelerator|rank|chip)")
-EACH_NODE = re.compile(r"^\W*(?:[a-z0-9-]+ ){0,2}(?:per|/|each|a) ?(?:node|server|host|vm|machine|tray)")
+EACH_DEVICE = re.compile(
+    r"^\W*(?:[a-z0-9-]+ ){0,2}(?:per|each|/) ?(?:gpu|device|accelerator|rank|chip)"
+)
+EACH_NODE = re.compile(
+    r"^\W*(?:[a-z0-9-]+ ){0,2}(?:per|/|each|a) ?(?:node|server|host|vm|machine|tray)"
+)
 LABEL = re.compile(r"\b(storage|management|compute)\b[^:,]*: ?")
 
 

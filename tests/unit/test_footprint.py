@@ -122,20 +122,6 @@ def test_buffers_that_are_not_kept_come_and_go() -> None:
     assert sum(other.processes[0].memory.net[:6]) == sum(other.processes[0].base[:6])
 
 
-def test_dropout_keeps_its_result_and_a_mask() -> None:
-    q = TensorSpec((2, 4, 8, 16), "bfloat16")
-    plain = LocalOperator("scaled_dot_product_attention", (q, q, q), (q,))
-    drops = replace(plain, dropout=True)
-    keeps = GENERATIONS["megatron"]
-    number = 2 * 4 * 8 * 8
-    for software, operator, per_score in (
-        (keeps, plain, 2), (keeps, drops, 5), (replace(keeps, keeps_scores=False), drops, 0),
-    ):  # fmt: skip
-        scores = Kernels(CLUSTER.device, software).score_bytes(operator)
-        assert scores is not None
-        assert scores.kept_bytes == per_score * number
-
-
 def test_a_device_has_the_drivers_context_and_buffers_of_communicators_too() -> None:
     timeline = played(MEGATRON, 4, 1)
     found = footprint(timeline, CLUSTER.device, MEGATRON, 2)

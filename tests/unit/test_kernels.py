@@ -8,7 +8,15 @@ import pytest
 from parloom.cost.attention import KERNELS, NAMES, SCORES, attention_kernel
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import find_device
-from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, Scores, Seconds, slowest
+from parloom.cost.kernels import (
+    MEASURED,
+    ROW,
+    Kernels,
+    LocalOperator,
+    Scores,
+    Seconds,
+    slowest,
+)
 from parloom.cost.software import GENERATIONS, Software
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
@@ -216,7 +224,7 @@ def test_update_in_one_pass_or_in_many() -> None:
 
 
 def test_generations() -> None:
-    assert len(GENERATIONS) == 6
+    assert len(GENERATIONS) == 7
     assert GENERATIONS["megatron"].overlaps is False
     with pytest.raises(InputError, match="flash2"):
         Software("odd", attention="flash22")
@@ -234,5 +242,8 @@ def test_linear_layers_in_eight_bits() -> None:
     assert 0.5 * wide.forward_s < narrow.forward_s < 0.7 * wide.forward_s  # casts cost, too
     by_row = Kernels(device, BARE, None, "float8", scaling=ROW).seconds(linear(8192, 8192, 8192))
     assert narrow.forward_s < by_row.forward_s
+    fuses = replace(BARE, fuses_casts=True)
+    fused = Kernels(device, fuses, None, "float8").seconds(linear(8192, 8192, 8192))
+    assert 0.5 * wide.forward_s < fused.forward_s < narrow.forward_s
     q = attention(64)
     assert Kernels(device, BARE, None, "float8").seconds(q) == Kernels(device, BARE).seconds(q)

@@ -5,10 +5,11 @@ the last backward pass launches what is reduced once a step. `REDUCE`, `STEP` an
 step program.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from parloom.cost.parameters import Transfer
 from parloom.cost.step import Priced
 from parloom.cost.tasks import (
     ACTIVATIONS,
@@ -216,6 +217,8 @@ class Stage:
         transfers = self.found.parameters.publications
         keys = []
         scratch = [transfer.scratch_bytes for transfer in transfers]
+        if self.found.walker.kernels.software.overlaps_gathers:
+            transfers = self._beside_forward(transfers, out)
         for index, transfer in enumerate(transfers):
             self.pool.take(transfer.staging_bytes, transfer.dtype, out)
             runs = scratch[index] if index < AT_ONCE else 0
@@ -230,6 +233,24 @@ class Stage:
         # The next step begins with that.
         out.run("drop gradients", "memory", after=((GRADIENTS, -self.own_gradients),))
         return Action("GATHER", (self._place(out),))
+
+    def _beside_forward(self, transfers: Sequence[Transfer], out: Listing) -> tuple[Transfer, ...]:
+        """What is left of gathers of weights that go on beside a forward pass of the next step."""
+        whole_s = sum(e.seconds for transfer in transfers for e in transfer.exchanges)
+        hidden_s = min(whole_s, self.found.main.forward.total.price.compute_s)
+        slows = self.links.slows / 1000
+        out.run("updated weights", "collect", picoseconds(slows * hidden_s))
+        left = 1 - hidden_s / whole_s if whole_s else 1.0
+        return tuple(
+            replace(
+                transfer,
+                exchanges=tuple(
+                    replace(e, seconds=e.seconds * left, latency_s=e.latency_s * left)
+                    for e in transfer.exchanges
+                ),
+            )
+            for transfer in transfers
+        )
 
     def _main(self, track: Track) -> Iterator[Placed]:
         out = Listing()

@@ -117,7 +117,7 @@ class Parameters:
             kind = self._kind(parameter)
             bucket = filling.setdefault(kind, [])
             bucket.append(parameter)
-            limit = self.nodes[path[0]].bucket_bytes if path else 0
+            limit = self._full_bytes(self.nodes[path[0]], self.gradient_width(parameter)) if path else 0
             if kind not in begun:  # a small one first, to start early
                 limit = min(limit, MIN_BUCKET_BYTES)
             if sum(self.gradient_bytes(p) for p in bucket) >= limit:
@@ -138,12 +138,19 @@ class Parameters:
             filling: list[PParameter] = []
             for parameter in node.parameters:
                 filling.append(parameter)
-                full = sum(map(self.home_bytes, filling)) >= node.bucket_bytes
+                limit = self._full_bytes(node, self.width(parameter))
+                full = sum(map(self.home_bytes, filling)) >= limit
                 if full or parameter is node.parameters[-1]:
                     name = f"publish {len(found)}"
                     found.append(self._gather(name, node, tuple(filling)))
                     filling = []
         return tuple(found)
+
+    def _full_bytes(self, node: StepNode, width: int) -> int:
+        """The bytes at which a bucket of a node is full."""
+        least, per_rank = self.walker.kernels.software.bucket_elements
+        elements = max(least, per_rank * self.pcg.mesh.size(node.axes))
+        return elements * width or node.bucket_bytes
 
     def reduces(self, parameter: PParameter) -> bool:
         """Whether a gradient leaves autograd partial."""
@@ -155,7 +162,10 @@ class Parameters:
         touched = sum(
             p.elements(mesh, p.decision.optimizer) * self.master_width(p) for p in self.trained
         )
-        return Pass(Price(self.walker.kernels.update_s(touched, self.optimizer.num_states)))
+        kernels = self.walker.kernels
+        seconds = kernels.update_s(touched, self.optimizer.num_states)
+        norms = kernels.stream_s(self.optimizer.norm_passes * touched)
+        return Pass(Price(seconds + norms))
 
     def collect(self) -> Pass:
         """Adding a microbatch's gradients to where they collect: two are read, one is written.

@@ -33,7 +33,10 @@ class Software:
     kernels write operands of 8-bit products as these read them. `stops_early`:
     a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
     of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
-    time from kernel to kernel. `memory` is what the framework keeps beside tensors of the model.
+    time from kernel to kernel. Whole gradients are reduced, and updated weights gathered, in buckets of
+    the larger of two numbers of elements, the second for each rank that shares them; (0, 0) are
+    those of parloom's runtime. `overlaps_gathers`: updated weights are gathered beside the forward
+    pass of the next step. `memory` is what the framework keeps beside tensors of the model.
     """
 
     name: str
@@ -47,6 +50,8 @@ class Software:
     fuses_casts: bool = False
     stops_early: bool = True
     launch_s: float = 5e-6
+    bucket_elements: tuple[int, int] = (0, 0)
+    overlaps_gathers: bool = False
     memory: FrameworkMemory = OWN_MEMORY
 
     def __post_init__(self) -> None:
@@ -55,6 +60,9 @@ class Software:
         if self.merges not in MERGES:
             raise InputError(f"software merges {self.merges!r}: not one of {list(MERGES)}")
 
+
+# Megatron-Core, DistributedDataParallelConfig: max(40e6, 1e6 x data-parallel ranks).
+MEGATRON_BUCKETS = (40_000_000, 1_000_000)
 
 GENERATIONS: Mapping[str, Software] = MappingProxyType(
     {
@@ -65,20 +73,26 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             Software(
                 "megatron", attention=SCORES, merges=ELEMENTWISE, fused_optimizer=True,
                 overlaps=False, stacks=False, stops_early=False,
+                bucket_elements=MEGATRON_BUCKETS,
             ),
+            # PyTorch before FlashAttention, 2018 to 2021, with an optimizer of apex: every operator
+            # is a kernel, scores of attention included.
+            Software("eager 2020", attention=SCORES, fused_optimizer=True),
             # PyTorch as it is, with FlashAttention; nothing else is fused.
             Software("eager"),
             # The same with the first FlashAttention, or its translation to Triton (until 2023).
             Software("eager 2023", attention="flash1"),
             # Kernels fused by hand as in Megatron-LM, with FlashAttention and overlap (since 2023).
             Software(
-                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False
+                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False,
+                bucket_elements=MEGATRON_BUCKETS,
             ),
             # Megatron-Core with TransformerEngine (since 2024): attention of cuDNN, norms and
             # losses in one kernel, collectives of tensor parallelism beside products.
             Software(
                 "engine", attention="cudnn", merges=ROWS, fused_optimizer=True, hides_moves=True,
                 stacks=False, fuses_casts=True, stops_early=False,
+                bucket_elements=MEGATRON_BUCKETS, overlaps_gathers=True,
             ),
             # Compiled by TorchInductor.
             Software("compiled", merges=ROWS, fused_optimizer=True, launch_s=2.5e-6),

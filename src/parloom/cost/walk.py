@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import Kernels, local_operator, slowest
+from parloom.cost.kernels import LINEAR, NARROW, Kernels, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import Part, merged
 from parloom.cost.staging import staging_bytes
@@ -283,7 +283,7 @@ class _Body:
         if not any(v.differentiable for v in item.results):
             return forward, None
         saved = saved_by(item)
-        self.keep(item, saved)
+        self.keep(item, self.narrowed(item, saved) if item.node.op in LINEAR else saved)
         own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
@@ -347,6 +347,23 @@ class _Body:
         """What autograd keeps of an operator lives until its backward pass."""
         for what, index in saved:
             self.keep_value(item.results[index] if what == "result" else item.operands[index])
+
+    def narrowed(self, item: Compute, saved: SavedTensors) -> SavedTensors:
+        """What is left to keep of a product that keeps its 8-bit activations in place of these.
+
+        Products that read the same activations share them.
+        """
+        kernels = self.walker.kernels
+        if ("operand", 0) not in saved or not (
+            kernels.software.fuses_casts and kernels.product_dtype in NARROW
+        ):
+            return saved
+        owner = f"{self.lives.of(item.operands[0])} narrow"
+        activations = item.operands[0]
+        width = DTYPE_BYTES[activations.spec.dtype]
+        self.lives.sizes[owner] = self.walker.local_bytes(activations) // width
+        self.lives.keep(owner)
+        return tuple(s for s in saved if s != ("operand", 0))
 
     def keep_value(self, value: PValue) -> None:
         """Keep a value, or what it is made of again in the backward pass's kernel."""
