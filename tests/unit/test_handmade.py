@@ -276,9 +276,9 @@ def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> Non
     early, late = (
         found.play(CLUSTER, Kernels(CLUSTER.device, software)) for software in (overlaps, waits)
     )
-    reduced = sum(t.total().comm_s for t in priced(
-        found.lowered[0], CLUSTER, found.parts[0].decisions).buckets)  # fmt: skip
-    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions)
+    kernels = Kernels(CLUSTER.device, waits)
+    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions, kernels=kernels)
+    reduced = sum(transfer.total().comm_s for transfer in alone.buckets)
     compute = alone.main.forward.total.seconds + alone.main.backward.total.seconds
     compute += alone.parameters.update().price.compute_s
     assert late.step_s == pytest.approx(compute + reduced, rel=0.02)

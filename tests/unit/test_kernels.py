@@ -26,7 +26,7 @@ DEVICE = Device(
     "test", (("bfloat16", 100e12), ("float32", 10e12)), 1 << 30, 1e12, None,
     Efficiency(0.5, 0.5, 0.3, 1.0),
 )  # fmt: skip
-BARE = Software("bare", launch_s=0.0)
+BARE = Software("bare", clips=False, launch_s=0.0)
 
 
 def bf16(*shape: int) -> TensorSpec:
@@ -221,6 +221,8 @@ def test_update_in_one_pass_or_in_many() -> None:
     one = Kernels(DEVICE, replace(BARE, fused_optimizer=True)).update_s(4.0, 2)
     assert one == pytest.approx(7 * 4 / 0.5e12)
     assert Kernels(DEVICE, BARE).update_s(4.0, 2) == pytest.approx(3 * one)
+    clipped = Kernels(DEVICE, replace(BARE, fused_optimizer=True, clips=True)).update_s(4.0, 2)
+    assert clipped == pytest.approx(10 * 4 / 0.5e12)
 
 
 def test_generations() -> None:

@@ -79,6 +79,8 @@ CLASS_PASSES = {"cross_entropy_loss": (1.0, 2.0)}
 # What an update of operations one by one moves more than a fused one, per state: torch's multi-
 # tensor AdamW (decay, lerp, mul, addcmul, sqrt, div, add, addcdiv) moves 21 tensors against 7.
 UPDATE_PASSES = 7.0
+# Clipping reads gradients for their norm, and reads and writes them (torch.nn.utils, apex).
+CLIP_PASSES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +215,9 @@ class Kernels:
         """The optimizer over `num_bytes` of (master) weights, with as much for each state.
 
         In one pass it reads gradient, weight and states, and writes weight and states; otherwise
-        each of its operations reads and writes (`UPDATE_PASSES`).
+        each of its operations reads and writes (`UPDATE_PASSES`). Gradients may be clipped before.
         """
-        passes = 3.0 + 2 * num_states
+        passes = 3.0 + 2 * num_states + (CLIP_PASSES if self.software.clips else 0.0)
         if not self.software.fused_optimizer:
             passes += UPDATE_PASSES * num_states
         return self.stream_s(num_bytes * passes)

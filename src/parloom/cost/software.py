@@ -6,7 +6,7 @@ more is known.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from parloom.cost.attention import NAMES, SCORES
@@ -26,7 +26,7 @@ class Software:
     causal mask hides; with SCORES these go through memory, and unless it `keeps_scores` are
     computed again in the backward pass. `merges`: chains of elementwise operators are one kernel each (ELEMENTWISE),
     or with reductions of rows and norms (ROWS), or no operators are (""). `fused_optimizer`: the
-    update is one pass over memory. `overlaps`: gradients are reduced beside the backward pass, not
+    update is one pass over memory. `clips`: gradients are clipped by their norm. `overlaps`: gradients are reduced beside the backward pass, not
     after it. `hides_moves`: products are cut so that collectives on their operands and results go
     on beside them (asynchronous tensor parallelism). `stacks`: what a collective gathers or
     scatters goes through a stacked copy; otherwise tensors lie so that it need not. `fuses_casts`:
@@ -44,6 +44,7 @@ class Software:
     keeps_scores: bool = True
     merges: str = ""
     fused_optimizer: bool = False
+    clips: bool = True
     overlaps: bool = True
     hides_moves: bool = False
     stacks: bool = True
@@ -100,5 +101,5 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
     }
 )  # fmt: skip
 
-# What parloom's own generated programs run on.
-OWN = GENERATIONS["eager"]
+# What parloom's own generated programs run on; clipping is the training script's.
+OWN = replace(GENERATIONS["eager"], name="parloom", clips=False)
