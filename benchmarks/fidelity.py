@@ -184,9 +184,11 @@ def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, P
     takes least. Each is taken to need less memory than the one before it.
     """
     runs = runs_of_row(row, known)
-    if len(runs) == 1 or (first := _fitting(runs[0])) is not None:
-        run = runs[0]
-        return run, program(run.graph, run.chosen, run.cluster) if len(runs) == 1 else first
+    if len(runs) == 1:
+        return runs[0], program(runs[0].graph, runs[0].chosen, runs[0].cluster)
+    first = _fitting(runs[0])
+    if first is not None:
+        return runs[0], first
     low, high, best = 1, len(runs) - 1, None
     while low < high:
         middle = (low + high) // 2

@@ -19,10 +19,9 @@ from parloom.cost.framework_memory import (
     WORKSPACE_BYTES,
     FrameworkMemory,
 )
-from parloom.cost.kernels import Kernels, LocalOperator
-from parloom.cost.software import GENERATIONS, Software
+from parloom.cost.kernels import Kernels
+from parloom.cost.software import Software
 from parloom.cost.timeline import Timeline
-from parloom.ir.graph import TensorSpec
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Optimizer
 from parloom.ir.text import parse_graph, print_graph
