@@ -194,6 +194,8 @@ def configurations(row: Row) -> list[Option]:
         sequence_parallel=tensor > 1 and _sequence_parallel(row, common),
         master_dtype=None if precision(row)[0] == "float32" else "float32",
         reduce_dtype=_reduce_dtype(row),
+        ring=context > 1 and _ring(row),
+        striped=context > 1,  # zigzag in all frameworks, which balances ranks as stripes do
     )
     levels, told_level = zero_levels(row, tensor)
     policies, told_policy = recomputed(row)
@@ -211,6 +213,13 @@ def configurations(row: Row) -> list[Option]:
         blocks = "none" if policy == SCORES else policy
         found.append((replace(zeroed, recompute=blocks), policy == SCORES, tuple(assumed)))
     return found
+
+
+def _ring(row: Row) -> bool:
+    """Whether keys and values go around: by default they do with TransformerEngine (Megatron-LM's
+    cp_comm_type is p2p); torchtitan gathers them (context_parallel_rotate_method is allgather).
+    """
+    return "torchtitan" not in row["framework"].lower()
 
 
 def configuration(row: Row) -> Configuration:
@@ -377,7 +386,9 @@ def precision(row: Row) -> tuple[str, str | None]:
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     """Kernels of the row's device under its software."""
     said = told(row, "precision")
-    scaling = ROW if "row" in said else BLOCK if re.search(r"mx|block|sub-?channel|fp4", said) else TENSOR
+    scaling = (
+        ROW if "row" in said else BLOCK if re.search(r"mx|block|sub-?channel|fp4", said) else TENSOR
+    )
     software = replace(software_of(row), memory=memory_of(row))
     pace = slowest(cluster)
     return Kernels(cluster.device, software, None, precision(row)[1], scaling, pace=pace)

@@ -30,6 +30,7 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.opdef import SavedTensors
+from parloom.ir.ops.rule import RING
 from parloom.ir.pcg import Compute, Item, Movement, PCall, PFunction, PValue, Remake
 from parloom.ir.remake import saved_by
 
@@ -279,7 +280,7 @@ class _Body:
         forward = Work(
             name, kind, seconds.forward_s, staging=staging, parameters=self.weights(read)
         )
-        forward = self.routing(item, forward, backward=False)
+        forward = self.sending(item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
         saved = saved_by(item)
@@ -303,18 +304,49 @@ class _Body:
             name, kind, seconds.backward_s, staging=undo, parameters=weights,
             weights_s=share if weights else 0.0,
         )  # fmt: skip
-        return forward, self.routing(item, undone, backward=True)
+        return forward, self.sending(item, undone, backward=True)
 
-    def routing(self, item: Compute, work: Work, *, backward: bool) -> Work:
-        """`work` with what it takes to send rows over the axes that the operator routes, if any.
+    def sending(self, item: Compute, work: Work, *, backward: bool) -> Work:
+        """`work` with what the operator itself sends over the axes that it routes, if any."""
+        axes = item.rule.routed(dict(item.assignment), self.walker.mesh)
+        if not axes:
+            return work
+        if any(kind == RING for _, kind in item.rule.kinds):
+            return self.ring(item, work, axes, backward=backward)
+        return self.routing(item, work, axes, backward=backward)
+
+    def ring(self, item: Compute, work: Work, axes: tuple[str, ...], *, backward: bool) -> Work:
+        """`work` with blocks of keys and values that go around beside it.
+
+        Each of p ranks has one at a time and computes a p-th part of the work with it, while the
+        next one comes (Liu et al., 2023, section 3) and slows its kernels; in the backward pass the
+        gradients of a block follow it, and go home in a last step that hides behind nothing.
+        """
+        walker, ranks = self.walker, self.walker.mesh.size(axes)
+        block = sum(walker.local_bytes(v) for v in item.operands[1:3])
+        shift = walker.exchange("shift", axes, block)
+        beside, after = (2, 1) if backward else (1, 0)
+        hidden = min(beside * shift.seconds, work.compute_s / ranks)
+        slowed_s = BACKENDS[walker.cluster.backend].slows * (ranks - 1) * hidden
+        exposed = beside * shift.seconds - hidden
+        seconds = (ranks - 1) * exposed + after * shift.seconds
+        count = beside * (ranks - 1) + after
+        traffic = tuple((level, count * size, count * n) for level, size, n in shift.traffic)
+        waits = (ranks - 1) * min(exposed, beside * shift.latency_s) + after * shift.latency_s
+        return replace(
+            work,
+            compute_s=work.compute_s + slowed_s,
+            exchange=replace(shift, traffic=traffic, seconds=seconds, latency_s=waits),
+            staging=work.staging + 2 * beside * block,
+        )
+
+    def routing(self, item: Compute, work: Work, axes: tuple[str, ...], *, backward: bool) -> Work:
+        """`work` with what it takes to send rows over `axes`.
 
         All ranks are taken to have equally many rows. They are copied by receiver, and again as
         they are sorted. Where their places are sent, too, these and numbers of rows go first.
         """
         rule, walker = item.rule, self.walker
-        axes = rule.routed(dict(item.assignment), walker.mesh)
-        if not axes:
-            return work
         made = [v for v, dims in zip(item.results, rule.results, strict=True) if rule.travel(dims)]
         read = [
             v for v, dims in zip(item.operands, rule.operands, strict=True) if rule.travel(dims)
