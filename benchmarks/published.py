@@ -78,6 +78,7 @@ ZERO = (
     ("fsdp", 3),
     ("megatron-bridge", 1),  # recipes: use_distributed_optimizer
     ("nemo", 1),  # NeMo-Framework-Launcher, conf/training: distributed_fused_adam
+    ("megatron-deepspeed", 1),  # bigscience, train/*/*.slurm: ZERO_STAGE=1
     ("megatron", 0),  # arguments.py: --use-distributed-optimizer is off
     ("", 0),  # DDP; DeepSpeed, config.py: stage 0
 )  # fmt: skip
@@ -85,6 +86,7 @@ ZERO = (
 RECOMPUTED = (
     ("torchtitan", "alternate"),  # job_config.py: activation_checkpoint.mode selective
     ("maxtext", "full"),  # base.yml: remat_policy full
+    ("oneflow-gpt", "full"),  # its printed arguments: checkpoint_activations True
     ("", "none"),  # arguments.py of Megatron-LM, config.py of DeepSpeed, llm-foundry: off
 )
 # Selective recomputation is of attention's scores in Megatron-LM (--recompute-granularity
