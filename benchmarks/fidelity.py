@@ -157,10 +157,8 @@ def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, P
     that takes least. Each is taken to need less memory than the one before it.
     """
     runs = runs_of_row(row, known)
-    if len(runs) == 1 or (first := _fitting(runs[0])) is not None:
-        run = runs[0]
-        return run, program(run.graph, run.chosen, run.cluster) if len(runs) == 1 else first
-    low, high, best = 1, len(runs) - 1, None
+    best = _fitting(runs[0]) if len(runs) > 1 else None
+    low, high = (1, len(runs) - 1) if len(runs) > 1 and best is None else (0, 0)
     while low < high:
         middle = (low + high) // 2
         found = _fitting(runs[middle])
