@@ -31,11 +31,13 @@ from pathlib import Path
 
 import torch
 from fit import Sample, held_out
+from memory_terms import UNIT_BYTES, quantity_of
 from published import Run, gated, runs_of_row
 from published_models import Row, Shape, Unpredictable
 
-from parloom.comparators.handmade import Program, program
+from parloom.comparators.handmade import Program, communicators, program
 from parloom.cost.devices import table
+from parloom.cost.footprint import Footprint, footprint
 from parloom.cost.software import GENERATIONS
 from parloom.cost.timeline import Timeline
 from parloom.errors import ParloomError
@@ -54,7 +56,10 @@ MODEL = ("family", "hidden", "heads", "seq_len", "ffn_hidden", "precision")
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
 ROUNDS = 2  # of a pipeline, to see that
-CONSTANTS = ("matmul", "memory", "attention")
+CONSTANTS = ("matmul", "memory", "sustained")
+QUANTITIES = {
+    "allocated": "peak_bytes", "reserved": "reserved_bytes", "device": "device_bytes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,24 @@ class Predicted:
     reason: str = ""
     peak_bytes: int = 0
     memory_bytes: float | None = None
+    reserved_bytes: int = 0
+    device_bytes: int = 0
+    capacity_bytes: int = 0
+    quantity: str = ""
     slopes: tuple[float, ...] = ()
     constants: tuple[float, ...] = ()
     assumed: tuple[str, ...] = ()
+
+    @property
+    def memory_error(self) -> float | None:
+        """log(predicted / stated) of the quantity that is stated; None where none is."""
+        predicted = getattr(self, QUANTITIES[self.quantity]) if self.quantity else 0
+        return math.log(predicted / self.memory_bytes) if predicted and self.memory_bytes else None
+
+    @property
+    def over(self) -> bool:
+        """Whether it would not fit the device that it ran on: some assumption is refuted."""
+        return self.device_bytes > self.capacity_bytes
 
     @property
     def error(self) -> float:
@@ -99,7 +119,9 @@ class Score:
     rank_correlation: float | None
     groups: int
     median_abs_memory_error: float | None
+    memory_bias: float | None
     memory_rows: int
+    over: int
 
 
 def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predicted:
@@ -109,7 +131,8 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
         row["id"], row["source_key"], gated(row), positive(row["target_seconds_per_iter"]) or 0.0,
         tuple(row[name] for name in GROUP), tuple(row[name] for name in PLAN),
         row["gpu_key"] or row["gpu_type"],
-        memory_bytes=memory * 1e9 if memory else None,
+        memory_bytes=memory * UNIT_BYTES if memory else None,
+        quantity=quantity_of(row),
     )  # fmt: skip
     try:
         return _simulated(found, row, slopes, known)
@@ -142,10 +165,14 @@ def _simulated(
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).step_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
+    held = _held(run, timeline)
     return replace(
         found,
         predicted_s=timeline.step_s,
-        peak_bytes=timeline.peak_bytes,
+        peak_bytes=held.allocated_bytes,
+        reserved_bytes=held.reserved_bytes,
+        device_bytes=held.device_bytes,
+        capacity_bytes=run.cluster.device.memory_bytes,
         slopes=tuple(moved),
         constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
         assumed=run.assumed,
@@ -173,8 +200,13 @@ def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, P
 def _fitting(run: Run) -> Program | None:
     """A run's program, if its device holds it."""
     built = program(run.graph, run.chosen, run.cluster)
-    peak = _play(built, run, run.cluster, rounds=ROUNDS).peak_bytes
-    return built if peak <= run.cluster.device.memory_bytes else None
+    held = _held(run, _play(built, run, run.cluster, rounds=ROUNDS))
+    return built if held.device_bytes <= run.cluster.device.memory_bytes else None
+
+
+def _held(run: Run, timeline: Timeline) -> Footprint:
+    memory = run.kernels.software.memory
+    return footprint(timeline, run.cluster.device, memory, communicators(run.chosen))
 
 
 def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:
@@ -200,11 +232,7 @@ def score(rows: Sequence[Predicted]) -> Score:
     known = [row for row in rows if row.predicted_s is not None]
     errors = sorted(abs(row.error) for row in known)
     ranks = [spearman(*group) for group in groups_of(known)]
-    memory = [
-        abs(math.log(row.peak_bytes / row.memory_bytes))
-        for row in known
-        if row.memory_bytes and row.peak_bytes
-    ]
+    memory = [row.memory_error for row in known if row.memory_error is not None]
     return Score(
         len(rows),
         len(known),
@@ -214,8 +242,10 @@ def score(rows: Sequence[Predicted]) -> Score:
         statistics.median(row.error for row in known) if known else None,
         statistics.mean(ranks) if ranks else None,
         len(ranks),
+        statistics.median(map(abs, memory)) if memory else None,
         statistics.median(memory) if memory else None,
         len(memory),
+        sum(row.over for row in known),
     )
 
 
@@ -266,7 +296,8 @@ def printed(name: str, found: Score) -> str:
         f" {_percent(found.median_abs_log_error)} | {_percent(found.p90_abs_log_error)} |"
         f" {_percent(found.bias, '+')} |"
         f" {'' if found.rank_correlation is None else f'{found.rank_correlation:.3f}'}"
-        f" ({found.groups}) | {_percent(found.median_abs_memory_error)} ({found.memory_rows}) |"
+        f" ({found.groups}) | {_percent(found.median_abs_memory_error)}"
+        f" {_percent(found.memory_bias, '+')} ({found.memory_rows}) | {found.over} |"
     )
 
 
@@ -274,9 +305,10 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{100 * value:{sign}.1f} %"
 
 
-HEAD = """\
-| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups) | memory (rows) |
-|---|---|---|---|---|---|---|---|"""
+HEAD = (
+    "| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups)"
+    " | memory, bias (rows) | above the device |\n|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
@@ -294,6 +326,7 @@ def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
             if own:
                 print(printed(source, score(own)))
         print(printed("all", score(chosen)))
+    tell_over(rows)
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:
         if row.reason:
@@ -304,6 +337,17 @@ def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
         for (source, reason), count in reasons.items():
             print(f"| {source} | {count} | {reason} |")
     return {source: score([r for r in rows if r.source_key == source]) for source in sources}
+
+
+def tell_over(rows: Iterable[Predicted]) -> None:
+    """Print the rows that would not fit the device that they ran on."""
+    above = [row for row in rows if row.over]
+    if above:
+        print("\nAbove the device's memory: some assumption is refuted")
+        print("| row | source | predicted, GB | device, GB |\n|---|---|---|---|")
+    for row in above:
+        sizes = f"{row.device_bytes / 1e9:.1f} | {row.capacity_bytes / 1e9:.1f}"
+        print(f"| {row.id} | {row.source_key} | {sizes} |")
 
 
 def constants(rows: Iterable[Predicted]) -> dict[str, object]:
@@ -375,6 +419,10 @@ def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[st
                 "predicted_s": row.predicted_s,
                 "reason": row.reason or None,
                 "predicted_peak_bytes": row.peak_bytes or None,
+                "predicted_reserved_bytes": row.reserved_bytes or None,
+                "predicted_device_bytes": row.device_bytes or None,
+                "above_device": row.over,
+                "stated_quantity": row.quantity,
                 "stated_memory_bytes": row.memory_bytes,
                 "assumed": list(row.assumed),
             }

@@ -9,13 +9,15 @@ import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from memory_terms import memory_of
 from published_models import Row, Shape, Unpredictable, graph_of, model_of, told, whole
 from published_network import network
 
 from parloom.comparators.configuration import SELECTIVE, Configuration
+from parloom.cost.attention import SCORES as UNFUSED
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import KnownDevice, find_device
-from parloom.cost.kernels import Kernels
+from parloom.cost.kernels import BLOCK, ROW, TENSOR, Kernels, slowest
 from parloom.cost.software import GENERATIONS, Software
 from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
@@ -30,23 +32,24 @@ NOT_STATED = ("", "null", "none (not stated)")
 # Which generation of software a run used: the first entry whose words are all in the framework's
 # name decides.
 FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("composer",), "eager"),
-    (("llm-foundry",), "eager"),
+    (("composer",), "eager 2023"),
+    (("llm-foundry",), "eager 2023"),
     (("torchtitan", "compile"), "compiled"),
     (("torchtitan",), "eager"),
     (("internevo",), "fused"),
-    (("megatron-bridge",), "fused"),
-    (("nemo",), "fused"),
-    (("megatron-core",), "fused"),
-    (("megatron core",), "fused"),
+    (("megatron-bridge",), "engine"),
+    (("nemo",), "engine"),
+    (("megatron-core",), "engine"),
+    (("megatron core",), "engine"),
     (("megatron",), "megatron"),
     (("deepspeed", "flash"), "fused"),
     (("deepspeed",), "megatron"),
     (("nvidia release",), "fused"),
+    (("ngc pytorch",), "eager 2020"),
     (("ngc",), "megatron"),
     (("nvidia",), "fused"),
     (("torch.compile",), "compiled"),
-    (("pytorch ddp",), "megatron"),
+    (("pytorch ddp",), "eager 2020"),
     (("oneflow",), "megatron"),
     (("paddle",), "megatron"),
     (("horovod",), "megatron"),
@@ -153,7 +156,7 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
             (*common, *assumed),
         )  # fmt: skip
         # Where attention is one kernel, there are no scores to recompute.
-        if not (found and scores and software.flash):
+        if not (found and scores and software.attention != UNFUSED):
             found.append(run)
     return found
 
@@ -373,8 +376,13 @@ def precision(row: Row) -> tuple[str, str | None]:
 
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     """Kernels of the row's device under its software."""
-    by_row = "row" in told(row, "precision")
-    return Kernels(cluster.device, software_of(row), None, precision(row)[1], by_row)
+    said = told(row, "precision")
+    scaling = (
+        ROW if "row" in said else BLOCK if re.search(r"mx|block|sub-?channel|fp4", said) else TENSOR
+    )
+    software = replace(software_of(row), memory=memory_of(row))
+    pace = slowest(cluster)
+    return Kernels(cluster.device, software, None, precision(row)[1], scaling, pace=pace)
 
 
 def software_of(row: Row) -> Software:

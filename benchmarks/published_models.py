@@ -56,6 +56,9 @@ RANKS = MappingProxyType({"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 6
 # A window in every other block (openai/gpt-oss-120b config.json: layer_types, sliding_window 128,
 # attention_bias true).
 WINDOWS = ((r"gpt[-_ ]?oss", 128),)
+# Frameworks whose GPT has dropout of 0.1 on hidden states and probabilities unless told otherwise:
+# Megatron-LM (arguments.py, --attention-dropout and --hidden-dropout) and what was derived from it.
+DROPS = ("megatron-lm", "megatron-deepspeed", "oneflow-gpt")
 # LoRA on the projections of attention with rank 16 (MLPerf Training llama2_70b_lora, reference
 # README: r = 16 on q, k, v and o projections).
 LORA_RANK, LORA_NAMES = 16, ("q", "k", "v", "qkv", "out")
@@ -143,6 +146,7 @@ def model_of(row: Row, dtype: str, multiple: int) -> Model:
         sizes["inner"] = whole(row, "ffn_hidden", 4 * sizes["width"])
     elif family == "gpt":
         sizes["inner"] = whole(row, "ffn_hidden", 4 * sizes["width"])
+        sizes["drops"] = int(any(word in told(row, "framework") for word in DROPS))
         if "mla" not in named and whole(row, "kv_heads", sizes["heads"]) != sizes["heads"]:
             assumed.append("keys for every head")
     else:
@@ -325,7 +329,8 @@ def _ids(*shape: int) -> Tensor:
 
 def _gpt(vocab: int, sizes: Sizes) -> Built:
     seq, width, inner = sizes["seq"], sizes["width"], sizes["inner"]
-    model = gpt.GPT(vocab, width, 2, sizes["heads"], seq)
+    dropout = 0.1 if sizes.get("drops") else 0.0
+    model = gpt.GPT(vocab, width, 2, sizes["heads"], seq, dropout)
     for block in model.blocks:
         assert isinstance(block, gpt.Block)
         block.up, block.down = nn.Linear(width, inner), nn.Linear(inner, width)

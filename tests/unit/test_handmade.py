@@ -113,7 +113,7 @@ def test_context_parallel_ranks_share_what_zero_shards() -> None:
     assert stored(built(replace(both, shard=2)))["optimizer"] == 2 * whole // 4
 
 
-def flops(found: Program) -> float:
+def flops(found: Program, *, stops_early: bool = False) -> float:
     """Forward and backward FLOPs of a step on all ranks, counted by a table that measures FLOPs."""
 
     class Counting:
@@ -125,7 +125,8 @@ def flops(found: Program) -> float:
     own = part_of(machine(chosen), chosen.ranks // chosen.pipeline)
     total = 0.0
     for part, pcg in zip(found.parts, found.lowered, strict=True):
-        kernels = Kernels(own.device, Software("none", launch_s=0.0), Counting())
+        software = Software("none", launch_s=0.0, stops_early=stops_early)
+        kernels = Kernels(own.device, software, Counting())
         walked = priced(pcg, own, part.decisions, kernels=kernels)
         for backward, track in ((False, walked.main.forward), (True, walked.main.backward)):
             for work in track.works:
@@ -154,13 +155,18 @@ def flops(found: Program) -> float:
     ],
 )
 def test_flops_of_a_step(chosen: Configuration) -> None:
-    """6 FLOPs per parameter of a product and token; 8 with full recomputation (of the blocks)."""
+    """6 FLOPs per parameter of a product and token; 8 with full recomputation (of the blocks).
+
+    The last product of a block is not run again by a checkpoint that stops early.
+    """
     products = DEPTH * (BLOCK - WIDTH)
     head = VOCAB * WIDTH
     tokens = BATCH * SEQ
     assert flops(built(chosen)) == pytest.approx(6 * (products + head) * tokens)
     again = flops(built(replace(chosen, recompute="full")))
     assert again == pytest.approx((8 * products + 6 * head) * tokens)
+    early = flops(built(replace(chosen, recompute="full")), stops_early=True)
+    assert early == pytest.approx(again - 2 * DEPTH * 4 * WIDTH * WIDTH * tokens)
     every_other = flops(built(replace(chosen, recompute="alternate")))
     assert flops(built(chosen)) < every_other <= again
 
@@ -270,9 +276,9 @@ def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> Non
     early, late = (
         found.play(CLUSTER, Kernels(CLUSTER.device, software)) for software in (overlaps, waits)
     )
-    reduced = sum(t.total().comm_s for t in priced(
-        found.lowered[0], CLUSTER, found.parts[0].decisions).buckets)  # fmt: skip
-    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions)
+    kernels = Kernels(CLUSTER.device, waits)
+    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions, kernels=kernels)
+    reduced = sum(transfer.total().comm_s for transfer in alone.buckets)
     compute = alone.main.forward.total.seconds + alone.main.backward.total.seconds
     compute += alone.parameters.update().price.compute_s
     assert late.step_s == pytest.approx(compute + reduced, rel=0.02)
