@@ -6,7 +6,6 @@ it what takes less memory; every run says what was assumed.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -153,7 +152,7 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
         raise Unpredictable(str(error)) from error
     common = (*model.assumed, *_assumed_software(row), *_assumed_cluster(row))
     optimizer = optimizer_of(row)
-    found = []
+    found: list[Run] = []
     for configured, scores, assumed in options:
         software = replace(kernels.software, keeps_scores=not scores)
         run = Run(
@@ -333,10 +332,13 @@ def recompute_policy(text: str, framework: str, row: Row) -> str | None:
     if share is not None and not text.startswith("selective"):
         return min(SHARES, key=lambda policy: abs(SHARES[policy] - share))
     if "selective" in text or "core_attn" in text or "core attention" in text:
+        # Of Megatron-Core's recompute_modules, mlp and moe are about half of a block's work.
+        if re.search(r"\b(mlp|moe)\b", text):
+            return "alternate"
+        if re.search(r"norm|activation|act\b|gelu|silu|up_proj", text):
+            return SELECTIVE
         if "attention" in text or "attn" in text:
             return SCORES
-        if re.search(r"norm|activation|act\b|gelu|silu", text):
-            return SELECTIVE
         per_op = "per-op" in text or "layer" in text or "torchtitan" in framework
         return "alternate" if per_op else SCORES
     # MaxText's remat policies: minimal keeps all products with weights, others some of them
