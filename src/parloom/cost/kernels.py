@@ -351,7 +351,7 @@ class Kernels:
         written = [i for i in range(len(results)) if i not in operator.inner_results]
         launches = int(operator.launches)
         fore, aft = CLASS_PASSES.get(operator.op, (0.0, 0.0))
-        if self.software.merges == ROWS:
+        if self.software.merges == ROWS or self.software.fuses_loss:
             fore = aft = 0.0
         read += int(fore * operands[0]) if operands else 0
         forward = self._stream(operator, read + sum(results[i] for i in written), launches)

@@ -12,7 +12,7 @@ from math import prod
 from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
-from parloom.cost.merging import Part, merged
+from parloom.cost.merging import CROSS_ENTROPY, Part, merged
 from parloom.cost.staging import staging_bytes
 from parloom.cost.works import (
     INSIDE,
@@ -95,8 +95,11 @@ class Walker:
     ) -> Walked:
         """The price of a body; `lives` says what of its inputs others count."""
         # Values that are dropped are memory of their own: nothing of them stays in a kernel.
-        merges = self.kernels.software.merges if remake is None else ""
-        self._run(inputs, body, lives, merged(body, outputs, merges))
+        software = self.kernels.software
+        parts = (
+            merged(body, outputs, software.merges, software.fuses_loss) if remake is None else {}
+        )
+        self._run(inputs, body, lives, parts)
         if remake is not None:
             lives.drop(remake, self._again(remake))
         return self._walked(inputs, lives, outputs)
@@ -294,6 +297,10 @@ class _Body:
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
             own, undo = scores.kept_bytes, scores.backward_bytes
+        if kind == CROSS_ENTROPY and self.walker.kernels.software.fuses_loss:
+            # Its gradient is made of the logits, and takes their place.
+            own = undo = 0
+            self.keep_value(item.operands[0])
         if own:
             lives.sizes[own_of(item.results[0])] = own
             lives.keep(own_of(item.results[0]))
