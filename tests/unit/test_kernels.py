@@ -228,7 +228,7 @@ def test_update_in_one_pass_or_in_many() -> None:
 
 
 def test_generations() -> None:
-    assert len(GENERATIONS) == 7
+    assert len(GENERATIONS) == 8
     assert GENERATIONS["megatron"].overlaps is False
     with pytest.raises(InputError, match="flash2"):
         Software("odd", attention="flash22")

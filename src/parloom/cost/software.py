@@ -29,8 +29,9 @@ class Software:
     update is one pass over memory. `clips`: gradients are clipped by their norm. `overlaps`: gradients are reduced beside the backward pass, not
     after it. `hides_moves`: products are cut so that collectives on their operands and results go
     on beside them (asynchronous tensor parallelism). `stacks`: what a collective gathers or
-    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `fuses_casts`:
-    kernels write operands of 8-bit products as these read them. `stops_early`:
+    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `gathers_again`:
+    products keep their part of what was gathered for them, and gather it again in the backward
+    pass, beside the first of its products. `fuses_casts`: kernels write operands of 8-bit products as these read them. `stops_early`:
     a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
     of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
     time from kernel to kernel. Whole gradients are reduced, and updated weights gathered, in buckets of
@@ -48,6 +49,7 @@ class Software:
     overlaps: bool = True
     hides_moves: bool = False
     stacks: bool = True
+    gathers_again: bool = False
     fuses_casts: bool = False
     stops_early: bool = True
     launch_s: float = 5e-6
@@ -73,7 +75,7 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             # with scale and mask, Adam of apex; gradients are reduced after the last backward pass.
             Software(
                 "megatron", attention=SCORES, merges=ELEMENTWISE, fused_optimizer=True,
-                overlaps=False, stacks=False, stops_early=False,
+                overlaps=False, stacks=False, gathers_again=True, stops_early=False,
                 bucket_elements=MEGATRON_BUCKETS,
             ),
             # PyTorch before FlashAttention, 2018 to 2021, with an optimizer of apex: every operator
@@ -85,14 +87,18 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             Software("eager 2023", attention="flash1"),
             # Kernels fused by hand as in Megatron-LM, with FlashAttention and overlap (since 2023).
             Software(
-                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False,
-                bucket_elements=MEGATRON_BUCKETS,
+                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False
+            ),
+            # The same with the first FlashAttention.
+            Software(
+                "fused 2023", attention="flash1", merges=ELEMENTWISE, fused_optimizer=True,
+                stacks=False, stops_early=False,
             ),
             # Megatron-Core with TransformerEngine (since 2024): attention of cuDNN, norms and
             # losses in one kernel, collectives of tensor parallelism beside products.
             Software(
                 "engine", attention="cudnn", merges=ROWS, fused_optimizer=True, hides_moves=True,
-                stacks=False, fuses_casts=True, stops_early=False,
+                stacks=False, gathers_again=True, fuses_casts=True, stops_early=False,
                 bucket_elements=MEGATRON_BUCKETS, overlaps_gathers=True,
             ),
             # Compiled by TorchInductor.

@@ -240,6 +240,8 @@ class _Body:
         self.position = {v.name: i for i, v in enumerate(inputs)}
         # What stays inside of a merged kernel, and the operator that makes it.
         self.unwritten: dict[str, Compute] = {}
+        # By a gathered value's memory, the part of it that a rank has itself.
+        self.gathered: dict[str, PValue] = {}
         lives.sizes |= {v.name: walker.local_bytes(v) for v in inputs}
 
     def works(
@@ -284,7 +286,10 @@ class _Body:
         if not any(v.differentiable for v in item.results):
             return forward, None
         saved = saved_by(item)
-        self.keep(item, self.narrowed(item, saved) if item.node.op in LINEAR else saved)
+        if item.node.op in LINEAR:
+            self.keep_product(item, saved)
+        else:
+            self.keep(item, saved)
         own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
@@ -380,22 +385,25 @@ class _Body:
         for what, index in saved:
             self.keep_value(item.results[index] if what == "result" else item.operands[index])
 
-    def narrowed(self, item: Compute, saved: SavedTensors) -> SavedTensors:
-        """What is left to keep of a product that keeps its 8-bit activations in place of these.
-
-        Products that read the same activations share them.
+    def keep_product(self, item: Compute, saved: SavedTensors) -> None:
+        """What a product keeps: 8-bit activations in place of those that it casts, which products
+        that read the same share; and of gathered ones the rank's own part (Korthikanti et al.,
+        2022, section 4.2.2), where the software gathers them again beside the backward pass.
         """
-        kernels = self.walker.kernels
-        if ("operand", 0) not in saved or not (
-            kernels.software.fuses_casts and kernels.product_dtype in NARROW
-        ):
-            return saved
-        owner = f"{self.lives.of(item.operands[0])} narrow"
-        activations = item.operands[0]
-        width = DTYPE_BYTES[activations.spec.dtype]
-        self.lives.sizes[owner] = self.walker.local_bytes(activations) // width
-        self.lives.keep(owner)
-        return tuple(s for s in saved if s != ("operand", 0))
+        kernels, rest = self.walker.kernels, saved
+        if ("operand", 0) in saved and item.operands[0].name not in self.position:
+            rest = tuple(s for s in saved if s != ("operand", 0))
+            value = item.operands[0]
+            if kernels.software.gathers_again:
+                value = self.gathered.get(self.lives.of(value), value)
+            if kernels.software.fuses_casts and kernels.product_dtype in NARROW:
+                owner = f"{self.lives.of(value)} narrow"
+                width = DTYPE_BYTES[value.spec.dtype]
+                self.lives.sizes[owner] = self.walker.local_bytes(value) // width
+                self.lives.keep(owner)
+            else:
+                self.keep_value(value)
+        self.keep(item, rest)
 
     def keep_value(self, value: PValue) -> None:
         """Keep a value, or what it is made of again in the backward pass's kernel."""
@@ -417,6 +425,8 @@ class _Body:
         self.define((item.operand,), (item.result,))
         if adjoint.forward in FREE:
             self.lives.share(item.operand, item.result)
+        if adjoint.forward == "all_gather":
+            self.gathered[item.result.name] = item.operand
         forward = self.primitive(adjoint.forward, item, item.operand, item.result)
         if not item.operand.differentiable:
             return forward, None
