@@ -357,7 +357,7 @@ def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
     for text in big.plan.decisions.rewrites:
         found = parse_rewrite(text)
         if isinstance(found, Stripe):
-            yield text
+            yield str(replace(found, ranks=_ranks(big, found)))
             continue
         name = stacks.small_path(found if isinstance(found, str) else found.name)
         if isinstance(found, str):
@@ -366,6 +366,18 @@ def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
             size = rows[name]
             unit = lcm(2, big.needs.divisors.get(found.padded, 1))
             yield str(Padding(name, size, (size // unit + 1) * unit))
+
+
+def _ranks(big: Big, stripe: Stripe) -> int:
+    """Over how many ranks of the small mesh the axes go that have stripes."""
+    decided = {node.key: node.factors for node in big.plan.decisions.nodes}
+    for key, flat in big.nodes.items():
+        if flat.node.op == "view" and not flat.node.path:
+            rule = big.factored.rule(flat.function, flat.node)
+            for factor, axes in decided.get(key, ()):
+                if rule.size(factor) == stripe.ranks == big.plan.decisions.mesh.size(axes):
+                    return big.mesh.size(axes)
+    return stripe.ranks
 
 
 def _mesh_change(old: Decisions, new: Decisions) -> Iterator[str]:
