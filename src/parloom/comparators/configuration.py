@@ -52,7 +52,10 @@ class Configuration:
     3) shards; 0 is all. `expert` ranks share the experts: of the data-parallel ones, or where that
     is more of them, all of these with their tensor-parallel ones. `recompute`: none of the blocks,
     every other one, all, or of each what is cheap (`cheap_operators`). `microbatch` samples a rank
-    at a time; `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
+    at a time; `interleave` chunks of the model a pipeline rank. `schedule` of the pipeline, by its
+    name in `ir/schedules.py`; "" is 1F1B, interleaved where there are chunks. `synchronizes`: ranks
+    wait for each other before they update weights (see `cost/pipeline.py`). dtypes as in
+    `Decisions`.
     """
 
     tensor: int = 1
@@ -70,6 +73,13 @@ class Configuration:
     master_dtype: str | None = "float32"
     reduce_dtype: str | None = None
     copies: int = 1
+    schedule: str = ""
+    synchronizes: bool = True
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule of the pipeline."""
+        return self.schedule or ("interleaved_1f1b" if self.interleave > 1 else "1f1b")
 
     @property
     def ranks(self) -> int:
@@ -83,6 +93,7 @@ class Configuration:
             "sequence parallel" if self.sequence_parallel else "",
             f"{self.num_microbatches} microbatches" if self.num_microbatches > 1 else "",
             f"{self.recompute} recomputation" if self.recompute != "none" else "",
+            self.schedule,
         )
         return tuple(word for word in said if word)
 
