@@ -1,9 +1,12 @@
 """The scoreboard: published runs, predicted by the same lowering, prices and simulator as any plan.
 
     python benchmarks/fidelity.py [--runs FILE] [--json FILE] [--only SOURCE] [--gated] [--quick]
+                                  [--jobs N]
 
 Every row with `plan_complete` = 1 is built by hand (`comparators.handmade`) on a graph captured at
-its shapes, and simulated; what cannot be built counts against coverage, with its reason. Errors are
+its shapes, and simulated; what cannot be built counts against coverage, with its reason. Where a
+row does not say what is recomputed or which ZeRO it is, the first of its framework's default and
+what takes less memory that fits the device is predicted; rows list what was `assumed`. Errors are
 |log(predicted / measured)|, bias the median of the log with its sign, rank correlation the mean of
 Spearman's over groups of one model, device, device count, sequence and global batch with at least
 five different plans (equal plans that were measured several times count once, by their median).
@@ -17,19 +20,24 @@ moves with every constant; `--quick` leaves that out.
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from csv import DictReader
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 from fit import Sample, held_out
-from published import Row, Run, Shape, Unpredictable, gated, run_of_row
+from memory_terms import UNIT_BYTES, quantity_of
+from published import Run, gated, runs_of_row
+from published_models import Row, Shape, Unpredictable
 
-from parloom.comparators.handmade import Program, program
+from parloom.comparators.handmade import Program, communicators, program
 from parloom.cost.devices import table
+from parloom.cost.footprint import footprint
 from parloom.cost.software import GENERATIONS
 from parloom.cost.timeline import Timeline
 from parloom.errors import ParloomError
@@ -44,10 +52,14 @@ PLAN = (
     "activation_checkpointing", "precision", "framework", "other_plan",
     "layers", "hidden", "heads", "interconnect_inter",
 )  # fmt: skip
+MODEL = ("family", "hidden", "heads", "seq_len", "ffn_hidden", "precision")
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
 ROUNDS = 2  # of a pipeline, to see that
-CONSTANTS = ("matmul", "memory", "attention")
+CONSTANTS = ("matmul", "memory", "sustained")
+QUANTITIES = {
+    "allocated": "peak_bytes", "reserved": "reserved_bytes", "device": "device_bytes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,24 @@ class Predicted:
     reason: str = ""
     peak_bytes: int = 0
     memory_bytes: float | None = None
+    reserved_bytes: int = 0
+    device_bytes: int = 0
+    capacity_bytes: int = 0
+    quantity: str = ""
     slopes: tuple[float, ...] = ()
     constants: tuple[float, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def memory_error(self) -> float | None:
+        """log(predicted / stated) of the quantity that is stated; None where none is."""
+        predicted = getattr(self, QUANTITIES[self.quantity]) if self.quantity else 0
+        return math.log(predicted / self.memory_bytes) if predicted and self.memory_bytes else None
+
+    @property
+    def over(self) -> bool:
+        """Whether it would not fit the device that it ran on: some assumption is refuted."""
+        return self.device_bytes > self.capacity_bytes
 
     @property
     def error(self) -> float:
@@ -91,7 +119,9 @@ class Score:
     rank_correlation: float | None
     groups: int
     median_abs_memory_error: float | None
+    memory_bias: float | None
     memory_rows: int
+    over: int
 
 
 def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predicted:
@@ -101,7 +131,8 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
         row["id"], row["source_key"], gated(row), positive(row["target_seconds_per_iter"]) or 0.0,
         tuple(row[name] for name in GROUP), tuple(row[name] for name in PLAN),
         row["gpu_key"] or row["gpu_type"],
-        memory_bytes=memory * 1e9 if memory else None,
+        memory_bytes=memory * UNIT_BYTES if memory else None,
+        quantity=quantity_of(row),
     )  # fmt: skip
     try:
         return _simulated(found, row, slopes, known)
@@ -125,27 +156,60 @@ def positive(text: str) -> float | None:
 def _simulated(
     found: Predicted, row: Row, slopes: bool, known: list[tuple[Shape, Graph]]
 ) -> Predicted:
-    run = run_of_row(row, known)
-    built = program(run.graph, run.chosen, run.cluster)
+    run, built = _first_that_fits(row, known)
     timeline = _play(built, run, run.cluster)
     moved = []
     if slopes:
-        base = _play(built, run, run.cluster, rounds=ROUNDS).step_s
+        base = _play(built, run, run.cluster, rounds=ROUNDS).period_s
         for constant in CONSTANTS:
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
-            other = _play(built, run, cluster, rounds=ROUNDS).step_s
+            other = _play(built, run, cluster, rounds=ROUNDS).period_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
+    device, software = run.cluster.device, run.kernels.software
+    held = footprint(timeline, device, software.memory, communicators(run.chosen))
     return replace(
         found,
-        predicted_s=timeline.step_s,
-        peak_bytes=timeline.peak_bytes,
+        predicted_s=timeline.period_s,
+        peak_bytes=held.allocated_bytes,
+        reserved_bytes=held.reserved_bytes,
+        device_bytes=held.device_bytes,
+        capacity_bytes=device.memory_bytes,
         slopes=tuple(moved),
         constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
+        assumed=run.assumed,
     )
 
 
+def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, Program]:
+    """The first of what a row may describe whose peak its device holds; where none fits, the one
+    that takes least. Each is taken to need less memory than the one before it.
+    """
+    runs = runs_of_row(row, known)
+    if len(runs) == 1 or (first := _fitting(runs[0])) is not None:
+        run = runs[0]
+        return run, program(run.graph, run.chosen, run.cluster) if len(runs) == 1 else first
+    low, high, best = 1, len(runs) - 1, None
+    while low < high:
+        middle = (low + high) // 2
+        found = _fitting(runs[middle])
+        if found is None:
+            low = middle + 1
+        else:
+            high, best = middle, found
+    run = runs[low]
+    return run, best or program(run.graph, run.chosen, run.cluster)
+
+
+def _fitting(run: Run) -> Program | None:
+    """A run's program, if its device holds it."""
+    built = program(run.graph, run.chosen, run.cluster)
+    peak = _play(built, run, run.cluster, rounds=ROUNDS).peak_bytes
+    return built if peak <= run.cluster.device.memory_bytes else None
+
+
 def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:
-    return built.play(cluster, replace(run.kernels, device=cluster.device), rounds=rounds)
+    kernels = replace(run.kernels, device=cluster.device)
+    return built.play(cluster, kernels, run.optimizer, rounds=rounds)
 
 
 def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
@@ -166,11 +230,7 @@ def score(rows: Sequence[Predicted]) -> Score:
     known = [row for row in rows if row.predicted_s is not None]
     errors = sorted(abs(row.error) for row in known)
     ranks = [spearman(*group) for group in groups_of(known)]
-    memory = [
-        abs(math.log(row.peak_bytes / row.memory_bytes))
-        for row in known
-        if row.memory_bytes and row.peak_bytes
-    ]
+    memory = [row.memory_error for row in known if row.memory_error is not None]
     return Score(
         len(rows),
         len(known),
@@ -180,8 +240,10 @@ def score(rows: Sequence[Predicted]) -> Score:
         statistics.median(row.error for row in known) if known else None,
         statistics.mean(ranks) if ranks else None,
         len(ranks),
+        statistics.median(map(abs, memory)) if memory else None,
         statistics.median(memory) if memory else None,
         len(memory),
+        sum(row.over for row in known),
     )
 
 
@@ -232,7 +294,8 @@ def printed(name: str, found: Score) -> str:
         f" {_percent(found.median_abs_log_error)} | {_percent(found.p90_abs_log_error)} |"
         f" {_percent(found.bias, '+')} |"
         f" {'' if found.rank_correlation is None else f'{found.rank_correlation:.3f}'}"
-        f" ({found.groups}) | {_percent(found.median_abs_memory_error)} ({found.memory_rows}) |"
+        f" ({found.groups}) | {_percent(found.median_abs_memory_error)}"
+        f" {_percent(found.memory_bias, '+')} ({found.memory_rows}) | {found.over} |"
     )
 
 
@@ -240,9 +303,10 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{100 * value:{sign}.1f} %"
 
 
-HEAD = """\
-| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups) | memory (rows) |
-|---|---|---|---|---|---|---|---|"""
+HEAD = (
+    "| rows of | rows | coverage | median error | 90th pct. | bias | rank (groups)"
+    " | memory, bias (rows) | above the device |\n|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
@@ -260,6 +324,7 @@ def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
             if own:
                 print(printed(source, score(own)))
         print(printed("all", score(chosen)))
+    tell_over(rows)
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:
         if row.reason:
@@ -270,6 +335,17 @@ def tell(rows: Sequence[Predicted]) -> dict[str, Score]:
         for (source, reason), count in reasons.items():
             print(f"| {source} | {count} | {reason} |")
     return {source: score([r for r in rows if r.source_key == source]) for source in sources}
+
+
+def tell_over(rows: Iterable[Predicted]) -> None:
+    """Print the rows that would not fit the device that they ran on."""
+    above = [row for row in rows if row.over]
+    if above:
+        print("\nAbove the device's memory: some assumption is refuted")
+        print("| row | source | predicted, GB | device, GB |\n|---|---|---|---|")
+    for row in above:
+        sizes = f"{row.device_bytes / 1e9:.1f} | {row.capacity_bytes / 1e9:.1f}"
+        print(f"| {row.id} | {row.source_key} | {sizes} |")
 
 
 def constants(rows: Iterable[Predicted]) -> dict[str, object]:
@@ -341,7 +417,12 @@ def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[st
                 "predicted_s": row.predicted_s,
                 "reason": row.reason or None,
                 "predicted_peak_bytes": row.peak_bytes or None,
+                "predicted_reserved_bytes": row.reserved_bytes or None,
+                "predicted_device_bytes": row.device_bytes or None,
+                "above_device": row.over,
+                "stated_quantity": row.quantity,
                 "stated_memory_bytes": row.memory_bytes,
+                "assumed": list(row.assumed),
             }
             for row in rows
         ],
@@ -356,6 +437,27 @@ def chosen_rows(path: Path, only: str | None, keep: Callable[[Row], bool]) -> li
     return [r for r in rows if only is None or r["source_key"] == only]
 
 
+def predicted(rows: Sequence[Row], slopes: bool, jobs: int) -> list[Predicted]:
+    """All rows, in their order; in `jobs` processes, each of which has all rows of a model."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(tuple(row[name] for name in MODEL), []).append(index)
+    work = [([rows[i] for i in group], slopes) for group in groups.values()]
+    if jobs > 1:
+        with multiprocessing.get_context("fork").Pool(jobs) as pool:
+            done = pool.map(_predict_all, work, chunksize=1)
+    else:
+        done = [_predict_all(one) for one in work]
+    found = dict(zip((i for group in groups.values() for i in group), chain(*done), strict=True))
+    return [found[index] for index in range(len(rows))]
+
+
+def _predict_all(work: tuple[Sequence[Row], bool]) -> list[Predicted]:
+    rows, slopes = work
+    known: list[tuple[Shape, Graph]] = []
+    return [predict(row, slopes and gated(row), known) for row in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=RUNS)
@@ -363,18 +465,19 @@ def main() -> None:
     parser.add_argument("--only", help="rows of one source")
     parser.add_argument("--gated", action="store_true", help="rows of the gate alone")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    start = time.process_time()
+    start = sum(os.times()[:4])  # of its processes, too
     listed = chosen_rows(asked.runs, asked.only, gated if asked.gated else lambda row: True)
-    known: list[tuple[Shape, Graph]] = []
-    rows = [predict(row, not asked.quick and gated(row), known) for row in listed]
+    rows = predicted(listed, not asked.quick, asked.jobs)
     sources = tell(rows)
     found = document(rows, sources)
     print_constants(constants(rows))
     if not asked.quick and any(row.gated for row in rows):
         found["cross_validated"] = cross_validated(rows)
-    print(f"\n{len(rows)} rows in {time.process_time() - start:.0f} s of CPU time")
+    used = sum(os.times()[:4]) - start
+    print(f"\n{len(rows)} rows in {used:.0f} s of CPU time")
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -1,33 +1,30 @@
-"""A published run, read from its row: model, cluster, configuration, software.
+"""A published run, read from its row: model, cluster, configurations, software.
 
 Everything is read from what the row says, by rules that name frameworks, years and flags, never a
-model or a source. Where a row is silent, the rule says what is assumed.
+model or a source. Where a row is silent, its framework's documented default is assumed, and after
+it what takes less memory; every run says what was assumed.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from types import MappingProxyType
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from memory_terms import memory_of
+from published_models import Row, Shape, Unpredictable, graph_of, model_of, told, whole
+from published_network import network
+from published_schedule import schedule_of
 
-from parloom.capture import capture
-from parloom.capture.load import cast_model
-from parloom.comparators.configuration import Configuration
+from parloom.comparators.configuration import SELECTIVE, Configuration
+from parloom.cost.attention import SCORES as UNFUSED
 from parloom.cost.clusters import load_cluster
-from parloom.cost.devices import Network, find_device, find_interconnect
-from parloom.cost.kernels import Kernels
+from parloom.cost.devices import KnownDevice, find_device
+from parloom.cost.kernels import BLOCK, ROW, TENSOR, Kernels, slowest
 from parloom.cost.software import GENERATIONS, Software
 from parloom.errors import ParloomError
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster
-from parloom.ir.repeat import repeated
-from parloom.zoo import bert, gpt, llama
-
-Row = Mapping[str, str]
-Build = Callable[..., tuple[nn.Module, dict[str, Tensor]]]
+from parloom.ir.plan import Optimizer
 
 GATED_FRAMEWORKS = (
     "composer", "megatron", "pytorch", "torchtitan", "deepspeed", "nemo", "internevo",
@@ -37,67 +34,90 @@ NOT_STATED = ("", "null", "none (not stated)")
 # Which generation of software a run used: the first entry whose words are all in the framework's
 # name decides.
 FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("composer",), "eager"),
+    (("composer",), "eager 2023"),
+    (("llm-foundry",), "eager 2023"),
     (("torchtitan", "compile"), "compiled"),
     (("torchtitan",), "eager"),
     (("internevo",), "fused"),
-    (("megatron-bridge",), "fused"),
-    (("nemo",), "fused"),
+    (("megatron-bridge",), "engine"),
+    (("nemo",), "engine"),
+    (("megatron-core",), "engine"),
+    (("megatron core",), "engine"),
     (("megatron",), "megatron"),
+    (("deepspeed", "flash"), "fused"),
+    (("deepspeed",), "megatron"),
     (("nvidia release",), "fused"),
+    (("ngc pytorch",), "eager 2020"),
     (("ngc",), "megatron"),
     (("nvidia",), "fused"),
-    (("pytorch ddp",), "megatron"),
+    (("torch.compile",), "compiled"),
+    (("pytorch ddp",), "eager 2020"),
     (("oneflow",), "megatron"),
     (("paddle",), "megatron"),
     (("horovod",), "megatron"),
     (("pytorch",), "eager"),
+    (("fsdp",), "eager"),
     (("mxnet",), "megatron"),
+    (("maxtext",), "compiled"),
+    (("jax",), "compiled"),
     (("tensorflow",), "megatron"),
     (("alpa",), "megatron"),
 )
+# Where no entry fits: kernels of the years of a device, by words of its name.
+OF_DEVICE = ((("v100", "t4", "2080"), "megatron"), (("tpu",), "compiled"), (("",), "fused"))
 # Frameworks that pad the vocabulary, to a multiple of this for each tensor-parallel rank:
 # Megatron-LM (--make-vocab-size-divisible-by), NVIDIA's DeepLearningExamples (run_pretraining.py).
 PADS = {"megatron": 128, "nemo": 128, "ngc pytorch": 8, "nvidia": 8}
-FAMILIES = {
-    "gpt": "gpt", "gpt(mpt)": "gpt", "gpt(bloom)": "gpt", "gpt(bloom, ALiBi)": "gpt",
-    "llama": "llama", "llama-like": "llama", "bert": "bert", "moe": "moe",
-}  # fmt: skip
-# Vocabularies of the tokenizers that a family is trained with where a row names none: GPT-2's,
-# Llama's, BERT's.
-VOCABULARY = {"gpt": 50257, "llama": 32000, "bert": 30522}
-FABRICS = (
-    ("omni-path", "Omni-Path"), ("roce", "RoCE"), ("rdma", "RoCE"), ("ib", "InfiniBand"),
-    ("infiniband", "InfiniBand"), ("ethernet", "Ethernet"),
+# ZeRO's level where a row names none; the first entry whose word the framework has.
+ZERO = (
+    ("composer", 3),  # llm-foundry, scripts/train/yamls/pretrain: fsdp_config FULL_SHARD
+    ("llm-foundry", 3),
+    ("torchtitan", 3),  # job_config.py: data_parallel_shard_degree -1
+    ("maxtext", 3),  # base.yml: ici_fsdp_parallelism -1
+    ("fsdp", 3),
+    ("megatron-bridge", 1),  # recipes: use_distributed_optimizer
+    ("nemo", 1),  # NeMo-Framework-Launcher, conf/training: distributed_fused_adam
+    ("megatron", 0),  # arguments.py: --use-distributed-optimizer is off
+    ("", 0),  # DDP; DeepSpeed, config.py: stage 0
 )  # fmt: skip
-PORTS = re.compile(r"(\d+) ?x ?[^,:]*?(\d+) ?Gb/s", re.IGNORECASE)
-RATE = re.compile(r"(\d+) ?Gb/s", re.IGNORECASE)
-PER_NODE = re.compile(r"(\d+) Gb/s/node", re.IGNORECASE)
-PER_DEVICE = re.compile(r"(\d+) Gb/s RDMA per GPU", re.IGNORECASE)
-
-
-class Unpredictable(Exception):
-    """Why there is no prediction for a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is captured: a zoo model's sizes, the global batch, the dtype."""
-
-    family: str
-    sizes: Mapping[str, int]
-    samples: int
-    dtype: str
+# What is recomputed where a row names nothing.
+RECOMPUTED = (
+    ("torchtitan", "alternate"),  # job_config.py: activation_checkpoint.mode selective
+    ("maxtext", "full"),  # base.yml: remat_policy full
+    ("", "none"),  # arguments.py of Megatron-LM, config.py of DeepSpeed, llm-foundry: off
+)
+# Selective recomputation is of attention's scores in Megatron-LM (--recompute-granularity
+# selective: core attention) and what grew out of it; torchtitan keeps every other product, about as
+# much to compute as every other block.
+SCORES = "scores"
+LADDER = ("none", SCORES, SELECTIVE, "alternate", "full")
+SHARES = MappingProxyType({"none": 0.0, "quarter": 0.25, "alternate": 0.5, "full": 1.0})
+# Sequence parallelism with tensor parallelism where a row is silent.
+SEQUENCE_PARALLEL = (
+    "torchtitan",  # parallelize_llama: SequenceParallel norms, always
+    "megatron-bridge",  # recipes: sequence_parallel with tensor parallelism
+    "nemo",  # NeMo-Framework-Launcher, conf/training: sequence_parallel
+)
+OPTIMIZERS = (
+    ("lamb", Optimizer("lamb", 2)),
+    ("lars", Optimizer("sgd", 1)),
+    ("sgd", Optimizer("sgd", 1)),
+)
+WIDE = r"(fp32|float32|32[- ]?bit)"
+SUMS = r"(gradient|grads?\b|reduc|all-?reduce)"
+WIDE_SUMS = re.compile(rf"{WIDE}[^,;+]{{0,16}}{SUMS}|{SUMS}[^,;+]{{0,24}}\b{WIDE}")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A published run as the simulator takes it."""
+    """A published run as the simulator takes it, and what of it was assumed."""
 
     graph: Graph
     cluster: Cluster
     chosen: Configuration
     kernels: Kernels
+    optimizer: Optimizer
+    assumed: tuple[str, ...] = ()
 
 
 def gated(row: Row) -> bool:
@@ -110,317 +130,320 @@ def gated(row: Row) -> bool:
     )
 
 
-def run_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> Run:
-    """What a row describes; raises `Unpredictable` with the reason where it cannot be built.
+def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
+    """What a row may describe, the most plausible first; raises `Unpredictable` with the reason
+    where it cannot be built.
 
-    `known` holds the graph that was captured last, for rows that share it.
+    Each later run takes less memory than the ones before it. `known` holds graphs that were
+    captured, for rows that share them.
     """
     try:
-        chosen = configuration(row)
+        options = configurations(row)
         cluster = cluster_of(row)
+        chosen = options[0][0]
+        padded = [n for word, n in PADS.items() if word in told(row, "framework")]
+        multiple = padded[0] * chosen.tensor if padded else 1
+        model = model_of(row, precision(row)[0], multiple)
         kernels = kernels_of(row, cluster)
-        return Run(graph_of(row, chosen, known), cluster, chosen, kernels)
+        graph = graph_of(model, chosen.samples, known)
     except ParloomError as error:
         raise Unpredictable(str(error)) from error
+    common = (*model.assumed, *_assumed_software(row), *_assumed_cluster(row))
+    optimizer = optimizer_of(row)
+    found = []
+    for configured, scores, assumed in options:
+        software = replace(kernels.software, keeps_scores=not scores)
+        run = Run(
+            graph, cluster, configured, replace(kernels, software=software), optimizer,
+            (*common, *assumed),
+        )  # fmt: skip
+        # Where attention is one kernel, there are no scores to recompute.
+        if not (found and scores and software.attention != UNFUSED):
+            found.append(run)
+    return found
 
 
-def whole(row: Row, name: str, default: int | None = None) -> int:
-    """A whole number of a row."""
-    text = (row.get(name) or "").strip()
-    if not text and default is not None:
-        return default
-    try:
-        number = round(float(text))
-    except (ValueError, OverflowError):
-        raise Unpredictable(f"{name} is {text!r}, no number") from None
-    if number < 1:
-        raise Unpredictable(f"{name} is {text!r}: at least 1 is needed")
-    return number
+Option = tuple[Configuration, bool, tuple[str, ...]]
 
 
-def configuration(row: Row) -> Configuration:
-    """The plan of a row."""
+def configurations(row: Row) -> list[Option]:
+    """Plans that a row may mean: each with whether attention's scores are recomputed, and what is
+    assumed.
+    """
     devices = whole(row, "num_gpus")
     tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1)
     context = whole(row, "cp", 1)
     if devices % (tensor * pipeline * context):
         raise Unpredictable(f"tp x pp x cp do not divide {devices} devices")
     data = devices // (tensor * pipeline * context)
-    micro, batch = whole(row, "micro_batch"), whole(row, "global_batch")
+    common: list[str] = []
+    micro, batch = _microbatch(row, data, common), whole(row, "global_batch")
     if batch % (data * micro):
         raise Unpredictable(f"a batch of {batch} is not {data} ranks times {micro} samples")
-    zero, shard = _zero(row, tensor)
     steps = batch // (data * micro)
-    chunks = whole(row, "vpp", 1)
-    return Configuration(
+    played = schedule_of(row, pipeline, steps, whole(row, "layers"))
+    common += played.assumed
+    base = Configuration(
         tensor,
         pipeline,
-        chunks if chunks > 1 and steps % pipeline == 0 else 1,
+        played.chunks,
         data,
         context,
         whole(row, "ep", 1),
-        zero=zero if data * context > 1 else 0,
-        shard=min(shard, data),
-        recompute=_recompute(row),
         microbatch=micro,
         num_microbatches=steps,
-        sequence_parallel=row["sequence_parallel"].lower() == "yes" and tensor > 1,
+        sequence_parallel=tensor > 1 and _sequence_parallel(row, common),
         master_dtype=None if precision(row)[0] == "float32" else "float32",
-        # Automatic mixed precision keeps gradients as wide as its weights.
-        reduce_dtype="float32" if "amp" in row["precision"].lower() else None,
+        reduce_dtype=_reduce_dtype(row),
+        schedule=played.name,
+        synchronizes=played.synchronizes,
     )
+    levels, told_level = zero_levels(row, tensor)
+    policies, told_policy = recomputed(row)
+    if data * context == 1:
+        levels, told_level = [(0, 0)], True
+    found: list[Option] = []
+    # ZeRO takes less time than recomputation for the memory it saves.
+    pairs = [(level, policies[0]) for level in levels]
+    pairs += [(levels[-1], policy) for policy in policies[1:]]
+    for (level, shard), policy in pairs:
+        zeroed = replace(base, zero=level, shard=min(shard, data))
+        assumed = [*common]
+        assumed += [] if told_level else [f"ZeRO-{level}"]
+        assumed += [] if told_policy else [f"{policy} recomputation"]
+        blocks = "none" if policy == SCORES else policy
+        found.append((replace(zeroed, recompute=blocks), policy == SCORES, tuple(assumed)))
+    return found
 
 
-def _zero(row: Row, tensor: int) -> tuple[int, int]:
-    """ZeRO's level, and over how many data-parallel ranks; 0 is all."""
-    text = row["zero_or_fsdp"].lower()
-    within = re.search(r"within (\d+) (gpus|dp ranks)", text)
-    group = re.search(r"group (\d+)", text)
-    if not text or text.startswith(("none", "zero-0")):
-        return 0, 0
+def configuration(row: Row) -> Configuration:
+    """The most plausible plan of a row."""
+    return configurations(row)[0][0]
+
+
+def _microbatch(row: Row, data: int, assumed: list[str]) -> int:
+    if (row.get("micro_batch") or "").strip():
+        return whole(row, "micro_batch")
+    batch, steps = whole(row, "global_batch"), whole(row, "num_microbatches", 0)
+    if steps and batch % (data * steps) == 0:
+        return batch // (data * steps)
+    if whole(row, "pp", 1) > 1 or batch % data:
+        raise Unpredictable("micro_batch is not stated")
+    assumed.append("one microbatch")
+    return batch // data
+
+
+def _sequence_parallel(row: Row, assumed: list[str]) -> bool:
+    said = told(row, "sequence_parallel").strip()
+    if said:
+        return said in ("yes", "true", "1", "on", "sp")
+    used = any(word in told(row, "framework") for word in SEQUENCE_PARALLEL)
+    if used:
+        assumed.append("sequence parallelism")
+    return used
+
+
+def _reduce_dtype(row: Row) -> str | None:
+    """Automatic mixed precision keeps gradients as wide as its weights."""
+    said = told(row, "precision", "other_plan", "zero_or_fsdp", "framework")
+    wide = WIDE_SUMS.search(said) or "amp" in told(row, "precision")
+    return "float32" if wide else None
+
+
+def zero_levels(row: Row, tensor: int) -> tuple[list[tuple[int, int]], bool]:
+    """ZeRO's level, and over how many data-parallel ranks (0: all); whether the row tells them."""
+    text = told(row, "zero_or_fsdp").strip()
+    level = zero_level(text)
+    if level is not None:
+        return [(level, _shard(text, tensor, row) if level else 0)], True
+    framework = told(row, "framework", "other_plan")
+    usual = next(level for word, level in ZERO if word in framework)
+    return [(usual, 0)] + ([(1, 0)] if usual == 0 else []), False
+
+
+def zero_level(text: str) -> int | None:
+    """ZeRO's level in the words of a row; None where it says nothing."""
+    if not text or re.match(r"(not stated|unknown|n/?a|null|\?)", text):
+        return None
+    if re.match(r"(none|no\b|off|false|zero-?0|ddp\s*$|plain ddp|replicated|dp\s*$)", text):
+        return 0
+    number = re.search(r"(?:zero|stage)[-_ ]*(?:stage)?[-_ =:]*([0-3])(?![\d.])", text)
+    fsdp = re.search(r"fsdp|fully[- ]sharded|full[-_ ]shard|hsdp|hybrid[-_ ]shard|zero ?\+\+", text)
+    off = re.search(r"fsdp ?= ?0", text)
+    if fsdp and not off:
+        # FSDP's SHARD_GRAD_OP stores weights in shards, too, and gathers them for the forward pass.
+        return 3
+    if number:
+        return int(number[1])
+    if re.search(r"dist\w*[- _]?(fused[- _]\w+|opt\w*)|optimizer (state )?shard|zero", text):
+        return 1
+    return 0 if "ddp" in text or "data parallel" in text else None
+
+
+def _shard(text: str, tensor: int, row: Row) -> int:
+    """Over how many data-parallel ranks a row's words shard; 0 is all."""
+    within = re.search(r"within (\d+) (gpus|dp ranks|ranks)", text)
     if within:
         ranks = int(within[1])
-        return 1, ranks // tensor if within[2] == "gpus" else ranks
+        return max(1, ranks // tensor) if within[2] == "gpus" else ranks
+    # torchtitan's mesh: replicas x shards
+    mesh = re.search(r"hsdp\D{0,12}(\d+) ?[x\u00d7] ?(\d+)", text)
+    if mesh:
+        return int(mesh[2])
+    group = re.search(
+        r"group (?:size |of )?(\d+)|shard\w*[ =:]+(?:group |size |over |across |within )*(\d+)"
+        r"|over (\d+)\b|over ici \((\d+)\)|(\d+)-way (?:fully[- ])?shard",
+        text,
+    )
     if group:
-        return 3, int(group[1])
-    if "zero-1" in text or "dist-optimizer" in text:
-        return 1, 0
-    # FSDP's SHARD_GRAD_OP stores weights in shards, too, and gathers them for the forward pass.
-    return (2, 0) if "zero-2" in text and "fsdp" not in text else (3, 0)
+        return int(next(number for number in group.groups() if number))
+    if re.search(r"hsdp|hybrid", text):  # FSDP's HYBRID_SHARD: within a node
+        return max(1, whole(row, "gpus_per_node", 8) // tensor)
+    return 0
 
 
-def _recompute(row: Row) -> str:
-    """Of the blocks; the attention core is the kernels' business."""
-    text = row["activation_checkpointing"].lower()
-    if text.startswith("full"):
-        return "full"
-    if text.startswith("selective") and "attention" not in text:
-        # torchtitan keeps every other product: about as much to compute as every other block.
+def recomputed(row: Row) -> tuple[list[str], bool]:
+    """What is recomputed, of `LADDER`, from the most plausible; whether the row tells it."""
+    text = told(row, "activation_checkpointing").strip()
+    said = recompute_policy(text, told(row, "framework"), row)
+    if said is not None:
+        return [said], True
+    framework = told(row, "framework")
+    if re.search(r"full recompute", told(row, "notes")):
+        return ["full"], False
+    usual = next(policy for word, policy in RECOMPUTED if word in framework)
+    return list(LADDER[LADDER.index(usual) :]), False
+
+
+def recompute_policy(text: str, framework: str, row: Row) -> str | None:
+    """One of `LADDER` in the words of a row; None where it says nothing."""
+    if text in NOT_STATED or "not stated" in text or "unknown" in text:
+        return None
+    if re.match(r"(none|no\b|off|false|disabled|without)", text):
+        return "none"
+    share = _share(text, row)
+    if share is not None and not text.startswith("selective"):
+        return min(SHARES, key=lambda policy: abs(SHARES[policy] - share))
+    if "selective" in text or "core_attn" in text or "core attention" in text:
+        if "attention" in text or "attn" in text:
+            return SCORES
+        if re.search(r"norm|activation|act\b|gelu|silu", text):
+            return SELECTIVE
+        per_op = "per-op" in text or "layer" in text or "torchtitan" in framework
+        return "alternate" if per_op else SCORES
+    # MaxText's remat policies: minimal keeps all products with weights, others some of them
+    # (configs/base.yml).
+    if "minimal" in text:
+        return SELECTIVE
+    if re.search(r"save_|alternate|every (other|second|2nd)", text):
         return "alternate"
-    return "none"
+    every = r"full|every|all|block|uniform|yes|on\b|true|remat|enabled|checkpoint|offload|layer"
+    return "full" if re.search(every, text) else None
+
+
+def _share(text: str, row: Row) -> float | None:
+    """The share of the blocks that is recomputed, where a row counts them."""
+    of = re.search(r"(\d+) ?(?:/|of|out of) ?(\d+)", text)
+    if of:
+        return min(1.0, int(of[1]) / max(1, int(of[2])))
+    count = re.search(r"(\d+) (?:layers|blocks)|(?:layers|blocks)[ =:]+(\d+)", text)
+    if count and "uniform" not in text:
+        stages = whole(row, "pp", 1) * whole(row, "vpp", 1) if "all" not in text else 1
+        return min(1.0, int(count[1] or count[2]) * stages / whole(row, "layers"))
+    return None
+
+
+def optimizer_of(row: Row) -> Optimizer:
+    """The optimizer that a row names; AdamW where it names none."""
+    said = told(row, "framework", "other_plan", "notes")
+    return next((o for word, o in OPTIMIZERS if re.search(rf"\b{word}\b", said)), Optimizer())
 
 
 def precision(row: Row) -> tuple[str, str | None]:
     """The dtype of activations, and that of products where it is another."""
-    text = row["precision"].lower()
-    volta = row["gpu_type"].startswith("V100")
+    text = told(row, "precision")
+    volta = any(word in told(row, "gpu_type", "gpu_key") for word in ("v100", "t4", "2080"))
     half = "float16" if volta else "bfloat16"
+    if "fp4" in text:
+        return half, "float4"
     if "fp8" in text or "float8" in text:
         return half, "float8"
-    if "fp4" in text:
-        raise Unpredictable("no rate is known for 4-bit products")
     if "tf32" in text:
         return "float32", "tfloat32"
-    if "fp16" in text or "bf16" in text or "bfloat16" in text or "amp" in text:
+    if re.search(r"(fp|bf|float)\W?16|amp|mixed|half|pure", text) or not text.strip():
         return half, None
-    if "fp32" in text:
+    if re.search(r"(fp|float)\W?32|single", text):
         return "float32", None
-    if not text:
-        return half, None
     raise Unpredictable(f"precision {row['precision']!r} is not known")
 
 
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     """Kernels of the row's device under its software."""
-    software = software_of(row)
-    if "attention" in row["activation_checkpointing"]:
-        software = replace(software, keeps_scores=False)
-    by_row = "row" in row["precision"].lower()
-    return Kernels(cluster.device, software, None, precision(row)[1], by_row)
+    said = told(row, "precision")
+    scaling = (
+        ROW if "row" in said else BLOCK if re.search(r"mx|block|sub-?channel|fp4", said) else TENSOR
+    )
+    software = replace(software_of(row), memory=memory_of(row))
+    pace = slowest(cluster)
+    return Kernels(cluster.device, software, None, precision(row)[1], scaling, pace=pace)
 
 
 def software_of(row: Row) -> Software:
-    """The generation of software that a row's framework and flags name."""
-    framework = row["framework"].lower()
-    for words, name in FRAMEWORKS:
-        if all(word in framework for word in words):
-            found = GENERATIONS[name]
-            return replace(found, hides_moves=True) if "asynctp" in framework else found
-    raise Unpredictable(f"the kernels of the framework {row['framework']!r} are not known")
+    """The generation of software that a row's framework and flags name, else its device's."""
+    framework = told(row, "framework", "other_plan")
+    found = next((name for words, name in FRAMEWORKS if all(w in framework for w in words)), None)
+    if found is None:
+        device = told(row, "gpu_key", "gpu_type")
+        found = next(name for words, name in OF_DEVICE if any(w in device for w in words))
+    software = GENERATIONS[found]
+    return replace(software, hides_moves=True) if "asynctp" in framework else software
+
+
+def _assumed_software(row: Row) -> tuple[str, ...]:
+    framework = told(row, "framework", "other_plan")
+    known = any(all(word in framework for word in words) for words, _ in FRAMEWORKS)
+    return () if known else (f"{software_of(row).name} kernels",)
+
+
+def device_of(row: Row) -> KnownDevice:
+    """The row's device, by its key, or by what its type begins with."""
+    names = [name for name in (row.get("gpu_key"), row.get("gpu_type")) if name]
+    for name in names:
+        bare = re.sub(r"^(NVIDIA|AMD|Nvidia|Intel|Google) (Tesla |GeForce )?", "", name)
+        bare = re.sub(r" ?\(.*\)| ?\bCTS\b| ?\bHBM\d\w*", "", bare).strip()
+        bare = re.sub(r"(\d) GB", r"\1GB", bare.replace(" - ", "-"))
+        for text in (name, bare, bare.replace(" ", "-"), bare.split(" ")[0]):
+            try:
+                return find_device(text)
+            except ParloomError:
+                continue
+    raise Unpredictable(f"the device {names[0] if names else ''!r} is not described")
+
+
+def _assumed_cluster(row: Row) -> tuple[str, ...]:
+    said = (row.get("gpu_key") or "") + (row.get("gpu_type") or "")
+    assumed = ("the device's memory",) if "not stated" in said else ()
+    alone = whole(row, "nodes", 1) == 1
+    usual = network(row, whole(row, "gpus_per_node", 8), None) is None
+    return (*assumed, "the device's usual network") if usual and not alone else assumed
 
 
 def cluster_of(row: Row) -> Cluster:
     """The row's devices, with the network that it states."""
-    name = row["gpu_key"] or row["gpu_type"]
-    try:
-        known = find_device(name)
-    except ParloomError:
-        raise Unpredictable(f"the device {name!r} is not described") from None
-    nodes, per_node = whole(row, "nodes"), whole(row, "gpus_per_node")
+    known = device_of(row)
     devices = whole(row, "num_gpus")
+    usual = known.network.devices if known.network else known.scale_up.domain or 8
+    each = min(usual, devices)
+    nodes = whole(row, "nodes", -(-devices // whole(row, "gpus_per_node", each)))
+    per_node = whole(row, "gpus_per_node", max(1, devices // nodes))
     if nodes * per_node != devices:
         nodes, per_node = (1, devices) if devices <= per_node else (devices // per_node, per_node)
     if nodes * per_node != devices:
         raise Unpredictable(f"{devices} devices are no whole number of nodes of {per_node}")
     cluster = load_cluster(f"{nodes}x{per_node}x{known.device.name}")
-    network = _network(row, per_node)
+    stated = network(row, per_node, known.network)
     outer = cluster.levels[-1]
-    if nodes > 1 and network is not None and outer.link != known.scale_up.level.link:
-        levels = (*cluster.levels[:-1], network.level(outer.size, per_node))
+    if nodes > 1 and stated is not None and outer.link != known.scale_up.level.link:
+        levels = (*cluster.levels[:-1], stated.level(outer.size, per_node))
         cluster = replace(cluster, levels=levels)
     return cluster
-
-
-def _network(row: Row, per_node: int) -> Network | None:
-    """What a row says of the network between nodes; None where it says nothing."""
-    text = row["interconnect_inter"]
-    kind = next((n for word, n in FABRICS if re.search(rf"\b{word}\b", text.lower())), None)
-    if kind is None:
-        return None
-    compute = re.search(r"compute: ?([^+]*?)(?=, [a-z+]*: |$)", text, re.IGNORECASE)
-    text = compute[1] if compute else text
-    link = find_interconnect(kind)
-    assert link is not None
-    if device := PER_DEVICE.search(text):
-        return Network(link, int(device[1]) / 8e-9 * per_node, per_node, per_node)
-    if node := PER_NODE.search(text):
-        return Network(link, int(node[1]) / 8e-9, per_node, per_node)
-    ports = [(int(found[1]), int(found[2])) for found in PORTS.finditer(text)]
-    ports += [(1, int(found[1])) for found in RATE.finditer(text)]
-    if not ports:
-        return None
-    count, rate = max(ports, key=prod)  # others are for storage and management
-    return Network(link, count * rate / 8e-9, per_node, count)
-
-
-def graph_of(row: Row, chosen: Configuration, known: list[tuple[Shape, Graph]]) -> Graph:
-    """The row's model on its global batch; `known` keeps the last one captured."""
-    family = FAMILIES.get(row["family"])
-    if family is None:
-        raise Unpredictable(f"no model of the family {row['family']!r} is built here")
-    vocab = whole(row, "vocab", VOCABULARY.get(family))
-    padded = [n for word, n in PADS.items() if word in row["framework"].lower()]
-    multiple = padded[0] * chosen.tensor if padded else 1
-    vocab = -(-vocab // multiple) * multiple
-    heads, width = whole(row, "heads"), whole(row, "hidden")
-    groups = whole(row, "kv_heads", heads) if family in ("llama", "moe") else heads
-    # Llama's rule: 8/3 of the width, rounded up to 256.
-    usual = -(-8 * width // 3 // 256) * 256 if family == "llama" else 4 * width
-    inner = whole(row, "moe_ffn_hidden") if family == "moe" else whole(row, "ffn_hidden", usual)
-    if family == "gpt" and inner != 4 * width:
-        raise Unpredictable(f"zoo:gpt has perceptrons of 4 widths, not {inner} / {width}")
-    shape = Shape(
-        family,
-        {"seq": whole(row, "seq_len"), "vocab": vocab, "width": width, "heads": heads}
-        | ({"groups": groups} if family in ("llama", "moe") else {})
-        | (_of_experts(row, width // heads) if family == "moe" else {})
-        | ({"inner": inner} if family != "gpt" else {}),
-        chosen.samples,
-        precision(row)[0],
-    )
-    if not known or known[0][0] != shape:
-        known[:] = [(shape, captured(shape))]
-    return repeated(known[0][1], whole(row, "layers"))
-
-
-def _of_experts(row: Row, head_width: int) -> dict[str, int]:
-    return {
-        "experts": whole(row, "n_experts"),
-        "slots": whole(row, "experts_topk"),
-        "head_width": whole(row, "head_dim", head_width),
-    }
-
-
-def language_loss(output: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy in float32, as frameworks compute it, of labels that are already shifted."""
-    _, logits, *others = output
-    loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
-    for other in others:
-        loss = loss + F.cross_entropy(other.float(), batch["next_sentence_label"])
-    return loss
-
-
-def captured(shape: Shape) -> Graph:
-    """Two blocks of a model on a batch of `samples`."""
-    builders: Mapping[str, Build] = {
-        "gpt": gpt.build, "llama": llama.build, "bert": bert.build, "moe": mixture,
-    }  # fmt: skip
-    with torch.device("meta"):
-        model, batch = builders[shape.family](batch=1, depth=2, **shape.sizes)
-    cast_model(model, getattr(torch, shape.dtype))
-    shaped = {
-        name: torch.empty((shape.samples, *value.shape[1:]), dtype=value.dtype, device="meta")
-        for name, value in batch.items()
-    }
-    return capture(model, shaped, loss=language_loss)
-
-
-class WideAttention(llama.Attention):
-    """Attention whose heads together are wider than the model, or narrower."""
-
-    def __init__(self, width: int, heads: int, groups: int, head_width: int) -> None:
-        super().__init__(heads * head_width, heads, groups)
-        self.q = nn.Linear(width, heads * head_width, bias=False)
-        self.k = nn.Linear(width, groups * head_width, bias=False)
-        self.v = nn.Linear(width, groups * head_width, bias=False)
-        self.out = nn.Linear(heads * head_width, width, bias=False)
-
-
-class Experts(nn.Module):
-    """Every token to the best experts of its router; pairs of token and slot with their matrices.
-
-    Shape suffixes: T tokens, D width, P pairs.
-    """
-
-    def __init__(self, width: int, inner: int, experts: int, slots: int) -> None:
-        super().__init__()
-        self.slots = slots
-        self.router = nn.Linear(width, experts, bias=False)
-        self.up = nn.Parameter(torch.empty(experts, 2 * inner, width))
-        self.down = nn.Parameter(torch.empty(experts, width, inner))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.flatten(0, 1)
-        weights, ids = torch.softmax(self.router(x_TD), -1, dtype=torch.float32).topk(self.slots)
-        rows_PD, ids_P = x_TD.repeat_interleave(self.slots, 0), ids.reshape(-1)
-        gate, up = torch.bmm(self.up[ids_P], rows_PD.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
-        inner = (F.silu(gate) * up).unsqueeze(-1)
-        rows_PD = torch.bmm(self.down[ids_P], inner).squeeze(-1)
-        rows_PD = rows_PD * weights.to(x.dtype).reshape(-1).unsqueeze(-1)
-        return rows_PD.view(len(x_TD), self.slots, -1).sum(1).view_as(x)
-
-
-class MixtureBlock(nn.Module):
-    """A Llama's block with `experts` in place of its perceptron."""
-
-    def __init__(self, width: int, attention: nn.Module, experts: nn.Module) -> None:
-        super().__init__()
-        self.attention_norm = llama.RMSNorm(width)
-        self.attention = attention
-        self.mlp_norm = llama.RMSNorm(width)
-        self.experts = experts
-
-    def forward(self, x: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos_SK, sin_SK)
-        y: Tensor = x + self.experts(self.mlp_norm(x))
-        return y
-
-
-def mixture(
-    *,
-    batch: int,
-    seq: int,
-    depth: int,
-    vocab: int,
-    width: int,
-    heads: int,
-    groups: int,
-    **rest: int,
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """zoo:llama with mixtures of experts for perceptrons: `inner` wide, `experts` of them, of which
-    `slots` take a token; its heads are `head_width` wide.
-    """
-    model, entries = llama.build(
-        batch=batch, seq=seq, depth=1, vocab=vocab, width=width, heads=heads, groups=groups
-    )
-    assert isinstance(model, llama.Llama)
-    model.blocks = nn.ModuleList(
-        MixtureBlock(
-            width,
-            WideAttention(width, heads, groups, rest["head_width"]),
-            Experts(width, rest["inner"], rest["experts"], rest["slots"]),
-        )
-        for _ in range(depth)
-    )
-    model.frequencies = torch.ones(rest["head_width"] // 2)
-    return model, entries

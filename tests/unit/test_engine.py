@@ -1,5 +1,6 @@
 """The event engine: order, waiting, fair links, and playing on from a state."""
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -216,3 +217,34 @@ def test_no_stream_channel_or_link_is_faster_than_alone(listed: list[Instruction
     for link, capacity in enumerate(CAPACITIES):
         using = [f for i in listed if isinstance(i, Launch) for f in i.flows if link in f.links]
         assert sum(f.size for f in using) // capacity <= found.end_ps
+
+
+def test_a_run_takes_longer_beside_a_transfer_that_slows_it() -> None:
+    """Beside a transfer of 600 ps, 480 ps of work are done at 1.25 times."""
+    moved = Launch("a", "x", 100, (Flow(500 * SCALE, (0,)),), slows=250)
+    found = play([moved, Run(1000)])
+    assert found.end_ps == 600 + 520
+    assert found.slowed == [[(1, 120)]]
+    alone = play([replace(moved, slows=0), Run(1000)])
+    assert alone.end_ps == 1000 and alone.slowed == [[]]
+
+
+def test_a_run_is_slowed_by_transfers_that_begin_while_it_runs() -> None:
+    """The second transfer of a channel slows, the first does not."""
+    first = Launch("a", "x", 400)
+    second = Launch("b", "x", 120, slows=200)
+    found = play([first, second, Run(1000)])
+    assert found.slowed == [[(2, 20)]]
+    assert found.end_ps == 1020
+
+
+def test_slowed_runs_are_the_same_when_played_on_from_a_state() -> None:
+    moved = Launch("a", "x", 100, (Flow(900 * SCALE, (0,)),), slows=189)
+    whole = play([moved, Run(300), Run(300), Run(900)])
+    first = play([moved, Run(300)])
+    second = Engine([[Run(300), Run(900)]], CAPACITIES, first.state).play()
+    assert first.end_ps + second.end_ps == whole.end_ps
+    assert whole.slowed[0] == [
+        *first.slowed[0],
+        *((index + 2, ps) for index, ps in second.slowed[0]),
+    ]

@@ -55,7 +55,8 @@ def test_a_row_from_its_text_to_seconds(fidelity: ModuleType, published: ModuleT
 
 
 def test_scores_that_are_kept_take_memory_in_every_block(fidelity: ModuleType) -> None:
-    scores = 2 * 2 * 32 * 32 * 2  # a microbatch, heads of a rank, rows, keys, bytes
+    # A microbatch, heads of a rank, rows, keys; probabilities, what dropout makes, and its mask.
+    scores = 2 * 2 * 32 * 32 * (2 + 2 + 1)
     one = ROW | {"pp": "1", "num_gpus": "8", "nodes": "1", "global_batch": "8"}
     peaks = {
         what: fidelity.predict(one | {"activation_checkpointing": what}, False, []).peak_bytes
@@ -68,15 +69,15 @@ def test_scores_that_are_kept_take_memory_in_every_block(fidelity: ModuleType) -
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"family": "transformer-xl"}, "no model of the family"),
+        ({"family": "diffusion"}, "no model of the family"),
+        ({"family": "cnn"}, "no convolutional network"),
         ({"gpu_key": "Abacus", "gpu_type": ""}, "is not described"),
         ({"ep": "8"}, "GPT has none"),
-        ({"family": "moe"}, "moe_ffn_hidden is"),
+        ({"family": "moe"}, "n_experts is"),
         ({"global_batch": "33"}, "is not 4 ranks"),
-        ({"framework": "Fortran"}, "are not known"),
         ({"layers": "3", "vpp": "2"}, "do not make 4 stages"),
-        ({"micro_batch": ""}, "no number"),
-        ({"precision": "NVFP4"}, "4-bit"),
+        ({"micro_batch": ""}, "micro_batch is not stated"),
+        ({"precision": "INT3"}, "is not known"),
         ({"layers": "inf"}, "no number"),
         ({"heads": "0"}, "at least 1"),
         ({"kv_heads": "3", "family": "llama"}, "3 key heads do not divide"),
@@ -125,7 +126,9 @@ def test_rows_without_a_time_are_no_rows(fidelity: ModuleType, tmp_path: Path) -
     ],
 )
 def test_zero_is_read(published: ModuleType, text: str, expected: tuple[int, int]) -> None:
-    assert published._zero(ROW | {"zero_or_fsdp": text}, 2) == expected
+    levels, told = published.zero_levels(ROW | {"zero_or_fsdp": text}, 2)
+    assert levels[0] == expected
+    assert told == bool(text)
 
 
 @pytest.mark.parametrize(
@@ -169,21 +172,20 @@ def test_a_mixture_of_experts_from_its_row(fidelity: ModuleType) -> None:
 
 def test_software_depends_on_framework_and_flags(published: ModuleType) -> None:
     names = {
-        "Composer/llm-foundry FSDP": "eager",
+        "Composer/llm-foundry FSDP": "eager 2023",
         "torchtitan FSDP2 + torch.compile": "compiled",
         "torchtitan FSDP2": "eager",
-        "Megatron-Bridge 25.09 NeMo Container": "fused",
+        "Megatron-Bridge 25.09 NeMo Container": "engine",
         "Megatron-LM 2021": "megatron",
     }
     for framework, name in names.items():
         assert published.software_of(ROW | {"framework": framework}).name == name
     flagged = ROW | {"framework": "torchtitan compile, AsyncTP"}
     assert published.software_of(flagged).hides_moves
-    kernels = published.kernels_of(
-        ROW | {"activation_checkpointing": "selective (attention core)"},
-        published.cluster_of(ROW),
+    (run,) = published.runs_of_row(
+        ROW | {"activation_checkpointing": "selective (attention core)"}, []
     )
-    assert not kernels.software.keeps_scores
+    assert not run.kernels.software.keeps_scores
 
 
 def test_rules_look_at_no_source_or_model(published: ModuleType, fidelity: ModuleType) -> None:

@@ -10,7 +10,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels, LocalOperator, Seconds
 from parloom.cost.software import GENERATIONS, Software
 from parloom.cost.step import priced
-from parloom.cost.tasks import OPTIMIZER
+from parloom.cost.tasks import ACTIVATIONS, OPTIMIZER
 from parloom.cost.works import Called, Work
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
@@ -113,7 +113,7 @@ def test_context_parallel_ranks_share_what_zero_shards() -> None:
     assert stored(built(replace(both, shard=2)))["optimizer"] == 2 * whole // 4
 
 
-def flops(found: Program) -> float:
+def flops(found: Program, *, stops_early: bool = False) -> float:
     """Forward and backward FLOPs of a step on all ranks, counted by a table that measures FLOPs."""
 
     class Counting:
@@ -125,7 +125,8 @@ def flops(found: Program) -> float:
     own = part_of(machine(chosen), chosen.ranks // chosen.pipeline)
     total = 0.0
     for part, pcg in zip(found.parts, found.lowered, strict=True):
-        kernels = Kernels(own.device, Software("none", launch_s=0.0), Counting())
+        software = Software("none", launch_s=0.0, stops_early=stops_early)
+        kernels = Kernels(own.device, software, Counting())
         walked = priced(pcg, own, part.decisions, kernels=kernels)
         for backward, track in ((False, walked.main.forward), (True, walked.main.backward)):
             for work in track.works:
@@ -154,13 +155,18 @@ def flops(found: Program) -> float:
     ],
 )
 def test_flops_of_a_step(chosen: Configuration) -> None:
-    """6 FLOPs per parameter of a product and token; 8 with full recomputation (of the blocks)."""
+    """6 FLOPs per parameter of a product and token; 8 with full recomputation (of the blocks).
+
+    The last product of a block is not run again by a checkpoint that stops early.
+    """
     products = DEPTH * (BLOCK - WIDTH)
     head = VOCAB * WIDTH
     tokens = BATCH * SEQ
     assert flops(built(chosen)) == pytest.approx(6 * (products + head) * tokens)
     again = flops(built(replace(chosen, recompute="full")))
     assert again == pytest.approx((8 * products + 6 * head) * tokens)
+    early = flops(built(replace(chosen, recompute="full")), stops_early=True)
+    assert early == pytest.approx(again - 2 * DEPTH * 4 * WIDTH * WIDTH * tokens)
     every_other = flops(built(replace(chosen, recompute="alternate")))
     assert flops(built(chosen)) < every_other <= again
 
@@ -235,6 +241,33 @@ def test_interleaving_shrinks_the_bubble() -> None:
     assert two.step_s < one.step_s
 
 
+def test_the_schedule_of_a_plan_is_played() -> None:
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 8)
+    plain = replace(PLAIN, pipeline=4, num_microbatches=16)
+    cluster = machine(plain)
+    names = ("1f1b", "zb_1p", "zb_2p")
+    found = {
+        name: program(graph, replace(plain, schedule=name, synchronizes=False), cluster).play(
+            cluster
+        )
+        for name in names
+    }
+    one, two = found["zb_1p"], found["zb_2p"]
+    assert two.period_s < one.period_s < found["1f1b"].period_s
+    assert two.period_s < two.step_s
+    # Twice as many microbatches may be held, and halves of backward passes are played.
+    held = [each.processes[0].memory.peaks[ACTIVATIONS] for each in (one, two)]
+    assert held[1] > 1.5 * held[0]
+    assert {"F0", "B0", "W0"} <= {span.name for span in two.processes[0].spans}
+    together = program(graph, replace(plain, schedule="zb_2p"), cluster).play(cluster)
+    assert together.period_s == together.step_s > two.period_s
+    default = program(graph, plain, cluster).play(cluster)
+    named = program(graph, replace(plain, schedule="1f1b"), cluster).play(cluster)
+    assert default.step_s == named.step_s
+    with pytest.raises(InputError, match="no schedule 'zb_3p'"):
+        program(graph, replace(plain, schedule="zb_3p"), cluster).play(cluster)
+
+
 def test_equal_stages_are_lowered_once() -> None:
     found = built(replace(PLAIN, pipeline=8, num_microbatches=BATCH), model(8))
     assert len({id(pcg) for pcg in found.lowered}) == 3
@@ -270,9 +303,9 @@ def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> Non
     early, late = (
         found.play(CLUSTER, Kernels(CLUSTER.device, software)) for software in (overlaps, waits)
     )
-    reduced = sum(t.total().comm_s for t in priced(
-        found.lowered[0], CLUSTER, found.parts[0].decisions).buckets)  # fmt: skip
-    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions)
+    kernels = Kernels(CLUSTER.device, waits)
+    alone = priced(found.lowered[0], CLUSTER, found.parts[0].decisions, kernels=kernels)
+    reduced = sum(transfer.total().comm_s for transfer in alone.buckets)
     compute = alone.main.forward.total.seconds + alone.main.backward.total.seconds
     compute += alone.parameters.update().price.compute_s
     assert late.step_s == pytest.approx(compute + reduced, rel=0.02)

@@ -1,19 +1,32 @@
 """Prices of single operators, against sums done by hand."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from parloom.cost.attention import KERNELS, NAMES, SCORES, attention_kernel
 from parloom.cost.clusters import load_cluster
-from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, Scores, Seconds
+from parloom.cost.devices import find_device
+from parloom.cost.kernels import (
+    MEASURED,
+    ROW,
+    Kernels,
+    LocalOperator,
+    Scores,
+    Seconds,
+    slowest,
+)
 from parloom.cost.software import GENERATIONS, Software
+from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
 from parloom.ir.mesh import Device, Efficiency
 
 DEVICE = Device(
-    "test", (("bfloat16", 100e12), ("float32", 10e12)), 1 << 30, 1e12, None, Efficiency(0.5, 0.5)
-)
-BARE = Software("bare", launch_s=0.0)
+    "test", (("bfloat16", 100e12), ("float32", 10e12)), 1 << 30, 1e12, None,
+    Efficiency(0.5, 0.5, 0.3, 1.0),
+)  # fmt: skip
+BARE = Software("bare", clips=False, launch_s=0.0)
 
 
 def bf16(*shape: int) -> TensorSpec:
@@ -81,9 +94,9 @@ def test_rows_that_are_not_aligned_miss_the_matrix_units() -> None:
     )
 
 
-def test_flash_attention_skips_what_is_masked_and_keeps_scores_on_the_chip() -> None:
-    flash = Kernels(DEVICE, replace(BARE, flash=True))
-    through_memory = Kernels(DEVICE, replace(BARE, flash=False))
+def test_one_attention_kernel_skips_what_is_masked_and_keeps_scores_on_the_chip() -> None:
+    flash = Kernels(DEVICE, BARE)
+    through_memory = Kernels(DEVICE, replace(BARE, attention=SCORES))
     long = 1 << 16
     masked, whole = (flash.seconds(attention(long, causal)) for causal in (True, False))
     assert masked.forward_s == pytest.approx(whole.forward_s / 2, rel=0.02)
@@ -91,6 +104,69 @@ def test_flash_attention_skips_what_is_masked_and_keeps_scores_on_the_chip() -> 
     unfused = through_memory.seconds(attention(2048))
     assert unfused.forward_s > 2 * flash.seconds(attention(2048)).forward_s
     assert unfused == through_memory.seconds(attention(2048, causal=False))
+
+
+def test_rates_of_attention_are_those_that_were_published() -> None:
+    """FlashAttention-2 on A100: 204 and 168 TFLOP/s with 4,096 keys and heads of 128, causal."""
+    device = find_device("A100-80GB").device
+    kernels = Kernels(device, BARE)
+    q = bf16(2, 16, 4096, 128)
+    flops = 4.0 * 32 * 4096 * 4096 * 128
+    operator = replace(attention(1), operands=(q, q, q), results=(q,), flops=flops)
+    found = kernels.seconds(operator)
+    assert flops / 2 / found.forward_s == pytest.approx(204e12, rel=0.1)
+    assert 2.5 * flops / 2 / found.backward_s == pytest.approx(168e12, rel=0.1)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("device", ["V100", "A100", "H100", "B200", "TPU-v4", "cpu"])
+def test_kernels_of_attention(name: str, device: str) -> None:
+    """More keys and wider heads do not slow a kernel down; no two widths are alike."""
+    kernel = attention_kernel(name, find_device(device).device)
+
+    def share(keys: int, width: int) -> float:
+        return kernel.share(keys, width, causal=True, backward=False)
+
+    assert 0 < share(512, 64) < share(4096, 64) <= share(4096, 128) < 1
+    assert kernel.share(4096, 128, causal=False, backward=False) > share(4096, 128)
+    seconds = [width / share(4096, width) for width in (32, 64, 72, 80, 96, 112, 128, 160)]
+    assert all(one <= other * (1 + 1e-9) for one, other in pairwise(seconds))
+    assert share(4096, 80) < share(4096, 96)  # heads of 80 run as those of 96
+
+
+def test_a_device_has_the_newest_kernel_that_is_written_for_it() -> None:
+    v100, a100, h100 = (find_device(name).device for name in ("V100", "A100", "H100"))
+    assert attention_kernel("flash3", a100) == KERNELS["flash2", "ampere"]
+    assert attention_kernel("flash3", h100) == KERNELS["flash3", "hopper"]
+    assert attention_kernel("cudnn", v100) == KERNELS["efficient", "volta"]
+
+
+def test_dropout_of_probabilities_goes_through_memory() -> None:
+    kernels = Kernels(DEVICE, replace(BARE, attention=SCORES))
+    plain, dropped = (replace(attention(512), dropout=dropout) for dropout in (False, True))
+    scores = 2 * 8 * 512 * 512
+    more = kernels.seconds(dropped).forward_s - kernels.seconds(plain).forward_s
+    assert more == pytest.approx(5 * scores / 0.5e12)
+    found = kernels.score_bytes(dropped)
+    assert found is not None and found.kept_bytes == 5 * scores
+    assert Kernels(DEVICE, BARE).seconds(dropped) == Kernels(DEVICE, BARE).seconds(plain)
+
+
+def test_the_slowest_of_many_devices_sets_the_pace() -> None:
+    paces = [slowest(load_cluster(f"{n}x8xA100-80GB")) for n in (1, 16, 256)]
+    assert slowest(load_cluster("1xA100-80GB")) == 1.0
+    assert 1.02 < paces[0] < paces[1] < paces[2] < 1.08
+    assert slowest(load_cluster("4xcpu")) == 1.0
+    plain, paced = (Kernels(DEVICE, BARE, pace=pace) for pace in (1.0, 1.5))
+    product = linear(512, 512, 512)
+    assert paced.seconds(product).backward_s == 1.5 * plain.seconds(product).backward_s
+
+
+def test_long_runs_keep_a_part_of_the_rate_of_products() -> None:
+    device = replace(DEVICE, efficiency=Efficiency(0.5, 0.5, 0.3, 0.8))
+    product = linear(4096, 4096, 4096)
+    found = Kernels(device, BARE).seconds(product).forward_s
+    assert found == pytest.approx(Kernels(DEVICE, BARE).seconds(product).forward_s / 0.8)
 
 
 def test_scores_take_memory_where_attention_is_not_one_kernel() -> None:
@@ -145,11 +221,15 @@ def test_update_in_one_pass_or_in_many() -> None:
     one = Kernels(DEVICE, replace(BARE, fused_optimizer=True)).update_s(4.0, 2)
     assert one == pytest.approx(7 * 4 / 0.5e12)
     assert Kernels(DEVICE, BARE).update_s(4.0, 2) == pytest.approx(3 * one)
+    clipped = Kernels(DEVICE, replace(BARE, fused_optimizer=True, clips=True)).update_s(4.0, 2)
+    assert clipped == pytest.approx(10 * 4 / 0.5e12)
 
 
-def test_generations_are_four() -> None:
-    assert len(GENERATIONS) == 4
+def test_generations() -> None:
+    assert len(GENERATIONS) == 7
     assert GENERATIONS["megatron"].overlaps is False
+    with pytest.raises(InputError, match="flash2"):
+        Software("odd", attention="flash22")
 
 
 def test_a_cpu_has_no_tiles() -> None:
@@ -162,7 +242,10 @@ def test_linear_layers_in_eight_bits() -> None:
     wide = Kernels(device, BARE).seconds(linear(8192, 8192, 8192))
     narrow = Kernels(device, BARE, None, "float8").seconds(linear(8192, 8192, 8192))
     assert 0.5 * wide.forward_s < narrow.forward_s < 0.7 * wide.forward_s  # casts cost, too
-    by_row = Kernels(device, BARE, None, "float8", by_row=True).seconds(linear(8192, 8192, 8192))
+    by_row = Kernels(device, BARE, None, "float8", scaling=ROW).seconds(linear(8192, 8192, 8192))
     assert narrow.forward_s < by_row.forward_s
+    fuses = replace(BARE, fuses_casts=True)
+    fused = Kernels(device, fuses, None, "float8").seconds(linear(8192, 8192, 8192))
+    assert 0.5 * wide.forward_s < fused.forward_s < narrow.forward_s
     q = attention(64)
     assert Kernels(device, BARE, None, "float8").seconds(q) == Kernels(device, BARE).seconds(q)

@@ -36,7 +36,7 @@ def check(graph: Graph, cluster: Cluster, plan: Decisions) -> None:
                 0 if w is None or w.exchange is None else picoseconds(w.exchange.seconds)
                 for w in (share.forward, share.backward)
             ]
-            passes = times[name].forward + times[name].again, times[name].forward
+            passes = times[name].forward + times[name].again_of(share), times[name].forward
             part = sum(a * b for a, b in zip(passes, exchanges, strict=True))
             sent, computed = sent + part, computed + whole - part
     causes = read.by_cause()

@@ -39,7 +39,7 @@ SELECTIVE = "selective"
 BATCHED = PRODUCTS.keys() - WEIGHT_OPS
 # Of how many blocks one is recomputed as a whole.
 RECOMPUTE: Mapping[str, int] = MappingProxyType(
-    {"none": 0, SELECTIVE: 0, "alternate": 2, "full": 1}
+    {"none": 0, SELECTIVE: 0, "quarter": 4, "alternate": 2, "full": 1}
 )
 
 
@@ -51,11 +51,11 @@ class Configuration:
     data-parallel ones, each with its context-parallel ones and copies, share what ZeRO `zero` (0 to
     3) shards; 0 is all. `expert` ranks share the experts: of the data-parallel ones, or where that
     is more of them, all of these with their tensor-parallel ones. `recompute`: none of the blocks,
-    every other one, all, or of each what is cheap (`cheap_operators`). `microbatch` samples a rank
-    at a time; `interleave` chunks of the model a pipeline rank. `schedule` of the pipeline, by its
-    name in `ir/schedules.py`; "" is 1F1B, interleaved where there are chunks. `synchronizes`: ranks
-    wait for each other before they update weights (see `cost/pipeline.py`). dtypes as in
-    `Decisions`.
+    every fourth one, every other one, all, or of each what is cheap (`cheap_operators`).
+    `microbatch` samples a rank at a time; `interleave` chunks of the model a pipeline rank.
+    `schedule` of the pipeline, by its name in `ir/schedules.py`; "" is 1F1B, interleaved where
+    there are chunks. `synchronizes`: ranks wait for each other before they update weights (see
+    `cost/pipeline.py`). dtypes as in `Decisions`.
     """
 
     tensor: int = 1

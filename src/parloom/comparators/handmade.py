@@ -131,6 +131,12 @@ class Program:
         return simulate_pipeline(lists, stages, synchronizes=chosen.synchronizes)
 
 
+def communicators(chosen: Configuration) -> int:
+    """How many groups of ranks a device sends in: per axis, to other stages, and all of them."""
+    axes = chosen.tensor, chosen.pipeline, chosen.context, chosen.copies, chosen.data
+    return sum(size > 1 for size in axes) + (chosen.expert > 1) + (chosen.ranks > 1)
+
+
 def program(graph: Graph, chosen: Configuration, cluster: Cluster) -> Program:
     """The plan for `chosen`, lowered; see `plan` for what it raises."""
     parts = plan(graph, chosen, cluster)

@@ -5,10 +5,11 @@ the last backward pass launches what is reduced once a step. `REDUCE`, `STEP` an
 step program.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from parloom.cost.parameters import Transfer
 from parloom.cost.step import Priced
 from parloom.cost.tasks import (
     ACTIVATIONS,
@@ -22,6 +23,7 @@ from parloom.cost.tasks import (
     RECOMPUTING,
     WEIGHTS,
     Action,
+    Changes,
     Entry,
     Links,
     Listing,
@@ -34,7 +36,7 @@ from parloom.cost.tasks import (
     with_placeholders,
 )
 from parloom.cost.transfers import ROOT, Gathered, Offloaded, Pool, Ready, Reduced, whole
-from parloom.cost.works import Called, Track, Work
+from parloom.cost.works import Called, Sizes, Track, Work
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 
@@ -64,7 +66,7 @@ class Stage:
         self.pcg, self.found = pcg, found
         self.links = Links(cluster)
         self.names = [value.name for value in pcg.main.inputs]
-        self.pool = Pool()
+        self.pool = Pool(found.walker.kernels.software.memory.pools)
         lasting = {n for n, p in found.parameters.by_name.items() if not p.input.trainable}
         self.gathered = Gathered(found.parameters.gathers, self.links, self.pool, lasting)
         self.reduced = Reduced(self.links, self.pool)
@@ -107,7 +109,7 @@ class Stage:
         base[WEIGHTS] = stored["weights"]
         base[GRADIENTS] = stored["gradients"] - self.passing_gradients
         base[OPTIMIZER] = stored["optimizer"]
-        base[COMMUNICATION] = self.pool.held_bytes
+        base[COMMUNICATION] = self.pool.held_bytes + self.found.parameters.bucket_bytes()
         base[BUFFERS] = self.found.parameters.held_bytes()
         return StepTasks(actions, self.links.names, self.links.capacities, tuple(base))
 
@@ -197,8 +199,11 @@ class Stage:
         fetch, give = key_of("host", "fetch states"), key_of("host", "return states")
         if away:
             out.launch(self.links.host(fetch, away, to_host=False), "fetch states")
-        own = parameters.update_bytes()
-        before, after = ((OPTIMIZER, own),), ((OPTIMIZER, -own),)
+        norm = parameters.norm_bytes()
+        if norm:
+            out.run("norm", "memory", 0, (), ((OPTIMIZER, norm),), ((OPTIMIZER, -norm),))
+        own = parameters.update_sizes()
+        before, after = (_each(OPTIMIZER, sign * sum(own), own) for sign in (1, -1))
         waits = (fetch,) if away else ()
         out.run("optimizer", "update", picoseconds(seconds), waits, before, after)
         if away:
@@ -212,12 +217,14 @@ class Stage:
         transfers = self.found.parameters.publications
         keys = []
         scratch = [transfer.scratch_bytes for transfer in transfers]
+        if self.found.walker.kernels.software.overlaps_gathers:
+            transfers = self._beside_forward(transfers, out)
         for index, transfer in enumerate(transfers):
-            self.pool.take(transfer.staging_bytes, transfer.dtype)
+            self.pool.take(transfer.staging_bytes, transfer.dtype, out)
             runs = scratch[index] if index < AT_ONCE else 0
             keys.append(whole(transfer, self.links, out, transfer.chunk_bytes + runs))
         for index, (transfer, key) in enumerate(zip(transfers, keys, strict=True)):
-            self.pool.give(transfer.staging_bytes, transfer.dtype)
+            self.pool.give(transfer.staging_bytes, transfer.dtype, out)
             next_ = sum(scratch[index + AT_ONCE : index + AT_ONCE + 1])
             after = ((COMMUNICATION, -scratch[index]), (COMMUNICATION, next_))
             out.run(transfer.name, "wait", waits=(key,), after=after)
@@ -226,6 +233,24 @@ class Stage:
         # The next step begins with that.
         out.run("drop gradients", "memory", after=((GRADIENTS, -self.own_gradients),))
         return Action("GATHER", (self._place(out),))
+
+    def _beside_forward(self, transfers: Sequence[Transfer], out: Listing) -> tuple[Transfer, ...]:
+        """What is left of gathers of weights that go on beside a forward pass of the next step."""
+        whole_s = sum(e.seconds for transfer in transfers for e in transfer.exchanges)
+        hidden_s = min(whole_s, self.found.main.forward.total.price.compute_s)
+        slows = self.links.slows / 1000
+        out.run("updated weights", "collect", picoseconds(slows * hidden_s))
+        left = 1 - hidden_s / whole_s if whole_s else 1.0
+        return tuple(
+            replace(
+                transfer,
+                exchanges=tuple(
+                    replace(e, seconds=e.seconds * left, latency_s=e.latency_s * left)
+                    for e in transfer.exchanges
+                ),
+            )
+            for transfer in transfers
+        )
 
     def _main(self, track: Track) -> Iterator[Placed]:
         out = Listing()
@@ -245,9 +270,10 @@ class Stage:
     def _call_forward(self, call: Called) -> Placed:
         head, tail = Listing(), Listing()
         self.gathered.gather(call.prefix, head)
-        head.run("enter", "memory", before=((ACTIVATIONS, call.takes),))
+        head.run("enter", "memory", before=_each(ACTIVATIONS, call.takes, call.taken))
         self.gathered.close(call.prefix, tail)
-        tail.run("leave", "memory", after=((ACTIVATIONS, call.moves - call.gives),))
+        after = _each(ACTIVATIONS, -call.gives, call.given)
+        tail.run("leave", "memory", after=(*after, (ACTIVATIONS, call.moves)))
         if call.moves:
             self.host.leave(call, tail)
         return self._call(call, "F", {}, head, {}, tail)
@@ -273,7 +299,7 @@ class Stage:
             self.gathered.gather(call.prefix, head)
             if call.moves:
                 self.host.come(call, head)
-            head.run("enter", "memory", before=((ACTIVATIONS, call.takes),))
+            head.run("enter", "memory", before=_each(ACTIVATIONS, call.takes, call.taken))
         if part != "I":
             for index, flat in self._makers(call):
                 out = Listing()
@@ -283,7 +309,7 @@ class Stage:
             ready.unit(call.prefix, tail)
         if part != "W":
             self.gathered.drop(call.prefix, tail)
-            tail.run("leave", "memory", after=((ACTIVATIONS, -call.gives),))
+            tail.run("leave", "memory", after=_each(ACTIVATIONS, -call.gives, call.given))
         placed = self._call(call, part, own, head, inner, tail)
         classes.update((o, (TEMPORARY, classes[o][1])) for _, o in outer)
         return placed
@@ -291,11 +317,16 @@ class Stage:
     def _is_own(self, name: str) -> bool:
         """Whether a gradient stays where autograd leaves it, until the next step."""
         parameter = self.found.parameters.by_name[name]
-        return not (self.found.parameters.reduces(parameter) or self._in_chunks(name))
+        parameters = self.found.parameters
+        if parameters.lies_whole(parameter):
+            return False
+        return not (parameters.reduces(parameter) or self._in_chunks(name))
 
     def _in_chunks(self, name: str) -> bool:
         """Whether a gradient leaves in chunks, which come and go with the step."""
-        return bool(self.found.parameters.by_name[name].decision.optimizer.axes)
+        parameter = self.found.parameters.by_name[name]
+        whole = self.found.parameters.lies_whole(parameter)
+        return bool(parameter.decision.optimizer.axes) and not whole
 
     def _classes(self, first: bool) -> dict[int, Gradient]:
         """Per parameter among main's inputs, what autograd leaves of its gradient."""
@@ -306,7 +337,9 @@ class Stage:
             if parameter is None or not parameter.input.trainable:
                 continue
             collects = parameters.collects_whole(parameter)
-            if first and (collects or self._is_own(name)):
+            if parameters.lies_whole(parameter):
+                found[index] = (TEMPORARY, parameters.home_bytes(parameter))
+            elif first and (collects or self._is_own(name)):
                 found[index] = (RETAINED, parameters.gradient_bytes(parameter))
             elif self._in_chunks(name) and not collects:
                 found[index] = (RETAINED, parameters.home_bytes(parameter))
@@ -383,7 +416,7 @@ class Stage:
             yield from self._within(callee.forward, "", ACTIVATIONS)
             return
         if call.recompute:
-            yield from self._within(callee.forward, "", RECOMPUTATION)
+            yield from self._within(callee.again, "", RECOMPUTATION)
         yield from self._within(callee.backward, "", ACTIVATIONS)
 
     def _within(self, track: Track, prefix: str, component: int) -> Iterator[Flat]:
@@ -411,16 +444,20 @@ class Stage:
             return
         seconds = work.compute_s - (work.weights_s if part == "I" else 0.0)
         seconds = work.weights_s if part == "W" else seconds
-        takes, gives = (work.takes, work.gives) if part != "W" else (0, 0)
+        takes: Changes = ()
+        gives: Changes = ()
+        if part != "W":
+            takes = _each(flat.component, work.takes, work.taken)
+            gives = _each(flat.component, -work.gives, work.given)
         staging = work.staging if part != "W" else 0
         beside = COMMUNICATION if work.exchange else flat.component
         before = (
-            (flat.component, takes),
+            *takes,
             (beside, staging),
             *((GRADIENTS, size) for _, size in made),
         )
         after = (
-            (flat.component, -gives),
+            *gives,
             (beside, -staging),
             *((GRADIENTS, -size) for kind, size in made if kind == TEMPORARY),
         )
@@ -432,3 +469,11 @@ class Stage:
         key = key_of(f"activations {exchange.kind}", work.name)
         out.launch(self.links.exchange(key, exchange), work.name)
         out.run(work.name, "wait", waits=(key,), after=after)
+
+
+def _each(component: int, change: int, sizes: Sizes) -> Changes:
+    """A change of so many bytes, one by one for the tensors of these sizes."""
+    if not sizes or sum(sizes) != abs(change):
+        return ((component, change),)
+    sign = 1 if change > 0 else -1
+    return tuple((component, sign * size) for size in sizes)

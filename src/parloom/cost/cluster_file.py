@@ -129,7 +129,7 @@ def _device(root: Section) -> tuple[KnownDevice | None, Device]:
         return known, known.device
     section = root.section("device")
     section.check(
-        ("name", "memory", "memory_bandwidth", "rates"), ("price_per_hour", "cores", "efficiency")
+        ("name", "memory", "memory_bandwidth", "rates"), ("price_per_hour", "cores", "efficiency", "generation")
     )
     return None, read_device(section.text("name"), section)
 
@@ -271,6 +271,8 @@ def _document(cluster: Cluster) -> dict[str, Any]:
         described["efficiency"] = {n: repr(v) for n, v in asdict(device.efficiency).items()}
     if device.cores:
         described["cores"] = device.cores
+    if device.generation:
+        described["generation"] = device.generation
     if device.price_per_hour is not None:
         described["price_per_hour"] = f"{device.price_per_hour!r}USD"
     result = {"name": cluster.name, "device": described, "backend": cluster.backend}

@@ -21,6 +21,7 @@ DTYPES = {
     "fp64": "float64",
     "tf32": "tfloat32",
     "fp8": "float8",
+    "fp4": "float4",
 }
 BACKEND_NAMES = ("nccl", "gloo", "other")
 RECALLED = "recalled"
@@ -162,8 +163,8 @@ def find_interconnect(name: str) -> Interconnect | None:
 
 
 def read_device(name: str, section: Section) -> Device:
-    """A device from the keys memory, memory_bandwidth, rates, price_per_hour, cores and efficiency
-    of `section`.
+    """A device from the keys memory, memory_bandwidth, rates, price_per_hour, cores, generation
+    and efficiency of `section`.
     """
     rates = section.section("rates")
     rates.check((), (*DTYPES, *DTYPES.values()))
@@ -186,6 +187,7 @@ def read_device(name: str, section: Section) -> Device:
         if section.has("efficiency")
         else Efficiency(),
         cores=section.integer("cores") if section.has("cores") else 0,
+        generation=section.text("generation") if section.has("generation") else "",
     )
 
 
@@ -273,7 +275,8 @@ def _known(
 ) -> KnownDevice:
     section.check(
         ("memory", "memory_bandwidth", "rates", "scale_up", "sources"),
-        ("short", "network", "host", "price_per_hour", "backend", "cores", "efficiency"),
+        ("short", "network", "host", "price_per_hour", "backend", "cores", "efficiency",
+         "generation"),  # fmt: skip
     )
     device = read_device(name, section)
     return KnownDevice(

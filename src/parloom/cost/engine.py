@@ -11,7 +11,7 @@ depend on the order of additions: played on from a state, everything is as if pl
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from parloom.errors import VerifyError
@@ -37,7 +37,8 @@ class Run:
 class Launch:
     """A transfer called `key`: `ps` of latency, then its flows, on `channel`.
 
-    `num_bytes` are for reports: those that a device sends over the level that is busy longest.
+    While a channel is at it, kernels beside it take `slows` thousandths longer. `num_bytes` are for
+    reports: those that a device sends over the level that is busy longest.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Launch:
     ps: int = 0
     flows: tuple[Flow, ...] = ()
     num_bytes: int = field(default=0, compare=False)
+    slows: int = 0
 
 
 Instruction = Run | Launch
@@ -67,8 +69,8 @@ class Outcome:
     """What happened.
 
     `starts` has one entry per instruction of every stream: when a run started, or a transfer was
-    launched. `waited` are (run's index, the transfer that kept it waiting last, ps) per stream.
-    `moved` are all transfers that a channel took up; those that `state` still has end with the
+    launched. `waited` are (run's index, the transfer that kept it waiting last, ps) per stream, and
+    `slowed` (run's index, ps) by which transfers beside it made a run longer. `moved` are all transfers that a channel took up; those that `state` still has end with the
     last stream.
     """
 
@@ -76,6 +78,7 @@ class Outcome:
     starts: list[list[int]]
     moved: list[Moved]
     waited: list[list[tuple[int, str, int]]]
+    slowed: list[list[tuple[int, int]]]
     state: State = ()
 
     @property
@@ -114,6 +117,8 @@ class Network:
         # (time, number, transfer whose latency is over, or flow that ends, version of the flow)
         self._events: list[tuple[int, int, _Transfer | _Flow, int]] = []
         self._count = 0
+        self._slowing: list[int] = []
+        self.slowing = 0  # transfers launched and not over that slow kernels
         self._touched: dict[int, None] = {}
         self.ended: dict[str, int] = {}
         self.news: list[str] = []  # what ended since somebody looked
@@ -125,6 +130,7 @@ class Network:
         if queue is None:
             queue = self._channels[launch.channel] = deque()
         queue.append(_Transfer(launch))
+        self.slowing += launch.slows > 0
         self.ended.pop(launch.key, None)  # of one before that had the same name
         if len(queue) == 1:
             self._start(now, queue)
@@ -169,6 +175,11 @@ class Network:
                 # Rounded up: a flow is never over before all of it has arrived.
                 self._at(now - (-flow.left // rate), flow, flow.version)
 
+    @property
+    def slows(self) -> int:
+        """Thousandths by which what is under way makes kernels longer."""
+        return max(self._slowing, default=0)
+
     def under_way(self, now: int) -> list[Moved]:
         """The transfers that channels have taken up, as if they ended now."""
         heads = ((name, queue[0]) for name, queue in sorted(self._channels.items()) if queue)
@@ -184,10 +195,9 @@ class Network:
                     flows = tuple(
                         Flow(f.left - f.rate * (now - f.since), f.links) for f in transfer.flows
                     )
-                    launch = Launch(launch.key, channel, 0, flows)
+                    launch = replace(launch, ps=0, flows=flows)
                 elif transfer is self._channels[channel][0]:
-                    rest = transfer.start + launch.ps - now
-                    launch = Launch(launch.key, channel, rest, launch.flows)
+                    launch = replace(launch, ps=transfer.start + launch.ps - now)
                 left.append(launch)
         return tuple(left)
 
@@ -200,6 +210,8 @@ class Network:
         while queue:
             transfer = queue[0]
             transfer.start = now
+            if transfer.launch.slows:
+                self._slowing.append(transfer.launch.slows)
             if transfer.launch.ps:
                 self._at(now + transfer.launch.ps, transfer)
                 return
@@ -241,6 +253,9 @@ class Network:
     def _finish(self, now: int, queue: deque[_Transfer]) -> None:
         transfer = queue.popleft()
         launch = transfer.launch
+        if launch.slows:
+            self._slowing.remove(launch.slows)
+            self.slowing -= 1
         self.ended[launch.key] = now
         self.news.append(launch.key)
         self.moved.append(Moved(launch.key, launch.channel, transfer.start, now))
@@ -292,7 +307,8 @@ class Engine:
         self._at = [0] * len(streams)
         self._wakes: list[tuple[int, int]] = []
         self._blocked: dict[str, list[int]] = {}
-        self._outcome = Outcome(self._now, [[] for _ in streams], [], [[] for _ in streams])
+        starts, waited, slowed = ([[] for _ in streams] for _ in range(3))
+        self._outcome = Outcome(self._now, starts, [], waited, slowed)
         for launch in state:
             self._network.launch(0, launch)
         self._network.settle(0)
@@ -346,7 +362,7 @@ class Engine:
                         break
                     time = self._waited(index, at, time, instruction.waits)
                 starts.append(time)
-                time += instruction.ps
+                time = self._computed(index, at, time, instruction.ps)
             elif type(instruction) is Launch:
                 if time > now:
                     heappush(self._wakes, (time, index))
@@ -355,6 +371,28 @@ class Engine:
                 self._network.launch(time, instruction)
             at += 1
         self._at[index], self._now[index] = at, time
+
+    def _computed(self, index: int, at: int, start: int, ps: int) -> int:
+        """When a run ends; notes by how much transfers beside it made it longer.
+
+        Nobody else may launch anything meanwhile: transfers slow runs where there is one stream.
+        """
+        network, now, left = self._network, start, ps
+        if not ps or len(self._streams) > 1 or not network.slowing:
+            return start + ps
+        while left:
+            network.advance(now)
+            slow = 1000 + network.slows
+            needs = left * slow // 1000
+            news = network.next_ps()
+            if news is None or news >= now + needs:
+                now += needs
+                break
+            left -= (news - now) * 1000 // slow
+            now = news
+        if now - start > ps:
+            self._outcome.slowed[index].append((at, now - start - ps))
+        return now
 
     def _waited(self, index: int, at: int, time: int, keys: tuple[str, ...]) -> int:
         """When a run can start; notes which transfer it waited for."""

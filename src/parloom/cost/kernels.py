@@ -15,12 +15,14 @@ A measured table overrides the formulas for the operators that it has.
 import math
 from dataclasses import dataclass
 from math import prod
+from statistics import NormalDist
 from typing import Protocol
 
+from parloom.cost.attention import SCORES, attention_kernel
 from parloom.cost.software import OWN, ROWS, Software
 from parloom.ir.graph import DTYPE_BYTES, Arg, Ref, TensorSpec
 from parloom.ir.layout import local_shape
-from parloom.ir.mesh import Device, Mesh
+from parloom.ir.mesh import Cluster, Device, Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.pcg import Compute, PValue
 from parloom.ir.remake import saved_by
@@ -40,27 +42,36 @@ ATTENTION = "scaled_dot_product_attention"
 # Tiles of a product, and the share of the best tile's rate that each reaches: what it reads from
 # on-chip memory per multiplication grows as it shrinks (CUTLASS, efficient GEMM).
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.6))
+# Devices of one kind differ in clock rate, and the slowest sets the pace: 5 % among the 8 of a node
+# (ml-engineering, compute/accelerator), 2.85 standard deviations of a normal distribution.
+SPREAD = 0.05 / 2.85
 # Multiplications along k that the beginning and the end of a tile are worth.
 TILE_ENDS = 128
 # The share of their peak that products reach on vector units, which memory feeds fast enough
 # (recalled: cuBLAS sgemm on V100, 14 of 15.7 TFLOP/s).
 VECTOR_SHARE = 0.9
-# Casting operands to 8-bit floats, in passes over them at 16 bits: a scale of the last step or one
-# reduction, read and written once; by rows, scales of rows and of columns, each with its own copy.
-CAST_PASSES = {False: 1.5, True: 3.0}
+# How 8-bit and 4-bit operands are scaled: one scale for a tensor, one for each row and column, or
+# for each block of 32 or 128 elements.
+TENSOR, ROW, BLOCK = "tensor", "row", "block"
+# Casting operands, in passes over them at 16 bits: a scale of the last step or one reduction, read
+# and written once; by rows or blocks, each operand twice, as it is read and as its transpose is.
+CAST_PASSES = {TENSOR: 1.5, ROW: 3.0, BLOCK: 3.0}
+# Where the kernels before them cast activations, and weights are cast once a step: a transpose of
+# one byte each, and with blocks the scales and their order (TransformerEngine, cast_transpose).
+FUSED_CAST_PASSES = {TENSOR: 0.5, ROW: 1.0, BLOCK: 1.0}
+# The share of their peak that 8-bit products reach, against that of 16-bit ones: 0.71 and 0.8 of
+# the peaks of an H100 (ml-engineering, compute/accelerator, best shapes).
+NARROW, NARROW_SHARE = ("float8", "float4"), 0.88
 # Products of operands scaled by row do without fast accumulation (taken to be this share).
-BY_ROW_SHARE = 0.6
+ROW_SHARE = 0.6
 # Bytes that the rows of 16-bit operands must be multiples of for the matrix units (cuBLAS).
 ALIGNED_BYTES = 16
-# Rows of keys at which a causal attention kernel is at half of its rate: tiles on the diagonal are
-# half empty, and the last ones leave cores idle (after the curves of FlashAttention-2, figure 4).
-CAUSAL_HALF = 500
-# The backward kernel's rate against the forward kernel's (the same curves).
-ATTENTION_BACKWARD = 0.8
 # Passes over scores in memory when attention is not one kernel. Merged: softmax with scale and mask
 # reads and writes; backward it reads scores and gradients and writes. Otherwise scale, mask and
 # softmax are kernels of their own.
 MERGED_SCORE_PASSES, SCORE_PASSES = (2.0, 3.0), (7.0, 8.0)
+# Dropout of probabilities reads and writes them, and a mask of a byte each.
+DROPOUT_PASSES = 2.5
 # Passes over the classes that a cross-entropy makes beside reading them and writing their gradient:
 # it writes their logarithms, and in the backward pass a gradient of zeros but one, and reads it.
 CLASS_PASSES = {"cross_entropy_loss": (1.0, 2.0)}
@@ -68,13 +79,16 @@ CLASS_PASSES = {"cross_entropy_loss": (1.0, 2.0)}
 # What an update of operations one by one moves more than a fused one, per state: torch's multi-
 # tensor AdamW (decay, lerp, mul, addcmul, sqrt, div, add, addcdiv) moves 21 tensors against 7.
 UPDATE_PASSES = 7.0
+# Clipping reads gradients for their norm, and reads and writes them (torch.nn.utils, apex).
+CLIP_PASSES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalOperator:
     """An operator as one rank runs it: local specs, and its work.
 
-    `attributes` are its other arguments; `causal` attention masks half of the scores. `wanted` are
+    `attributes` are its other arguments; `causal` attention masks half of the scores, and with
+    `dropout` drops probabilities. `wanted` are
     the operands whose gradients are made; `kept_operands` and `kept_results` what autograd kept.
     Inside a merged kernel, operands and results that never reach memory are in `inner_operands`
     and `inner_results`, and only the first operator of a kernel `launches` it.
@@ -85,6 +99,7 @@ class LocalOperator:
     results: tuple[TensorSpec, ...]
     attributes: tuple[Arg, ...] = ()
     causal: bool = False
+    dropout: bool = False
     flops: float = 0.0
     backward_ratio: float = 1.0
     wanted: tuple[int, ...] = ()
@@ -142,16 +157,18 @@ class Kernels:
     """Prices operators on a device under a generation of software.
 
     Tables override the formulas, also those of collectives (`exchanges`). Linear layers multiply in
-    `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast; 8-bit
-    floats have one scale for a tensor, or `by_row` many.
+    `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast, with
+    `scaling` of TENSOR, ROW or BLOCK. Operators take `pace` times as long as on
+    a device of mean speed (`slowest`).
     """
 
     device: Device
     software: Software = OWN
     measured: Measured | None = None
     product_dtype: str | None = None
-    by_row: bool = False
+    scaling: str = TENSOR
     exchanges: MeasuredExchanges | None = None
+    pace: float = 1.0
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
@@ -159,6 +176,11 @@ class Kernels:
             found = self.measured.seconds(operator)
             if found is not None:
                 return found
+        found = self._seconds(operator)
+        pace = self.pace
+        return Seconds(found.forward_s * pace, found.backward_s * pace, found.weights_s * pace)
+
+    def _seconds(self, operator: LocalOperator) -> Seconds:
         factors = factors_of(operator.op, len(operator.operands))
         if factors is not None and operator.flops:
             return self._product(operator, factors)
@@ -169,15 +191,18 @@ class Kernels:
     def score_bytes(self, operator: LocalOperator) -> Scores | None:
         """Memory of attention's scores; None where no operator of this software has any.
 
-        Softmax keeps what it made. Going forward the products' result is beside it for a moment,
-        going backward are its gradient and that of the result, and what was not kept.
+        Softmax keeps what it made, dropout what it left and a mask of bytes (Korthikanti et al.,
+        2022, section 4.1). Going forward the products' result is beside it for a moment, going
+        backward are its gradient and that of the result, and what was not kept.
         """
-        if operator.op != ATTENTION or self.software.flash:
+        if operator.op != ATTENTION or self.software.attention != SCORES:
             return None
         q, k = operator.operands[:2]
-        each = prod(q.shape[:-1]) * k.shape[-2] * DTYPE_BYTES[q.dtype]
-        kept = each if self.software.keeps_scores else 0
-        return Scores(2 * each - kept, kept, 3 * each - kept)
+        scores = prod(q.shape[:-1]) * k.shape[-2]
+        each = scores * DTYPE_BYTES[q.dtype]
+        made = 2 * each + scores if operator.dropout else each
+        kept = made if self.software.keeps_scores else 0
+        return Scores(each + made - kept, kept, 2 * each + made - kept)
 
     def stream_s(self, num_bytes: float, launches: int = 1) -> float:
         """A kernel that does nothing but move bytes through memory."""
@@ -190,9 +215,9 @@ class Kernels:
         """The optimizer over `num_bytes` of (master) weights, with as much for each state.
 
         In one pass it reads gradient, weight and states, and writes weight and states; otherwise
-        each of its operations reads and writes (`UPDATE_PASSES`).
+        each of its operations reads and writes (`UPDATE_PASSES`). Gradients may be clipped before.
         """
-        passes = 3.0 + 2 * num_states
+        passes = 3.0 + 2 * num_states + (CLIP_PASSES if self.software.clips else 0.0)
         if not self.software.fused_optimizer:
             passes += UPDATE_PASSES * num_states
         return self.stream_s(num_bytes * passes)
@@ -202,9 +227,9 @@ class Kernels:
     ) -> float:
         """`batch` products of [m, k] and [k, n] that move `num_bytes`, without the launch."""
         device = self.device
-        rate = device.rate(dtype) * device.efficiency.matmul
-        if dtype == "float8" and self.by_row:
-            rate *= BY_ROW_SHARE
+        rate = device.rate(dtype) * device.efficiency.matmul * device.efficiency.sustained
+        if dtype in NARROW:
+            rate *= ROW_SHARE if self.scaling == ROW else NARROW_SHARE
         if device.cores and (dtype in ("float32", "float64") or not _aligned(n, k, dtype)):
             rate = min(device.rate(dtype), device.rate("float32")) * VECTOR_SHARE
         work = 2.0 * batch * m * n * k / (rate * self._share(m, n, k, batch))
@@ -235,8 +260,7 @@ class Kernels:
         casts = 0.0
         if self.product_dtype and operator.op in LINEAR:
             dtype = self.product_dtype
-            passes = CAST_PASSES[self.by_row] if dtype == "float8" else 0.0
-            casts = self.stream_s(passes * (a.num_bytes + b.num_bytes))
+            casts = self._casts_s(a.num_bytes, b.num_bytes) if dtype in NARROW else 0.0
         forward = casts + self.product_s(m, n, k, dtype, batch, moved) + launch
         inputs = weights = 0.0
         if first in operator.wanted:
@@ -250,6 +274,12 @@ class Kernels:
         )
         return Seconds(forward, inputs + weights + self.stream_s(others), weights)
 
+    def _casts_s(self, activations: int, weights: int) -> float:
+        """Casting the operands of a product."""
+        if self.software.fuses_casts:
+            return self.stream_s(FUSED_CAST_PASSES[self.scaling] * activations, 0)
+        return self.stream_s(CAST_PASSES[self.scaling] * (activations + weights))
+
     def _attention(self, operator: LocalOperator) -> Seconds:
         q, k = operator.operands[:2]
         out = operator.results[0]
@@ -257,13 +287,16 @@ class Kernels:
         rows, keys = q.shape[-2], k.shape[-2]
         moved = float(sum(s.num_bytes for s in (*operator.operands[:3], out)))
         backward = 2.0 * moved if operator.wanted else 0.0
-        if self.software.flash:
+        if self.software.attention != SCORES:
             flops = operator.flops * (0.5 if causal else 1.0)
-            rate = self.device.rate(operator.dtype) * self.device.efficiency.attention
-            rate *= keys / (keys + CAUSAL_HALF) if causal else 1.0
-            back = flops * operator.backward_ratio / (rate * ATTENTION_BACKWARD)
+            kernel = attention_kernel(self.software.attention, self.device)
+            fore, aft = (
+                self.device.rate(operator.dtype) * kernel.share(keys, q.shape[-1], causal=causal, backward=way)
+                for way in (False, True)
+            )
+            back = flops * operator.backward_ratio / aft
             return Seconds(
-                max(flops / rate, self.stream_s(moved)) + launch,
+                max(flops / fore, self.stream_s(moved)) + launch,
                 (max(back, self.stream_s(backward)) + launch) if backward else 0.0,
             )
         lead, width = prod(q.shape[:-2]), q.shape[-1]
@@ -271,6 +304,8 @@ class Kernels:
         both = self.product_s(rows, keys, width, operator.dtype, lead, moved / 2 + scores)
         both += self.product_s(rows, width, keys, operator.dtype, lead, moved / 2 + scores)
         fore, aft = MERGED_SCORE_PASSES if self.software.merges else SCORE_PASSES
+        if operator.dropout:
+            fore, aft = fore + DROPOUT_PASSES, aft + DROPOUT_PASSES
         forward = both + 2 * launch + self.stream_s(fore * scores)
         back = 2 * both + 4 * launch + self.stream_s(aft * scores)
         back += 0.0 if self.software.keeps_scores else forward
@@ -307,10 +342,22 @@ class Kernels:
 
     def _stream(self, operator: LocalOperator, num_bytes: float, launches: int) -> float:
         """Bytes, or where it computes more than that, its FLOPs."""
-        work = operator.flops / (self.device.rate(operator.dtype) * self.device.efficiency.matmul)
+        rate = self.device.rate(operator.dtype) * self.device.efficiency.matmul
+        work = operator.flops / rate
         if not num_bytes and not launches:
             return 0.0
         return max(self.stream_s(num_bytes, launches), work)
+
+
+def slowest(cluster: Cluster) -> float:
+    """How much longer than a mean one the slowest device of a cluster of GPUs takes.
+
+    The expected largest of n draws (Blom, Statistical Estimates, 1958).
+    """
+    if cluster.backend != "nccl":
+        return 1.0
+    n = cluster.num_devices
+    return 1.0 + SPREAD * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
@@ -326,6 +373,7 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
         tuple(_local(v, mesh) for v in item.results),
         tuple(a for a in arguments if not isinstance(a, Ref)),
         item.node.op == ATTENTION and bool(site.arg(5, "is_causal", False)),
+        item.node.op == ATTENTION and bool(site.arg(4, "dropout_p", 0.0)),
         op.flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
         op.backward_ratio,
         tuple(i for i, v in enumerate(item.operands) if v.differentiable)

@@ -27,6 +27,7 @@ from parloom.ir.pcg import PCG, PCall
 # What the compute stream does.
 COMPUTING, AGAIN, COPYING = "computing", "recomputation", "copies of movements"
 UPDATING, ADDING, WAITING = "optimizer update", "adding up microbatches", "waiting"
+BESIDE = "slower beside collectives"
 CONTENTION = "contention"
 MARKS = (RECOMPUTING, RECOMPUTED)
 MAIN, STEP = "main", "step program"
@@ -195,6 +196,9 @@ class _Reading:
             moves = [(self.links[f.links[0]], f.size // SHARES) for f in instruction.flows]
             found.ps[group] += instruction.ps + max((ps for _, ps in moves), default=0)
             found.busy.update(dict(moves))
+        for _, ps in piece.outcome.slowed[0]:
+            found.time[place, Cause(BESIDE)] += ps
+            found.busy[COMPUTING] += ps
         for _, key, ps in piece.outcome.waited[0]:
             group = self.launched[_name(piece, key, prefix)]
             found.time[place, Cause(WAITING, group.transfer, group.level)] += ps

@@ -8,10 +8,11 @@ What a block drops goes at the end of its forward pass, and is made again before
 the backward pass that needs any of it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from parloom.cost.works import Called, Walked, Work
+from parloom.cost.works import Called, Sizes, Walked, Work
 from parloom.ir.pcg import (
     Compute,
     Item,
@@ -24,6 +25,8 @@ from parloom.ir.pcg import (
 )
 
 Works = tuple[Work | Called, ...]
+Changes = list[list[int]]
+"""By item, the sizes of tensors that are taken, or given back."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Lives:
     `backward` have one entry per item, None where nothing runs. `owner` maps a value to the one
     whose memory it is; `kept` the owner of what autograd keeps to the first item that keeps it, and
     `kept_last` to the last one. What is `dropped`, as `kept` was, is made by the works `again` when
-    the backward pass comes to the item `remade_at`.
+    the backward pass comes to the item `remade_at`. Nothing is saved at the item `saved_before` and
+    after it.
     """
 
     outside: frozenset[str]
@@ -52,6 +56,7 @@ class Lives:
     kept_last: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     remade_at: int = 0
+    saved_before: int = 0
     inside: set[str] = field(default_factory=set)
 
     def of(self, value: PValue) -> str:
@@ -85,37 +90,56 @@ class Lives:
             if owner not in self.parameters:
                 self.kept[owner] = min(self.kept.get(owner, self.remade_at), self.remade_at)
 
-    def inside_bytes(self) -> int:
-        """What is made here, or in calls, and kept for the backward pass."""
-        own = sum(self.sizes[owner] for owner in self.kept if owner not in self.outside)
-        return own + sum(c.inside_bytes for i, c in self.callees.items() if self._keeps(i))
+    def inside_sizes(self) -> Sizes:
+        """Sizes of what is made here, or in calls, and kept for the backward pass."""
+        own = tuple(self.sizes[owner] for owner in self.kept if owner not in self.outside)
+        calls = (c.inside for i, c in self.callees.items() if self._keeps(i))
+        return own + tuple(size for sizes in calls for size in sizes)
 
     def forward_works(self, outputs: Sequence[PValue]) -> Works:
         """The forward pass in order, with what every item takes and gives."""
+        return _attached(self.forward, *self._forward_changes(outputs))
+
+    def again_works(self, outputs: Sequence[PValue]) -> Works:
+        """What a checkpoint that stops early runs again: up to the last item that saves anything.
+
+        That item is left out itself where it saves operands alone, which autograd takes before it
+        runs (torch.utils.checkpoint, `set_checkpoint_early_stop`). All that is not kept goes then.
+        """
+        takes, gives = (changes[: self.saved_before] for changes in self._forward_changes(outputs))
+        if takes:
+            left = Counter(size for sizes in takes for size in sizes)
+            left.subtract(size for sizes in gives for size in sizes)
+            left.subtract(self.inside_sizes())
+            gives[-1] += left.elements()
+        return _attached(self.forward[: self.saved_before], takes, gives)
+
+    def _forward_changes(self, outputs: Sequence[PValue]) -> tuple[Changes, Changes]:
+        """Sizes of what each item of the forward pass takes, and gives."""
         made, last, ends = self._made(), self._last_touched(), section_ends(self.items)
         stay = {self.of(v) for v in outputs} | self.kept.keys() | self.inside | self.held
-        takes, gives = [0] * len(self.items), [0] * len(self.items)
+        takes, gives = self._none(), self._none()
         for owner, index in made.items():
             if not self._of_call(owner, index):  # a callee takes the memory of its results
-                takes[index] += self.sizes[owner]
+                takes[index].append(self.sizes[owner])
             if owner not in stay:
                 end = len(gives) - 1 if owner in self.dropped else ends[last[owner]]
-                gives[end] += self.sizes[owner]
+                gives[end].append(self.sizes[owner])
         for owner, index in self.kept.items():
             if owner not in made and owner not in self.outside:  # a mask
-                takes[index] += self.sizes[owner]
+                takes[index].append(self.sizes[owner])
         for owner, index in self.dropped.items():
             if owner not in made:
-                takes[index] += self.sizes[owner]
-                gives[-1] += self.sizes[owner]
-        return _attached(self.forward, takes, gives)
+                takes[index].append(self.sizes[owner])
+                gives[-1].append(self.sizes[owner])
+        return takes, gives
 
     def backward_works(self, outputs: Sequence[PValue]) -> tuple[Works, frozenset[str]]:
         """The backward pass in order, and the values from outside whose gradient it makes."""
         made = self._made()
         given = {self.of(v): self.sizes[self.of(v)] for v in outputs if v.differentiable}
         gradients = dict(given)
-        takes, gives = [0] * len(self.items), [0] * len(self.items)
+        takes, gives = self._none(), self._none()
         for index in reversed(range(len(self.items))):
             item = self.items[index]
             if self.backward[index] is None:
@@ -125,26 +149,26 @@ class Lives:
                 # A callee gives back the gradients of its results, also of those nobody reads.
                 own = {self.of(v) for v in results_of(item) if v.differentiable}
                 unread = {o for o in own if made.get(o) == index} - gradients.keys()
-                takes[index] += sum(self.sizes[owner] for owner in unread)
+                takes[index] += [self.sizes[owner] for owner in unread]
                 gives[index] += self._added_by_call(index, gradients)
                 continue
             taken, added = self._gradients(item, gradients)
             takes[index] += taken
             gives[index] += added
             own = {self.of(v) for v in results_of(item)}
-            gives[index] += sum(gradients.get(o, 0) for o in own if made.get(o) == index)
+            gives[index] += [gradients.get(o, 0) for o in own if made.get(o) == index]
         for owner, index in self.kept.items():
             if owner not in self.outside:
-                gives[index] += self.sizes[owner]
+                gives[index].append(self.sizes[owner])
         for owner, index in self.dropped.items():
-            gives[index] += self.sizes[owner]
+            gives[index].append(self.sizes[owner])
         for owner in self.held - self.kept.keys() - self.inside:
-            gives[0] += self.sizes[owner] if owner in made else 0
+            gives[0] += [self.sizes[owner]] if owner in made else []
         results = {self.of(v) for item in self.items for v in results_of(item)}
         for owner in gradients.keys() & made.keys() - results:
-            gives[0] += gradients[owner]  # of an input, which is sent to where it came from
+            gives[0].append(gradients[owner])  # of an input, which is sent to where it came from
         listed = list(zip(self.backward, takes, gives, strict=True))
-        listed[self.remade_at + 1 : self.remade_at + 1] = [(w, 0, 0) for w in self.again[::-1]]
+        listed[self.remade_at + 1 : self.remade_at + 1] = [(w, [], []) for w in self.again[::-1]]
         works = _attached(*zip(*listed[::-1], strict=True)) if listed else ()
         return works, frozenset(gradients.keys() - given.keys() - made.keys())
 
@@ -157,6 +181,10 @@ class Lives:
                 if owner not in self.outside:
                     made.setdefault(owner, index)
         return made
+
+    def _none(self) -> Changes:
+        """No sizes, for every item."""
+        return [[] for _ in self.items]
 
     def _keeps(self, index: int) -> bool:
         item = self.items[index]
@@ -172,39 +200,40 @@ class Lives:
             for value in (*operands_of(item), *results_of(item))
         }
 
-    def _pass_on(self, item: Item, gradients: dict[str, int]) -> int:
+    def _pass_on(self, item: Item, gradients: dict[str, int]) -> list[int]:
         """Where nothing runs, the gradient of the result is that of the operand, or is added to it:
-        the bytes that are then given back.
+        the sizes that are then given back.
         """
         if not isinstance(item, Movement) or not item.operand.differentiable:
-            return 0
+            return []
         before, after = self.of(item.operand), self.of(item.result)
         if before == after or after not in gradients:
-            return 0
+            return []
         size = gradients.pop(after)
         if before in gradients:
-            return size
+            return [size]
         gradients[before] = size
-        return 0
+        return []
 
-    def _gradients(self, item: Item, gradients: dict[str, int]) -> tuple[int, int]:
-        """Bytes of the gradients that an item's backward makes, and of those added to others."""
-        taken = added = 0
+    def _gradients(self, item: Item, gradients: dict[str, int]) -> tuple[list[int], list[int]]:
+        """Sizes of the gradients that an item's backward makes, and of those added to others."""
+        taken: list[int] = []
+        added: list[int] = []
         skip = {self.of(v) for v in results_of(item)} | self.parameters
         for owner in {self.of(v): None for v in operands_of(item) if v.differentiable}:
             if owner not in skip:
-                taken += self.sizes[owner]
-                added += self.sizes[owner] if owner in gradients else 0
+                taken.append(self.sizes[owner])
+                added += [self.sizes[owner]] if owner in gradients else []
                 gradients.setdefault(owner, self.sizes[owner])
         return taken, added
 
-    def _added_by_call(self, index: int, gradients: dict[str, int]) -> int:
-        """Bytes of the gradients that a call makes beside those that are there."""
-        added = 0
+    def _added_by_call(self, index: int, gradients: dict[str, int]) -> list[int]:
+        """Sizes of the gradients that a call makes beside those that are there."""
+        added: list[int] = []
         for position in self.callees[index].moved_inputs:
             value = operands_of(self.items[index])[position]
             owner, size = self.of(value), self.sizes[value.name]
-            added += size if owner in gradients else 0
+            added += [size] if owner in gradients else []
             gradients.setdefault(owner, size)
         return added
 
@@ -233,30 +262,37 @@ def _section(item: Item) -> str | None:
 
 
 def _attached(
-    works: Sequence[Work | Called | None], takes: Sequence[int], gives: Sequence[int]
+    works: Sequence[Work | Called | None], takes: Sequence[list[int]], gives: Sequence[list[int]]
 ) -> Works:
     """The works that there are, with what they take and give.
 
     Where nothing runs, what is given goes with the work before and what is taken with that after.
     """
-    placed: list[Work | Called] = []
-    taken = given = 0
+    placed: list[tuple[Work | Called, list[int], list[int]]] = []
+    taken: list[int] = []
+    given: list[int] = []
     for work, take, give in zip(works, takes, gives, strict=True):
         if work is None:
             taken += take
             given += give
         else:
             if placed and given:
-                placed[-1] = replace(placed[-1], gives=placed[-1].gives + given)
-                given = 0
-            placed.append(
-                replace(
-                    work,
-                    takes=work.takes + take + taken,
-                    gives=work.gives + give + given,
-                )
-            )
-            taken = given = 0
+                placed[-1][2].extend(given)
+                given = []
+            placed.append((work, take + taken, give + given))
+            taken, given = [], []
     if placed and given:
-        placed[-1] = replace(placed[-1], gives=placed[-1].gives + given)
-    return tuple(placed)
+        placed[-1][2].extend(given)
+    return tuple(_holding(*place) for place in placed)
+
+
+def _holding(work: Work | Called, take: Sequence[int], give: Sequence[int]) -> Work | Called:
+    """A work with what it takes and gives beside what it did."""
+    taken, given = (tuple(size for size in sizes if size) for sizes in (take, give))
+    return replace(
+        work,
+        takes=work.takes + sum(taken),
+        gives=work.gives + sum(given),
+        taken=work.taken + taken,
+        given=work.given + given,
+    )

@@ -221,7 +221,7 @@ def calibrated(
         cluster.device,
         flops_per_s=tuple((dtype, rate / slowdown) for dtype, rate in rates.items()),
         memory_bytes_per_s=largest.num_bytes / largest.seconds / slowdown,
-        efficiency=Efficiency(1.0, 1.0, cluster.device.efficiency.attention),
+        efficiency=Efficiency(1.0, 1.0, cluster.device.efficiency.attention, 1.0),
         cores=0,
     )
     software = replace(OWN, launch_s=calibration.launch_s * slowdown)

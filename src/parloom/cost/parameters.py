@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from parloom.cost.price import Price
 from parloom.cost.walk import Walker
-from parloom.cost.works import Exchange, Pass, Track, summed
+from parloom.cost.works import Exchange, Pass, Sizes, Track, summed
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.pcg import PCG, WHOLE, PParameter
 from parloom.ir.plan import Decisions, Optimizer, Storage
@@ -117,7 +117,7 @@ class Parameters:
             kind = self._kind(parameter)
             bucket = filling.setdefault(kind, [])
             bucket.append(parameter)
-            limit = self.nodes[path[0]].bucket_bytes if path else 0
+            limit = self._full_bytes(self.nodes[path[0]], self.gradient_width(parameter)) if path else 0
             if kind not in begun:  # a small one first, to start early
                 limit = min(limit, MIN_BUCKET_BYTES)
             if sum(self.gradient_bytes(p) for p in bucket) >= limit:
@@ -138,12 +138,19 @@ class Parameters:
             filling: list[PParameter] = []
             for parameter in node.parameters:
                 filling.append(parameter)
-                full = sum(map(self.home_bytes, filling)) >= node.bucket_bytes
+                limit = self._full_bytes(node, self.width(parameter))
+                full = sum(map(self.home_bytes, filling)) >= limit
                 if full or parameter is node.parameters[-1]:
                     name = f"publish {len(found)}"
                     found.append(self._gather(name, node, tuple(filling)))
                     filling = []
         return tuple(found)
+
+    def _full_bytes(self, node: StepNode, width: int) -> int:
+        """The bytes at which a bucket of a node is full."""
+        least, per_rank = self.walker.kernels.software.bucket_elements
+        elements = max(least, per_rank * self.pcg.mesh.size(node.axes))
+        return elements * width or node.bucket_bytes
 
     def reduces(self, parameter: PParameter) -> bool:
         """Whether a gradient leaves autograd partial."""
@@ -155,7 +162,10 @@ class Parameters:
         touched = sum(
             p.elements(mesh, p.decision.optimizer) * self.master_width(p) for p in self.trained
         )
-        return Pass(Price(self.walker.kernels.update_s(touched, self.optimizer.num_states)))
+        kernels = self.walker.kernels
+        seconds = kernels.update_s(touched, self.optimizer.num_states)
+        norms = kernels.stream_s(self.optimizer.norm_passes * touched)
+        return Pass(Price(seconds + norms))
 
     def collect(self) -> Pass:
         """Adding a microbatch's gradients to where they collect: two are read, one is written.
@@ -170,21 +180,52 @@ class Parameters:
         )
         return Pass(Price(self.walker.kernels.stream_s(3 * added)))
 
-    def update_bytes(self) -> int:
-        """What the optimizer needs beside its states: Adam's denominators, unless it is one kernel.
+    def update_sizes(self) -> Sizes:
+        """What the optimizer needs beside its states: Adam's denominators, unless it is one kernel,
+        and copies of gradients in the dtype of the master weights.
 
         For all parameters at once on GPUs (torch's `foreach`). On CPUs for one after the other:
         its root and the quotient, while the quotient of the one before is still there.
         """
-        if self.optimizer.num_states < 2 or self.walker.kernels.software.fused_optimizer:
-            return 0
-        mesh = self.pcg.mesh
-        sizes = [
-            p.elements(mesh, p.decision.optimizer) * self.master_width(p) for p in self.trained
+        software, mesh = self.walker.kernels.software, self.pcg.mesh
+        owned = [(p, p.elements(mesh, p.decision.optimizer)) for p in self.trained]
+        copies = [
+            [n * width for p, n in owned if self.gradient_width(p) < self.master_width(p)]
+            for width in software.memory.copies
         ]
-        if self.walker.cluster.backend != "gloo":
-            return sum(sizes)
-        return max((2 * now + last for last, now in pairwise([0, *sizes])), default=0)
+        if software.memory.at_once:
+            copies = [[sum(sizes)] for sizes in copies]
+        found = [size for sizes in copies for size in sizes]
+        if self.optimizer.num_states >= 2 and not software.fused_optimizer:
+            sizes = [n * self.master_width(p) for p, n in owned]
+            if self.walker.cluster.backend == "gloo":
+                most = max((2 * now + last for last, now in pairwise([0, *sizes])), default=0)
+                sizes = [most]
+            found += sizes
+        return tuple(size for size in found if size)
+
+    def norm_bytes(self) -> int:
+        """What the norm of a gradient takes: of the largest one, or of a rank's part."""
+        width = self.walker.kernels.software.memory.norm_bytes
+        if not width or not self.trained:
+            return 0
+        largest = max(self._elements(p) for p in self.trained)
+        owned = sum(self._elements(p, p.decision.optimizer) for p in self.trained)
+        return width * min(largest, owned)
+
+    def bucket_bytes(self) -> int:
+        """A buffer for gradients that are reduced, and what is reduced of it."""
+        count = self.walker.kernels.software.memory.bucket_elements
+        reduced = [p for p in self.trained if self.reduces(p)]
+        if not count or not reduced:
+            return 0
+        widths = max(map(self.gradient_width, reduced))
+        return 2 * min(count * widths, sum(map(self.gradient_bytes, reduced)))
+
+    def lies_whole(self, parameter: PParameter) -> bool:
+        """Whether a whole gradient lies in a buffer that stays, and leaves from there."""
+        in_place = self.walker.kernels.software.memory.in_place
+        return in_place and not parameter.decision.gradient.axes
 
     def stored_bytes(self) -> dict[str, int]:
         """Device bytes of weights, gradients and optimizer states between steps."""
@@ -198,6 +239,9 @@ class Parameters:
         """The same of one parameter."""
         decision, width = parameter.decision, self.width(parameter)
         found = {"weights": self._on("device", parameter, decision.weight, width)}
+        alone = self.walker.kernels.software.memory.masters_alone
+        if alone and decision.weight.axes and self.master_width(parameter) != width:
+            found["weights"] = 0
         if parameter.input.trainable:
             gradient = self.gradient_width(parameter)
             found["gradients"] = self._on("device", parameter, decision.gradient, gradient)
@@ -297,6 +341,8 @@ class Parameters:
         )
         exchange = self.walker.exchange(node.kind, node.axes, size)
         parts = mesh.size(node.axes)
+        if late and all(map(self.lies_whole, members)):
+            chunk = 0  # gathered where they lie
         return Transfer(
             name, _names(members), (exchange,), size, node.when, node.unit, dtype, parts,
             parts * chunk, chunked=True,
@@ -337,6 +383,8 @@ class Parameters:
             for p in members
         ]
         chunk = sum(map(self._elements, members, stored)) * DTYPE_BYTES[dtype]
+        if all(map(self.lies_whole, members)):
+            chunk = 0  # scattered where they lie
         return Transfer(
             name, _names(members), tuple(exchanges), size, when, unit, dtype, scattered,
             scattered * chunk, chunked=bool(members[0].decision.optimizer.axes),

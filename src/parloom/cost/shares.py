@@ -31,7 +31,8 @@ from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 class Share:
     """An item of a function each time that it runs; `key` is that of the operator it belongs to, or
     empty. `roots` are the values that a movement starts from, which are no movements' results;
-    `again` is an item that every backward pass runs once more. An operator that routes rows has two
+    `again` is an item that every backward pass runs once more, `spared` one that those of calls
+    which recompute do not need to (`Software.stops_early`). An operator that routes rows has two
     shares: what it computes, and what it sends.
     """
 
@@ -41,6 +42,7 @@ class Share:
     backward: Work | None
     roots: tuple[str, ...]
     again: bool = False
+    spared: bool = False
 
     @property
     def moves(self) -> tuple[str, tuple[str, ...]] | None:
@@ -80,7 +82,7 @@ class Runs:
 
     def again_of(self, share: Share) -> int:
         """How often backward passes run an item's forward pass."""
-        return self.again + (self.forward if share.again else 0)
+        return (0 if share.spared else self.again) + (self.forward if share.again else 0)
 
 
 def work_ps(work: Work | None) -> int:
@@ -119,14 +121,15 @@ def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Sha
     keys = _keys(function, items)
     roots: dict[str, str] = {}
     found: list[Share] = []
-    for item, key, forward, backward in zip(
-        items, keys, lives.forward, lives.backward, strict=True
+    needed = lives.saved_before if walker.kernels.software.stops_early else len(items)
+    for index, (item, key, forward, backward) in enumerate(
+        zip(items, keys, lives.forward, lives.backward, strict=True)
     ):
         starts = tuple(roots.get(v.name, v.name) for v in operands_of(item))
         if isinstance(item, Movement):
             roots[item.result.name] = starts[0]
         one, other = (work if isinstance(work, Work) else None for work in (forward, backward))
-        share = Share(key, item, one, other, starts, id(item) in remade)
+        share = Share(key, item, one, other, starts, id(item) in remade, index >= needed)
         sends = share.exchange is not None and not isinstance(item, Movement)
         found += _apart(share) if sends else (share,)
     return tuple(found)

@@ -8,10 +8,10 @@ those after it until the transfers under way are again what they were (delta sim
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parloom.cost.actions import Stage
-from parloom.cost.engine import Engine, Launch, Outcome, Run, State
+from parloom.cost.engine import Engine, Outcome, Run, State
 from parloom.cost.kernels import Kernels
 from parloom.cost.step import priced
 from parloom.cost.tasks import (
@@ -166,6 +166,7 @@ def _play(segment: Segment, state: State, capacities: tuple[int, ...]) -> _Segme
     over = segment.awaited - {launch.key for launch in state}
     outcome = Engine([segment.instructions], capacities, state, over).play()
     busy = {COMPUTE: sum(i.ps for i in segment.instructions if isinstance(i, Run))}
+    busy[COMPUTE] += sum(ps for _, ps in outcome.slowed[0])
     for moved in outcome.moved:
         busy[moved.channel] = busy.get(moved.channel, 0) + moved.end_ps - moved.start_ps
     exposed: dict[str, int] = {}
@@ -213,7 +214,7 @@ def _memory(segment: Segment) -> Memory:
 
 
 def _renamed(state: State, names: Mapping[str, str]) -> State:
-    return tuple(Launch(names.get(t.key, t.key), t.channel, t.ps, t.flows) for t in state)
+    return tuple(replace(t, key=names.get(t.key, t.key)) for t in state)
 
 
 def _add(totals: dict[str, int], amounts: Amounts) -> None:

@@ -1,15 +1,18 @@
 """Generations of training software: what a prediction has to know of the kernels that are run.
 
-A prediction is made for one of the four entries of `GENERATIONS`, chosen by what is known of a run
-(framework, year, flags), never by its model or its time. `Software` values with other fields are
-welcome where more is known.
+A prediction is made for an entry of `GENERATIONS`, chosen by what is known of a run (framework,
+year, flags), never by its model or its time. `Software` values with other fields are welcome where
+more is known.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from parloom.errors import InputError
+from parloom.cost.attention import NAMES, SCORES
+from parloom.cost.framework_memory import OWN as OWN_MEMORY
+from parloom.cost.framework_memory import FrameworkMemory
+from parloom.errors import InputError, nearest
 
 ELEMENTWISE, ROWS = "elementwise", "rows"
 MERGES = ("", ELEMENTWISE, ROWS)
@@ -19,31 +22,48 @@ MERGES = ("", ELEMENTWISE, ROWS)
 class Software:
     """How operators become kernels, and which communication goes on beside them.
 
-    `flash`: attention is one kernel that keeps its scores on the chip, and skips what a causal mask
-    hides; otherwise scores go through memory, and unless it `keeps_scores` are computed again in
-    the backward pass. `merges`: chains of elementwise operators are one kernel each (ELEMENTWISE),
+    `attention`: one kernel of `cost.attention`, which keeps its scores on the chip and skips what a
+    causal mask hides; with SCORES these go through memory, and unless it `keeps_scores` are
+    computed again in the backward pass. `merges`: chains of elementwise operators are one kernel each (ELEMENTWISE),
     or with reductions of rows and norms (ROWS), or no operators are (""). `fused_optimizer`: the
-    update is one pass over memory. `overlaps`: gradients are reduced beside the backward pass, not
+    update is one pass over memory. `clips`: gradients are clipped by their norm. `overlaps`: gradients are reduced beside the backward pass, not
     after it. `hides_moves`: products are cut so that collectives on their operands and results go
     on beside them (asynchronous tensor parallelism). `stacks`: what a collective gathers or
-    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `launch_s`:
-    time from kernel to kernel.
+    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `fuses_casts`:
+    kernels write operands of 8-bit products as these read them. `stops_early`:
+    a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
+    of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
+    time from kernel to kernel. Whole gradients are reduced, and updated weights gathered, in buckets of
+    the larger of two numbers of elements, the second for each rank that shares them; (0, 0) are
+    those of parloom's runtime. `overlaps_gathers`: updated weights are gathered beside the forward
+    pass of the next step. `memory` is what the framework keeps beside tensors of the model.
     """
 
     name: str
-    flash: bool = True
+    attention: str = "flash2"
     keeps_scores: bool = True
     merges: str = ""
     fused_optimizer: bool = False
+    clips: bool = True
     overlaps: bool = True
     hides_moves: bool = False
     stacks: bool = True
+    fuses_casts: bool = False
+    stops_early: bool = True
     launch_s: float = 5e-6
+    bucket_elements: tuple[int, int] = (0, 0)
+    overlaps_gathers: bool = False
+    memory: FrameworkMemory = OWN_MEMORY
 
     def __post_init__(self) -> None:
+        if self.attention not in NAMES:
+            raise InputError(f"attention {self.attention!r}{nearest(self.attention, NAMES)}")
         if self.merges not in MERGES:
             raise InputError(f"software merges {self.merges!r}: not one of {list(MERGES)}")
 
+
+# Megatron-Core, DistributedDataParallelConfig: max(40e6, 1e6 x data-parallel ranks).
+MEGATRON_BUCKETS = (40_000_000, 1_000_000)
 
 GENERATIONS: Mapping[str, Software] = MappingProxyType(
     {
@@ -52,18 +72,34 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             # Megatron-LM and what grew out of it, 2019 to 2022: fused elementwise kernels, softmax
             # with scale and mask, Adam of apex; gradients are reduced after the last backward pass.
             Software(
-                "megatron", flash=False, merges=ELEMENTWISE, fused_optimizer=True, overlaps=False,
-                stacks=False,
+                "megatron", attention=SCORES, merges=ELEMENTWISE, fused_optimizer=True,
+                overlaps=False, stacks=False, stops_early=False,
+                bucket_elements=MEGATRON_BUCKETS,
             ),
+            # PyTorch before FlashAttention, 2018 to 2021, with an optimizer of apex: every operator
+            # is a kernel, scores of attention included.
+            Software("eager 2020", attention=SCORES, fused_optimizer=True),
             # PyTorch as it is, with FlashAttention; nothing else is fused.
             Software("eager"),
+            # The same with the first FlashAttention, or its translation to Triton (until 2023).
+            Software("eager 2023", attention="flash1"),
             # Kernels fused by hand as in Megatron-LM, with FlashAttention and overlap (since 2023).
-            Software("fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False),
+            Software(
+                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False,
+                bucket_elements=MEGATRON_BUCKETS,
+            ),
+            # Megatron-Core with TransformerEngine (since 2024): attention of cuDNN, norms and
+            # losses in one kernel, collectives of tensor parallelism beside products.
+            Software(
+                "engine", attention="cudnn", merges=ROWS, fused_optimizer=True, hides_moves=True,
+                stacks=False, fuses_casts=True, stops_early=False,
+                bucket_elements=MEGATRON_BUCKETS, overlaps_gathers=True,
+            ),
             # Compiled by TorchInductor.
             Software("compiled", merges=ROWS, fused_optimizer=True, launch_s=2.5e-6),
         )
     }
 )  # fmt: skip
 
-# What parloom's own generated programs run on.
-OWN = GENERATIONS["eager"]
+# What parloom's own generated programs run on; clipping is the training script's.
+OWN = replace(GENERATIONS["eager"], name="parloom", clips=False)

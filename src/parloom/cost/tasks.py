@@ -9,6 +9,7 @@ the topology, and to and from the host.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from parloom.cost.collectives import BACKENDS
 from parloom.cost.engine import Flow, Instruction, Launch, Run
 from parloom.cost.works import Exchange
 from parloom.errors import InputError
@@ -128,6 +129,7 @@ class Links:
         levels = tuple(level.name for level in cluster.levels)
         self.names = (*levels, "to host", "from host")
         self.capacities = (SHARES,) * len(self.names)
+        self.slows = round(1000 * BACKENDS[cluster.backend].slows)
         self._known: dict[Exchange, tuple[int, tuple[Flow, ...], int]] = {}
 
     def exchange(self, key: str, exchange: Exchange, channel: str = "") -> Launch:
@@ -153,7 +155,8 @@ class Links:
             self._known[exchange] = latency, flows, round(sent)
         latency, flows, sent = self._known[exchange]
         axes = "+".join(sorted(exchange.axes))
-        return Launch(key, f"{axes} {channel}" if channel else axes, latency, flows, sent)
+        channel = f"{axes} {channel}" if channel else axes
+        return Launch(key, channel, latency, flows, sent, self.slows if latency or flows else 0)
 
     def host(self, key: str, num_bytes: int, to_host: bool) -> Launch:
         """A copy between device and host; raises `InputError` where no host is described."""

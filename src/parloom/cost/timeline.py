@@ -190,12 +190,14 @@ def slices(span: Span, process: int = 0) -> Iterator[Slice]:
     for piece in span.played.pieces:
         segment, start = piece.placed.segment, span.start_ps + piece.start_ps
         prefix = f"{piece.placed.prefix}." if piece.placed.prefix else ""
+        slowed = dict(piece.outcome.slowed[0])
         listed = zip(segment.instructions, segment.notes, piece.outcome.starts[0], strict=True)
-        for instruction, note, at in listed:
+        for index, (instruction, note, at) in enumerate(listed):
             if isinstance(instruction, Run) and instruction.ps:
                 begin = start + at
                 name = f"{prefix}{note.name}"
-                yield Slice(process, COMPUTE, name, note.kind, begin, begin + instruction.ps)
+                end = begin + instruction.ps + slowed.get(index, 0)
+                yield Slice(process, COMPUTE, name, note.kind, begin, end)
         for moved in piece.outcome.moved:
             if moved.end_ps > moved.start_ps:
                 key = piece.names.get(moved.key, moved.key)

@@ -28,20 +28,32 @@ ROOT = ""
 
 
 class Pool:
-    """`runtime.chunks.Pool`: flat buffers by size, which stay for the next use."""
+    """`runtime.chunks.Pool`: flat buffers by size, which stay for the next use.
 
-    def __init__(self) -> None:
+    Unless they are `kept`: then they come from the allocator and go back to it.
+    """
+
+    def __init__(self, kept: bool = True) -> None:
+        self.kept = kept
         self._out: Counter[tuple[int, str]] = Counter()
         self._most: dict[tuple[int, str], int] = {}
 
-    def take(self, num_bytes: int, dtype: str) -> None:
+    def take(self, num_bytes: int, dtype: str, out: Listing) -> None:
         """A buffer is in use."""
+        if not self.kept:
+            if num_bytes:
+                out.run("buffer", "memory", before=((COMMUNICATION, num_bytes),))
+            return
         key = num_bytes, dtype
         self._out[key] += 1
         self._most[key] = max(self._most.get(key, 0), self._out[key])
 
-    def give(self, num_bytes: int, dtype: str) -> None:
+    def give(self, num_bytes: int, dtype: str, out: Listing) -> None:
         """A buffer may be used again."""
+        if not self.kept:
+            if num_bytes:
+                out.run("buffer", "memory", after=((COMMUNICATION, -num_bytes),))
+            return
         self._out[num_bytes, dtype] -= 1
 
     @property
@@ -109,7 +121,7 @@ class Gathered:
                 out.run("drop weights", "memory", after=((COMMUNICATION, -size),))
             else:
                 for gather in gathers:
-                    self.pool.give(gather.num_bytes, gather.dtype)
+                    self.pool.give(gather.num_bytes, gather.dtype, out)
             self._launched.discard(unit)
             self._whole.discard(unit)
 
@@ -125,7 +137,7 @@ class Gathered:
         for gather in self.units[unit]:
             (exchange,) = gather.exchanges
             launch = self.links.exchange(_key(gather), exchange, OF_WEIGHTS)
-            self.pool.take(gather.staging_bytes, gather.dtype)
+            self.pool.take(gather.staging_bytes, gather.dtype, out)
             out.launch(launch, gather.name, before=((COMMUNICATION, gather.scratch_bytes),))
 
     def _arrive(self, unit: str, out: Listing) -> None:
@@ -138,8 +150,8 @@ class Gathered:
                 fresh = gather.num_bytes
             else:
                 fresh = 0
-                self.pool.take(gather.num_bytes, gather.dtype)
-            self.pool.give(gather.staging_bytes, gather.dtype)
+                self.pool.take(gather.num_bytes, gather.dtype, out)
+            self.pool.give(gather.staging_bytes, gather.dtype, out)
             # The back end is through before the weights are unpacked.
             after = ((COMMUNICATION, -gather.scratch_bytes), (COMMUNICATION, fresh))
             out.run(gather.name, "wait", waits=(_key(gather),), after=after)
@@ -195,7 +207,7 @@ class Reduced:
     ) -> None:
         """Pack what leaves and launch the first collective."""
         chunk = transfer.chunk_bytes
-        self.pool.take(transfer.staging_bytes, transfer.dtype)
+        self.pool.take(transfer.staging_bytes, transfer.dtype, out)
         flight.staged = True
         flight.given = transfer.scratch_bytes + (0 if stays else chunk)
         before = ((COMMUNICATION, flight.given), (GRADIENTS, chunk if stays else 0))
@@ -206,11 +218,11 @@ class Reduced:
         else:  # whole on every rank already, which keeps its chunk
             out.run(transfer.name, "memory", before=before, after=after)
         if not any(exchange.kind == "reduce_scatter" for exchange in transfer.exchanges):
-            self._unstage(flight, transfer)
+            self._unstage(flight, transfer, out)
 
-    def _unstage(self, flight: _Flight, transfer: Transfer) -> None:
+    def _unstage(self, flight: _Flight, transfer: Transfer, out: Listing) -> None:
         if flight.staged:
-            self.pool.give(transfer.staging_bytes, transfer.dtype)
+            self.pool.give(transfer.staging_bytes, transfer.dtype, out)
             flight.staged = False
 
     def _proceed(self, flight: _Flight, out: Listing) -> None:
@@ -219,7 +231,7 @@ class Reduced:
             before, _ = flight.last
             if transfer is before:
                 out.run(transfer.name, "wait", waits=(_key(*flight.last),))
-                self._unstage(flight, transfer)
+                self._unstage(flight, transfer, out)
                 exchange = transfer.exchanges[index]
                 launch = self.links.exchange(_key(transfer, index), exchange, OF_WEIGHTS)
                 out.launch(launch, transfer.name)
@@ -232,7 +244,7 @@ class Reduced:
     def _arrive(self, flight: _Flight, out: Listing) -> None:
         """Wait for the last collective of a transfer."""
         transfer, _ = flight.last
-        self._unstage(flight, transfer)
+        self._unstage(flight, transfer, out)
         waits = (_key(*flight.last),) if transfer.exchanges else ()
         out.run(transfer.name, "wait", waits=waits, after=((COMMUNICATION, -flight.given),))
 
@@ -302,7 +314,10 @@ class Ready:
     def _scatter(self, transfer: Transfer, out: Listing) -> None:
         if not self._last and transfer.when == EACH_STEP:
             return
-        if self._parameters.collects_whole(self._parameters.by_name[transfer.parameters[0]]):
+        first = self._parameters.by_name[transfer.parameters[0]]
+        if self._parameters.lies_whole(first):
+            freed = 0
+        elif self._parameters.collects_whole(first):
             freed = transfer.num_bytes
         else:
             by_name = self._parameters.by_name

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import Kernels, local_operator
+from parloom.cost.kernels import LINEAR, NARROW, Kernels, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import Part, merged
 from parloom.cost.staging import staging_bytes
@@ -49,9 +49,10 @@ STACKED = ("all_gather", "reduce_scatter", "all_to_all")
 # Numbers of rows, their places, and rows: what is sent one after the other where rows are routed.
 LED_ROUNDS = 3
 
-# Of a collective that is cut up and runs beside the product that it feeds or follows: the rest is
-# the first chunk, and the cores and memory that it takes from the product (taken to be half).
-HIDDEN_SHARE = 0.5
+# Of a collective that is cut up and runs beside the product that it feeds or follows, a quarter is
+# exposed: the first or the last of four parts (Megatron-Bridge, docs/performance-guide.md). What is
+# hidden slows the product as any collective does.
+HIDDEN_SHARE = 0.75
 
 
 class Walker:
@@ -65,7 +66,7 @@ class Walker:
         kernels: Kernels | None = None,
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
-        self.kernels = kernels or Kernels(cluster.device)
+        self.kernels = kernels or Kernels(cluster.device, pace=slowest(cluster))
         self._known: dict[str, Walked] = {}
 
     def call(self, name: str, parameters: frozenset[int] = frozenset()) -> Walked:
@@ -127,10 +128,15 @@ class Walker:
         position = {v.name: i for i, v in enumerate(inputs)}
         backward, moved = lives.backward_works(outputs)
         owners = [lives.of(value) for value in outputs]
+        forward = self.track(lives.forward_works(outputs), backward=False)
+        again = forward
+        if self.kernels.software.stops_early and not lives.callees:
+            again = self.track(lives.again_works(outputs), backward=False)
         return Walked(
-            self.track(lives.forward_works(outputs), backward=False),
+            forward,
             self.track(backward, backward=True),
-            lives.inside_bytes(),
+            again,
+            lives.inside_sizes(),
             tuple(sorted(position[n] for n in lives.kept if n in position)),
             tuple(sorted(position[n] for n in moved if n in position)),
             tuple(
@@ -154,7 +160,7 @@ class Walker:
                     passes.append(inner.total)
                     peak = max(peak, held + inner.peak_bytes)
                     held += inner.net_bytes
-                    if work.recompute and inner is not self.call(work.function).backward:
+                    if inner is self.call(work.function).again:
                         held -= work.discards
             held -= work.gives
             peak = max(peak, held)
@@ -165,7 +171,7 @@ class Walker:
         callee = self.call(called.function)
         if not backward:
             return (callee.forward,)
-        return (callee.forward, callee.backward) if called.recompute else (callee.backward,)
+        return (callee.again, callee.backward) if called.recompute else (callee.backward,)
 
     def arrival(self, track: Track) -> tuple[int, ...]:
         """Inputs in the order in which a backward pass has made all of their gradients."""
@@ -207,7 +213,8 @@ class Walker:
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
         exchange = self.exchange(kind, axes, moved)
         if self.kernels.software.hides_moves and kind in ("all_gather", "reduce_scatter"):
-            hidden = HIDDEN_SHARE * (exchange.seconds - exchange.latency_s)
+            slows = BACKENDS[self.cluster.backend].slows
+            hidden = HIDDEN_SHARE * (1 - slows) * (exchange.seconds - exchange.latency_s)
             exchange = replace(exchange, seconds=exchange.seconds - hidden)
         return seconds, exchange
 
@@ -275,7 +282,8 @@ class _Body:
         forward = self.routing(item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
-        self.keep(item, saved_by(item))
+        saved = saved_by(item)
+        self.keep(item, self.narrowed(item, saved) if item.node.op in LINEAR else saved)
         own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
@@ -283,6 +291,9 @@ class _Body:
         if own:
             lives.sizes[own_of(item.results[0])] = own
             lives.keep(own_of(item.results[0]))
+        if saved or own:
+            runs = own or any(what == "result" for what, _ in saved)
+            lives.saved_before = len(lives.items) - (not runs)
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
         share = seconds.weights_s
@@ -337,6 +348,23 @@ class _Body:
         for what, index in saved:
             self.keep_value(item.results[index] if what == "result" else item.operands[index])
 
+    def narrowed(self, item: Compute, saved: SavedTensors) -> SavedTensors:
+        """What is left to keep of a product that keeps its 8-bit activations in place of these.
+
+        Products that read the same activations share them.
+        """
+        kernels = self.walker.kernels
+        if ("operand", 0) not in saved or not (
+            kernels.software.fuses_casts and kernels.product_dtype in NARROW
+        ):
+            return saved
+        owner = f"{self.lives.of(item.operands[0])} narrow"
+        activations = item.operands[0]
+        width = DTYPE_BYTES[activations.spec.dtype]
+        self.lives.sizes[owner] = self.walker.local_bytes(activations) // width
+        self.lives.keep(owner)
+        return tuple(s for s in saved if s != ("operand", 0))
+
     def keep_value(self, value: PValue) -> None:
         """Keep a value, or what it is made of again in the backward pass's kernel."""
         owner = self.lives.of(value)
@@ -383,8 +411,8 @@ class _Body:
         """Forward and backward of a call."""
         lives = self.lives
         self.define(item.args, item.results)
-        given = frozenset(i for i, v in enumerate(item.args) if v.name in lives.parameters)
-        inner = self.walker.call(item.function, given)
+        weights = frozenset(i for i, v in enumerate(item.args) if v.name in lives.parameters)
+        inner = self.walker.call(item.function, weights)
         lives.callees[len(lives.items) - 1] = inner
         shown = tuple(zip(item.results, inner.outputs, strict=True))
         inputs = tuple(self.position.get(v.name) for v in item.args)
@@ -400,17 +428,24 @@ class _Body:
                 if item.args[index].name not in lives.parameters:
                     lives.keep(lives.of(item.args[index]))
         size = {memory: 0 for memory in (INSIDE, NEW)}
+        left = list(inner.inside)
         for value, memory in shown:
             if memory < 0:
                 size[memory] += lives.sizes[value.name]
-        dropped = 0 if keeps else inner.inside_bytes - size[INSIDE]
+            if memory == INSIDE:
+                left.remove(lives.sizes[value.name])
+        given = () if keeps else tuple(left)
+        dropped = sum(given)
         moves = dropped if item.policy == "offload" else 0
-        forward = Called(item.function, item.prefix, False, inputs, gives=dropped, moves=moves)
+        forward = Called(
+            item.function, item.prefix, False, inputs, gives=dropped, moves=moves, given=given
+        )
         if not inner.backward.works:
             return forward, None
         backward = Called(
             item.function, item.prefix, recompute, inputs,
-            discards=size[NEW], moves=inner.inside_bytes if moves else 0,
+            discards=0 if self.walker.kernels.software.stops_early else size[NEW],
+            moves=inner.inside_bytes if moves else 0,
         )  # fmt: skip
         return forward, backward
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from parloom.cost.price import Price, Traffic, total
 
+Sizes = tuple[int, ...]
+"""Bytes of tensors, one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -46,11 +49,11 @@ class Exchange:
 class Work:
     """An operator or a movement in one pass.
 
-    `takes` bytes of activations when it starts and `gives` some back when it is over; `staging`
-    bytes are its own meanwhile. `parameters` are the inputs of the function (by position) that it
-    reads, or in a backward pass whose gradient it makes or adds to; `weights_s` is the part of
-    `compute_s` that goes into those gradients. `again` marks a work of the
-    forward pass that a backward pass runs again.
+    `takes` bytes of activations when it starts and `gives` some back when it is over, by tensor in
+    `taken` and `given` where that is known; `staging` bytes are its own meanwhile. `parameters` are
+    the inputs of the function (by position) that it reads, or in a backward pass whose gradient it
+    makes or adds to; `weights_s` is the part of `compute_s` that goes into those gradients. `again`
+    marks a work of the forward pass that a backward pass runs again.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Work:
     parameters: tuple[int, ...] = ()
     weights_s: float = 0.0
     again: bool = False
+    taken: Sizes = ()
+    given: Sizes = ()
 
     def total(self) -> Pass:
         """What it costs."""
@@ -75,8 +80,9 @@ class Called:
     """All works of one pass of a call; with `recompute`, of the forward pass and the backward pass.
 
     `inputs` are the caller's positions of the callee's inputs, where they are inputs of the caller.
-    Activations: `takes` and `gives` as a work does, `discards` what goes when a recomputed forward
-    pass is over; `moves` bytes leave for the host when the call is over, or have to be back before.
+    Activations: `takes`, `gives`, `taken` and `given` as a work does, `discards` what goes when a
+    recomputed forward pass is over; `moves` bytes leave for the host when the call is over, or have
+    to be back before.
     """
 
     function: str
@@ -87,6 +93,8 @@ class Called:
     gives: int = 0
     discards: int = 0
     moves: int = 0
+    taken: Sizes = ()
+    given: Sizes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +111,24 @@ class Track:
 class Walked:
     """A function's passes, and which memory crosses its border.
 
-    `inside_bytes` are made in the forward pass and kept for the backward pass, results of the
-    function that are kept included. `kept_inputs` are the positions of inputs that are kept;
-    `moved_inputs` those whose gradient the backward pass makes. `outputs` says per output whether
-    its memory is an input's (the position), is counted inside (INSIDE), or is new (NEW).
+    `again` is the part of the forward pass that a call which recomputes runs in its backward pass.
+    `inside` are the sizes of what is made in the forward pass and kept for the backward pass,
+    results of the function that are kept included. `kept_inputs` are the positions of inputs that
+    are kept; `moved_inputs` those whose gradient the backward pass makes. `outputs` says per output
+    whether its memory is an input's (the position), is counted inside (INSIDE), or is new (NEW).
     """
 
     forward: Track
     backward: Track
-    inside_bytes: int = 0
+    again: Track
+    inside: Sizes = ()
     kept_inputs: tuple[int, ...] = ()
     moved_inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+
+    @property
+    def inside_bytes(self) -> int:
+        return sum(self.inside)
 
 
 INSIDE, NEW = -1, -2

@@ -36,20 +36,24 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a device's peaks that large kernels reach: what is fitted of a device.
+    """Shares of a device's peaks that large kernels reach.
 
-    The defaults are what fitted GPUs have in common (docs/fidelity.md).
+    `matmul` and `attention` are those of a loop of one kernel; of `matmul` long runs keep
+    `sustained`, under limits of power and temperature that other kernels do not reach. The defaults
+    are those of GPUs (docs/fidelity.md).
     """
 
-    matmul: float = 0.65
+    matmul: float = 0.8
     memory: float = 0.75
     attention: float = 0.3
+    sustained: float = 0.87
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator: dense peak rate per dtype name, memory size and memory bandwidth.
 
+    `generation` names what kernels are written for ("hopper"; empty where it does not matter).
     `price_per_hour` is in dollars, None where it is not known. `cores` work on one tile of a matrix
     product each (streaming multiprocessors); 0 where products have no tiles.
     """
@@ -61,6 +65,7 @@ class Device:
     price_per_hour: float | None = None
     efficiency: Efficiency = Efficiency()
     cores: int = 0
+    generation: str = ""
 
     def rate(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`; a dtype the device does not list runs at its slowest rate."""

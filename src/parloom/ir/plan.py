@@ -164,6 +164,13 @@ class Optimizer:
     name: str = "adamw"
     num_states: int = 2
 
+    @property
+    def norm_passes(self) -> int:
+        """Passes over the weights for norms of each of them and of its update, which scale its step
+        (LAMB: You et al., 2020, arXiv:1904.00962, algorithm 2).
+        """
+        return 2 if self.name == "lamb" else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Decisions:

@@ -184,7 +184,9 @@ class _Greedy:
         self.now[stage] += took
         done[kind] += 1
         kept = own.backward_bytes
-        self.held[stage] += {"F": own.forward_bytes, "B": kept - own.forward_bytes, "W": -kept}[kind]
+        self.held[stage] += {"F": own.forward_bytes, "B": kept - own.forward_bytes, "W": -kept}[
+            kind
+        ]
         if kind == "F" and stage < self.last:
             self._send(stage, "F", stage + 1, own.send_forward)
         elif kind == "B" and stage:

@@ -12,18 +12,18 @@ from parloom.zoo.batches import tokens
 class Attention(nn.Module):
     """Causal self-attention with one projection for queries, keys and values."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, D = x.shape
         q, k, v = self.qkv(x).view(B, S, 3, self.heads, D // self.heads).unbind(2)
-        y_BHSK = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
+        dropout = self.dropout if self.training else 0.0
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y_BHSK = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
         y: Tensor = self.out(y_BHSK.transpose(1, 2).reshape(B, S, D))
         return y
 
@@ -31,28 +31,32 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a four times wider perceptron, each behind a layer norm."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, dropout)
         self.norm_2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        x = x + self.dropout(self.attention(self.norm_1(x)))
+        inner = F.gelu(self.up(self.norm_2(x)), approximate="tanh")
+        y: Tensor = x + self.dropout(self.down(inner))
         return y
 
 
 class GPT(nn.Module):
     """Next-token loss over the whole batch; `labels` equal to -100 do not count."""
 
-    def __init__(self, vocab: int, width: int, depth: int, heads: int, positions: int) -> None:
+    def __init__(
+        self, vocab: int, width: int, depth: int, heads: int, positions: int, dropout: float
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(positions, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         for module in self.modules():
@@ -81,10 +85,11 @@ def build(
     width: int = 256,
     depth: int = 4,
     heads: int = 4,
+    dropout: float = 0.0,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """3.3 M parameters at scale 1; input_ids and labels [batch, seq], of which some are -100.
 
     `scale` multiplies the width (rounded to a multiple of the heads), never the odd vocabulary.
     """
     width = heads * max(1, round(width * scale / heads))
-    return GPT(vocab, width, depth, heads, seq), tokens(batch, seq, vocab)
+    return GPT(vocab, width, depth, heads, seq, dropout), tokens(batch, seq, vocab)
