@@ -37,7 +37,7 @@ from published_models import Row, Shape, Unpredictable
 
 from parloom.comparators.handmade import Program, communicators, program
 from parloom.cost.devices import table
-from parloom.cost.footprint import footprint
+from parloom.cost.footprint import Footprint, footprint
 from parloom.cost.software import GENERATIONS
 from parloom.cost.timeline import Timeline
 from parloom.errors import ParloomError
@@ -165,15 +165,14 @@ def _simulated(
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).period_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
-    device, software = run.cluster.device, run.kernels.software
-    held = footprint(timeline, device, software.memory, communicators(run.chosen))
+    held = _footprint(timeline, run)
     return replace(
         found,
         predicted_s=timeline.period_s,
         peak_bytes=held.allocated_bytes,
         reserved_bytes=held.reserved_bytes,
         device_bytes=held.device_bytes,
-        capacity_bytes=device.memory_bytes,
+        capacity_bytes=held.capacity_bytes,
         slopes=tuple(moved),
         constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
         assumed=run.assumed,
@@ -181,13 +180,15 @@ def _simulated(
 
 
 def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, Program]:
-    """The first of what a row may describe whose peak its device holds; where none fits, the one
-    that takes least. Each is taken to need less memory than the one before it.
+    """The first of what a row may describe that fits its device; where none does, the one that
+    takes least. Each is taken to need less memory than the one before it.
     """
     runs = runs_of_row(row, known)
-    if len(runs) == 1 or (first := _fitting(runs[0])) is not None:
-        run = runs[0]
-        return run, program(run.graph, run.chosen, run.cluster) if len(runs) == 1 else first
+    if len(runs) == 1:
+        return runs[0], program(runs[0].graph, runs[0].chosen, runs[0].cluster)
+    first = _fitting(runs[0])
+    if first is not None:
+        return runs[0], first
     low, high, best = 1, len(runs) - 1, None
     while low < high:
         middle = (low + high) // 2
@@ -203,8 +204,13 @@ def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, P
 def _fitting(run: Run) -> Program | None:
     """A run's program, if its device holds it."""
     built = program(run.graph, run.chosen, run.cluster)
-    peak = _play(built, run, run.cluster, rounds=ROUNDS).peak_bytes
-    return built if peak <= run.cluster.device.memory_bytes else None
+    timeline = _play(built, run, run.cluster, rounds=ROUNDS)
+    return built if _footprint(timeline, run).fits else None
+
+
+def _footprint(timeline: Timeline, run: Run) -> Footprint:
+    memory, groups = run.kernels.software.memory, communicators(run.chosen)
+    return footprint(timeline, run.cluster.device, memory, groups)
 
 
 def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:

@@ -6,7 +6,6 @@ it what takes less memory; every run says what was assumed.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -38,7 +37,8 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("llm-foundry",), "eager 2023"),
     (("torchtitan", "compile"), "compiled"),
     (("torchtitan",), "eager"),
-    (("internevo",), "fused"),
+    # InternLM, doc/en/install.md: flash-attention 1.0.5
+    (("internevo",), "fused 2023"),
     (("megatron-bridge",), "engine"),
     (("nemo",), "engine"),
     (("megatron-core",), "engine"),
@@ -53,14 +53,15 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("torch.compile",), "compiled"),
     (("pytorch ddp",), "eager 2020"),
     (("oneflow",), "megatron"),
-    (("paddle",), "megatron"),
+    (("paddle",), "eager 2020"),
     (("horovod",), "megatron"),
     (("pytorch",), "eager"),
     (("fsdp",), "eager"),
     (("mxnet",), "megatron"),
     (("maxtext",), "compiled"),
     (("jax",), "compiled"),
-    (("tensorflow",), "megatron"),
+    (("tensorflow", "xla"), "megatron"),
+    (("tensorflow",), "eager 2020"),
     (("alpa",), "megatron"),
 )
 # Where no entry fits: kernels of the years of a device, by words of its name.
@@ -77,6 +78,7 @@ ZERO = (
     ("fsdp", 3),
     ("megatron-bridge", 1),  # recipes: use_distributed_optimizer
     ("nemo", 1),  # NeMo-Framework-Launcher, conf/training: distributed_fused_adam
+    ("megatron-deepspeed", 1),  # bigscience, train/*/*.slurm: ZERO_STAGE=1
     ("megatron", 0),  # arguments.py: --use-distributed-optimizer is off
     ("", 0),  # DDP; DeepSpeed, config.py: stage 0
 )  # fmt: skip
@@ -84,6 +86,7 @@ ZERO = (
 RECOMPUTED = (
     ("torchtitan", "alternate"),  # job_config.py: activation_checkpoint.mode selective
     ("maxtext", "full"),  # base.yml: remat_policy full
+    ("oneflow-gpt", "full"),  # its printed arguments: checkpoint_activations True
     ("", "none"),  # arguments.py of Megatron-LM, config.py of DeepSpeed, llm-foundry: off
 )
 # Selective recomputation is of attention's scores in Megatron-LM (--recompute-granularity
@@ -150,7 +153,7 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
         raise Unpredictable(str(error)) from error
     common = (*model.assumed, *_assumed_software(row), *_assumed_cluster(row))
     optimizer = optimizer_of(row)
-    found = []
+    found: list[Run] = []
     for configured, scores, assumed in options:
         software = replace(kernels.software, keeps_scores=not scores)
         run = Run(
@@ -197,6 +200,8 @@ def configurations(row: Row) -> list[Option]:
         reduce_dtype=_reduce_dtype(row),
         schedule=played.name,
         synchronizes=played.synchronizes,
+        ring=context > 1 and _ring(row),
+        striped=context > 1,  # zigzag in all frameworks, which balances ranks as stripes do
     )
     levels, told_level = zero_levels(row, tensor)
     policies, told_policy = recomputed(row)
@@ -214,6 +219,13 @@ def configurations(row: Row) -> list[Option]:
         blocks = "none" if policy == SCORES else policy
         found.append((replace(zeroed, recompute=blocks), policy == SCORES, tuple(assumed)))
     return found
+
+
+def _ring(row: Row) -> bool:
+    """Whether keys and values go around: by default they do with TransformerEngine (Megatron-LM's
+    cp_comm_type is p2p); torchtitan gathers them (context_parallel_rotate_method is allgather).
+    """
+    return "torchtitan" not in row["framework"].lower()
 
 
 def configuration(row: Row) -> Configuration:
@@ -325,10 +337,13 @@ def recompute_policy(text: str, framework: str, row: Row) -> str | None:
     if share is not None and not text.startswith("selective"):
         return min(SHARES, key=lambda policy: abs(SHARES[policy] - share))
     if "selective" in text or "core_attn" in text or "core attention" in text:
+        # Of Megatron-Core's recompute_modules, mlp and moe are about half of a block's work.
+        if re.search(r"\b(mlp|moe)\b", text):
+            return "alternate"
+        if re.search(r"norm|activation|act\b|gelu|silu|up_proj", text):
+            return SELECTIVE
         if "attention" in text or "attn" in text:
             return SCORES
-        if re.search(r"norm|activation|act\b|gelu|silu", text):
-            return SELECTIVE
         per_op = "per-op" in text or "layer" in text or "torchtitan" in framework
         return "alternate" if per_op else SCORES
     # MaxText's remat policies: minimal keeps all products with weights, others some of them
@@ -370,11 +385,21 @@ def precision(row: Row) -> tuple[str, str | None]:
         return half, "float8"
     if "tf32" in text:
         return "float32", "tfloat32"
+    if not text.strip() and _engine(row):
+        return half, "float8"
     if re.search(r"(fp|bf|float)\W?16|amp|mixed|half|pure", text) or not text.strip():
         return half, None
     if re.search(r"(fp|float)\W?32|single", text):
         return "float32", None
     raise Unpredictable(f"precision {row['precision']!r} is not known")
+
+
+def _engine(row: Row) -> bool:
+    """Whether 8-bit products of TransformerEngine are the default: of NVIDIA's releases on Hopper
+    and later (MLPerf Training v2.1 and after, NVIDIA's notes on its submissions).
+    """
+    releases = any(word in told(row, "framework") for word in ("nvidia", "ngc"))
+    return releases and device_of(row).device.generation in ("hopper", "blackwell")
 
 
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:

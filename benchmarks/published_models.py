@@ -45,15 +45,17 @@ FAMILIES = (
 # Vocabularies of the tokenizers that a family is trained with where a row names none: GPT-2's,
 # Llama 2's, BERT's.
 VOCABULARY = MappingProxyType({"gpt": 50257, "llama": 32000, "moe": 32000, "bert": 30522})
-# Multi-head latent attention, by the words that tell of it (public configurations on the Hugging
-# Face Hub: deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Base config.json, which agree on ranks
-# and head widths; first_k_dense_replace is 3 and 1, n_shared_experts 1 in both).
-LATENT = ("mla", "latent attention", "deepseek-v3", "deepseek_v3", "deepseek v3", "kimi")
+# Multi-head latent attention, by the words that tell of it, with the blocks before the first
+# mixture of experts and the experts that see every token (config.json of deepseek-ai/DeepSeek-V2
+# and V3 and of moonshotai/Kimi-K2-Base on the Hugging Face Hub: first_k_dense_replace,
+# n_shared_experts; they agree on ranks and head widths).
+LATENT = (
+    (r"kimi", 1, 1), (r"deepseek[-_ ]?v2", 1, 2), (r"deepseek|\bmla\b|latent attention", 3, 1),
+)  # fmt: skip
 RANKS = MappingProxyType({"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128})
-DENSE_BLOCKS = (("kimi", 1), ("", 3))
 # A window in every other block (openai/gpt-oss-120b config.json: layer_types, sliding_window 128,
 # attention_bias true).
-WINDOWS = (("gpt-oss", 128), ("gpt_oss", 128))
+WINDOWS = ((r"gpt[-_ ]?oss", 128),)
 # Frameworks whose GPT has dropout of 0.1 on hidden states and probabilities unless told otherwise:
 # Megatron-LM (arguments.py, --attention-dropout and --hidden-dropout) and what was derived from it.
 DROPS = ("megatron-lm", "megatron-deepspeed", "oneflow-gpt")
@@ -175,14 +177,23 @@ def _transformer_xl(row: Row, sizes: dict[str, int], blocks: int, dtype: str) ->
 def _bert(row: Row, seq: int, assumed: list[str]) -> dict[str, int]:
     """Positions and masked positions of a sample, of which a packed run has no padding."""
     said = told(row, "notes", "other_plan", "framework")
-    release = re.search(r"(?:release|pytorch|mxnet|ngc)[ -]*(\d\d)\.\d\d", said)
+    framework = told(row, "framework")
+    release = re.search(r"(?:release|pytorch|mxnet|ngc)[ -]*(\d\d)\.\d\d", framework)
     # NVIDIA's BERT for MLPerf skips padding since v1.0, of 2021.
     old = release is not None and int(release[1]) < 21
     masked = MASKED.get(seq, math.ceil(MASKED_SHARE * seq))
+    if "ngc pytorch" in said:
+        # DeepLearningExamples of 2020, PyTorch/LanguageModeling/BERT/modeling.py: every position
+        # has logits, of which the loss ignores most.
+        masked = seq
     if re.search(r"unpad|packed|packing", said) and not old:
         assumed.append(f"{PRESENT:.0%} of positions are no padding")
         seq = max(1, round(PRESENT * seq))
         masked = math.ceil(MASKED_SHARE * seq)
+    elif "pytorch" in framework and release is None:
+        # NVIDIA's PyTorch example judges every position before sequence_output_is_dense (2021).
+        assumed.append("words of every position")
+        masked = seq
     return {"seq": seq, "masked": min(masked, seq)}
 
 
@@ -194,7 +205,7 @@ def _decoder(row: Row, family: str, sizes: dict[str, int], blocks: int, assumed:
     usual = -(-8 * width // 3 // 256) * 256
     if family == "llama" or (row.get("ffn_hidden") or "").strip():
         sizes["inner"] = whole(row, "ffn_hidden", usual)
-    latent = any(re.search(rf"\b{re.escape(word)}\b", said) for word in LATENT)
+    latent = next((rest for words, *rest in LATENT if re.search(words, said)), None)
     if latent:
         sizes |= RANKS
         assumed.append("ranks of latent attention")
@@ -203,7 +214,7 @@ def _decoder(row: Row, family: str, sizes: dict[str, int], blocks: int, assumed:
         sizes["head_width"] = whole(row, "head_dim", width // heads)
         if heads % sizes["groups"]:
             raise Unpredictable(f"{sizes['groups']} key heads do not divide {heads} query heads")
-        window = next((size for word, size in WINDOWS if word in said), 0)
+        window = next((size for words, size in WINDOWS if re.search(words, said)), 0)
         if window:
             sizes["window"] = window
             assumed.append(f"a window of {window} in every other block")
@@ -213,9 +224,9 @@ def _decoder(row: Row, family: str, sizes: dict[str, int], blocks: int, assumed:
         sizes["expert_inner"] = whole(row, "moe_ffn_hidden", sizes.get("inner"))
         shared = re.search(r"(\d+) shared expert", said)
         dense = re.search(r"(\d+) (?:first )?dense (?:layer|block)", said)
-        sizes["shared"] = int(shared[1]) if shared else int(latent)
-        usual = next(count for word, count in DENSE_BLOCKS if word in said) if latent else 0
-        sizes["dense"] = min(int(dense[1]) if dense else usual, blocks - 1)
+        usual_dense, usual_shared = latent or (0, 0)
+        sizes["shared"] = int(shared[1]) if shared else usual_shared
+        sizes["dense"] = min(int(dense[1]) if dense else usual_dense, blocks - 1)
         sizes.setdefault("inner", sizes["expert_inner"] * (sizes["slots"] + sizes["shared"]))
         blocks -= sizes["dense"]
     return blocks
@@ -322,7 +333,7 @@ def _ids(*shape: int) -> Tensor:
 
 def _gpt(vocab: int, sizes: Sizes) -> Built:
     seq, width, inner = sizes["seq"], sizes["width"], sizes["inner"]
-    dropout = 0.1 if sizes["drops"] else 0.0
+    dropout = 0.1 if sizes.get("drops") else 0.0
     model = gpt.GPT(vocab, width, 2, sizes["heads"], seq, dropout)
     for block in model.blocks:
         assert isinstance(block, gpt.Block)

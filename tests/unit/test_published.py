@@ -91,6 +91,7 @@ def test_networks(
         ("selective", "Megatron-LM", "scores"),
         ("selective (attention core)", "Megatron-LM", "scores"),
         ("selective (layernorm, moe_act)", "Megatron-Bridge", "selective"),
+        ("selective (mla_up_proj, mlp)", "Megatron-Bridge", "alternate"),
         ("selective", "torchtitan", "alternate"),
         ("selective (per-op)", "torchtitan", "alternate"),
         ("minimal", "MaxText", "selective"),
@@ -281,6 +282,8 @@ def test_bert_skips_what_is_padding_or_not_masked(models: ModuleType) -> None:
     assert model.assumed[-1] == "50% of positions are no padding"
     old = models.model_of(packed | {"framework": "PyTorch NVIDIA Release 20.06"}, "float16", 1)
     assert dict(old.shape.sizes)["seq"] == 512
+    all_words = models.model_of(row | {"framework": "NGC PyTorch"}, "float16", 1)
+    assert dict(all_words.shape.sizes)["masked"] == 512
     graph = models.graph_of(models.model_of(row, "float16", 1), 4, [])
     logits = {v.spec.shape for i in graph.main.body for v in i.results if 30522 in v.spec.shape}
     assert (4, 80, 30522) in logits

@@ -24,6 +24,16 @@ def test_a_repeated_graph_reads_back() -> None:
     ]
 
 
+def test_blocks_that_begin_later_in_their_list_are_counted_on() -> None:
+    graph = stack(2)
+    moved = parse_graph(
+        print_graph(graph).replace("blocks.1", "blocks.4").replace("blocks.0", "blocks.3")
+    )
+    assert run_of(moved).begin == 3
+    assert calls(repeated(moved, 4)) == ["blocks.3", "blocks.4", "blocks.5", "blocks.6"]
+    assert calls(repeated(graph, 4)) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+
+
 def test_no_run_of_blocks() -> None:
     with pytest.raises(InputError, match="at least twice"):
         run_of(stack(1))

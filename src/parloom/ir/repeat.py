@@ -16,12 +16,15 @@ ENTRY = re.compile(r"(.*?)(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The calls of a block in a row: their positions in main, and where the module list counts."""
+    """The calls of a block in a row: their positions in main, the name of their module list, and
+    the first call's place in it.
+    """
 
     function: str
     first: int
     last: int
     stem: str
+    begin: int = 0
 
 
 def repeated(graph: Graph, count: int) -> Graph:
@@ -41,7 +44,7 @@ def repeated(graph: Graph, count: int) -> Graph:
     taken = set(graph.main.specs())
     last = max(inputs.index(parameters[a]) for a in own) + 1 if own else len(inputs)
     for number in range(len(calls), count):
-        prefix = f"{run.stem}{number}"
+        prefix = f"{run.stem}{run.begin + number}"
         named = _Named(template.prefix, prefix, taken)
         names = {a: named(a) for a in own}
         names |= dict(zip(_results(calls[0]), _results(made[-1]), strict=True))
@@ -114,7 +117,7 @@ def run_of(graph: Graph) -> Repeated:
     entry = ENTRY.fullmatch(first.prefix)
     if entry is None:
         raise InputError(f"the blocks of {graph.name} are not numbered: {first.prefix!r}")
-    return Repeated(first.function, best[0], best[1], entry[1])
+    return Repeated(first.function, best[0], best[1], entry[1], int(entry[2]))
 
 
 def stage(graph: Graph, calls: Sequence[int], ends: tuple[bool, bool]) -> Graph:
