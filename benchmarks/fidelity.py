@@ -165,14 +165,14 @@ def _simulated(
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).step_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
-    held = _held(run, timeline)
+    held = _footprint(timeline, run)
     return replace(
         found,
         predicted_s=timeline.step_s,
         peak_bytes=held.allocated_bytes,
         reserved_bytes=held.reserved_bytes,
         device_bytes=held.device_bytes,
-        capacity_bytes=run.cluster.device.memory_bytes,
+        capacity_bytes=held.capacity_bytes,
         slopes=tuple(moved),
         constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
         assumed=run.assumed,
@@ -180,12 +180,16 @@ def _simulated(
 
 
 def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, Program]:
-    """The first of what a row may describe whose peak its device holds; where none fits, the one
-    that takes least. Each is taken to need less memory than the one before it.
+    """The first of what a row may describe that fits its device; where none does, the one that
+    takes least. Each is taken to need less memory than the one before it.
     """
     runs = runs_of_row(row, known)
-    best = _fitting(runs[0]) if len(runs) > 1 else None
-    low, high = (1, len(runs) - 1) if len(runs) > 1 and best is None else (0, 0)
+    if len(runs) == 1:
+        return runs[0], program(runs[0].graph, runs[0].chosen, runs[0].cluster)
+    first = _fitting(runs[0])
+    if first is not None:
+        return runs[0], first
+    low, high, best = 1, len(runs) - 1, None
     while low < high:
         middle = (low + high) // 2
         found = _fitting(runs[middle])
@@ -200,13 +204,13 @@ def _first_that_fits(row: Row, known: list[tuple[Shape, Graph]]) -> tuple[Run, P
 def _fitting(run: Run) -> Program | None:
     """A run's program, if its device holds it."""
     built = program(run.graph, run.chosen, run.cluster)
-    held = _held(run, _play(built, run, run.cluster, rounds=ROUNDS))
-    return built if held.device_bytes <= run.cluster.device.memory_bytes else None
+    timeline = _play(built, run, run.cluster, rounds=ROUNDS)
+    return built if _footprint(timeline, run).fits else None
 
 
-def _held(run: Run, timeline: Timeline) -> Footprint:
-    memory = run.kernels.software.memory
-    return footprint(timeline, run.cluster.device, memory, communicators(run.chosen))
+def _footprint(timeline: Timeline, run: Run) -> Footprint:
+    memory, groups = run.kernels.software.memory, communicators(run.chosen)
+    return footprint(timeline, run.cluster.device, memory, groups)
 
 
 def _play(built: Program, run: Run, cluster: Cluster, rounds: int | None = None) -> Timeline:

@@ -29,8 +29,9 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], FrameworkMemory], ...] = (
     (("paddle",), COMPILED),
 )
 ALLOCATED, RESERVED, DEVICE = "allocated", "reserved", "device"
-# torchtitan prints the most that was reserved (torchtitan/components/metrics.py), Alpa the most that
-# its workers allocated (get_max_memory_allocated); others say no more than memory of the device.
+# torchtitan prints the most that was reserved (torchtitan/components/metrics.py), Alpa the most
+# that its workers allocated (get_max_memory_allocated); others say no more than memory of the
+# device.
 QUANTITIES: tuple[tuple[str, str], ...] = (("torchtitan", RESERVED), ("alpa", ALLOCATED))
 # All of these tools count in units of 2**30 bytes, also where they print GB.
 UNIT_BYTES = 1 << 30

@@ -36,7 +36,8 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("llm-foundry",), "eager 2023"),
     (("torchtitan", "compile"), "compiled"),
     (("torchtitan",), "eager"),
-    (("internevo",), "fused"),
+    # InternLM, doc/en/install.md: flash-attention 1.0.5
+    (("internevo",), "fused 2023"),
     (("megatron-bridge",), "engine"),
     (("nemo",), "engine"),
     (("megatron-core",), "engine"),
@@ -51,14 +52,15 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("torch.compile",), "compiled"),
     (("pytorch ddp",), "eager 2020"),
     (("oneflow",), "megatron"),
-    (("paddle",), "megatron"),
+    (("paddle",), "eager 2020"),
     (("horovod",), "megatron"),
     (("pytorch",), "eager"),
     (("fsdp",), "eager"),
     (("mxnet",), "megatron"),
     (("maxtext",), "compiled"),
     (("jax",), "compiled"),
-    (("tensorflow",), "megatron"),
+    (("tensorflow", "xla"), "megatron"),
+    (("tensorflow",), "eager 2020"),
     (("alpa",), "megatron"),
 )
 # Where no entry fits: kernels of the years of a device, by words of its name.
@@ -75,6 +77,7 @@ ZERO = (
     ("fsdp", 3),
     ("megatron-bridge", 1),  # recipes: use_distributed_optimizer
     ("nemo", 1),  # NeMo-Framework-Launcher, conf/training: distributed_fused_adam
+    ("megatron-deepspeed", 1),  # bigscience, train/*/*.slurm: ZERO_STAGE=1
     ("megatron", 0),  # arguments.py: --use-distributed-optimizer is off
     ("", 0),  # DDP; DeepSpeed, config.py: stage 0
 )  # fmt: skip
@@ -82,6 +85,7 @@ ZERO = (
 RECOMPUTED = (
     ("torchtitan", "alternate"),  # job_config.py: activation_checkpoint.mode selective
     ("maxtext", "full"),  # base.yml: remat_policy full
+    ("oneflow-gpt", "full"),  # its printed arguments: checkpoint_activations True
     ("", "none"),  # arguments.py of Megatron-LM, config.py of DeepSpeed, llm-foundry: off
 )
 # Selective recomputation is of attention's scores in Megatron-LM (--recompute-granularity
@@ -191,6 +195,8 @@ def configurations(row: Row) -> list[Option]:
         sequence_parallel=tensor > 1 and _sequence_parallel(row, common),
         master_dtype=None if precision(row)[0] == "float32" else "float32",
         reduce_dtype=_reduce_dtype(row),
+        ring=context > 1 and _ring(row),
+        striped=context > 1,  # zigzag in all frameworks, which balances ranks as stripes do
     )
     levels, told_level = zero_levels(row, tensor)
     policies, told_policy = recomputed(row)
@@ -208,6 +214,13 @@ def configurations(row: Row) -> list[Option]:
         blocks = "none" if policy == SCORES else policy
         found.append((replace(zeroed, recompute=blocks), policy == SCORES, tuple(assumed)))
     return found
+
+
+def _ring(row: Row) -> bool:
+    """Whether keys and values go around: by default they do with TransformerEngine (Megatron-LM's
+    cp_comm_type is p2p); torchtitan gathers them (context_parallel_rotate_method is allgather).
+    """
+    return "torchtitan" not in row["framework"].lower()
 
 
 def configuration(row: Row) -> Configuration:
@@ -367,11 +380,21 @@ def precision(row: Row) -> tuple[str, str | None]:
         return half, "float8"
     if "tf32" in text:
         return "float32", "tfloat32"
+    if not text.strip() and _engine(row):
+        return half, "float8"
     if re.search(r"(fp|bf|float)\W?16|amp|mixed|half|pure", text) or not text.strip():
         return half, None
     if re.search(r"(fp|float)\W?32|single", text):
         return "float32", None
     raise Unpredictable(f"precision {row['precision']!r} is not known")
+
+
+def _engine(row: Row) -> bool:
+    """Whether 8-bit products of TransformerEngine are the default: of NVIDIA's releases on Hopper
+    and later (MLPerf Training v2.1 and after, NVIDIA's notes on its submissions).
+    """
+    releases = any(word in told(row, "framework") for word in ("nvidia", "ngc"))
+    return releases and device_of(row).device.generation in ("hopper", "blackwell")
 
 
 def kernels_of(row: Row, cluster: Cluster) -> Kernels:

@@ -182,6 +182,10 @@ def _bert(row: Row, seq: int, assumed: list[str]) -> dict[str, int]:
     # NVIDIA's BERT for MLPerf skips padding since v1.0, of 2021.
     old = release is not None and int(release[1]) < 21
     masked = MASKED.get(seq, math.ceil(MASKED_SHARE * seq))
+    if "ngc pytorch" in said:
+        # DeepLearningExamples of 2020, PyTorch/LanguageModeling/BERT/modeling.py: every position
+        # has logits, of which the loss ignores most.
+        masked = seq
     if re.search(r"unpad|packed|packing", said) and not old:
         assumed.append(f"{PRESENT:.0%} of positions are no padding")
         seq = max(1, round(PRESENT * seq))

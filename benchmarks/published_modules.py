@@ -16,6 +16,7 @@ from parloom.zoo import bert, llama
 class WideAttention(llama.Attention):
     """Grouped attention whose heads together may be wider or narrower than the model.
 
+    Kernels read key heads where they are, for all of their query heads, as those of frameworks do.
     With `window`, a position sees about `window` of those before it: positions are cut into runs of
     twice that many, in each of which attention is causal. That is as much work as a sliding window,
     and as many bytes; which positions are seen differs.
@@ -41,10 +42,20 @@ class WideAttention(llama.Attention):
         B, S, D = x.shape
         run = 2 * self.window
         if not run or run >= S or S % run:
-            return super().forward(x, cos_SK, sin_SK)
+            return self._attend(x, cos_SK, sin_SK)
         runs = x.reshape(B * (S // run), run, D)
-        y: Tensor = super().forward(runs, cos_SK[:run], sin_SK[:run])
-        return y.reshape(B, S, D)
+        return self._attend(runs, cos_SK[:run], sin_SK[:run]).reshape(B, S, D)
+
+    def _attend(self, x: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
+        B, S, _ = x.shape
+        q = self.q(x).view(B, S, self.heads, self.head_width).transpose(1, 2)
+        k = self.k(x).view(B, S, self.groups, self.head_width).transpose(1, 2)
+        v = self.v(x).view(B, S, self.groups, self.head_width).transpose(1, 2)
+        q, k = llama.rotate(q, cos_SK, sin_SK), llama.rotate(k, cos_SK, sin_SK)
+        grouped = self.heads != self.groups
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        z: Tensor = self.out(y.transpose(1, 2).reshape(B, S, self.heads * self.head_width))
+        return z
 
 
 class LatentAttention(nn.Module):

@@ -33,6 +33,7 @@ from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.optimize import SAME, Searched, least_work_ps
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
+from parloom.search.stripes import with_stripes
 
 RANDOM = "random"
 # Plans of each rule of thumb that are simulated beside a search.
@@ -124,7 +125,24 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
     for proposal in proposals:
         mesh = proposal.decisions.mesh
         name = _on(request, _name(AUTO, mesh), mesh)
-        yield ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
+        found = ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
+        yield found
+        yield from _with_stripes(request, found)
+
+
+def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:
+    """The plan with stripes of the positions, where it is faster for it."""
+    try:
+        decisions = with_stripes(request.graph, plan.decisions)
+        if decisions is None:
+            return
+        prediction = request.on(decisions.mesh.num_ranks).predict(decisions)
+    except LayoutError:
+        return  # as where a window reads positions beside each other
+    if prediction.step_s < plan.prediction.step_s:
+        yield replace(
+            plan, decisions=decisions, prediction=prediction, name=f"{plan.name}, striped positions"
+        )
 
 
 def distinct(proposals: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:

@@ -12,13 +12,14 @@ from parloom.execute.files import read_plan
 from parloom.ir.mesh import check_part
 from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Status
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
-from parloom.rewrite.rewrites import paddings_of
+from parloom.rewrite.rewrites import changes_tensors
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
 from parloom.search.request import Request, Say, ScoredPlan
 
 UNBOUND = (
-    "the model is padded, which the search does not look at: what it proved is not of this plan"
+    "the model is padded, or ranks have stripes of its positions, which the search does not look"
+    " at: what it proved is not of this plan"
 )
 
 
@@ -136,7 +137,7 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     choice = Choice(
         best, proposed.found, limit, notes, proposed.bound_s, proposed.solver_gap, proposed.status
     )
-    if choice.bound_s and paddings_of(best.decisions.rewrites):
+    if choice.bound_s and changes_tensors(best.decisions.rewrites):
         notes = (f"{best.name}: {UNBOUND}", *notes)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes)
     return choice

@@ -1,5 +1,6 @@
 """torch.compile on generated programs, whole and block by block: the same numbers to the bit."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,18 @@ from parloom.errors import InputError, VerifyError
 from parloom.execute.program import Compiled, compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
+from parloom.rewrite.rewrites import rewritten
 from parloom.comparators.baselines import METHODS
+from parloom.comparators.configuration import Configuration
+from parloom.comparators.handmade import plan
 from tests.dist import lowered
 
 ROUTED = "experts by all_to_all"
+CONTEXT = {
+    "ring": Configuration(context=2, ring=True),
+    "stripes around a ring": Configuration(context=2, ring=True, striped=True),
+    "gathered keys": Configuration(context=2),
+}
 BACKEND = "aot_eager"  # all of torch.compile but the kernels, which would round in another order
 STEPS = 3
 SIZES: dict[str, Any] = {"seq": 8, "vocab": 16, "width": 16, "depth": 3, "heads": 2}
@@ -44,10 +53,15 @@ def case(model: str, method: str, microbatches: int = 1) -> Case:
     """A program for two ranks, its weights, its batch."""
     module, batch = lowered.BUILDERS[model]()
     graph = capture(module, batch)
-    rule = "data_parallel" if method == ROUTED else method
-    plans = list(METHODS[rule](graph, resolve_cluster("2xH100").cluster, microbatches, 0))
+    rule, cluster = "data_parallel" if method == ROUTED else method, resolve_cluster("2xH100").cluster
+    if method in CONTEXT:
+        (part,) = plan(graph, replace(CONTEXT[method], microbatch=12), cluster)
+        plans = [part.decisions]
+        graph = rewritten(graph, part.decisions.rewrites)
+    else:
+        plans = list(METHODS[rule](graph, cluster, microbatches, 0))
     if method == ROUTED:
-        plans = [lowered.routed(graph, plan, ("data",)) for plan in plans]
+        plans = [lowered.routed(graph, one, ("data",)) for one in plans]
     tensors = {n: t.detach().clone() for n, t in parameters_of(module, graph).items()}
     return compile_pcg(lower(graph, plans[-1]), f"{model} {method}"), tensors, batch
 
@@ -99,6 +113,7 @@ def whole(model: str, method: str) -> tuple[Tensor, Tensor]:
         ("hf_gpt2", "fsdp", 6),
         ("hf_llama", "megatron", 1),
         ("hf_mixtral", ROUTED, 1),
+        *(("llama", method, 1) for method in CONTEXT),
     ],
 )
 def test_compiled_blocks_train_alike(model: str, method: str, microbatches: int) -> None:
@@ -112,9 +127,12 @@ def test_compiled_blocks_train_alike(model: str, method: str, microbatches: int)
             assert torch.equal(left, right)
 
 
-def test_a_forward_pass_is_one_graph() -> None:
-    case("hf_gpt2", "megatron")
-    for plain, compiled in fork_ranks(2, whole, "hf_gpt2", "megatron"):
+@pytest.mark.parametrize(
+    ("model", "method"), [("hf_gpt2", "megatron"), ("llama", "stripes around a ring")]
+)
+def test_a_forward_pass_is_one_graph(model: str, method: str) -> None:
+    case(model, method)
+    for plain, compiled in fork_ranks(2, whole, model, method):
         assert torch.equal(plain, compiled)
 
 

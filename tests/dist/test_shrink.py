@@ -28,6 +28,8 @@ from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import parse_graph, print_graph
 from parloom.comparators.baselines import megatron, random_plan
+from parloom.comparators.configuration import Configuration
+from parloom.comparators.handmade import plan as by_hand
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -356,3 +358,17 @@ def test_a_small_factory_model_has_a_block_of_each_makeup() -> None:
     assert kept is not None
     assert kept[1] == "batch 64 -> 4"
     assert len(whole.blocks) == 5
+
+
+def test_stripes_are_over_the_ranks_of_the_small_mesh() -> None:
+    loaded = load_abstract("zoo:gpt", batch=2, seq=64)
+    graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
+    chosen = Configuration(context=8, microbatch=2, ring=True, striped=True)
+    (part,) = by_hand(graph, chosen, load_cluster("1x8xA100"))
+    source = ModelSource("zoo:gpt", 2, 64)
+    plan = Plan(source, "test", "", Optimizer(), "by hand", part.decisions, print_graph(graph))
+    assert part.decisions.rewrites == ("stripe input_ids 1 8", "stripe labels 1 8")
+    copy = shrink(plan, loaded)
+    assert copy.plan.decisions.rewrites == ("stripe input_ids 1 2", "stripe labels 1 2")
+    assert "not kept" not in copy.text
+    assert proved(copy).passed

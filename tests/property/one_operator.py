@@ -25,7 +25,7 @@ from parloom.ir.layout import Layout, local_shape
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.ops import OPS, Emission, Rule, Site
-from parloom.ir.ops.rule import HALO, WHOLE
+from parloom.ir.ops.rule import HALO, RING, WHOLE
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from tests.equality import Outcome, difference, parallel
@@ -347,6 +347,7 @@ def routed(rule: Rule) -> list[Trial]:
     """Axes on both factors of a route, beside others and in any order."""
     found: list[Trial] = []
     for f, g in rule.routes:
+        found += [(SQUARE, *trial) for trial in striped(rule, f, g)]
         for mesh in (SQUARE, OBLONG):
             found += [
                 (mesh, rule, {f: some, g: other})
@@ -359,9 +360,26 @@ def routed(rule: Rule) -> list[Trial]:
     return [t for t in found if divides(*t)]
 
 
+def striped(rule: Rule, one: str, other: str) -> list[tuple[Rule, Assignment]]:
+    """Positions of which a rank has every other one, or every other pair, where these are divided
+    as the blocks of keys that go around are.
+    """
+    if rule.kind(other) != RING or any(rule.size(f) % 4 for f in (one, other)):
+        return []
+    single = rule.split({f: (rule.size(f) // 2, 2) for f in (one, other)})
+    pairs = rule.split({f: (rule.size(f) // 4, 2, 2) for f in (one, other)})
+    alone: Assignment = {f"{one}1": ("x",)}
+    both = alone | {f"{other}1": ("x",)}
+    return [(cut, assignment) for cut in (single, pairs) for assignment in (alone, both)]
+
+
 def divides(mesh: Mesh, rule: Rule, assignment: Assignment) -> bool:
-    """Whether every factor divides by the axes on it."""
-    return all(rule.size(f) % mesh.size(axes) == 0 for f, axes in assignment.items())
+    """Whether every factor divides by the axes on it, and none is alone that must not be."""
+    together = {*rule.routed(assignment, mesh)}
+    return all(
+        rule.size(f) % mesh.size(axes) == 0 and (rule.kind(f) != RING or {*axes} <= together)
+        for f, axes in assignment.items()
+    )
 
 
 def local_site(site: Site, rule: Rule, assignment: Assignment, mesh: Mesh) -> Site:

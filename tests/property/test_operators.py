@@ -239,6 +239,7 @@ def _shards_only(rule: Rule, index: int, assignment: Assignment, mesh: Mesh) -> 
     return Layout(right_layout(rule, index, assignment, mesh).shards)
 
 
+ATTENTION = "scaled_dot_product_attention"
 right_layout = Rule.result_layout
 WRONG: dict[str, tuple[str, dict[str, object]]] = {
     "bias added on every rank": ("linear-bias", {"emit": _bias_everywhere}),
@@ -251,6 +252,16 @@ WRONG: dict[str, tuple[str, dict[str, object]]] = {
     "maximum added up": ("parloom.amax", {"rule": OPS["sum"].rule}),
     "gradient said to stop": ("mul", {"differentiable": False}),
     "mask counts from the shard": ("scaled_dot_product_attention-causal", {"emit": _causal_shard}),
+    "a ring ends at its own keys": (
+        ATTENTION,
+        _edited(ATTENTION, r"rt\.ring(_att\w+\(\w+, \w+, \w+), .*", r"F.scaled_dot_product\1)"),
+    ),
+    "a ring shows keys that come later": (
+        f"{ATTENTION}-causal", _edited(ATTENTION, r"(rt\.ring_attention.*), True", r"\1, False")
+    ),
+    "stripes taken for chunks": (
+        f"{ATTENTION}-causal_stripes", _edited(ATTENTION, r"\(4, '([xy])'\)", r"('\1', 4)")
+    ),
     "rows of a shard by global index": ("embedding", {"emit": _plain_lookup}),
     "experts count from the shard": ("parloom.grouped_mm", {"emit": _first_experts}),
     "routed rows stay where they are": ("parloom.dispatch", {"emit": _stays}),

@@ -100,7 +100,7 @@ def test_what_is_stored_is_what_the_cost_layer_counts(
     assert known == buffers or blocks
     assert int(found[MOVING]) == gathered
     if cluster.backend != "gloo":
-        assert int(found[UPDATING]) == costs.update_bytes() + updated
+        assert int(found[UPDATING]) == sum(costs.update_sizes()) + updated
     launch = walker.kernels.software.launch_s
     update_ps = (costs.update().price.compute_s - launch) * 1e12
     assert abs(int(found[UPDATED]) - update_ps) <= len(pcg.parameters)

@@ -19,10 +19,9 @@ from parloom.cost.framework_memory import (
     WORKSPACE_BYTES,
     FrameworkMemory,
 )
-from parloom.cost.kernels import Kernels, LocalOperator
-from parloom.cost.software import GENERATIONS, Software
+from parloom.cost.kernels import Kernels
+from parloom.cost.software import Software
 from parloom.cost.timeline import Timeline
-from parloom.ir.graph import TensorSpec
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Optimizer
 from parloom.ir.text import parse_graph, print_graph
@@ -129,6 +128,9 @@ def test_a_device_has_the_drivers_context_and_buffers_of_communicators_too() -> 
     assert found.reserved_bytes >= found.allocated_bytes
     beside = MEGATRON.context_bytes + 2 * COMMUNICATOR_BYTES
     assert found.device_bytes == found.reserved_bytes + beside
+    assert found.capacity_bytes == pytest.approx(80 * 2**30, rel=0.02)
+    assert found.fits
+    assert not replace(found, device_bytes=found.capacity_bytes + 1).fits
     planned = footprint(timeline, CLUSTER.device, COMPILED, 0)
     assert planned.reserved_bytes == planned.allocated_bytes == timeline.peak_bytes
 

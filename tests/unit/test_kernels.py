@@ -11,6 +11,7 @@ from parloom.cost.devices import find_device
 from parloom.cost.kernels import (
     MEASURED,
     ROW,
+    Blocks,
     Kernels,
     LocalOperator,
     Scores,
@@ -42,7 +43,8 @@ def linear(m: int, k: int, n: int, wanted: tuple[int, ...] = (0, 1)) -> LocalOpe
 def attention(rows: int, causal: bool = True) -> LocalOperator:
     q = bf16(2, 8, rows, 64)
     return LocalOperator(
-        "scaled_dot_product_attention", (q, q, q), (q,), causal=causal,
+        "scaled_dot_product_attention", (q, q, q), (q,),
+        blocks=Blocks(0, 1) if causal else Blocks(),
         flops=4.0 * 16 * rows * rows * 64, backward_ratio=2.5, wanted=(0, 1, 2),
     )  # fmt: skip
 
@@ -226,7 +228,7 @@ def test_update_in_one_pass_or_in_many() -> None:
 
 
 def test_generations() -> None:
-    assert len(GENERATIONS) == 7
+    assert len(GENERATIONS) == 8
     assert GENERATIONS["megatron"].overlaps is False
     with pytest.raises(InputError, match="flash2"):
         Software("odd", attention="flash22")

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from parloom.errors import LayoutError
+from parloom.ir.factors import follow
 from parloom.ir.graph import Node, TensorSpec
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Mesh, MeshAxis, grid
 from parloom.ir.ops import OPS, Assignment, Rule, Site
-from parloom.ir.ops.rule import WHOLE, broadcast, build, einsum, opaque
+from parloom.ir.ops.rule import RING, WHOLE, broadcast, build, einsum, opaque
 from parloom.ir.pcg import TIME
 from tests.unit.graphs import node
 
@@ -194,3 +195,39 @@ def test_places_are_factors_alone_and_routes() -> None:
 def test_an_axis_is_on_two_factors_of_a_route_only(assignment: Assignment) -> None:
     with pytest.raises(LayoutError, match="assigned twice"):
         ROUTED.check(assignment, MESH, "here")
+
+
+# Queries, keys and what is made of them: blocks of keys go around where queries are, too.
+AROUND = Rule(
+    (("s", 12), ("t", 12), ("e", 4)),
+    ((("s",),), (("t",), ("e",))),
+    ((("s",), ("e",)),),
+    (("t", RING), ("e", WHOLE)),
+    routes=(("s", "t"),),
+)
+
+
+def test_blocks_go_around_where_queries_are_sharded() -> None:
+    both = {"s": ("x", "y"), "t": ("y",)}
+    AROUND.check(both, MESH, "here")
+    assert AROUND.routed(both, MESH) == ("y",)
+    assert AROUND.operand_layout(1, both, MESH) == Layout((Shard("y", 0, 4),))
+    assert AROUND.result_layout(0, both, MESH).partial == ()
+    assert AROUND.varying(1, both) == ("x",)  # the gradients of keys come home along y
+    assert AROUND.places == ((), ("s",), ("s", "t"))
+    for alone in ({"t": ("y",)}, {"s": ("x",), "t": ("y",)}):
+        with pytest.raises(LayoutError, match="'t' must be on s, too"):
+            AROUND.check(alone, MESH, "here")
+
+
+def test_what_is_cut_alike_goes_around_alike() -> None:
+    both = AROUND.split({"s": (3, 4), "t": (3, 4)})
+    assert both.routes == (("s0", "t0"), ("s1", "t1"))
+    assert both.places == ((), ("s0",), ("s1",), ("s0", "t0"), ("s1", "t1"))
+    other = AROUND.split({"s": (3, 4), "t": (4, 3)})
+    assert other.routes == (("s0", "t0"), ("s0", "t1"), ("s1", "t0"), ("s1", "t1"))
+
+
+def test_keys_are_gathered_unless_a_decision_says_otherwise() -> None:
+    lying = (Layout((Shard("x", 0, 6),)), Layout((Shard("x", 0, 6),)))
+    assert follow(AROUND, lying, MESH) == {"s": ("x",)}

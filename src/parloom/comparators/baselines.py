@@ -54,6 +54,9 @@ class Rule:
         """What is tried, one after the other, of the best plan only."""
         if chosen.sequence_parallel:
             yield {"sequence_parallel": False}
+        if chosen.context > 1:
+            yield {"ring": True}
+            yield {"striped": True}
         inner = chosen.tensor * chosen.context * chosen.copies
         shard, rest = divmod(cluster.levels[0].size, inner)
         if not rest and 1 < shard < chosen.data:

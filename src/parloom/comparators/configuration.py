@@ -20,7 +20,7 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
-from parloom.ir.ops import op_of
+from parloom.ir.ops import Rule, op_of
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import (
     ActivationDecision,
@@ -32,6 +32,7 @@ from parloom.ir.plan import (
 from parloom.rewrite.pad import paddings
 from parloom.rewrite.regions import regions
 from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.stripes import Stripe
 from parloom.search.spread import Assignment, Unfolded, decisions, followed, spread, unfold
 
 DATA, CONTEXT, COPY, EXPERT, REPLICA = "data", "context", "copy", "expert", "replica"
@@ -50,10 +51,11 @@ class Configuration:
     `copies` ranks do the same work, where a batch does not divide over all. `shard` ranks of the
     data-parallel ones, each with its context-parallel ones and copies, share what ZeRO `zero` (0 to
     3) shards; 0 is all. `expert` ranks share the experts: of the data-parallel ones, or where that
-    is more of them, all of these with their tensor-parallel ones. `recompute`: none of the blocks,
-    every fourth one, every other one, all, or of each what is cheap (`cheap_operators`).
-    `microbatch` samples a rank at a time; `interleave` chunks of the model a pipeline rank. dtypes
-    as in `Decisions`.
+    is more of them, all of these with their tensor-parallel ones. Context-parallel ones have chunks
+    of the positions one after the other, or every so manyth (`striped`); keys and values are
+    gathered, or their blocks go around a `ring`. `recompute`: none of the blocks, every fourth one,
+    every other one, all, or of each what is cheap (`cheap_operators`). `microbatch` samples a rank
+    at a time; `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
     """
 
     tensor: int = 1
@@ -71,6 +73,8 @@ class Configuration:
     master_dtype: str | None = "float32"
     reduce_dtype: str | None = None
     copies: int = 1
+    ring: bool = False
+    striped: bool = False
 
     @property
     def ranks(self) -> int:
@@ -82,6 +86,8 @@ class Configuration:
         said = (
             f"ZeRO-{self.zero}" if self.zero and self.data * self.context * self.copies > 1 else "",
             "sequence parallel" if self.sequence_parallel else "",
+            "ring attention" if self.ring and self.context > 1 else "",
+            "striped positions" if self.striped and self.context > 1 else "",
             f"{self.num_microbatches} microbatches" if self.num_microbatches > 1 else "",
             f"{self.recompute} recomputation" if self.recompute != "none" else "",
         )
@@ -136,7 +142,7 @@ def laid_out(
     Raises `InputError` where the configuration does not fit the cluster, the graph or its batch.
     """
     mesh = mesh_of(chosen, cluster)
-    rewrites = tuple(str(p) for p in paddings(graph, chosen.tensor))
+    rewrites = tuple(str(p) for p in (*paddings(graph, chosen.tensor), *_stripes(graph, chosen)))
     padded = rewritten(graph, rewrites)
     known = factored if factored is not None and not rewrites else factorize(padded)
     program = unfold(padded, known, mesh)
@@ -227,9 +233,18 @@ def _seeds(graph: Graph, chosen: Configuration, mesh: Mesh) -> dict[str, Layout]
                     f"batch tensor {entry.target!r} of shape {shape}: its positions do not divide"
                     f" over {chosen.context} context-parallel ranks"
                 )
-            shards.append(Shard(CONTEXT, 1, shape[1] // chosen.context))
+            shards.append(Shard(CONTEXT, 1, 1 if chosen.striped else shape[1] // chosen.context))
         seeds[entry.value.name] = Layout(tuple(shards))
     return seeds
+
+
+def _stripes(graph: Graph, chosen: Configuration) -> Iterator[Stripe]:
+    """The cuts that stripes need: of the positions of all batch tensors that have some."""
+    for entry in graph.of_kind("batch"):
+        shape = entry.value.spec.shape
+        sampled = len(shape) > 1 and shape[0] == num_samples(graph)
+        if chosen.striped and chosen.context > 1 and sampled:
+            yield Stripe(entry.target, 1, chosen.context)
 
 
 def _storage(
@@ -326,7 +341,7 @@ class _ByHand:
 
     def __init__(self, program: Unfolded, chosen: Configuration) -> None:
         self.program, self.megatron = program, Megatron(program)
-        self.experts = chosen.expert_axes
+        self.experts, self.ring = chosen.expert_axes, chosen.ring
         self.lay: dict[str, str] = {}  # by result of experts, their tokens
         self.between = chosen.sequence_parallel and TENSOR in program.mesh.names
         self.sequence = num_positions(program.graph)
@@ -343,6 +358,8 @@ class _ByHand:
             self.lay[flat.results[0]] = flat.operands[0]
         if flat.node.op == EXPERTS or (self.experts and experts_of(self.program, index)):
             assignment = self._divided(index, assignment)
+        if flat.node.op == ATTENTION and self.ring:
+            assignment = _around(rule, assignment)
         if TENSOR not in self.program.mesh.names:
             return assignment
         weighs = flat.node.op in WEIGHT_OPS or flat.node.op in LOOKUPS
@@ -401,6 +418,15 @@ class _ByHand:
         if len(shape) < 3 or shape[1] != self.sequence or not flat.node.results[0].spec.is_float:
             return ()
         return rule.results[0][1]
+
+
+def _around(rule: Rule, assignment: Assignment) -> Assignment:
+    """An assignment of attention with the context axis on the keys as it is on the queries."""
+    found = dict(assignment)
+    for queries, keys in rule.routes:
+        if CONTEXT in assignment.get(queries, ()):
+            found[keys] = (CONTEXT,)
+    return found
 
 
 def without(assignment: Assignment, gone: Collection[str]) -> Assignment:

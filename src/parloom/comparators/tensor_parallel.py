@@ -75,8 +75,8 @@ class Megatron:
         return None
 
     def _arrives(self, start: int, trial: Assignment, layouts: Mapping[str, Layout]) -> bool:
-        """Whether every value that carries the axis is read without a gather, up to where the
-        axis is contracted (a row-parallel product, a loss over classes), or further than one looks.
+        """Whether every value that carries the axis is read without a gather over it, up to where
+        it is contracted (a row-parallel product, a loss over classes), or further than one looks.
 
         Blocks repeat: a walk that would meet what one before it met ends as that did.
         """
@@ -133,9 +133,10 @@ class Megatron:
             seen = {n: known.get(n) or layouts.get(n, Layout()) for n in operands}
             assignment = followed(program, index, seen)
             for position, name in enumerate(operands):
-                if TENSOR not in seen[name].axes:
-                    continue
-                if program.operand_layout(index, position, assignment) != seen[name]:
+                carried = seen[name].shard(TENSOR)
+                wanted = program.operand_layout(index, position, assignment)
+                # Other axes may move: context-parallel attention gathers its keys and values.
+                if carried is not None and wanted.shard(TENSOR) != carried:
                     return tuple(met), False
             record(program, index, assignment, known)
             for name in program.nodes[index].results:

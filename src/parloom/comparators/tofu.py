@@ -125,9 +125,10 @@ def _assignments(
     is left.
     """
     rule, axis = operator.rule, mesh.axes[-1]
+    alone = [place[0] for place in operator.rule.places if len(place) == 1]
     found: list[Chosen] = [
         {**before, factor: (*before.get(factor, ()), axis.name)}
-        for factor in rule.shardable
+        for factor in alone
         if rule.size(factor) % (mesh.size(before.get(factor, ())) * axis.size) == 0
     ]
     return found if found and always else [*found, before]

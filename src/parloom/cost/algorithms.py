@@ -3,7 +3,7 @@
 A group of N ranks crosses some levels; at each it has ranks below `size` children, `inside` of them
 below every child. An algorithm goes through the levels in some order, and its legs say what crosses
 each. S is the size of the whole tensor: what all_reduce and broadcast hold on every rank, the
-result of all_gather, the input of reduce_scatter, the local tensor of all_to_all and of a send.
+result of all_gather, the input of reduce_scatter, the local tensor of all_to_all, send and shift.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
 MPICH" (2005); Sanders, Speck, Traeff, "Two-tree algorithms" (2009); Patarasuk, Yuan, "Bandwidth
@@ -256,6 +256,18 @@ def _send(num_bytes: float, order: Order, rails: bool) -> Schedule:
     return Schedule((Leg(top.level, num_bytes, num_bytes, 1, 1 / top.inside, PAIR),))
 
 
+def _shift(num_bytes: float, order: Order, rails: bool) -> Schedule:
+    """Every rank sends to the next one of the ring at once; each edge is one pair of devices."""
+    ranks, edges = group_size(order), ring_edges(order)
+    legs = []
+    for span in order:
+        crossing = sum(count for level, count in edges.items() if level >= span.level)
+        share = crossing / ranks
+        last = int(span is order[-1])
+        legs.append(Leg(span.level, num_bytes, num_bytes * share, last, share))
+    return Schedule(tuple(legs), pipelined=True)
+
+
 def _halo(num_bytes: float, order: Order, rails: bool) -> Schedule:
     """Neighbors in a row of ranks, both ways: one of them is across the slowest level."""
     level = max(span.level for span in order)
@@ -315,6 +327,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
             {"chain": _chain, "tree": partial(_tree, 1), "naive": _naive_broadcast}
         ),
         "send": MappingProxyType({"send": _send}),
+        "shift": MappingProxyType({"ring": _shift}),
         "halo_exchange": MappingProxyType({"send": _halo}),
     }
 )

@@ -31,7 +31,7 @@ class AttentionKernel:
     half_keys: float
     half_width: float
 
-    def share(self, keys: int, width: int, *, causal: bool, backward: bool) -> float:
+    def share(self, keys: float, width: int, *, causal: bool, backward: bool) -> float:
         """The share of the peak with so many keys and heads of such a width."""
         padded = -(-width // WIDTH_STEP) * WIDTH_STEP
         rate = self.backward if backward else self.forward

@@ -99,7 +99,10 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 }
             ),
             rails=False,
-            turns=MappingProxyType({"all_gather": (1.0, 0.6), "all_to_all": (1.5, 0.6)}),
+            # A shift is an all_to_all in which a rank sends to one other.
+            turns=MappingProxyType(
+                {"all_gather": (1.0, 0.6), "all_to_all": (1.5, 0.6), "shift": (1.5, 0.6)}
+            ),
             # torch's ProcessGroupGloo gathers into flat memory and all-reduces a clone; counted
             # with torch 2.13, as are the others, which need nothing of torch's allocator.
             scratch=MappingProxyType({"all_gather": 1.0, "reduce_scatter": 1.0}),
@@ -252,7 +255,7 @@ def bound_s(
     if not order or kind == "halo_exchange":
         return 0.0
     ranks = group_size(order)
-    if kind == "send":
+    if kind in ("send", "shift"):
         return num_bytes / level_rate(order[-1], 1 / order[-1].inside, cluster, alone)
     worst = 0.0
     for position, span in enumerate(order):

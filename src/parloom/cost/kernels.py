@@ -24,6 +24,7 @@ from parloom.ir.graph import DTYPE_BYTES, Arg, Ref, TensorSpec
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Cluster, Device, Mesh
 from parloom.ir.ops import Site, op_of
+from parloom.ir.ops.attention import blocks_met
 from parloom.ir.pcg import Compute, PValue
 from parloom.ir.remake import saved_by
 
@@ -70,6 +71,9 @@ ALIGNED_BYTES = 16
 # reads and writes; backward it reads scores and gradients and writes. Otherwise scale, mask and
 # softmax are kernels of their own.
 MERGED_SCORE_PASSES, SCORE_PASSES = (2.0, 3.0), (7.0, 8.0)
+# Passes over a float32 result where that of one more block of keys is merged: both are read and the
+# sum is written.
+MERGED_PASSES = 3.0
 # Dropout of probabilities reads and writes them, and a mask of a byte each.
 DROPOUT_PASSES = 2.5
 # Passes over the classes that a cross-entropy makes beside reading them and writing their gradient:
@@ -84,12 +88,30 @@ CLIP_PASSES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of keys that attention computes one after the other: so many as a `whole`, and so many
+    under a causal diagonal (`halves`), of `count` that all keys are cut into. `around` ranks have a
+    part of the keys each, which comes around.
+    """
+
+    whole: int = 1
+    halves: int = 0
+    count: int = 1
+    around: int = 1
+
+    @property
+    def met(self) -> int:
+        """Blocks that are computed at all."""
+        return self.whole + self.halves
+
+
+@dataclass(frozen=True, slots=True)
 class LocalOperator:
     """An operator as one rank runs it: local specs, and its work.
 
-    `attributes` are its other arguments; `causal` attention masks half of the scores, and with
-    `dropout` drops probabilities. `wanted` are
-    the operands whose gradients are made; `kept_operands` and `kept_results` what autograd kept.
+    `attributes` are its other arguments; `blocks` what attention computes of its scores on the
+    slowest rank, and with `dropout` it drops probabilities. `wanted` are the operands whose
+    gradients are made; `kept_operands` and `kept_results` what autograd kept.
     Inside a merged kernel, operands and results that never reach memory are in `inner_operands`
     and `inner_results`, and only the first operator of a kernel `launches` it.
     """
@@ -98,7 +120,7 @@ class LocalOperator:
     operands: tuple[TensorSpec, ...]
     results: tuple[TensorSpec, ...]
     attributes: tuple[Arg, ...] = ()
-    causal: bool = False
+    blocks: Blocks = Blocks()
     dropout: bool = False
     flops: float = 0.0
     backward_ratio: float = 1.0
@@ -172,7 +194,8 @@ class Kernels:
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
-        if self.measured is not None:
+        # Alone on a rank, blocks would be those of the first rank, which has the fewest.
+        if self.measured is not None and operator.blocks.count == 1:
             found = self.measured.seconds(operator)
             if found is not None:
                 return found
@@ -281,22 +304,30 @@ class Kernels:
         return self.stream_s(CAST_PASSES[self.scaling] * (activations + weights))
 
     def _attention(self, operator: LocalOperator) -> Seconds:
-        q, k = operator.operands[:2]
-        out = operator.results[0]
-        causal, launch = operator.causal, self.software.launch_s
-        rows, keys = q.shape[-2], k.shape[-2]
-        moved = float(sum(s.num_bytes for s in (*operator.operands[:3], out)))
+        """Blocks of keys one after the other, and the parts of the result that they give merged."""
+        q, k, v = operator.operands[:3]
+        out, blocks, launch = operator.results[0], operator.blocks, self.software.launch_s
+        share = blocks.around / blocks.count
+        rows, keys = q.shape[-2], k.shape[-2] * share
+        read = (k.num_bytes + v.num_bytes) * share * blocks.met
+        moved = q.num_bytes + out.num_bytes + read
+        merges = self.stream_s(MERGED_PASSES * 4 * out.num_elements, 1) * (blocks.met - 1)
         backward = 2.0 * moved if operator.wanted else 0.0
         if self.software.attention != SCORES:
-            flops = operator.flops * (0.5 if causal else 1.0)
+            launch *= blocks.met
             kernel = attention_kernel(self.software.attention, self.device)
+            each = operator.flops / blocks.count / self.device.rate(operator.dtype)
             fore, aft = (
-                self.device.rate(operator.dtype) * kernel.share(keys, q.shape[-1], causal=causal, backward=way)
+                sum(
+                    each * part / kernel.share(keys, q.shape[-1], causal=causal, backward=way)
+                    for part, causal in ((blocks.whole, False), (0.5 * blocks.halves, True))
+                    if part
+                )
                 for way in (False, True)
             )
-            back = flops * operator.backward_ratio / aft
+            back = aft * operator.backward_ratio
             return Seconds(
-                max(flops / fore, self.stream_s(moved)) + launch,
+                max(fore, self.stream_s(moved)) + launch + merges,
                 (max(back, self.stream_s(backward)) + launch) if backward else 0.0,
             )
         lead, width = prod(q.shape[:-2]), q.shape[-1]
@@ -306,10 +337,10 @@ class Kernels:
         fore, aft = MERGED_SCORE_PASSES if self.software.merges else SCORE_PASSES
         if operator.dropout:
             fore, aft = fore + DROPOUT_PASSES, aft + DROPOUT_PASSES
-        forward = both + 2 * launch + self.stream_s(fore * scores)
-        back = 2 * both + 4 * launch + self.stream_s(aft * scores)
+        forward = blocks.met * (both + 2 * launch + self.stream_s(fore * scores))
+        back = blocks.met * (2 * both + 4 * launch + self.stream_s(aft * scores))
         back += 0.0 if self.software.keeps_scores else forward
-        return Seconds(forward, back if backward else 0.0)
+        return Seconds(forward + merges, back if backward else 0.0)
 
     def _moves(self, operator: LocalOperator) -> Seconds:
         """An operator that does little with what it moves."""
@@ -320,7 +351,7 @@ class Kernels:
         written = [i for i in range(len(results)) if i not in operator.inner_results]
         launches = int(operator.launches)
         fore, aft = CLASS_PASSES.get(operator.op, (0.0, 0.0))
-        if self.software.merges == ROWS:
+        if self.software.merges == ROWS or self.software.fuses_loss:
             fore = aft = 0.0
         read += int(fore * operands[0]) if operands else 0
         forward = self._stream(operator, read + sum(results[i] for i in written), launches)
@@ -372,7 +403,7 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
         tuple(_local(v, mesh) for v in item.operands),
         tuple(_local(v, mesh) for v in item.results),
         tuple(a for a in arguments if not isinstance(a, Ref)),
-        item.node.op == ATTENTION and bool(site.arg(5, "is_causal", False)),
+        blocks_of(item, site, mesh),
         item.node.op == ATTENTION and bool(site.arg(4, "dropout_p", 0.0)),
         op.flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
         op.backward_ratio,
@@ -382,6 +413,15 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
         tuple(i for what, i in saved if what == "operand"),
         tuple(i for what, i in saved if what == "result"),
     )
+
+
+def blocks_of(item: Compute, site: Site, mesh: Mesh) -> Blocks:
+    """What an operator of a lowered program computes of its scores, if it is attention."""
+    if item.node.op != ATTENTION:
+        return Blocks()
+    chosen = dict(item.assignment)
+    around = mesh.size(item.rule.routed(chosen, mesh))
+    return Blocks(*blocks_met(site, item.rule, chosen, mesh), around)
 
 
 def _local(value: PValue, mesh: Mesh) -> TensorSpec:

@@ -164,7 +164,8 @@ class Lives:
             gives[index].append(self.sizes[owner])
         for owner in self.held - self.kept.keys() - self.inside:
             gives[0] += [self.sizes[owner]] if owner in made else []
-        results = {self.of(v) for item in self.items for v in results_of(item)}
+        # A view of an input is no memory of its own.
+        results = {v.name for item in self.items for v in results_of(item)}
         for owner in gradients.keys() & made.keys() - results:
             gives[0].append(gradients[owner])  # of an input, which is sent to where it came from
         listed = list(zip(self.backward, takes, gives, strict=True))

@@ -26,6 +26,9 @@ MERGEABLE: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
+CROSS_ENTROPY = "cross_entropy_loss"
+LOSS = frozenset({CROSS_ENTROPY, "_to_copy"})
+
 
 @dataclass(slots=True)
 class Part:
@@ -42,12 +45,15 @@ class _Kernel:
     read: set[str] = field(default_factory=set)
 
 
-def merged(items: Sequence[Item], outputs: Sequence[PValue], merges: str) -> dict[int, Part]:
+def merged(
+    items: Sequence[Item], outputs: Sequence[PValue], merges: str, fuses_loss: bool = False
+) -> dict[int, Part]:
     """Part of a merged kernel, per index of an operator that is in one with others.
 
-    `merges` is that of a `Software`.
+    `merges` and `fuses_loss` are those of a `Software`.
     """
-    return _Merging(items, MERGEABLE[merges]).run(outputs) if merges else {}
+    mergeable = MERGEABLE.get(merges, frozenset()) | (LOSS if fuses_loss else frozenset())
+    return _Merging(items, mergeable).run(outputs) if mergeable else {}
 
 
 class _Merging:

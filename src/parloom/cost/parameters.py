@@ -117,7 +117,9 @@ class Parameters:
             kind = self._kind(parameter)
             bucket = filling.setdefault(kind, [])
             bucket.append(parameter)
-            limit = self._full_bytes(self.nodes[path[0]], self.gradient_width(parameter)) if path else 0
+            limit = (
+                self._full_bytes(self.nodes[path[0]], self.gradient_width(parameter)) if path else 0
+            )
             if kind not in begun:  # a small one first, to start early
                 limit = min(limit, MIN_BUCKET_BYTES)
             if sum(self.gradient_bytes(p) for p in bucket) >= limit:

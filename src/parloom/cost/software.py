@@ -24,30 +24,39 @@ class Software:
 
     `attention`: one kernel of `cost.attention`, which keeps its scores on the chip and skips what a
     causal mask hides; with SCORES these go through memory, and unless it `keeps_scores` are
-    computed again in the backward pass. `merges`: chains of elementwise operators are one kernel each (ELEMENTWISE),
-    or with reductions of rows and norms (ROWS), or no operators are (""). `fused_optimizer`: the
-    update is one pass over memory. `clips`: gradients are clipped by their norm. `overlaps`: gradients are reduced beside the backward pass, not
-    after it. `hides_moves`: products are cut so that collectives on their operands and results go
-    on beside them (asynchronous tensor parallelism). `stacks`: what a collective gathers or
-    scatters goes through a stacked copy; otherwise tensors lie so that it need not. `fuses_casts`:
-    kernels write operands of 8-bit products as these read them. `stops_early`:
-    a recomputed block runs up to the last operator that saves a tensor (non-reentrant checkpoints
-    of PyTorch), otherwise to its end (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`:
-    time from kernel to kernel. Whole gradients are reduced, and updated weights gathered, in buckets of
-    the larger of two numbers of elements, the second for each rank that shares them; (0, 0) are
-    those of parloom's runtime. `overlaps_gathers`: updated weights are gathered beside the forward
-    pass of the next step. `memory` is what the framework keeps beside tensors of the model.
+    computed again in the backward pass. `merges`: chains of elementwise operators are one kernel
+    each (ELEMENTWISE), or with reductions of rows and norms (ROWS), or no operators are ("").
+    `fuses_loss`: a cross-entropy reads 16-bit logits, and makes their gradient of them.
+    `fused_optimizer`: the update is one pass over memory. `clips`: gradients are clipped by their
+    norm.
+
+    `overlaps`: gradients are reduced beside the backward pass, not after it; `overlaps_gathers`:
+    updated weights are gathered beside the forward pass of the next step. Both travel in buckets of
+    the larger of two numbers of elements, `bucket_elements`, the second for each rank that shares
+    them; (0, 0) are those of parloom's runtime. `hides_moves`: products are cut so that collectives
+    on their operands and results go on beside them (asynchronous tensor parallelism). `stacks`:
+    what a collective gathers or scatters goes through a stacked copy; otherwise tensors lie so that
+    it need not.
+
+    `gathers_again`: products keep their part of what was gathered for them, and gather it again in
+    the backward pass, beside the first of its products. `fuses_casts`: kernels write operands of
+    8-bit products as these read them. `stops_early`: a recomputed block runs up to the last
+    operator that saves a tensor (non-reentrant checkpoints of PyTorch), otherwise to its end
+    (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`: time from kernel to kernel.
+    `memory` is what the framework keeps beside tensors of the model.
     """
 
     name: str
     attention: str = "flash2"
     keeps_scores: bool = True
     merges: str = ""
+    fuses_loss: bool = False
     fused_optimizer: bool = False
     clips: bool = True
     overlaps: bool = True
     hides_moves: bool = False
     stacks: bool = True
+    gathers_again: bool = False
     fuses_casts: bool = False
     stops_early: bool = True
     launch_s: float = 5e-6
@@ -73,7 +82,7 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             # with scale and mask, Adam of apex; gradients are reduced after the last backward pass.
             Software(
                 "megatron", attention=SCORES, merges=ELEMENTWISE, fused_optimizer=True,
-                overlaps=False, stacks=False, stops_early=False,
+                overlaps=False, stacks=False, gathers_again=True, stops_early=False,
                 bucket_elements=MEGATRON_BUCKETS,
             ),
             # PyTorch before FlashAttention, 2018 to 2021, with an optimizer of apex: every operator
@@ -81,19 +90,25 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             Software("eager 2020", attention=SCORES, fused_optimizer=True),
             # PyTorch as it is, with FlashAttention; nothing else is fused.
             Software("eager"),
-            # The same with the first FlashAttention, or its translation to Triton (until 2023).
-            Software("eager 2023", attention="flash1"),
+            # The same with the first FlashAttention, or its translation to Triton, and its
+            # cross-entropy (llm-foundry until 2023: loss_fn fused_crossentropy).
+            Software("eager 2023", attention="flash1", fuses_loss=True),
             # Kernels fused by hand as in Megatron-LM, with FlashAttention and overlap (since 2023).
             Software(
-                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False,
-                bucket_elements=MEGATRON_BUCKETS,
+                "fused", merges=ELEMENTWISE, fused_optimizer=True, stacks=False, stops_early=False
+            ),
+            # The same with the first FlashAttention.
+            Software(
+                "fused 2023", attention="flash1", merges=ELEMENTWISE, fused_optimizer=True,
+                stacks=False, stops_early=False,
             ),
             # Megatron-Core with TransformerEngine (since 2024): attention of cuDNN, norms and
             # losses in one kernel, collectives of tensor parallelism beside products.
             Software(
-                "engine", attention="cudnn", merges=ROWS, fused_optimizer=True, hides_moves=True,
-                stacks=False, fuses_casts=True, stops_early=False,
-                bucket_elements=MEGATRON_BUCKETS, overlaps_gathers=True,
+                "engine", attention="cudnn", merges=ROWS, fuses_loss=True, fused_optimizer=True,
+                hides_moves=True, stacks=False, gathers_again=True, fuses_casts=True,
+                stops_early=False, bucket_elements=MEGATRON_BUCKETS,
+                overlaps_gathers=True,
             ),
             # Compiled by TorchInductor.
             Software("compiled", merges=ROWS, fused_optimizer=True, launch_s=2.5e-6),

@@ -12,7 +12,7 @@ from math import prod
 from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
-from parloom.cost.merging import Part, merged
+from parloom.cost.merging import CROSS_ENTROPY, Part, merged
 from parloom.cost.staging import staging_bytes
 from parloom.cost.works import (
     INSIDE,
@@ -30,6 +30,7 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.opdef import SavedTensors
+from parloom.ir.ops.rule import RING
 from parloom.ir.pcg import Compute, Item, Movement, PCall, PFunction, PValue, Remake
 from parloom.ir.remake import saved_by
 
@@ -94,8 +95,11 @@ class Walker:
     ) -> Walked:
         """The price of a body; `lives` says what of its inputs others count."""
         # Values that are dropped are memory of their own: nothing of them stays in a kernel.
-        merges = self.kernels.software.merges if remake is None else ""
-        self._run(inputs, body, lives, merged(body, outputs, merges))
+        software = self.kernels.software
+        parts = (
+            merged(body, outputs, software.merges, software.fuses_loss) if remake is None else {}
+        )
+        self._run(inputs, body, lives, parts)
         if remake is not None:
             lives.drop(remake, self._again(remake))
         return self._walked(inputs, lives, outputs)
@@ -239,6 +243,8 @@ class _Body:
         self.position = {v.name: i for i, v in enumerate(inputs)}
         # What stays inside of a merged kernel, and the operator that makes it.
         self.unwritten: dict[str, Compute] = {}
+        # By a gathered value's memory, the part of it that a rank has itself.
+        self.gathered: dict[str, PValue] = {}
         lives.sizes |= {v.name: walker.local_bytes(v) for v in inputs}
 
     def works(
@@ -279,15 +285,22 @@ class _Body:
         forward = Work(
             name, kind, seconds.forward_s, staging=staging, parameters=self.weights(read)
         )
-        forward = self.routing(item, forward, backward=False)
+        forward = self.sending(item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
         saved = saved_by(item)
-        self.keep(item, self.narrowed(item, saved) if item.node.op in LINEAR else saved)
+        if item.node.op in LINEAR:
+            self.keep_product(item, saved)
+        else:
+            self.keep(item, saved)
         own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
             own, undo = scores.kept_bytes, scores.backward_bytes
+        if kind == CROSS_ENTROPY and self.walker.kernels.software.fuses_loss:
+            # Its gradient is made of the logits, and takes their place.
+            own = undo = 0
+            self.keep_value(item.operands[0])
         if own:
             lives.sizes[own_of(item.results[0])] = own
             lives.keep(own_of(item.results[0]))
@@ -303,18 +316,49 @@ class _Body:
             name, kind, seconds.backward_s, staging=undo, parameters=weights,
             weights_s=share if weights else 0.0,
         )  # fmt: skip
-        return forward, self.routing(item, undone, backward=True)
+        return forward, self.sending(item, undone, backward=True)
 
-    def routing(self, item: Compute, work: Work, *, backward: bool) -> Work:
-        """`work` with what it takes to send rows over the axes that the operator routes, if any.
+    def sending(self, item: Compute, work: Work, *, backward: bool) -> Work:
+        """`work` with what the operator itself sends over the axes that it routes, if any."""
+        axes = item.rule.routed(dict(item.assignment), self.walker.mesh)
+        if not axes:
+            return work
+        if any(kind == RING for _, kind in item.rule.kinds):
+            return self.ring(item, work, axes, backward=backward)
+        return self.routing(item, work, axes, backward=backward)
+
+    def ring(self, item: Compute, work: Work, axes: tuple[str, ...], *, backward: bool) -> Work:
+        """`work` with blocks of keys and values that go around beside it.
+
+        Each of p ranks has one at a time and computes a p-th part of the work with it, while the
+        next one comes (Liu et al., 2023, section 3) and slows its kernels; in the backward pass the
+        gradients of a block follow it, and go home in a last step that hides behind nothing.
+        """
+        walker, ranks = self.walker, self.walker.mesh.size(axes)
+        block = sum(walker.local_bytes(v) for v in item.operands[1:3])
+        shift = walker.exchange("shift", axes, block)
+        beside, after = (2, 1) if backward else (1, 0)
+        hidden = min(beside * shift.seconds, work.compute_s / ranks)
+        slowed_s = BACKENDS[walker.cluster.backend].slows * (ranks - 1) * hidden
+        exposed = beside * shift.seconds - hidden
+        seconds = (ranks - 1) * exposed + after * shift.seconds
+        count = beside * (ranks - 1) + after
+        traffic = tuple((level, count * size, count * n) for level, size, n in shift.traffic)
+        waits = (ranks - 1) * min(exposed, beside * shift.latency_s) + after * shift.latency_s
+        return replace(
+            work,
+            compute_s=work.compute_s + slowed_s,
+            exchange=replace(shift, traffic=traffic, seconds=seconds, latency_s=waits),
+            staging=work.staging + 2 * beside * block,
+        )
+
+    def routing(self, item: Compute, work: Work, axes: tuple[str, ...], *, backward: bool) -> Work:
+        """`work` with what it takes to send rows over `axes`.
 
         All ranks are taken to have equally many rows. They are copied by receiver, and again as
         they are sorted. Where their places are sent, too, these and numbers of rows go first.
         """
         rule, walker = item.rule, self.walker
-        axes = rule.routed(dict(item.assignment), walker.mesh)
-        if not axes:
-            return work
         made = [v for v, dims in zip(item.results, rule.results, strict=True) if rule.travel(dims)]
         read = [
             v for v, dims in zip(item.operands, rule.operands, strict=True) if rule.travel(dims)
@@ -348,22 +392,25 @@ class _Body:
         for what, index in saved:
             self.keep_value(item.results[index] if what == "result" else item.operands[index])
 
-    def narrowed(self, item: Compute, saved: SavedTensors) -> SavedTensors:
-        """What is left to keep of a product that keeps its 8-bit activations in place of these.
-
-        Products that read the same activations share them.
+    def keep_product(self, item: Compute, saved: SavedTensors) -> None:
+        """What a product keeps: 8-bit activations in place of those that it casts, which products
+        that read the same share; and of gathered ones the rank's own part (Korthikanti et al.,
+        2022, section 4.2.2), where the software gathers them again beside the backward pass.
         """
-        kernels = self.walker.kernels
-        if ("operand", 0) not in saved or not (
-            kernels.software.fuses_casts and kernels.product_dtype in NARROW
-        ):
-            return saved
-        owner = f"{self.lives.of(item.operands[0])} narrow"
-        activations = item.operands[0]
-        width = DTYPE_BYTES[activations.spec.dtype]
-        self.lives.sizes[owner] = self.walker.local_bytes(activations) // width
-        self.lives.keep(owner)
-        return tuple(s for s in saved if s != ("operand", 0))
+        kernels, rest = self.walker.kernels, saved
+        if ("operand", 0) in saved and item.operands[0].name not in self.position:
+            rest = tuple(s for s in saved if s != ("operand", 0))
+            value = item.operands[0]
+            if kernels.software.gathers_again:
+                value = self.gathered.get(self.lives.of(value), value)
+            if kernels.software.fuses_casts and kernels.product_dtype in NARROW:
+                owner = f"{self.lives.of(value)} narrow"
+                width = DTYPE_BYTES[value.spec.dtype]
+                self.lives.sizes[owner] = self.walker.local_bytes(value) // width
+                self.lives.keep(owner)
+            else:
+                self.keep_value(value)
+        self.keep(item, rest)
 
     def keep_value(self, value: PValue) -> None:
         """Keep a value, or what it is made of again in the backward pass's kernel."""
@@ -385,6 +432,8 @@ class _Body:
         self.define((item.operand,), (item.result,))
         if adjoint.forward in FREE:
             self.lives.share(item.operand, item.result)
+        if adjoint.forward == "all_gather":
+            self.gathered[item.result.name] = item.operand
         forward = self.primitive(adjoint.forward, item, item.operand, item.result)
         if not item.operand.differentiable:
             return forward, None

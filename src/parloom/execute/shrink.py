@@ -34,6 +34,7 @@ from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan, one_stag
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.pad import Padding
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
+from parloom.rewrite.stripes import Stripe
 
 MAX_RANKS = 16
 MAX_MICROBATCHES = 2
@@ -347,12 +348,17 @@ def _place(rule: Rule, factor: str) -> tuple[object, ...]:
 
 
 def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
-    """The plan's paddings, for the copy's vocabulary, and its blocks that are in the copy."""
+    """The plan's paddings, for the copy's vocabulary, its stripes, and its blocks that are in the
+    copy.
+    """
     rows = {
         i.target: i.value.spec.shape[0] for i in graph.of_kind("parameter") if i.value.spec.shape
     }
     for text in big.plan.decisions.rewrites:
         found = parse_rewrite(text)
+        if isinstance(found, Stripe):
+            yield str(replace(found, ranks=_ranks(big, found)))
+            continue
         name = stacks.small_path(found if isinstance(found, str) else found.name)
         if isinstance(found, str):
             yield from () if name is None else (f"block {name}",)
@@ -360,6 +366,18 @@ def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
             size = rows[name]
             unit = lcm(2, big.needs.divisors.get(found.padded, 1))
             yield str(Padding(name, size, (size // unit + 1) * unit))
+
+
+def _ranks(big: Big, stripe: Stripe) -> int:
+    """Over how many ranks of the small mesh the axes go that have stripes."""
+    decided = {node.key: node.factors for node in big.plan.decisions.nodes}
+    for key, flat in big.nodes.items():
+        if flat.node.op == "view" and not flat.node.path:
+            rule = big.factored.rule(flat.function, flat.node)
+            for factor, axes in decided.get(key, ()):
+                if rule.size(factor) == stripe.ranks == big.plan.decisions.mesh.size(axes):
+                    return big.mesh.size(axes)
+    return stripe.ranks
 
 
 def _mesh_change(old: Decisions, new: Decisions) -> Iterator[str]:

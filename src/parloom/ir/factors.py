@@ -15,7 +15,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, Site, op_of
 from parloom.ir.ops.cuts import Cuts, DimKey, extend, parts, refine, through_node, units
-from parloom.ir.ops.rule import HALO, WHOLE
+from parloom.ir.ops.rule import HALO, RING, WHOLE
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def follow(rule: Rule, operands: tuple[Layout, ...], mesh: Mesh) -> dict[str, tu
 
     The first operand that shards an axis decides; axes that lie on no shardable factor, or do not
     divide there, are left out (the operand is then gathered). An axis that lies on both factors of
-    a route is on both.
+    a route is on both, but for blocks that go around (`RING`): these only do so where a decision
+    says it.
     """
     chosen: dict[str, list[tuple[int, str]]] = {}
     on: dict[str, tuple[str, ...]] = {}
@@ -106,6 +107,8 @@ def follow(rule: Rule, operands: tuple[Layout, ...], mesh: Mesh) -> dict[str, tu
                 top = unit * rule.size(factor)
                 place = (*on.get(shard.axis, ()), factor)
                 free = len(place) == 1 or place in rule.routes or place[::-1] in rule.routes
+                if rule.kind(factor) == RING:
+                    continue
                 if unit <= shard.stride < top and factor in rule.shardable and free:
                     chosen.setdefault(factor, []).append((-shard.stride, shard.axis))
                     on[shard.axis] = place

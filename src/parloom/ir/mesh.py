@@ -46,7 +46,7 @@ class Efficiency:
     matmul: float = 0.8
     memory: float = 0.75
     attention: float = 0.3
-    sustained: float = 0.87
+    sustained: float = 0.92
 
 
 @dataclass(frozen=True, slots=True)

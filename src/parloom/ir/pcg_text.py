@@ -6,6 +6,7 @@ from parloom.ir.graph import Arg, Dtype, Ref
 from parloom.ir.layout import describe
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import ADJOINTS
+from parloom.ir.ops.rule import RING
 from parloom.ir.pcg import PCG, Compute, Item, Movement, PFunction, PParameter, PValue
 from parloom.ir.step_program import step_program
 
@@ -64,7 +65,8 @@ def _item(item: Item, mesh: Mesh) -> str:
         chosen = ", ".join(f"{f}: {'x'.join(axes)}" for f, axes in item.assignment)
         call = f"{item.node.op}({', '.join(_arg(a) for a in item.node.args)})"
         over = item.rule.routed(dict(item.assignment), mesh)
-        sends = f"  (all_to_all over {'x'.join(over)})" if over else ""
+        how = "ring" if any(kind == RING for _, kind in item.rule.kinds) else "all_to_all"
+        sends = f"  ({how} over {'x'.join(over)})" if over else ""
         return f"{made} = {call}" + (f"  {{{chosen}}}" if chosen else "") + sends
     names = ", ".join(v.name for v in item.args)
     return f"{made} = {item.function}({names})  @ {item.prefix}"

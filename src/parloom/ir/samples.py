@@ -12,7 +12,7 @@ from math import gcd
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, Function, Graph, Node
 from parloom.ir.ops.cuts import units
-from parloom.ir.ops.rule import HALO, OFFSET, WHOLE, Rule
+from parloom.ir.ops.rule import HALO, OFFSET, RING, WHOLE, Rule
 
 Part = tuple[str, str, int, int]  # function, value, dim, stride within the dim
 
@@ -140,7 +140,7 @@ def _mixed(classes: Classes, uses: list[tuple[Rule, dict[str, list[Part]]]]) -> 
     for rule, found in uses:
         roots = {factor: classes.find(parts[0]) for factor, parts in found.items()}
         for factor, root in roots.items():
-            looked_at = rule.kind(factor) in (HALO, OFFSET, WHOLE)
+            looked_at = rule.kind(factor) in (HALO, OFFSET, RING, WHOLE)
             if looked_at or list(roots.values()).count(root) > 1:
                 yield root
 

@@ -17,7 +17,7 @@ from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
 from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.experts import NAME as EXPERTS
-from parloom.ir.ops.rule import Dims
+from parloom.ir.ops.rule import RING, Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Prediction, Storage
 from parloom.rewrite.rewrites import rewritten
 
@@ -232,10 +232,12 @@ def named_ways(graph: Graph, decisions: Decisions) -> Iterator[tuple[FlatNode, s
     decided = {node.key: node.factors for node in decisions.nodes}
     naming = Naming(graph)
     for flat in graph.flat():
-        names = naming.names(flat, factored.rule(flat.function, flat.node))
+        rule = factored.rule(flat.function, flat.node)
+        names = naming.names(flat, rule)
         for factor, axes in decided.get(flat.key, ()):
-            for axis in axes:
-                yield flat, axis, names[factor]
+            if rule.kind(factor) != RING:  # keys go around the axes of queries
+                for axis in axes:
+                    yield flat, axis, names[factor]
 
 
 class Naming:

@@ -1,7 +1,9 @@
 """A plan's rewrites, from their text to the graph that they make.
 
-`pad PARAMETER ROWS PADDED_ROWS` pads a vocabulary (`rewrite.pad`); `block MODULE` makes a block of
-a module of main, so that it has a policy for its activations as repeated blocks do (`ir.fold`).
+`pad PARAMETER ROWS PADDED_ROWS` pads a vocabulary (`rewrite.pad`); `stripe INPUT DIM RANKS` cuts a
+dim of a batch tensor so that ranks can have stripes of it (`rewrite.stripes`); `block MODULE` makes
+a block of a module of main, so that it has a policy for its activations as repeated blocks do
+(`ir.fold`).
 """
 
 import re
@@ -11,17 +13,19 @@ from parloom.errors import InputError
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
+from parloom.rewrite.stripes import Stripe, parse_stripe, striped
 
 BLOCK = re.compile(r"block ([^ ]+)")
 
 
-def parse_rewrite(text: str) -> Padding | str:
-    """A padding, or the module path of a block; raises `InputError`."""
+def parse_rewrite(text: str) -> Padding | Stripe | str:
+    """A padding, stripes, or the module path of a block; raises `InputError`."""
     block = BLOCK.fullmatch(text)
-    found = block[1] if block else parse_padding(text)
+    found = block[1] if block else parse_padding(text) or parse_stripe(text)
     if found is None:
         raise InputError(
-            f"unknown rewrite {text!r}; there are: pad PARAMETER ROWS PADDED_ROWS, block MODULE"
+            f"unknown rewrite {text!r}; there are: pad PARAMETER ROWS PADDED_ROWS,"
+            " stripe INPUT DIM RANKS, block MODULE"
         )
     return found
 
@@ -32,8 +36,13 @@ def paddings_of(rewrites: Sequence[str]) -> tuple[Padding, ...]:
     return tuple(padding for padding in found if isinstance(padding, Padding))
 
 
+def changes_tensors(rewrites: Sequence[str]) -> bool:
+    """Whether there are others than blocks among a plan's rewrites."""
+    return any(not isinstance(parse_rewrite(text), str) for text in rewrites)
+
+
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
-    """`graph` with a plan's rewrites applied, paddings first and all blocks together.
+    """`graph` with a plan's rewrites applied, those of tensors first and all blocks together.
 
     Raises `InputError` for one that does not apply.
     """
@@ -43,7 +52,7 @@ def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
         if isinstance(found, str):
             modules.append(found)
             continue
-        result = padded(graph, found)
+        result = padded(graph, found) if isinstance(found, Padding) else striped(graph, found)
         if result is None:
             raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
         graph = result

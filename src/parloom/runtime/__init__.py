@@ -3,6 +3,7 @@
 from parloom.runtime.comm import Comm, DistributedComm, Group, SingleComm, Work
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
+from parloom.runtime.context_parallel import causal_attention, ring_attention
 from parloom.runtime.experts import collect, dispatch, expert_rows, grouped_mm, route, unroute
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.mesh import Axis, Mesh, grid
@@ -104,6 +105,7 @@ __all__ = [
     "batch_norm",
     "border",
     "boxes",
+    "causal_attention",
     "causal_mask",
     "check_same_values",
     "told_by_all",
@@ -141,6 +143,7 @@ __all__ = [
     "reduce_scatter",
     "replicate",
     "required_groups",
+    "ring_attention",
     "route",
     "rows",
     "run_threads",

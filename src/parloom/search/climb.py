@@ -251,7 +251,7 @@ class Changes:
                 if its.operator in seen or rng.random() >= likely:
                     continue
                 there = _along(mine, its, place)
-                if there is not None and {*there} <= {*self.rules[its.operator].shardable}:
+                if there is not None and there in self.rules[its.operator].places:
                     seen.add(its.operator)
                     pending.append((its.operator, there))
         return replace(draft, layouts=tuple(layouts))

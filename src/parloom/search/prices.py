@@ -23,7 +23,7 @@ from parloom.ir.ops import op_of
 from parloom.ir.pcg import Compute, Item, Movement, PValue, operands_of, results_of
 from parloom.search.choices import Choice
 from parloom.search.program import Flags, Operator, Program, State
-from parloom.search.single import Lowered, Single, is_local_program
+from parloom.search.single import Lowered, Single, is_local_program, sees_place
 
 # Parts of a price: forward and backward pass, computing and exchanging (ps), and bytes that are
 # kept for the backward pass; and how long (ps, both passes) that keeps the links of the innermost
@@ -58,7 +58,8 @@ class Prices:
             return _nothing()
         known: dict[object, Price] = self.known
         signature: tuple[object, ...] = choice.assignment
-        if not is_local_program(operator, dict(choice.assignment)):
+        assignment = dict(choice.assignment)
+        if not is_local_program(operator, assignment) and not sees_place(operator, assignment):
             known, signature = self.shared.operators, self._signature(operator, choice)
         key = self.program.places[index], flags, signature
         if key not in known:

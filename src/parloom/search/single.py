@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from parloom.cost.kernels import ATTENTION
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, Function, Graph, Node, Value, with_operands
 from parloom.ir.layout import Layout
 from parloom.ir.lower_body import Assignment, Body, Hoist
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
-from parloom.ir.ops.rule import HALO, LOCAL
+from parloom.ir.ops.rule import HALO, LOCAL, OFFSET, RING
 from parloom.ir.pcg import Item, PFunction, PValue
 from parloom.search.program import Axes, Flags, Operator, State
 
@@ -78,6 +79,14 @@ def _key(
     operator: Operator, assignment: dict[str, Axes], operands: tuple[State, ...], flags: Flags
 ) -> object:
     return operator, tuple(sorted(assignment.items())), operands, flags
+
+
+def sees_place(operator: Operator, assignment: dict[str, Axes]) -> bool:
+    """Whether the price depends on which axes are on a factor: ranks have more or less to do by
+    where their positions are, or blocks go around.
+    """
+    kinds = {operator.rule.kind(factor) for factor in assignment}
+    return operator.node.op == ATTENTION and bool(kinds & {OFFSET, RING})
 
 
 def is_local_program(operator: Operator, assignment: dict[str, Axes]) -> bool:

@@ -94,6 +94,7 @@ def attention() -> list[Case]:
     return [
         case(op, q, k, v),
         case(op, q, k, v, None, 0.0, True, label="causal"),
+        case(op, *(real(2, 2, 8, 4) for _ in range(3)), None, 0.0, True, label="causal_stripes"),
         case(op, q, real(2, 4, 12, 4), real(2, 4, 12, 6), None, 0.0, True, label="causal_longer"),
         case(op, q, k, v, None, 0.3, label="dropout"),
         case(op, q, k, v, None, 0.3, True, label="causal_dropout"),

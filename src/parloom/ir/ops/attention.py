@@ -1,9 +1,16 @@
-"""Scaled dot-product attention: batch and head factors are free, queries know their position."""
+"""Scaled dot-product attention: batch and head factors are free, queries know their position.
 
+An axis on the positions of queries alone has keys and values whole (all-gathered); where it is on
+those of keys, too, their blocks go around a ring (Liu et al., 2023).
+"""
+
+from dataclasses import replace
 from math import prod
 
+from parloom.ir.layout import digits
+from parloom.ir.mesh import Mesh
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
-from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build
+from parloom.ir.ops.rule import OFFSET, RING, WHOLE, Assignment, Rule, Site, build
 
 
 def _lead(site: Site) -> list[str]:
@@ -14,14 +21,34 @@ def _grouped(site: Site) -> bool:
     return bool(site.node.kwarg("enable_gqa", False))
 
 
+def _dropout(site: Site) -> float:
+    found = site.arg(4, "dropout_p", 0.0)
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _rings(site: Site) -> bool:
+    """Whether keys may go around: without masks and dropout, which are not cut by keys."""
+    q, k, v = (spec.shape for spec in site.operands[:3])
+    alike = q[:-3] == k[:-3] == v[:-3] and k[-3:-2] == v[-3:-2]
+    alike = alike and (_grouped(site) or q[-3:-2] == k[-3:-2])
+    return alike and len(site.operands) == 3 and not _dropout(site) and min(q[-2], k[-2]) > 1
+
+
 def _attention_rule(site: Site) -> Rule:
-    """q[..., s, d] k[..., t, d] v[..., t, e] -> [..., s, e]; keys and widths are whole.
+    """q[..., s, d] k[..., t, d] v[..., t, e] -> [..., s, e]; widths are whole, and keys where they
+    cannot go around.
 
     Sharding e would be legal without dropout, but every rank would compute all weights.
     """
+    rule = _plain_rule(site)
+    return replace(rule, routes=(("s", "t"),)) if _rings(site) else rule
+
+
+def _plain_rule(site: Site) -> Rule:
     lead = _lead(site)
     q, k = site.operands[0], site.operands[1]
-    kinds = {"t": WHOLE, "d": WHOLE, "e": WHOLE} | ({"s": OFFSET} if _causal(site) else {})
+    kinds = {"t": RING if _rings(site) else WHOLE, "d": WHOLE, "e": WHOLE}
+    kinds |= {"s": OFFSET} if _causal(site) else {}
     dims = ("s", "d"), ("t", "d"), ("t", "e"), ("s", "t")
     operands = [
         [*lead, *last][len(lead) + 2 - len(spec.shape) :]
@@ -58,16 +85,68 @@ def _causal(site: Site) -> bool:
     return bool(site.arg(5, "is_causal", False))
 
 
+def skips_hidden(site: Site) -> bool:
+    """Whether sharded queries compute no block of scores that a causal mask hides as a whole."""
+    same = site.operands[0].shape[-2] == site.operands[1].shape[-2]
+    return _causal(site) and _rings(site) and same
+
+
+def blocks_met(site: Site, rule: Rule, assignment: Assignment, mesh: Mesh) -> tuple[int, int, int]:
+    """Blocks of keys that the queries of the slowest rank meet as a whole, blocks of which a causal
+    mask hides the half above a diagonal, and how many blocks all keys are cut into.
+
+    The rank with the last positions sees most. With chunks one after the other (contiguous) it
+    meets c - 1 of c whole and the last by half: (2c - 1) / c times the mean. With stripes it meets
+    c halves, as all ranks do (Brandon et al., 2023).
+    """
+    causal = _causal(site)
+    queries, keys = (
+        digits(rule.operand_layout(i, assignment, mesh), len(shape) - 2, shape[-2], mesh)
+        for i, shape in enumerate(spec.shape for spec in site.operands[:2])
+    )
+    axes = rule.routed(assignment, mesh)
+    if not axes:
+        if not causal:
+            return 1, 0, 1
+        axes = tuple(digit for digit in queries if isinstance(digit, str))
+        if axes and not skips_hidden(site):
+            return 1, 0, 1
+        keys = queries
+    count = mesh.size(axes)
+    if not causal or queries != keys:
+        return count, 0, count
+    whole, halves, left = 0, 1, count
+    for position, digit in enumerate(queries):
+        if isinstance(digit, int):
+            continue
+        # Blocks that differ from the rank's own in this digit first.
+        left //= mesh[digit].size
+        others = (mesh[digit].size - 1) * left
+        outer = any(isinstance(d, int) for d in queries[:position])
+        inner = any(isinstance(d, int) for d in queries[position + 1 :])
+        if outer and not inner:
+            halves += others
+        else:
+            whole += others
+    return whole, halves, count
+
+
 def _attention(e: Emission) -> str:
     q, k, v = (e.arg(i) for i in range(3))
     mask = e.arg(3, "attn_mask")
-    dropout = e.site.arg(4, "dropout_p", 0.0) or 0.0
+    dropout = _dropout(e.site)
     scale = e.site.node.kwarg("scale")
     causal = _causal(e.site)
+    queries = e.operand_digits(len(e.site.operands[0].shape) - 2)
+    if ring := e.rule.routed(e.assignment, e.mesh):
+        keys = e.operand_digits(len(e.site.operands[1].shape) - 2, 1)
+        rest = f", {causal}, {e.code(scale)}" if scale is not None else f", {causal}"
+        return f"rt.ring_attention({q}, {k}, {v}, ctx, {queries}, {keys}, {ring!r}{rest})"
+    if skips_hidden(e.site) and e.axes_of("s"):
+        rest = "" if scale is None else f", {e.code(scale)}"
+        return f"rt.causal_attention({q}, {k}, {v}, ctx, {queries}{rest})"
     if causal and e.axes_of("s"):
-        rank = len(e.site.operands[0].shape)
-        keys = e.site.operands[1].shape[-2]
-        mask = f"rt.causal_mask(ctx, {e.operand_digits(rank - 2)}, {keys})"
+        mask = f"rt.causal_mask(ctx, {queries}, {e.site.operands[1].shape[-2]})"
         causal = False
     grouped = _grouped(e.site)
     parts = [q, k, v]

@@ -7,7 +7,7 @@ that lacks it is replicated and its gradient is partial. SOAP is a reading of th
 Unity's operators are instances.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,6 +25,7 @@ WHOLE = "whole"  # never sharded
 OFFSET = "offset"  # sharded; the local code needs the global index of its elements
 LOCAL = "local"  # sharded by expanding the operator into simpler ones
 HALO = "halo"  # sharded after an exchange of border rows with the neighbors
+RING = "ring"  # its blocks go around the axes that are on the first factor of its route, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class Rule:
     @cached_property
     def places(self) -> tuple[tuple[str, ...], ...]:
         """The factors that one axis may be on, sorted by name: none, one, or both of a route."""
-        single = self.shardable
-        routes = (tuple(sorted(pair)) for pair in self.routes if {*pair} <= {*single})
+        single = [f for f in self.shardable if self.kind(f) != RING]
+        routes = (tuple(sorted(pair)) for pair in self.routes if {*pair} <= {*self.shardable})
         return ((), *((f,) for f in single), *routes)
 
     def routed(self, assignment: Assignment, mesh: Mesh) -> tuple[str, ...]:
@@ -151,6 +152,12 @@ class Rule:
                 )
         if len({*used}) + len(routed) != len(used):
             raise LayoutError(f"{where}: an axis is assigned twice: {used}")
+        for factor, axes in assignment.items():
+            if self.kind(factor) == RING and not {*axes} <= {*routed}:
+                raise LayoutError(
+                    f"{where}: axes {', '.join(axes)} on factor {factor!r} must be on"
+                    f" {' or '.join(one for one, other in self.routes if other == factor)}, too"
+                )
 
     def operand_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
         """The layout that operand `index` must have."""
@@ -187,12 +194,24 @@ class Rule:
             tuple(rename(d) for d in self.results),
             tuple((n, kind) for f, kind in self.kinds for n in names.get(f, (f,))),
             self.reduction,
-            tuple(
-                pair
-                for one, other in self.routes
-                for pair in product(names.get(one, (one,)), names.get(other, (other,)))
-            ),
+            tuple(pair for route in self.routes for pair in self._split_route(route, parts, names)),
         )
+
+    def _split_route(
+        self,
+        route: tuple[str, str],
+        parts: Mapping[str, tuple[int, ...]],
+        names: Mapping[str, tuple[str, ...]],
+    ) -> Iterator[tuple[str, str]]:
+        """The routes between the parts of two factors: of each with each.
+
+        Blocks that go around (`RING`) stay like those that they meet where both are cut alike.
+        """
+        one, other = (names.get(factor, (factor,)) for factor in route)
+        sizes, like = (parts.get(factor, (self.size(factor),)) for factor in route)
+        if self.kind(route[1]) == RING and sizes == like:
+            return zip(one, other, strict=True)
+        return product(one, other)
 
 
 def _missing(dims: Dims, assignment: Assignment) -> tuple[str, ...]:
