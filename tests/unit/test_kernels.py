@@ -150,7 +150,8 @@ def test_dropout_of_probabilities_goes_through_memory() -> None:
     more = kernels.seconds(dropped).forward_s - kernels.seconds(plain).forward_s
     assert more == pytest.approx(5 * scores / 0.5e12)
     found = kernels.score_bytes(dropped)
-    assert found is not None and found.kept_bytes == 5 * scores
+    assert found is not None
+    assert found.kept_bytes == 5 * scores
     assert Kernels(DEVICE, BARE).seconds(dropped) == Kernels(DEVICE, BARE).seconds(plain)
 
 
