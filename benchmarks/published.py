@@ -394,6 +394,16 @@ def precision(row: Row) -> tuple[str, str | None]:
     raise Unpredictable(f"precision {row['precision']!r} is not known")
 
 
+# Frameworks whose mixed precision casts operator by operator: torch.cuda.amp, TensorFlow's graph
+# rewrite, MXNet's and Paddle's lists of operators. Others have models that are 16 bits wide.
+AUTOCASTS = ("ngc", "pytorch ddp", "tensorflow", "tf1", "tf2", "mxnet", "paddle")
+
+
+def _autocast(row: Row) -> bool:
+    framework = told(row, "framework")
+    return "amp" in told(row, "precision") and any(word in framework for word in AUTOCASTS)
+
+
 def _engine(row: Row) -> bool:
     """Whether 8-bit products of TransformerEngine are the default: of NVIDIA's releases on Hopper
     and later (MLPerf Training v2.1 and after, NVIDIA's notes on its submissions).
@@ -410,7 +420,15 @@ def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     )
     software = replace(software_of(row), memory=memory_of(row))
     pace = slowest(cluster)
-    return Kernels(cluster.device, software, None, precision(row)[1], scaling, pace=pace)
+    return Kernels(
+        cluster.device,
+        software,
+        None,
+        precision(row)[1],
+        scaling,
+        autocast=_autocast(row),
+        pace=pace,
+    )
 
 
 def software_of(row: Row) -> Software:

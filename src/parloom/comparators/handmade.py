@@ -120,6 +120,8 @@ class Program:
         for index, (part, pcg) in enumerate(zip(self.parts, self.lowered, strict=True)):
             if id(pcg) not in known:
                 found = Stage(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
+                # Chunks take turns: a rank runs as many microbatches of the others before.
+                found.passes_before = chosen.pipeline if chosen.interleave > 1 else 1
                 known[id(pcg)] = play_stage("", found, player, split=name in SPLIT)
             actions = replace(known[id(pcg)], name=f"stage {index}")
             sent = _send(index, pcg, chosen, cluster) if index + 1 < len(self.parts) else Send()
