@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from fit import Sample, held_out
+from fit import SHARED, Sample, held_out
 from memory_terms import UNIT_BYTES, quantity_of
 from published import Run, gated, runs_of_row
 from published_models import Row, Shape, Unpredictable
@@ -56,7 +56,6 @@ MODEL = ("family", "hidden", "heads", "seq_len", "ffn_hidden", "precision")
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
 ROUNDS = 2  # of a pipeline, to see that
-CONSTANTS = ("matmul", "memory", "sustained")
 QUANTITIES = {
     "allocated": "peak_bytes", "reserved": "reserved_bytes", "device": "device_bytes",
 }  # fmt: skip
@@ -66,7 +65,7 @@ QUANTITIES = {
 class Predicted:
     """A row, and its prediction or the reason for none.
 
-    `slopes` are d log(prediction) / d log(constant), in the order of CONSTANTS, around `constants`.
+    `slopes` are d log(prediction) / d log(constant), in the order of `fit.SHARED`.
     """
 
     id: str
@@ -85,7 +84,6 @@ class Predicted:
     capacity_bytes: int = 0
     quantity: str = ""
     slopes: tuple[float, ...] = ()
-    constants: tuple[float, ...] = ()
     assumed: tuple[str, ...] = ()
 
     @property
@@ -161,7 +159,7 @@ def _simulated(
     moved = []
     if slopes:
         base = _play(built, run, run.cluster, rounds=ROUNDS).period_s
-        for constant in CONSTANTS:
+        for constant in SHARED:
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).period_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
@@ -174,7 +172,7 @@ def _simulated(
         device_bytes=held.device_bytes,
         capacity_bytes=held.capacity_bytes,
         slopes=tuple(moved),
-        constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
+        device=run.cluster.device.name,
         assumed=run.assumed,
     )
 
@@ -224,11 +222,6 @@ def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
     value = {constant: getattr(efficiency, constant) * factor}
     device = replace(cluster.device, efficiency=replace(efficiency, **value))
     return replace(cluster, device=device)
-
-
-def constant_of(cluster: Cluster, constant: str) -> float:
-    """A constant of the cluster's device."""
-    return float(getattr(cluster.device.efficiency, constant))
 
 
 def score(rows: Sequence[Predicted]) -> Score:
@@ -381,9 +374,7 @@ def print_constants(found: Mapping[str, object]) -> None:
 def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
     """Errors of gated rows with constants that were fitted without their source; printed."""
     known = [row for row in rows if row.gated and row.predicted_s is not None]
-    errors = held_out(
-        [Sample(r.source_key, r.device, r.error, r.slopes, r.constants) for r in known]
-    )
+    errors = held_out([Sample(r.source_key, r.device, r.error, r.slopes) for r in known])
     print("\nGated rows, each with constants fitted to the other sources")
     print("| source | rows | median error | 90th percentile |\n|---|---|---|---|")
     found: dict[str, object] = {}
