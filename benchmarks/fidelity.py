@@ -83,6 +83,7 @@ class Predicted:
     device_bytes: int = 0
     capacity_bytes: int = 0
     quantity: str = ""
+    band: float = 0.0
     slopes: tuple[float, ...] = ()
     assumed: tuple[str, ...] = ()
 
@@ -171,6 +172,7 @@ def _simulated(
         reserved_bytes=held.reserved_bytes,
         device_bytes=held.device_bytes,
         capacity_bytes=held.capacity_bytes,
+        band=run.unknown(held.device_bytes / held.capacity_bytes).error,
         slopes=tuple(moved),
         device=run.cluster.device.name,
         assumed=run.assumed,
@@ -389,6 +391,18 @@ def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
     return found
 
 
+def tell_bands(rows: Sequence[Predicted]) -> None:
+    """How many rows lie within the band that a prediction of them prints."""
+    print(
+        "\nWithin the printed band (nine in ten are wanted)\n| band | rows | within |\n|---|---|---|"
+    )
+    known = [row for row in rows if row.predicted_s is not None]
+    for band in (*sorted({round(row.band, 3) for row in known}), None):
+        own = [row for row in known if band is None or round(row.band, 3) == band]
+        within = sum(abs(row.error) <= row.band for row in own) / max(1, len(own))
+        print(f"| {'all' if band is None else _percent(band)} | {len(own)} | {_percent(within)} |")
+
+
 def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[str, object]:
     """The JSON: the gate's figures at the top where there are gated rows, else those of all."""
     gate = [row for row in rows if row.gated] or list(rows)
@@ -412,6 +426,7 @@ def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[st
                 "gated": row.gated,
                 "target_s": row.target_s,
                 "predicted_s": row.predicted_s,
+                "band": row.band,
                 "reason": row.reason or None,
                 "predicted_peak_bytes": row.peak_bytes or None,
                 "predicted_reserved_bytes": row.reserved_bytes or None,
@@ -470,6 +485,7 @@ def main() -> None:
     rows = predicted(listed, not asked.quick, asked.jobs)
     sources = tell(rows)
     found = document(rows, sources)
+    tell_bands(rows)
     print_constants(constants(rows))
     if not asked.quick and any(row.gated for row in rows):
         found["cross_validated"] = cross_validated(rows)
