@@ -393,9 +393,8 @@ def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
 
 def tell_bands(rows: Sequence[Predicted]) -> None:
     """How many rows lie within the band that a prediction of them prints."""
-    print(
-        "\nWithin the printed band (nine in ten are wanted)\n| band | rows | within |\n|---|---|---|"
-    )
+    print("\nWithin the printed band (nine in ten are wanted)")
+    print("| band | rows | within |\n|---|---|---|")
     known = [row for row in rows if row.predicted_s is not None]
     for band in (*sorted({round(row.band, 3) for row in known}), None):
         own = [row for row in known if band is None or round(row.band, 3) == band]
