@@ -160,15 +160,15 @@ def _simulated(
     timeline = _play(built, run, run.cluster)
     moved = []
     if slopes:
-        base = _play(built, run, run.cluster, rounds=ROUNDS).step_s
+        base = _play(built, run, run.cluster, rounds=ROUNDS).period_s
         for constant in CONSTANTS:
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
-            other = _play(built, run, cluster, rounds=ROUNDS).step_s
+            other = _play(built, run, cluster, rounds=ROUNDS).period_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
     held = _footprint(timeline, run)
     return replace(
         found,
-        predicted_s=timeline.step_s,
+        predicted_s=timeline.period_s,
         peak_bytes=held.allocated_bytes,
         reserved_bytes=held.reserved_bytes,
         device_bytes=held.device_bytes,

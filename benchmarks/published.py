@@ -12,6 +12,7 @@ from types import MappingProxyType
 from memory_terms import memory_of
 from published_models import Row, Shape, Unpredictable, graph_of, model_of, told, whole
 from published_network import network
+from published_schedule import schedule_of
 
 from parloom.comparators.configuration import SELECTIVE, Configuration
 from parloom.cost.attention import SCORES as UNFUSED
@@ -182,11 +183,13 @@ def configurations(row: Row) -> list[Option]:
     micro, batch = _microbatch(row, data, common), whole(row, "global_batch")
     if batch % (data * micro):
         raise Unpredictable(f"a batch of {batch} is not {data} ranks times {micro} samples")
-    steps, chunks = batch // (data * micro), whole(row, "vpp", 1)
+    steps = batch // (data * micro)
+    played = schedule_of(row, pipeline, steps, whole(row, "layers"))
+    common += played.assumed
     base = Configuration(
         tensor,
         pipeline,
-        chunks if chunks > 1 and steps % pipeline == 0 else 1,
+        played.chunks,
         data,
         context,
         whole(row, "ep", 1),
@@ -195,6 +198,8 @@ def configurations(row: Row) -> list[Option]:
         sequence_parallel=tensor > 1 and _sequence_parallel(row, common),
         master_dtype=None if precision(row)[0] == "float32" else "float32",
         reduce_dtype=_reduce_dtype(row),
+        schedule=played.name,
+        synchronizes=played.synchronizes,
         ring=context > 1 and _ring(row),
         striped=context > 1,  # zigzag in all frameworks, which balances ranks as stripes do
     )
@@ -389,6 +394,16 @@ def precision(row: Row) -> tuple[str, str | None]:
     raise Unpredictable(f"precision {row['precision']!r} is not known")
 
 
+# Frameworks whose mixed precision casts operator by operator: torch.cuda.amp, TensorFlow's graph
+# rewrite, MXNet's and Paddle's lists of operators. Others have models that are 16 bits wide.
+AUTOCASTS = ("ngc", "pytorch ddp", "tensorflow", "tf1", "tf2", "mxnet", "paddle")
+
+
+def _autocast(row: Row) -> bool:
+    framework = told(row, "framework")
+    return "amp" in told(row, "precision") and any(word in framework for word in AUTOCASTS)
+
+
 def _engine(row: Row) -> bool:
     """Whether 8-bit products of TransformerEngine are the default: of NVIDIA's releases on Hopper
     and later (MLPerf Training v2.1 and after, NVIDIA's notes on its submissions).
@@ -405,7 +420,15 @@ def kernels_of(row: Row, cluster: Cluster) -> Kernels:
     )
     software = replace(software_of(row), memory=memory_of(row))
     pace = slowest(cluster)
-    return Kernels(cluster.device, software, None, precision(row)[1], scaling, pace=pace)
+    return Kernels(
+        cluster.device,
+        software,
+        None,
+        precision(row)[1],
+        scaling,
+        autocast=_autocast(row),
+        pace=pace,
+    )
 
 
 def software_of(row: Row) -> Software:

@@ -154,6 +154,27 @@ def test_a_step_is_played_in_the_order_of_its_segments() -> None:
     assert max_reserved_bytes(before) == (20 + 80) * MIB
 
 
+def test_pairs_that_allocate_alike_are_left_out_whatever_else_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, backward = (32 * MIB, 8 * MIB), (-8 * MIB, -32 * MIB)
+    played: list[int] = []
+    change = Live.change
+
+    def counted(self: Live, num_bytes: int) -> None:
+        played.append(num_bytes)
+        change(self, num_bytes)
+
+    monkeypatch.setattr(Live, "change", counted)
+    few = max_reserved_bytes(_process(*(forward, backward) * 8))
+    once = len(played)
+    assert max_reserved_bytes(_process(*(forward, backward) * 80)) == few
+    assert len(played) == 2 * once  # no more of them for ten times the pairs
+    other = (32 * MIB, 16 * MIB), (-16 * MIB, -32 * MIB)
+    max_reserved_bytes(_process(*(forward, backward, *other) * 40))
+    assert len(played) > 4 * once  # pairs that differ are all played
+
+
 def test_a_device_with_less_reserves_less() -> None:
     apart = _process((32 * MIB, 32 * MIB, -32 * MIB, -32 * MIB), (40 * MIB, -40 * MIB))
     # First 20 + 64, then 20 + 40, and in the next step 32 more, as the first 32 lie in the 40.

@@ -274,7 +274,10 @@ def test_every_number_has_a_source_and_what_was_recalled_is_said() -> None:
     assert h100.recalled == ("rates.float32", "cores")
     assert "scale_up" in find_device("DGX-2").recalled
     lines = resolve_cluster("8xH800").assumptions
-    assert "written from memory, so check them: memory, memory_bandwidth, rates, cores, efficiency" in lines
+    assert (
+        "written from memory, so check them: memory, memory_bandwidth, rates, cores, efficiency"
+        in lines
+    )
 
 
 def test_nodes_have_hosts_and_prices() -> None:

@@ -226,7 +226,8 @@ def test_a_run_takes_longer_beside_a_transfer_that_slows_it() -> None:
     assert found.end_ps == 600 + 520
     assert found.slowed == [[(1, 120)]]
     alone = play([replace(moved, slows=0), Run(1000)])
-    assert alone.end_ps == 1000 and alone.slowed == [[]]
+    assert alone.end_ps == 1000
+    assert alone.slowed == [[]]
 
 
 def test_a_run_is_slowed_by_transfers_that_begin_while_it_runs() -> None:

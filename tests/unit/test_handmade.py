@@ -10,7 +10,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels, LocalOperator, Seconds
 from parloom.cost.software import GENERATIONS, Software
 from parloom.cost.step import priced
-from parloom.cost.tasks import OPTIMIZER
+from parloom.cost.tasks import ACTIVATIONS, OPTIMIZER
 from parloom.cost.works import Called, Work
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
@@ -239,6 +239,33 @@ def test_interleaving_shrinks_the_bubble() -> None:
     one = program(graph, plain, cluster).play(cluster)
     two = program(graph, replace(plain, interleave=2), cluster).play(cluster)
     assert two.step_s < one.step_s
+
+
+def test_the_schedule_of_a_plan_is_played() -> None:
+    graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 8)
+    plain = replace(PLAIN, pipeline=4, num_microbatches=16)
+    cluster = machine(plain)
+    names = ("1f1b", "zb_1p", "zb_2p")
+    found = {
+        name: program(graph, replace(plain, schedule=name, synchronizes=False), cluster).play(
+            cluster
+        )
+        for name in names
+    }
+    one, two = found["zb_1p"], found["zb_2p"]
+    assert two.period_s < one.period_s < found["1f1b"].period_s
+    assert two.period_s < two.step_s
+    # Twice as many microbatches may be held, and halves of backward passes are played.
+    held = [each.processes[0].memory.peaks[ACTIVATIONS] for each in (one, two)]
+    assert held[1] > 1.5 * held[0]
+    assert {"F0", "B0", "W0"} <= {span.name for span in two.processes[0].spans}
+    together = program(graph, replace(plain, schedule="zb_2p"), cluster).play(cluster)
+    assert together.period_s == together.step_s > two.period_s
+    default = program(graph, plain, cluster).play(cluster)
+    named = program(graph, replace(plain, schedule="1f1b"), cluster).play(cluster)
+    assert default.step_s == named.step_s
+    with pytest.raises(InputError, match="no schedule 'zb_3p'"):
+        program(graph, replace(plain, schedule="zb_3p"), cluster).play(cluster)
 
 
 def test_equal_stages_are_lowered_once() -> None:

@@ -150,7 +150,8 @@ def test_dropout_of_probabilities_goes_through_memory() -> None:
     more = kernels.seconds(dropped).forward_s - kernels.seconds(plain).forward_s
     assert more == pytest.approx(5 * scores / 0.5e12)
     found = kernels.score_bytes(dropped)
-    assert found is not None and found.kept_bytes == 5 * scores
+    assert found is not None
+    assert found.kept_bytes == 5 * scores
     assert Kernels(DEVICE, BARE).seconds(dropped) == Kernels(DEVICE, BARE).seconds(plain)
 
 
@@ -251,3 +252,30 @@ def test_linear_layers_in_eight_bits() -> None:
     assert 0.5 * wide.forward_s < fused.forward_s < narrow.forward_s
     q = attention(64)
     assert Kernels(device, BARE, None, "float8").seconds(q) == Kernels(device, BARE).seconds(q)
+
+
+def test_autocast_moves_twice_the_bytes_and_casts_operands() -> None:
+    plain, cast = Kernels(DEVICE, BARE), Kernels(DEVICE, BARE, autocast=True)
+    x = bf16(1024, 1024)
+    gelu = LocalOperator("gelu", (x,), (x,), flops=1.0, wanted=(0,), kept_operands=(0,))
+    assert cast.seconds(gelu).forward_s == pytest.approx(2 * plain.seconds(gelu).forward_s)
+    product = linear(1024, 1024, 1024)
+    more = cast.seconds(product).forward_s - plain.seconds(product).forward_s
+    assert more == pytest.approx(3 * 2 * x.num_bytes / 0.5e12)
+    wide = replace(gelu, operands=(TensorSpec((8, 8), "float32"),))
+    assert cast.seconds(wide) == plain.seconds(wide)
+
+
+def test_experts_have_tiles_of_their_own() -> None:
+    """64 experts with 16 rows each do not fill tiles that one of 1,024 rows fills."""
+    device = replace(DEVICE, cores=100)
+    rows, out = bf16(1024, 512), bf16(1024, 256)
+
+    def seconds(experts: int) -> float:
+        operator = LocalOperator(
+            "parloom.grouped_mm", (rows, bf16(experts, 512, 256)), (out,),
+            flops=2.0 * 1024 * 512 * 256,
+        )  # fmt: skip
+        return Kernels(device, BARE).seconds(operator).forward_s
+
+    assert seconds(64) > 2 * seconds(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.engine import Launch
-from parloom.cost.pipeline import Send, StageActions, send, simulate_pipeline
+from parloom.cost.pipeline import Send, StageActions, action_lists, send, simulate_pipeline
 from parloom.cost.tasks import ACTIVATIONS, COMPONENTS, COMPUTE
 from parloom.cost.timeline import Memory, Played, Timeline
 from parloom.errors import InputError, VerifyError
@@ -18,7 +18,7 @@ from parloom.ir.plan import Action
 from parloom.ir.schedules import Lists, schedule
 from tests.unit.test_schedules import peak_in_flight, splits_backward
 
-KINDS = ("gpipe", "1f1b", "zb_h1", "zb_h2")
+KINDS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_1p", "zb_2p")
 Times = tuple[int, int, int]  # F, B, W of a stage
 
 
@@ -31,7 +31,8 @@ def equal(name: str, ranks: int, microbatches: int, times: Times, chunks: int = 
     """Equal stages; the times are those of a rank's share of the model."""
     kinds = dict(zip("FBW", (profile(t // chunks) for t in times), strict=True))
     stages = [StageActions(str(i), kinds) for i in range(ranks * chunks)]
-    return simulate_pipeline(schedule(name, ranks * chunks, microbatches, chunks), stages)
+    lists = action_lists(name, stages, microbatches, chunks)
+    return simulate_pipeline(lists, stages, synchronizes=False)
 
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 16))
@@ -98,6 +99,28 @@ def longest_path(lists: Lists, times: list[Times], sends: int) -> int:
     return max(end[a] for a in end if "send" not in a.kind)
 
 
+def uneven(times: list[Times], sends: int) -> list[StageActions]:
+    sent = Send(latency_ps=sends)
+    return [
+        StageActions(str(i), {k: profile(t) for k, t in zip("FBW", each, strict=True)}, sent, sent)
+        for i, each in enumerate(times)
+    ]
+
+
+def repeated(lists: Lists, steps: int) -> Lists:
+    """Steps one after the other, their microbatches counted on."""
+    passes = [[a for a in listed if a.microbatch is not None] for listed in lists]
+    count = 1 + max(a.microbatch or 0 for listed in passes for a in listed)
+    return tuple(
+        tuple(
+            replace(a, microbatch=(a.microbatch or 0) + step * count)
+            for step in range(steps)
+            for a in listed
+        )
+        for listed in passes
+    )
+
+
 @given(
     st.sampled_from(KINDS),
     st.lists(st.tuples(*[st.integers(1, 50)] * 3), min_size=1, max_size=5),
@@ -107,20 +130,15 @@ def longest_path(lists: Lists, times: list[Times], sends: int) -> int:
 def test_uneven_stages_are_the_longest_path(
     name: str, times: list[Times], microbatches: int, sends: int
 ) -> None:
-    lists = schedule(name, len(times), microbatches)
-    split = splits_backward(name)
-    stages = [
-        StageActions(
-            str(i),
-            {"F": profile(f), "B": profile(b), "W": profile(w)},
-            Send(latency_ps=sends),
-            Send(latency_ps=sends),
-        )
-        for i, (f, b, w) in enumerate(times)
-    ]
-    found = simulate_pipeline(lists, stages)
+    stages, split = uneven(times, sends), splits_backward(name)
+    lists = action_lists(name, stages, microbatches)
+    found = simulate_pipeline(lists, stages, synchronizes=False)
     assert found.step_ps == longest_path(lists, times, sends)
-    assert found.bound_ps <= found.step_ps
+    assert found.period_ps is not None
+    assert found.bound_ps <= found.period_ps <= found.step_ps
+    # Steps that follow each other are one long list.
+    two, three = (longest_path(repeated(lists, n), times, sends) for n in (2, 3))
+    assert found.period_ps >= three - two
     work = [f + b + (w if split else 0) for f, b, w in times]
     assert [found.busy(i)[COMPUTE] for i in range(len(times))] == [
         microbatches * each for each in work
@@ -155,8 +173,9 @@ def test_memory_peaks_are_the_microbatches_in_flight(name: str, size: tuple[int,
     gives = Memory(tuple(given_back))
     last = gives if not splits_backward(name) else Memory()
     kinds = {"F": profile(5, takes), "B": profile(9, last), "W": profile(2, gives)}
-    lists = schedule(name, ranks, microbatches)
-    found = simulate_pipeline(lists, [StageActions(str(i), kinds) for i in range(ranks)])
+    stages = [StageActions(str(i), kinds) for i in range(ranks)]
+    lists = action_lists(name, stages, microbatches)
+    found = simulate_pipeline(lists, stages)
     for process, listed in zip(found.processes, lists, strict=True):
         assert process.memory.peak == 3 * peak_in_flight(listed)
         assert process.memory.net == (0,) * len(COMPONENTS)
@@ -215,3 +234,63 @@ def test_lists_that_wait_for_each_other_are_an_error() -> None:
         simulate_pipeline(lists, stages)
     with pytest.raises(InputError, match="3 stages on 2 ranks"):
         simulate_pipeline(lists, [*stages, stages[0]])
+
+
+UNIT: Times = (5, 5, 5)
+WHOLE: Times = (5, 10, 0)  # B and W together
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "step", "period"),
+    [
+        ("1f1b", WHOLE, 33, 33),  # (m + p - 1)(F + B + W)
+        ("gpipe", WHOLE, 33, 33),
+        ("zb_h1", UNIT, 27, 27),  # m(F + B + W) + (p - 1)(F + B - W)
+        ("zb_1p", UNIT, 27, 27),
+        ("zb_h2", UNIT, 27, 24),  # no bubble: the last rank starts p - 1 passes late
+        ("zb_2p", UNIT, 27, 24),
+    ],
+)
+def test_period_and_makespan_of_four_stages_and_eight_microbatches(
+    name: str, times: Times, step: int, period: int
+) -> None:
+    found = equal(name, 4, 8, times)
+    assert (found.step_ps, found.period_ps) == (step * 5, period * 5)
+    assert found.period_s == period * 5e-12
+
+
+@given(st.integers(2, 8), st.integers(1, 24), st.tuples(*[st.integers(1, 40)] * 3))
+def test_more_memory_never_takes_longer(ranks: int, microbatches: int, times: Times) -> None:
+    forward, backward, weights = times
+    whole = equal("1f1b", ranks, microbatches, (forward, backward + weights, 0)).period_s
+    one, two = (equal(name, ranks, microbatches, times).period_s for name in ("zb_1p", "zb_2p"))
+    assert two <= one <= whole
+    if forward == backward == weights and microbatches >= 2 * ranks:
+        assert two < one < whole
+
+
+def test_interleaving_lies_between_1f1b_and_zb_2p() -> None:
+    """The order in most of the runs of Qi et al. (ICLR'24, table 4), three blocks a stage."""
+    names = ("zb_2p", "interleaved_1f1b", "zb_1p", "1f1b")
+    shares = {"interleaved_1f1b": (WHOLE, 5), "1f1b": (WHOLE, 1)}
+    found = []
+    for name in names:
+        times, chunks = shares.get(name, (UNIT, 1))
+        found.append(equal(name, 8, 24, times, chunks).period_s)
+    assert found == sorted(found)
+    assert len(set(found)) == len(found)
+
+
+def test_steps_that_synchronize_do_not_overlap() -> None:
+    kinds = {"F": 5, "B": 5, "W": 5, "REDUCE": 0, "STEP": 3, "GATHER": 1}
+    stages = [StageActions(str(i), {k: profile(t) for k, t in kinds.items()}) for i in range(4)]
+    lists = schedule("zb_h2", 4, 8)
+    apart = simulate_pipeline(lists, stages)
+    own = simulate_pipeline(lists, stages, synchronizes=False)
+    # All ranks wait for the last one's gradients.
+    updates = [{s.start_ps for s in p.spans if s.name == "STEP"} for p in apart.processes]
+    assert updates == [{27 * 5}] * 4
+    assert apart.period_s == apart.step_s == (27 * 5 + 4) / 1e12
+    assert (own.step_ps, own.period_ps) == (27 * 5 + 4, 24 * 5 + 4)
+    assert own.processes[0].spans[-2].start_ps == 24 * 5
+    assert apart.exposed(0)["gradients norm"] == 3 * 5

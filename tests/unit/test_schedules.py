@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from parloom.errors import InputError
 from parloom.ir.plan import Action
-from parloom.ir.schedules import Lists, schedule
+from parloom.ir.schedules import AUTOMATIC, Lists, round_of, schedule
+from parloom.ir.zero_bubble import PassTimes, zero_bubble
 
 PLAIN = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 STEP = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
@@ -14,7 +15,7 @@ STEP = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
 
 def splits_backward(name: str) -> bool:
     """Whether a schedule runs the gradients of inputs and of weights apart."""
-    return name in ("zb_h1", "zb_h2")
+    return name in ("zb_h1", "zb_h2", "zb_1p", "zb_2p")
 
 
 def peak_in_flight(listed: tuple[Action, ...]) -> int:
@@ -30,17 +31,23 @@ def peak_in_flight(listed: tuple[Action, ...]) -> int:
     return peak
 
 
+PASSES = st.builds(
+    PassTimes, *[st.integers(1, 50)] * 3, *[st.integers(0, 30)] * 2, st.just(10), st.integers(0, 10)
+)
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[str, int, int, int, Lists]:
     """(name, ranks, microbatches, chunks, lists)."""
-    name = draw(st.sampled_from((*PLAIN, "interleaved_1f1b")))
-    ranks = draw(st.integers(1, 6))
+    name = draw(st.sampled_from((*PLAIN, "interleaved_1f1b", *AUTOMATIC)))
+    ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 20))
     if name == "interleaved_1f1b":
-        chunks, rounds = draw(st.integers(2, 4)), draw(st.integers(1, 4))
-        return name, ranks, ranks * rounds, chunks, schedule(
-            name, ranks * chunks, ranks * rounds, chunks
-        )  # fmt: skip
-    microbatches = draw(st.integers(1, 20))
+        chunks = draw(st.integers(2, 4))
+        lists = schedule(name, ranks * chunks, microbatches, chunks)
+        return name, ranks, microbatches, chunks, lists
+    if name in AUTOMATIC:
+        times = draw(st.lists(PASSES, min_size=ranks, max_size=ranks))
+        return name, ranks, microbatches, 1, zero_bubble(times, microbatches, AUTOMATIC[name])
     return name, ranks, microbatches, 1, schedule(name, ranks, microbatches)
 
 
@@ -103,11 +110,43 @@ def test_in_flight_is_the_closed_form(case: tuple[str, int, int, int, Lists]) ->
         most = {
             "gpipe": microbatches,
             "1f1b": ranks - rank,
-            "interleaved_1f1b": 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1,
+            "interleaved_1f1b": 2 * (ranks - rank - 1)
+            + (chunks - 1) * round_of(ranks, microbatches)
+            + 1,
             "zb_h1": ranks,
             "zb_h2": 2 * ranks - 1,
-        }[name]
-        assert peak_in_flight(listed) == min(most, total)
+        }.get(name)
+        if most is not None:  # the others hold as much as their limit lets them
+            assert peak_in_flight(listed) == min(most, total)
+
+
+@given(st.lists(PASSES, min_size=1, max_size=6), st.integers(1, 20), st.integers(1, 3))
+def test_automatic_schedules_stay_within_their_memory(
+    stages: list[PassTimes], microbatches: int, times: int
+) -> None:
+    for listed, own in zip(zero_bubble(stages, microbatches, times), stages, strict=True):
+        kept = own.backward_bytes
+        changes = {"F": own.forward_bytes, "B": kept - own.forward_bytes, "W": -kept}
+        held = 0
+        for action in passes(listed):
+            held += changes[action.kind]
+            assert held <= times * len(stages) * own.forward_bytes
+        assert held == 0
+
+
+def test_more_memory_is_used_where_it_helps() -> None:
+    stages = [PassTimes(1, 1, 1)] * 4
+    peaks = [peak_in_flight(zero_bubble(stages, 8, times)[0]) for times in (1, 2)]
+    assert peaks == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "each"), [(4, 8, 4), (4, 6, 6), (4, 9, 5), (4, 3, 3), (8, 20, 10)]
+)
+def test_rounds_of_microbatches_that_do_not_divide(
+    ranks: int, microbatches: int, each: int
+) -> None:
+    assert round_of(ranks, microbatches) == each
 
 
 def test_one_stage_is_what_a_plan_runs() -> None:
@@ -139,7 +178,8 @@ def test_interleaved_ranks_visit_their_chunks_in_rounds() -> None:
         ("gpipe", 2, 0, 1, "at least 1"),
         ("interleaved_1f1b", 4, 8, 1, "at least 2 chunks"),
         ("interleaved_1f1b", 5, 8, 2, "multiple of the chunks"),
-        ("interleaved_1f1b", 8, 6, 2, "6 do not divide by 4 ranks"),
+        ("zb_1p", 4, 8, 1, "times of stages"),
+        ("zb_3p", 4, 8, 1, "did you mean 'zb_"),
         ("one_stage", 2, 6, 1, "one_stage is for one stage"),
     ],
 )
@@ -148,3 +188,10 @@ def test_numbers_that_a_schedule_cannot_take(
 ) -> None:
     with pytest.raises(InputError, match=message):
         schedule(name, stages, microbatches, chunks)
+
+
+def test_automatic_schedules_need_stages_and_microbatches() -> None:
+    with pytest.raises(InputError, match="all must be at least 1"):
+        zero_bubble([PassTimes(1, 1, 1)], 0, 1)
+    with pytest.raises(InputError, match="0 stages"):
+        zero_bubble([], 4, 1)

@@ -34,9 +34,7 @@ def inside_bytes(found: Program, software: Software, product_dtype: str | None =
 
 def test_products_keep_their_part_of_what_is_gathered_for_them() -> None:
     """One gather a block: of the input of its perceptron."""
-    chosen = Configuration(
-        tensor=TENSOR, data=4, microbatch=SAMPLES // 4, sequence_parallel=True
-    )
+    chosen = Configuration(tensor=TENSOR, data=4, microbatch=SAMPLES // 4, sequence_parallel=True)
     found = built(chosen)
     whole, part = (
         inside_bytes(found, replace(PLAIN, gathers_again=again)) for again in (False, True)

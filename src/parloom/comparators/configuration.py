@@ -55,7 +55,10 @@ class Configuration:
     of the positions one after the other, or every so manyth (`striped`); keys and values are
     gathered, or their blocks go around a `ring`. `recompute`: none of the blocks, every fourth one,
     every other one, all, or of each what is cheap (`cheap_operators`). `microbatch` samples a rank
-    at a time; `interleave` chunks of the model a pipeline rank. dtypes as in `Decisions`.
+    at a time; `interleave` chunks of the model a pipeline rank. `schedule` of the pipeline, by its
+    name in `ir/schedules.py`; "" is 1F1B, interleaved where there are chunks. `synchronizes`: ranks
+    wait for each other before they update weights (see `cost/pipeline.py`). dtypes as in
+    `Decisions`.
     """
 
     tensor: int = 1
@@ -75,6 +78,13 @@ class Configuration:
     copies: int = 1
     ring: bool = False
     striped: bool = False
+    schedule: str = ""
+    synchronizes: bool = True
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule of the pipeline."""
+        return self.schedule or ("interleaved_1f1b" if self.interleave > 1 else "1f1b")
 
     @property
     def ranks(self) -> int:
@@ -90,6 +100,7 @@ class Configuration:
             "striped positions" if self.striped and self.context > 1 else "",
             f"{self.num_microbatches} microbatches" if self.num_microbatches > 1 else "",
             f"{self.recompute} recomputation" if self.recompute != "none" else "",
+            self.schedule,
         )
         return tuple(word for word in said if word)
 

@@ -11,7 +11,14 @@ from parloom.comparators.configuration import Configuration, laid_out
 from parloom.comparators.tensor_parallel import TENSOR
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
-from parloom.cost.pipeline import Send, StageActions, play_stage, send, simulate_pipeline
+from parloom.cost.pipeline import (
+    Send,
+    StageActions,
+    action_lists,
+    play_stage,
+    send,
+    simulate_pipeline,
+)
 from parloom.cost.simulate import Simulator, simulate
 from parloom.cost.step import priced
 from parloom.cost.timeline import Timeline
@@ -27,7 +34,7 @@ from parloom.ir.plan import (
     Optimizer,
 )
 from parloom.ir.repeat import run_of, stage
-from parloom.ir.schedules import schedule
+from parloom.ir.schedules import SPLIT
 from parloom.rewrite.rewrites import rewritten
 
 
@@ -98,7 +105,7 @@ class Program:
         *,
         rounds: int | None = None,
     ) -> Timeline:
-        """Price and simulate a step on `cluster`.
+        """Price and simulate a step on `cluster`; a run of many steps shows its `period_s`.
 
         With `rounds`, a pipeline runs no more than so many microbatches for each of its ranks: less
         than the step, and quicker to see what changes it.
@@ -107,22 +114,23 @@ class Program:
         own = part_of(cluster, chosen.ranks // chosen.pipeline)
         if len(self.parts) == 1:
             return simulate(self.lowered[0], own, self.parts[0].decisions, optimizer, kernels)
-        player = Simulator()
+        player, name = Simulator(), chosen.schedule_name
         known: dict[int, StageActions] = {}
         stages: list[StageActions] = []
         for index, (part, pcg) in enumerate(zip(self.parts, self.lowered, strict=True)):
             if id(pcg) not in known:
                 found = Stage(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
-                known[id(pcg)] = play_stage("", found, player)
+                # Chunks take turns: a rank runs as many microbatches of the others before.
+                found.passes_before = chosen.pipeline if chosen.interleave > 1 else 1
+                known[id(pcg)] = play_stage("", found, player, split=name in SPLIT)
             actions = replace(known[id(pcg)], name=f"stage {index}")
             sent = _send(index, pcg, chosen, cluster) if index + 1 < len(self.parts) else Send()
             # What goes back is what came.
             came = stages[-1].forward if stages else Send()
             stages.append(replace(actions, forward=sent, backward=came))
-        name = "interleaved_1f1b" if chosen.interleave > 1 else "1f1b"
         count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
-        lists = schedule(name, len(stages), count, chosen.interleave)
-        return simulate_pipeline(lists, stages)
+        lists = action_lists(name, stages, count, chosen.interleave)
+        return simulate_pipeline(lists, stages, synchronizes=chosen.synchronizes)
 
 
 def communicators(chosen: Configuration) -> int:

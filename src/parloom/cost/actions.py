@@ -73,6 +73,8 @@ class Stage:
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
         self.pending: list[str] = []
+        # Forward passes of the next step for which updated weights are not needed yet.
+        self.passes_before = 1
         # Bytes of gradients that come and go with the step: as stored, and as updated.
         self.passing_gradients = self.own_gradients = 0
         self._segments: dict[object, Segment] = {}
@@ -237,7 +239,8 @@ class Stage:
     def _beside_forward(self, transfers: Sequence[Transfer], out: Listing) -> tuple[Transfer, ...]:
         """What is left of gathers of weights that go on beside a forward pass of the next step."""
         whole_s = sum(e.seconds for transfer in transfers for e in transfer.exchanges)
-        hidden_s = min(whole_s, self.found.main.forward.total.price.compute_s)
+        forward_s = self.found.main.forward.total.price.compute_s
+        hidden_s = min(whole_s, self.passes_before * forward_s)
         slows = self.links.slows / 1000
         out.run("updated weights", "collect", picoseconds(slows * hidden_s))
         left = 1 - hidden_s / whole_s if whole_s else 1.0

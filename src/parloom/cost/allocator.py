@@ -263,12 +263,25 @@ def _net(trace: Sequence[int]) -> Iterator[int]:
 
 
 def _without_repeats(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans, of which pairs that repeat the pair before them come `ROUNDS` times more."""
+    """Spans, of which pairs that repeat the pair before them come `ROUNDS` times more.
+
+    Two plays are the same here where they allocate and free the same, however long each took.
+    """
     listed = tuple(spans)
+    traces: dict[int, tuple[int, ...]] = {}
+    plays: dict[int, tuple[tuple[int, ...], ...]] = {}
+    for span in listed:
+        if id(span.played) not in plays:
+            segments = [piece.placed.segment for piece in span.played.pieces]
+            for segment in segments:
+                if id(segment) not in traces:
+                    traces[id(segment)] = tuple(changes(segment))
+            plays[id(span.played)] = tuple(traces[id(segment)] for segment in segments)
+    made = [plays[id(span.played)] for span in listed]
     index = repeats = 0
     while index < len(listed):
         played = [span.played for span in listed[index - 2 : index + 2]] if index >= 2 else []
-        same = len(played) == 4 and played[0] is played[2] and played[1] is played[3]
+        same = len(played) == 4 and made[index - 2 : index] == made[index : index + 2]
         if same and not sum(sum(p.memory.net) for p in played[2:]):
             repeats += 1
             if repeats > ROUNDS:

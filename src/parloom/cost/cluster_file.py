@@ -129,7 +129,8 @@ def _device(root: Section) -> tuple[KnownDevice | None, Device]:
         return known, known.device
     section = root.section("device")
     section.check(
-        ("name", "memory", "memory_bandwidth", "rates"), ("price_per_hour", "cores", "efficiency", "generation")
+        ("name", "memory", "memory_bandwidth", "rates"),
+        ("price_per_hour", "cores", "efficiency", "generation"),
     )
     return None, read_device(section.text("name"), section)
 

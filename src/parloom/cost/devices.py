@@ -275,8 +275,16 @@ def _known(
 ) -> KnownDevice:
     section.check(
         ("memory", "memory_bandwidth", "rates", "scale_up", "sources"),
-        ("short", "network", "host", "price_per_hour", "backend", "cores", "efficiency",
-         "generation"),  # fmt: skip
+        (
+            "short",
+            "network",
+            "host",
+            "price_per_hour",
+            "backend",
+            "cores",
+            "efficiency",
+            "generation",
+        ),
     )
     device = read_device(name, section)
     return KnownDevice(

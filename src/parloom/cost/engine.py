@@ -307,8 +307,9 @@ class Engine:
         self._at = [0] * len(streams)
         self._wakes: list[tuple[int, int]] = []
         self._blocked: dict[str, list[int]] = {}
-        starts, waited, slowed = ([[] for _ in streams] for _ in range(3))
-        self._outcome = Outcome(self._now, starts, [], waited, slowed)
+        self._outcome = Outcome(
+            self._now, [[] for _ in streams], [], [[] for _ in streams], [[] for _ in streams]
+        )
         for launch in state:
             self._network.launch(0, launch)
         self._network.settle(0)

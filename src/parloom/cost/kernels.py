@@ -180,7 +180,8 @@ class Kernels:
 
     Tables override the formulas, also those of collectives (`exchanges`). Linear layers multiply in
     `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast, with
-    `scaling` of TENSOR, ROW or BLOCK. Operators take `pace` times as long as on
+    `scaling` of TENSOR, ROW or BLOCK. With `autocast` of 16-bit
+    operands and results other operators work in 32 bits. Operators take `pace` times as long as on
     a device of mean speed (`slowest`).
     """
 
@@ -190,6 +191,7 @@ class Kernels:
     product_dtype: str | None = None
     scaling: str = TENSOR
     exchanges: MeasuredExchanges | None = None
+    autocast: bool = False
     pace: float = 1.0
 
     def seconds(self, operator: LocalOperator) -> Seconds:
@@ -280,7 +282,7 @@ class Kernels:
         batch, m, n, k = product_sizes(operator)
         sizes = a.num_bytes, b.num_bytes, out.num_bytes
         moved, dtype, launch = sum(sizes), operator.dtype, self.software.launch_s
-        casts = 0.0
+        casts = self._autocast_s(a.num_bytes + b.num_bytes, dtype)
         if self.product_dtype and operator.op in LINEAR:
             dtype = self.product_dtype
             casts = self._casts_s(a.num_bytes, b.num_bytes) if dtype in NARROW else 0.0
@@ -296,6 +298,16 @@ class Kernels:
             if i not in (first, second)
         )
         return Seconds(forward, inputs + weights + self.stream_s(others), weights)
+
+    def _autocast_s(self, num_bytes: int, dtype: str) -> float:
+        """Reading operands of 32 bits and writing those of 16, unless a merged kernel does."""
+        if not self.autocast or DTYPE_BYTES.get(dtype) != 2 or self.software.merges:
+            return 0.0
+        return self.stream_s(3 * num_bytes)
+
+    def _widening(self, operator: LocalOperator) -> int:
+        """How many times the bytes of its tensors an operator moves."""
+        return 2 if self.autocast and DTYPE_BYTES.get(operator.dtype) == 2 else 1
 
     def _casts_s(self, activations: int, weights: int) -> float:
         """Casting the operands of a product."""
@@ -337,6 +349,7 @@ class Kernels:
         fore, aft = MERGED_SCORE_PASSES if self.software.merges else SCORE_PASSES
         if operator.dropout:
             fore, aft = fore + DROPOUT_PASSES, aft + DROPOUT_PASSES
+        scores *= self._widening(operator)
         forward = blocks.met * (both + 2 * launch + self.stream_s(fore * scores))
         back = blocks.met * (2 * both + 4 * launch + self.stream_s(aft * scores))
         back += 0.0 if self.software.keeps_scores else forward
@@ -377,7 +390,7 @@ class Kernels:
         work = operator.flops / rate
         if not num_bytes and not launches:
             return 0.0
-        return max(self.stream_s(num_bytes, launches), work)
+        return max(self.stream_s(num_bytes * self._widening(operator), launches), work)
 
 
 def slowest(cluster: Cluster) -> float:
@@ -445,6 +458,8 @@ def product_sizes(operator: LocalOperator) -> tuple[float, float, float, float]:
     out = operator.results[0].shape
     op = operator.op
     batch = prod(out[:-2]) if op in ("bmm", "matmul", "baddbmm") else 1
+    if op == "parloom.grouped_mm":
+        batch = operator.operands[1].shape[0]  # each expert has equally many rows
     n = out[1] if op.startswith("conv") and len(out) > 1 else (out[-1] if out else 1)
     m = prod(out) / (batch * n)
     return batch, m, n, operator.flops / (2.0 * batch * m * n)

@@ -4,6 +4,10 @@ One rank stands for all of a stage. An action takes as long as it took when it w
 what it leaves under way (reductions of gradients) goes on beside the next ones. Activations and
 their gradients are sent when an action is over, beside whatever runs next, and share the links of
 both ranks with all that is under way.
+
+Steps synchronize where the gradients' norm is clipped or a scaled loss may have overflowed: no rank
+updates its weights before all gradients are known. Zero-bubble runs update first and validate
+afterwards (Qi et al., ICLR'24, section 4), so that every rank begins its next step on its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +22,15 @@ from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span
 from parloom.errors import InputError
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Action
-from parloom.ir.schedules import Lists
+from parloom.ir.schedules import AUTOMATIC, Lists, schedule
+from parloom.ir.zero_bubble import PassTimes, zero_bubble
 
 DIRECTIONS = {"F": 1, "B": -1}
+# Steps that are played for the period: the first one starts with idle ranks, and the two after it
+# are as far apart as all later ones.
+REPEATED = 3
+# What ranks wait for before they update where steps synchronize.
+NORM = "gradients norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +98,53 @@ class _Rank:
     under_way: list[str] = field(default_factory=list)
 
 
-def simulate_pipeline(lists: Lists, stages: Sequence[StageActions]) -> Timeline:
+def action_lists(
+    name: str, stages: Sequence[StageActions], num_microbatches: int, chunks: int = 1
+) -> Lists:
+    """The action lists of schedule `name` for stages, of which `chunks` are on each rank.
+
+    Raises `InputError` for an unknown schedule and for numbers that it cannot take.
+    """
+    if name not in AUTOMATIC or chunks > 1:
+        return schedule(name, len(stages), num_microbatches, chunks)
+    return zero_bubble([_times(stage) for stage in stages], num_microbatches, AUTOMATIC[name])
+
+
+def _times(stage: StageActions) -> PassTimes:
+    forward, backward, weights = (stage.actions[kind] for kind in "FBW")
+    held = sum(forward.memory.net)
+    kept = held + sum(backward.memory.net)
+    return PassTimes(
+        forward.ps,
+        backward.ps,
+        weights.ps,
+        stage.forward.latency_ps + stage.forward.moves_ps,
+        stage.backward.latency_ps + stage.backward.moves_ps,
+        # A stage that keeps nothing counts its microbatches.
+        *((held, max(0, kept)) if held > 0 else (1, 1)),
+    )
+
+
+def simulate_pipeline(
+    lists: Lists, stages: Sequence[StageActions], *, synchronizes: bool = True
+) -> Timeline:
     """Run the action lists of all ranks; stage s is on rank s % ranks.
 
-    Raises `VerifyError` where the lists wait for each other.
+    Where steps do not synchronize, several are played for the period. Raises `VerifyError` where
+    the lists wait for each other.
     """
-    return _Pipeline(lists, stages).run()
+    pipeline = _Pipeline(lists, stages, synchronizes)
+    found = pipeline.run()
+    return found if synchronizes else replace(found, period_ps=pipeline.period_ps())
 
 
 class _Pipeline:
-    def __init__(self, lists: Lists, stages: Sequence[StageActions]) -> None:
+    def __init__(self, lists: Lists, stages: Sequence[StageActions], synchronizes: bool) -> None:
         if len(stages) % len(lists):
             raise InputError(f"{len(stages)} stages on {len(lists)} ranks: not as many on each")
         self.lists, self.stages = lists, stages
+        updates = any("STEP" in stage.actions for stage in stages)
+        self.synchronizes = synchronizes and updates and len(lists) > 1
         self.levels = 1 + max(
             [flow.links[0] for s in stages for p in s.actions.values() for t in p.state
              for flow in t.flows]
@@ -110,8 +154,7 @@ class _Pipeline:
     def run(self) -> Timeline:
         """Play all ranks."""
         ranks = [self._rank(index, listed) for index, listed in enumerate(self.lists)]
-        capacities = (SHARES,) * (2 * self.levels * len(ranks))
-        outcome = Engine([rank.instructions for rank in ranks], capacities).play()
+        outcome = self._play(ranks)
         bound = max(sum(played.ps for _, _, played in rank.runs) for rank in ranks)
         messages, used = [], dict(self._used(ranks, outcome))
         left: list[list[Slice]] = [[] for _ in ranks]
@@ -125,10 +168,25 @@ class _Pipeline:
                 messages.append(
                     Message(name, rank, peer, channel, moved.start_ps, moved.end_ps, when)
                 )
-            else:
+            elif kind != NORM:
                 left[rank].append(Slice(rank, channel, name, kind, moved.start_ps, moved.end_ps))
         processes = tuple(self._process(rank, outcome, left[rank.index]) for rank in ranks)
         return Timeline(outcome.end_ps, processes, bound, tuple(messages))
+
+    def period_ps(self) -> int:
+        """The time from the end of a step to that of the next one, on the slowest rank."""
+        ranks = [self._rank(index, listed, REPEATED) for index, listed in enumerate(self.lists)]
+        starts = self._play(ranks).starts
+        found = 0
+        for rank, started in zip(ranks, starts, strict=True):
+            each = len(rank.runs) // REPEATED
+            before, last = rank.runs[-1 - each], rank.runs[-1]
+            found = max(found, started[last[0]] - started[before[0]])
+        return found
+
+    def _play(self, ranks: Sequence[_Rank]) -> Outcome:
+        capacities = (SHARES,) * (2 * self.levels * len(ranks))
+        return Engine([rank.instructions for rank in ranks], capacities).play()
 
     def _process(self, rank: _Rank, outcome: Outcome, left: list[Slice]) -> Process:
         starts = outcome.starts[rank.index]
@@ -141,17 +199,20 @@ class _Pipeline:
         name = ", ".join(stage.name for stage in mine)
         return Process(name, spans, base, tuple(waited.items()), tuple(left))
 
-    def _rank(self, index: int, listed: Sequence[Action]) -> _Rank:
-        """The instructions of one rank."""
+    def _rank(self, index: int, listed: Sequence[Action], steps: int = 1) -> _Rank:
+        """The instructions of one rank for steps that follow each other."""
         rank = _Rank(index)
         ends = {(a.stage, a.kind): i for i, a in enumerate(listed) if a.microbatch is not None}
-        for position, action in enumerate(listed):
-            if action.microbatch is None:
-                for stage in self.stages[index :: len(self.lists)]:
-                    self._step(rank, stage, action.kind)
-                continue
-            last = ends[action.stage, action.kind] == position
-            self._pass(rank, action, last)
+        count = 1 + max((a.microbatch for a in listed if a.microbatch is not None), default=0)
+        for step in range(steps):
+            for position, action in enumerate(listed):
+                if action.microbatch is None:
+                    self._update(rank, action.kind)
+                    continue
+                last = ends[action.stage, action.kind] == position
+                if step:
+                    action = replace(action, microbatch=action.microbatch + step * count)
+                self._pass(rank, action, last)
         return rank
 
     def _pass(self, rank: _Rank, action: Action, last: bool) -> None:
@@ -173,11 +234,16 @@ class _Pipeline:
         channel = f"{rank.index} send {'forward' if way > 0 else 'backward'}"
         rank.instructions.append(Launch(_key(action), channel, sent.latency_ps, flows))
 
-    def _step(self, rank: _Rank, stage: StageActions, kind: str) -> None:
+    def _update(self, rank: _Rank, kind: str) -> None:
         """An action of the step program, which waits for all that is under way."""
-        if kind in stage.actions:
-            waits, rank.under_way = tuple(rank.under_way), []
-            self._run(rank, kind, stage.actions[kind], waits)
+        if kind == "STEP" and self.synchronizes:
+            channel = f"{rank.index} {NORM}"
+            rank.instructions.append(Launch(f"{NORM}|{rank.index}", channel))
+            rank.under_way += (f"{NORM}|{other}" for other in range(len(self.lists)))
+        for stage in self.stages[rank.index :: len(self.lists)]:
+            if kind in stage.actions:
+                waits, rank.under_way = tuple(rank.under_way), []
+                self._run(rank, kind, stage.actions[kind], waits)
 
     def _run(self, rank: _Rank, name: str, played: Played, waits: tuple[str, ...]) -> None:
         rank.runs.append((len(rank.instructions), name, played))

@@ -127,16 +127,27 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step that was simulated; `bound_ps` is what no overlap can beat."""
+    """A step that was simulated; `bound_ps` is what no overlap can beat.
+
+    `step_ps` is the makespan, from all devices idle to all devices idle; `period_ps` the time from
+    step to step where steps follow each other at once, None where that is the makespan.
+    """
 
     step_ps: int
     processes: tuple[Process, ...]
     bound_ps: int
     messages: tuple[Message, ...] = ()
+    period_ps: int | None = None
 
     @property
     def step_s(self) -> float:
+        """The makespan."""
         return self.step_ps / 1e12
+
+    @property
+    def period_s(self) -> float:
+        """What a run of many steps shows as the time of one."""
+        return (self.step_ps if self.period_ps is None else self.period_ps) / 1e12
 
     @property
     def peak_bytes(self) -> int:

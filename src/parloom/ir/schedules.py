@@ -1,7 +1,8 @@
 """Pipeline schedules: which passes every rank of a pipeline runs, in which order.
 
 GPipe (Huang et al., NeurIPS'19), 1F1B (PipeDream-flush: Narayanan et al., ICML'21), interleaved
-1F1B (Narayanan et al., SC'21) and the zero-bubble schedules ZB-H1 and ZB-H2 (Qi et al., ICLR'24).
+1F1B (Narayanan et al., SC'21) and the zero-bubble schedules ZB-H1 and ZB-H2 (Qi et al., ICLR'24,
+section 2); those made for the times of a pipeline are in `ir/zero_bubble.py`.
 `F` is a forward pass; `B` a whole backward pass, or where the schedule splits it the gradient of
 the inputs, with `W` the gradient of the weights. Stage s of a pipeline over r ranks is on rank
 s % r, so that with more stages than ranks each rank holds `chunks` of them.
@@ -16,6 +17,8 @@ from parloom.ir.plan import Action
 Lists = tuple[tuple[Action, ...], ...]
 Order = Callable[[int, int, int, int], Iterator[Action]]
 """The passes of one rank, from (rank, ranks, microbatches, chunks)."""
+STEP = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
+"""The step program, which ends every list."""
 
 
 def schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1) -> Lists:
@@ -23,8 +26,10 @@ def schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1)
 
     Raises `InputError` for an unknown schedule and for numbers that it cannot take.
     """
+    if name in AUTOMATIC:
+        raise InputError(f"{name} is made for the times of stages, which are not known here")
     if name not in ORDERS:
-        raise InputError(f"no schedule {name!r}{nearest(name, ORDERS)}")
+        raise InputError(f"no schedule {name!r}{nearest(name, (*ORDERS, *AUTOMATIC))}")
     if min(num_stages, num_microbatches, chunks) < 1 or num_stages % chunks:
         raise InputError(
             f"{num_stages} stages in {chunks} chunks a rank and {num_microbatches} microbatches:"
@@ -34,18 +39,12 @@ def schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1)
     if name == "interleaved_1f1b":
         if chunks == 1:
             raise InputError("interleaved_1f1b needs at least 2 chunks a rank; with 1, use 1f1b")
-        if num_microbatches % ranks:
-            raise InputError(
-                f"interleaved_1f1b runs microbatches in rounds of one per rank: {num_microbatches}"
-                f" do not divide by {ranks} ranks"
-            )
     elif chunks > 1:
         raise InputError(f"{name} takes one chunk a rank, not {chunks}; use interleaved_1f1b")
     if name == "one_stage" and num_stages > 1:
         raise InputError(f"one_stage is for one stage, not {num_stages}")
     order = ORDERS[name]
-    step = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
-    return tuple((*order(rank, ranks, num_microbatches, chunks), *step) for rank in range(ranks))
+    return tuple((*order(rank, ranks, num_microbatches, chunks), *STEP) for rank in range(ranks))
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
@@ -64,17 +63,35 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
         yield Action("B", microbatch, rank)
 
 
+def round_of(ranks: int, microbatches: int) -> int:
+    """How many microbatches go through one chunk before the next one, in interleaved 1F1B.
+
+    One per rank where they divide so. Otherwise the fewest for which the last round has at least
+    one per rank, too: Megatron-Core refuses others (`microbatch_group_size_per_vp_stage`). Fewer
+    microbatches than ranks are one round.
+    """
+    rounds = range(ranks, microbatches)
+    whole = (n for n in rounds if not microbatches % n or microbatches % n >= ranks)
+    return next(whole, microbatches)
+
+
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """Rounds of one microbatch per rank go through all chunks, forward and then backward."""
+    """Rounds of microbatches go through all chunks, forward and then backward."""
+    each = round_of(ranks, microbatches)
+    order = [
+        (chunk, microbatch)
+        for first in range(0, microbatches, each)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + each, microbatches))
+    ]
 
     def nth(kind: str, index: int) -> Action:
-        round_, place = divmod(index, ranks * chunks)
-        chunk, within = divmod(place, ranks)
+        chunk, microbatch = order[index]
         chunk = chunk if kind == "F" else chunks - 1 - chunk
-        return Action(kind, round_ * ranks + within, chunk * ranks + rank)
+        return Action(kind, microbatch, chunk * ranks + rank)
 
     total = microbatches * chunks
-    warm = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
+    warm = min(2 * (ranks - rank - 1) + (chunks - 1) * each, total)
     for index in range(warm):
         yield nth("F", index)
     for index in range(total):
@@ -121,3 +138,8 @@ ORDERS: Mapping[str, Order] = MappingProxyType(
         "zb_h2": _zb_h2,
     }
 )
+AUTOMATIC: Mapping[str, int] = MappingProxyType({"zb_1p": 1, "zb_2p": 2})
+"""Schedules that `zero_bubble` makes for times, by their limit: how many times the activations that
+1F1B holds on its first stage (Qi et al., ICLR'24, section 5.1)."""
+SPLIT = frozenset({"zb_h1", "zb_h2", *AUTOMATIC})
+"""Schedules that run the gradients of inputs and of weights apart."""
