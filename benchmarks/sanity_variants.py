@@ -26,6 +26,7 @@ from sanity_bases import (
 )
 
 from parloom.cost.kernels import BLOCK, ROW
+from parloom.cost.software import GENERATIONS
 
 FA2 = "FlashAttention-2 (arXiv:2307.08691)"
 FA3 = "FlashAttention-3 (arXiv:2407.08608)"
@@ -161,7 +162,7 @@ KERNELS = (
         "published as measured; half of the gain for what is fused beside",
     ),
     Variant(
-        "eager to compiled", "Llama 8B, eager", {"software": "compiled"}, 5762 / 6667, 0.82, 0.91,
+        "eager to compiled", "Llama 8B, eager", {"software": GENERATIONS["compiled"]}, 5762 / 6667, 0.82, 0.91,
         f"{TITAN}: 5,762 and 6,667 tokens/s", "published as measured; 5 %",
     ),
     Variant(
