@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from fit import Sample, held_out
+from fit import SHARED, Sample, held_out
 from memory_terms import UNIT_BYTES, quantity_of
 from published import Run, gated, runs_of_row
 from published_models import Row, Shape, Unpredictable
@@ -56,7 +56,6 @@ MODEL = ("family", "hidden", "heads", "seq_len", "ffn_hidden", "precision")
 # What a constant is moved by to see how predictions follow.
 STEP = 0.05
 ROUNDS = 2  # of a pipeline, to see that
-CONSTANTS = ("matmul", "memory", "sustained")
 QUANTITIES = {
     "allocated": "peak_bytes", "reserved": "reserved_bytes", "device": "device_bytes",
 }  # fmt: skip
@@ -66,7 +65,7 @@ QUANTITIES = {
 class Predicted:
     """A row, and its prediction or the reason for none.
 
-    `slopes` are d log(prediction) / d log(constant), in the order of CONSTANTS, around `constants`.
+    `slopes` are d log(prediction) / d log(constant), in the order of `fit.SHARED`.
     """
 
     id: str
@@ -84,8 +83,8 @@ class Predicted:
     device_bytes: int = 0
     capacity_bytes: int = 0
     quantity: str = ""
+    band: float = 0.0
     slopes: tuple[float, ...] = ()
-    constants: tuple[float, ...] = ()
     assumed: tuple[str, ...] = ()
 
     @property
@@ -161,7 +160,7 @@ def _simulated(
     moved = []
     if slopes:
         base = _play(built, run, run.cluster, rounds=ROUNDS).period_s
-        for constant in CONSTANTS:
+        for constant in SHARED:
             cluster = moved_constant(run.cluster, constant, 1 + STEP)
             other = _play(built, run, cluster, rounds=ROUNDS).period_s
             moved.append(math.log(other / base) / math.log(1 + STEP))
@@ -173,8 +172,9 @@ def _simulated(
         reserved_bytes=held.reserved_bytes,
         device_bytes=held.device_bytes,
         capacity_bytes=held.capacity_bytes,
+        band=run.unknown(held.device_bytes / held.capacity_bytes).error,
         slopes=tuple(moved),
-        constants=tuple(constant_of(run.cluster, name) for name in CONSTANTS),
+        device=run.cluster.device.name,
         assumed=run.assumed,
     )
 
@@ -224,11 +224,6 @@ def moved_constant(cluster: Cluster, constant: str, factor: float) -> Cluster:
     value = {constant: getattr(efficiency, constant) * factor}
     device = replace(cluster.device, efficiency=replace(efficiency, **value))
     return replace(cluster, device=device)
-
-
-def constant_of(cluster: Cluster, constant: str) -> float:
-    """A constant of the cluster's device."""
-    return float(getattr(cluster.device.efficiency, constant))
 
 
 def score(rows: Sequence[Predicted]) -> Score:
@@ -381,9 +376,7 @@ def print_constants(found: Mapping[str, object]) -> None:
 def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
     """Errors of gated rows with constants that were fitted without their source; printed."""
     known = [row for row in rows if row.gated and row.predicted_s is not None]
-    errors = held_out(
-        [Sample(r.source_key, r.device, r.error, r.slopes, r.constants) for r in known]
-    )
+    errors = held_out([Sample(r.source_key, r.device, r.error, r.slopes) for r in known])
     print("\nGated rows, each with constants fitted to the other sources")
     print("| source | rows | median error | 90th percentile |\n|---|---|---|---|")
     found: dict[str, object] = {}
@@ -396,6 +389,17 @@ def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
         print(f"| {source or 'all'} | {len(mine)} | {_percent(median)} | {_percent(high)} |")
         found[source or "all"] = {"median_abs_log_error": median, "p90_abs_log_error": high}
     return found
+
+
+def tell_bands(rows: Sequence[Predicted]) -> None:
+    """How many rows lie within the band that a prediction of them prints."""
+    print("\nWithin the printed band (nine in ten are wanted)")
+    print("| band | rows | within |\n|---|---|---|")
+    known = [row for row in rows if row.predicted_s is not None]
+    for band in (*sorted({round(row.band, 3) for row in known}), None):
+        own = [row for row in known if band is None or round(row.band, 3) == band]
+        within = sum(abs(row.error) <= row.band for row in own) / max(1, len(own))
+        print(f"| {'all' if band is None else _percent(band)} | {len(own)} | {_percent(within)} |")
 
 
 def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[str, object]:
@@ -421,6 +425,7 @@ def document(rows: Sequence[Predicted], sources: Mapping[str, Score]) -> dict[st
                 "gated": row.gated,
                 "target_s": row.target_s,
                 "predicted_s": row.predicted_s,
+                "band": row.band,
                 "reason": row.reason or None,
                 "predicted_peak_bytes": row.peak_bytes or None,
                 "predicted_reserved_bytes": row.reserved_bytes or None,
@@ -479,6 +484,7 @@ def main() -> None:
     rows = predicted(listed, not asked.quick, asked.jobs)
     sources = tell(rows)
     found = document(rows, sources)
+    tell_bands(rows)
     print_constants(constants(rows))
     if not asked.quick and any(row.gated for row in rows):
         found["cross_validated"] = cross_validated(rows)

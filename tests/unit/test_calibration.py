@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.comparators.baselines import data_parallel
+from parloom.cost.bands import KNOWN
 from parloom.cost.calibration import (
     Calibration,
     Fingerprint,
@@ -27,7 +28,6 @@ from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operato
 from parloom.cost.measured import (
     CALIBRATED,
     CPU_ERRORS,
-    PUBLISHED_ERROR,
     Table,
     calibrated,
     contended,
@@ -223,7 +223,11 @@ def test_predictions_follow_the_table_and_say_so() -> None:
     assert played.step_s > 0.01 * len(computes)
     low, high = found.band(1.0)
     assert low * high == pytest.approx(1.0)
-    assert error_of(MEASURED, load_cluster("8xH100").device) == PUBLISHED_ERROR
+    h100, mi300 = (load_cluster(name).device for name in ("8xH100", "8xMI300X"))
+    assert error_of(MEASURED, h100) == KNOWN
+    # A device that no run had, and memory that is nearly full, widen the band.
+    assert error_of("spec", mi300) > error_of("spec", h100)
+    assert error_of("spec", h100, h100.memory_bytes) > error_of("spec", h100)
     # Rates of another machine are used, and said to be less sure.
     strange = source_of(pcg, kernels, full, mismatches(full, CLUSTER, replace(HERE, cores=64)))
     assert strange.error > found.error

@@ -234,11 +234,22 @@ def test_constants_are_found_again_without_a_source(path: None) -> None:
     fit = import_module("fit")
     true, assumed = 0.5, 0.8
     samples = [
-        fit.Sample(source, "gpu", -slope * math.log(true / assumed), (slope,), (assumed,))
+        fit.Sample(source, "gpu", -slope * math.log(true / assumed), (slope, -0.1))
         for source in "abc"
         for slope in (-0.9, -0.7, -0.8, -0.85)
     ]
-    assert fit.fitted(samples, ["gpu"])["gpu"][0] == pytest.approx(true, rel=0.05)
+    assert assumed * math.exp(fit.fitted(samples)[0]) == pytest.approx(true, rel=0.05)
     held = fit.held_out(samples)
     assert max(map(abs, held)) < 0.03
     assert min(abs(s.error) for s in samples) > 0.3  # they were wrong before
+
+
+def test_a_device_of_one_source_is_predicted_without_its_fit(path: None) -> None:
+    fit = import_module("fit")
+    (device,) = fit.FITTED
+    share, without = fit.FITTED[device]
+    others = [fit.Sample("a", "gpu", 0.0, (-0.8, -0.1)) for _ in range(9)]
+    own = [fit.Sample("b", device, 0.0, (-0.8, -0.1)) for _ in range(9)]
+    held = fit.held_out([*others, *own])
+    assert max(map(abs, held[:9])) < 1e-6
+    assert held[9:] == pytest.approx([-0.8 * math.log(without / share)] * 9)

@@ -19,8 +19,8 @@ from parloom.ir.plan import Optimizer
 from parloom.ir.repeat import repeated, stage
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SIZES = {"seq": 8, "vocab": 64, "width": 32, "heads": 4, "groups": 2, "head_width": 16, "inner": 24,
-         "experts": 8, "slots": 2}  # fmt: skip
+SIZES = {"seq": 8, "width": 32, "heads": 4, "groups": 2, "head_width": 16, "expert_inner": 24,
+         "experts": 8, "slots": 2, "shared": 0}  # fmt: skip
 DEPTH = 3
 EXPERTS = DEPTH * 8 * 3 * 24 * 32
 NORMS = (2 * DEPTH + 1) * 32
@@ -31,8 +31,9 @@ PLAIN = Configuration(master_dtype=None)
 @pytest.fixture(scope="module")
 def graph() -> Iterator[Graph]:
     sys.path.insert(0, str(BENCHMARKS))
-    published = import_module("published")
-    yield repeated(published.captured(published.Shape("moe", SIZES, 16, "bfloat16")), DEPTH)
+    models = import_module("published_models")
+    shape = models.Shape("moe", tuple(SIZES.items()), "bfloat16")
+    yield repeated(models.captured(shape, 16, 64), DEPTH)
     sys.path.remove(str(BENCHMARKS))
 
 

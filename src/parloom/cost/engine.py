@@ -70,8 +70,8 @@ class Outcome:
 
     `starts` has one entry per instruction of every stream: when a run started, or a transfer was
     launched. `waited` are (run's index, the transfer that kept it waiting last, ps) per stream, and
-    `slowed` (run's index, ps) by which transfers beside it made a run longer. `moved` are all transfers that a channel took up; those that `state` still has end with the
-    last stream.
+    `slowed` (run's index, ps) by which transfers beside it made a run longer. `moved` are all
+    transfers that a channel took up; those that `state` still has end with the last stream.
     """
 
     ends: list[int]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 
+from parloom.cost.bands import COMPARED, Unknown
 from parloom.cost.calibration import Calibration, Fingerprint, Timed, key_of, links_of
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
@@ -38,11 +39,10 @@ CALIBRATED = "calibrated"
 # From this share of the operators' time on, a prediction is called measured.
 MEASURED_SHARE = 0.9
 # 90th percentile of |log(predicted / measured)| of step times, by source. CPU: on the cluster in a
-# box (benchmarks/reality.py), of whose links and quotas data sheets know nothing. Other devices:
-# published runs (benchmarks/fidelity.py); predictions from a calibration of such a device were not
+# box (benchmarks/reality.py), of whose links and quotas data sheets know nothing. Others have the
+# band of published runs (`cost.bands`); predictions from a calibration of such a device were not
 # compared with anything yet, so they count as sure as those.
 CPU_ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 2.2, CALIBRATED: 0.13, MEASURED: 0.13})
-PUBLISHED_ERROR = 0.25
 Point = tuple[float, float]
 SPEC_TEXT = re.compile(rf"({'|'.join(sorted(DTYPE_BYTES))})\[([\d, ]*)\]")
 
@@ -251,9 +251,12 @@ def mismatches(
     return tuple(lines)
 
 
-def error_of(source: str, device: Device) -> float:
-    """How far predictions of a source were off, nine times in ten."""
-    return CPU_ERRORS[source] if device.name == "cpu" else PUBLISHED_ERROR
+def error_of(source: str, device: Device, peak_bytes: int = 0) -> float:
+    """How far predictions of a source were off, nine times in ten, for plans with such a peak."""
+    if device.name == "cpu":
+        return CPU_ERRORS[source]
+    share = peak_bytes / device.memory_bytes
+    return Unknown(device=device.name not in COMPARED, memory_share=share).error
 
 
 def source_of(

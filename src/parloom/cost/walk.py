@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import LINEAR, NARROW, Kernels, local_operator, slowest
+from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores, local_operator, slowest
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import CROSS_ENTROPY, Part, merged
 from parloom.cost.staging import staging_bytes
@@ -288,25 +288,7 @@ class _Body:
         forward = self.sending(item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
-        saved = saved_by(item)
-        if item.node.op in LINEAR:
-            self.keep_product(item, saved)
-        else:
-            self.keep(item, saved)
-        own = self.share(item.results[0], op.own_bytes(site, self.fused)) if op.own_bytes else 0
-        undo = self.share(item.results[0], op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
-        if scores:
-            own, undo = scores.kept_bytes, scores.backward_bytes
-        if kind == CROSS_ENTROPY and self.walker.kernels.software.fuses_loss:
-            # Its gradient is made of the logits, and takes their place.
-            own = undo = 0
-            self.keep_value(item.operands[0])
-        if own:
-            lives.sizes[own_of(item.results[0])] = own
-            lives.keep(own_of(item.results[0]))
-        if saved or own:
-            runs = own or any(what == "result" for what, _ in saved)
-            lives.saved_before = len(lives.items) - (not runs)
+        undo = self.kept(item, site, scores)
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         weights = self.weights(wanted)
         share = seconds.weights_s
@@ -317,6 +299,30 @@ class _Body:
             weights_s=share if weights else 0.0,
         )  # fmt: skip
         return forward, self.sending(item, undone, backward=True)
+
+    def kept(self, item: Compute, site: Site, scores: Scores | None) -> int:
+        """Keep what the backward pass of an operator needs; the bytes of its own that it takes."""
+        op, lives, result = op_of(item.node), self.lives, item.results[0]
+        saved = saved_by(item)
+        if item.node.op in LINEAR:
+            self.keep_product(item, saved)
+        else:
+            self.keep(item, saved)
+        own = self.share(result, op.own_bytes(site, self.fused)) if op.own_bytes else 0
+        undo = self.share(result, op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
+        if scores:
+            own, undo = scores.kept_bytes, scores.backward_bytes
+        if item.node.op == CROSS_ENTROPY and self.walker.kernels.software.fuses_loss:
+            # Its gradient is made of the logits, and takes their place.
+            own = undo = 0
+            self.keep_value(item.operands[0])
+        if own:
+            lives.sizes[own_of(result)] = own
+            lives.keep(own_of(result))
+        if saved or own:
+            runs = own or any(what == "result" for what, _ in saved)
+            lives.saved_before = len(lives.items) - (not runs)
+        return undo
 
     def sending(self, item: Compute, work: Work, *, backward: bool) -> Work:
         """`work` with what the operator itself sends over the axes that it routes, if any."""

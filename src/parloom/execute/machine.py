@@ -64,10 +64,12 @@ class Machine:
         played = simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
         return played if self.calibration is None else contended(played, self.calibration.overlap)
 
-    def source(self, pcg: PCG) -> Source:
-        """Where a prediction for a lowered program comes from, and how sure it is."""
+    def source(self, pcg: PCG, peak_bytes: int = 0) -> Source:
+        """Where a prediction for a lowered program with such a peak comes from, and how sure it
+        is.
+        """
         if self.calibration is None or self.kernels is None:
-            return Source(SPEC, error_of(SPEC, self.cluster.device), self.notes)
+            return Source(SPEC, error_of(SPEC, self.cluster.device, peak_bytes), self.notes)
         found = source_of(pcg, self.kernels, self.calibration, self.different)
         return replace(found, notes=(*found.notes, *self.notes))
 
@@ -75,7 +77,8 @@ class Machine:
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
     ) -> Prediction:
         """What a plan says of itself."""
-        found, source = self.simulate(pcg, decisions, optimizer).prediction(), self.source(pcg)
+        found = self.simulate(pcg, decisions, optimizer).prediction()
+        source = self.source(pcg, found.peak_bytes)
         return replace(found, source=source.name, error=source.error, cores=self.cores)
 
 
