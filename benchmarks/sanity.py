@@ -9,7 +9,7 @@ or bytes is compared with its interval, which was set before. Exit code 1 where 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from common import report
@@ -22,26 +22,15 @@ from parloom.comparators.handmade import program
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels, slowest
 from parloom.cost.software import Software
+from parloom.cost.tasks import COMPONENTS
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Level
 
-# Components of the memory of the device that holds the most, which a measure adds up.
-PARTS = {STATES: ("weights", "gradients", "optimizer"), ACTIVATIONS: ("activations",)}
+# Components of memory that a measure adds up, of the device that holds the most: states when it does,
+# activations and what is recomputed of them when there are the most of these.
+STATE_PARTS = ("weights", "gradients", "optimizer")
+ACTIVATION_PARTS = ("activations", "recomputation")
 INSIDE, BELOW, ABOVE = "inside", "below", "above"
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Seconds of a step, and bytes of each component when a device holds the most."""
-
-    step_s: float
-    parts: tuple[tuple[str, int], ...]
-
-    def amount(self, measure: str) -> float:
-        """The seconds or bytes that a measure means."""
-        if measure == STEP:
-            return self.step_s
-        return float(sum(dict(self.parts)[name] for name in PARTS[measure]))
 
 
 def verdict(ratio: float, low: float, high: float) -> str:
@@ -92,7 +81,8 @@ class Predictor:
         self._graphs: list[tuple[Shape, Graph]] = []
         self.predicted = lru_cache(maxsize=None)(self._predicted)
 
-    def _predicted(self, setup: Setup) -> Predicted:
+    def _predicted(self, setup: Setup) -> dict[str, float]:
+        """Each measure of a run: seconds of a step among many, and bytes."""
         cluster, plan = cluster_of(setup), setup.plan
         graph = graph_of(model_of(setup), plan.samples, self._graphs)
         kernels = Kernels(
@@ -100,13 +90,20 @@ class Predictor:
             pace=slowest(cluster),
         )  # fmt: skip
         timeline = program(graph, plan, cluster).play(cluster, kernels)
-        return Predicted(timeline.step_s, timeline.prediction().memory)
+        memory = max((p.memory for p in timeline.processes), key=lambda memory: memory.peak)
+        states = dict(zip(COMPONENTS, memory.at_peak, strict=True))
+        activations = dict(zip(COMPONENTS, memory.peaks, strict=True))
+        return {
+            STEP: timeline.period_s,
+            STATES: float(sum(states[name] for name in STATE_PARTS)),
+            ACTIVATIONS: float(sum(activations[name] for name in ACTIVATION_PARTS)),
+        }
 
     def row(self, variant: Variant) -> dict[str, object]:
         """What is printed and reported of a variant."""
         base = BASES[variant.base]
-        before = self.predicted(base).amount(variant.measure)
-        after = self.predicted(changed(base, variant.change)).amount(variant.measure)
+        before = self.predicted(base)[variant.measure]
+        after = self.predicted(changed(base, variant.change))[variant.measure]
         ratio = after / before
         return {
             "name": variant.name,
@@ -122,6 +119,7 @@ class Predictor:
             "verdict": verdict(ratio, variant.low, variant.high),
             "source": variant.source,
             "reason": variant.reason,
+            "cause": variant.cause,
         }
 
 

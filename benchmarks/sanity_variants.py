@@ -30,6 +30,7 @@ from parloom.cost.software import GENERATIONS
 
 FA2 = "FlashAttention-2 (arXiv:2307.08691)"
 FA3 = "FlashAttention-3 (arXiv:2407.08608)"
+ZB = "Qi et al. (arXiv:2401.10241)"
 SC21 = "Narayanan et al., SC'21"
 KORTHIKANTI = "Korthikanti et al. (arXiv:2205.05198)"
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
@@ -402,16 +403,56 @@ PLANS = (
     ),
 )  # fmt: skip
 
+SCHEDULES = (
+    Variant(
+        "GPipe", "pipeline, 16 microbatches", {"plan.schedule": "gpipe"}, 1.0, 0.98, 1.02,
+        f"{SC21}, section 2.2: the same bubble, p - 1", "sends wait at other places",
+    ),
+    Variant(
+        "activations, GPipe", "pipeline, 16 microbatches", {"plan.schedule": "gpipe"}, 2.0,
+        1.9, 2.05, f"{SC21}, section 2.2: m microbatches in flight, not p",
+        "exact; the loss is of one microbatch", ACTIVATIONS,
+    ),
+    Variant(
+        "activations, interleaving", "pipeline", {"plan.interleave": 2}, 1 + 7 / (8 * 2),
+        1.38, 1.50, f"{KORTHIKANTI}, section 4.2.3: 1 + (p - 1) / (p v)", "exact; 4 % for both ends",
+        ACTIVATIONS,
+    ),
+    Variant(
+        "ZB-H1", "pipeline, 16 microbatches", {"plan.schedule": "zb_h1"},
+        (16 * 3 + 7 * 1) / (3 * pipelined(16, 8)), 0.79, 0.86,
+        f"{ZB}, table 2: (p - 1) (F + B - W) for (p - 1) (F + B + W)",
+        "all-reduces make F and B up to 1.25 times as long as W",
+    ),
+    Variant(
+        "ZB-H2, steps that follow each other", "pipeline, 16 microbatches",
+        {"plan.schedule": "zb_h2", "plan.synchronizes": False}, 16 / pipelined(16, 8), 0.68, 0.80,
+        f"{ZB}, table 2: (p - 1) (F + B - 2 W) for (p - 1) (F + B + W)",
+        "all-reduces make F and B up to 1.25 times as long as W; the longer last stage",
+    ),
+    Variant(
+        "activations, ZB-H1", "pipeline, 16 microbatches", {"plan.schedule": "zb_h1"}, 1.0, 0.95,
+        1.15, f"{ZB}, table 2: p M_B for both", "up to 1/8: what W waits for is held longer",
+        ACTIVATIONS,
+    ),
+)  # fmt: skip
+
 ZERO = (
     *(
         Variant(
-            f"ZeRO-{level}, states", "replicated, 64", {"plan.zero": level},
+            f"ZeRO-{level}, states", "replicated, 64, accumulated", {"plan.zero": level},
             zero_states(level, 64) / 16, 0.97 * zero_states(level, 64) / 16,
             1.03 * zero_states(level, 64) / 16,
             "ZeRO (Rajbhandari et al., SC'20), figure 1: 2 + 2 + 12 bytes a parameter",
             "exact; 3 % for parts that do not divide", STATES,
         )
         for level in (1, 2, 3)
+    ),
+    Variant(
+        "ZeRO-1, states, one microbatch", "replicated, 64", {"plan.zero": 1},
+        zero_states(1, 64) / 16, 0.97 * zero_states(1, 64) / 16, 1.03 * zero_states(1, 64) / 16,
+        "ZeRO (Rajbhandari et al., SC'20), figure 1: 2 + 2 + 12 bytes a parameter",
+        "exact; 3 % for parts that do not divide", STATES,
     ),
     Variant(
         "ZeRO-1 for data parallelism", "replicated, 64, slow network", {"plan.zero": 1}, 0.79,
@@ -443,4 +484,6 @@ ZERO = (
     ),
 )  # fmt: skip
 
-VARIANTS: tuple[Variant, ...] = (*MODEL, *KERNELS, *LINKS, *PLANS, *ZERO)
+VARIANTS: tuple[Variant, ...] = (
+    *MODEL, *KERNELS, *LINKS, *PLANS, *SCHEDULES, *ZERO,
+)  # fmt: skip
