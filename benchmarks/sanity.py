@@ -17,7 +17,6 @@ from published_models import Model, Shape, graph_of
 from sanity_bases import ACTIVATIONS, BASES, STATES, STEP, Setup, Variant, changed
 from sanity_variants import VARIANTS
 
-from parloom.comparators.configuration import Configuration
 from parloom.comparators.handmade import program
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import Kernels, slowest
@@ -26,8 +25,8 @@ from parloom.cost.tasks import COMPONENTS
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Level
 
-# Components of memory that a measure adds up, of the device that holds the most: states when it does,
-# activations and what is recomputed of them when there are the most of these.
+# Components of memory that a measure adds up, of the device that holds the most: states when it
+# does, activations and what is recomputed of them when there are the most of these.
 STATE_PARTS = ("weights", "gradients", "optimizer")
 ACTIVATION_PARTS = ("activations", "recomputation")
 INSIDE, BELOW, ABOVE = "inside", "below", "above"
@@ -147,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{said:6}  {variant.name} ({variant.base}): {variant.source}",
             flush=True,
         )
+        if said:
+            print(f"{'':41}suspected: {variant.cause or 'not known'}")
     outside = sum(row["verdict"] != INSIDE for row in rows)
     print(f"{len(rows) - outside} of {len(rows)} inside")
     report("sanity", rows, asked.json)

@@ -15,15 +15,19 @@ from parloom.cost.software import GENERATIONS, Software
 
 STEP, STATES, ACTIVATIONS = "step", "states", "activations"
 MEASURES = (STEP, STATES, ACTIVATIONS)
+# Publications that several variants are from.
+SC21 = "Narayanan et al., SC'21"
+KORTHIKANTI = "Korthikanti et al. (arXiv:2205.05198)"
+TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A training run: model, devices and how they differ from the device table's, plan, kernels.
 
-    `inner` and `outer` multiply the bandwidth inside a node and between nodes, `latency` the latency
-    of every link. `groups` of key heads: 0 is a GPT, otherwise a Llama. Attention and the residual
-    path have dropout where the model `drops`.
+    `inner` and `outer` multiply the bandwidth inside a node and between nodes, `latency` the
+    latency of every link. `groups` of key heads: 0 is a GPT, otherwise a Llama. Attention and the
+    residual path have dropout where the model `drops`.
     """
 
     layers: int = 24
@@ -179,7 +183,6 @@ BASES: Mapping[str, Setup] = MappingProxyType(
         ),
         "data": DATA,
         "data, not overlapped": changed(DATA, {"software.overlaps": False}),
-        "data, small": changed(DATA, {"nodes": 1, "plan.data": 8}),
         "sharded": SEVEN,
         "sharded, 64": changed(SEVEN, {"nodes": 8, "plan.data": 64}),
         "sharded, 64, slow network": changed(SEVEN, {"nodes": 8, "plan.data": 64, "outer": 0.25}),
