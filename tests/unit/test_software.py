@@ -11,6 +11,7 @@ from parloom.cost.kernels import Kernels
 from parloom.cost.software import GENERATIONS, Software
 from parloom.cost.step import priced
 from parloom.cost.tasks import ACTIVATIONS
+from parloom.cost.works import Work
 from parloom.ir.repeat import repeated
 from tests.unit.graphs import stack
 
@@ -94,3 +95,19 @@ def test_every_generation_plays_a_step(name: str) -> None:
     step = found.play(CLUSTER, Kernels(CLUSTER.device, GENERATIONS[name]))
     assert 0 < step.bound_ps <= step.step_ps
     assert step.processes[0].memory.net == step.processes[0].base
+
+
+def test_recipes_of_eight_bits_leave_out_the_head() -> None:
+    found = built(Configuration(data=16))
+    kernels = Kernels(CLUSTER.device, PLAIN, None, "float8")
+    wide = Kernels(CLUSTER.device, PLAIN)
+
+    def seconds(kernels: Kernels) -> tuple[float, float]:
+        """Of main, and of a block."""
+        walked = priced(found.lowered[0], CLUSTER, found.parts[0].decisions, kernels=kernels)
+        block = walked.walker.call(found.lowered[0].functions[0].name)
+        main = (w.compute_s for w in walked.main.forward.works if isinstance(w, Work))
+        return sum(main), block.forward.total.price.compute_s
+
+    assert seconds(kernels)[0] == seconds(wide)[0]
+    assert seconds(kernels)[1] != seconds(wide)[1]

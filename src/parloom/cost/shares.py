@@ -7,6 +7,7 @@ computes. What is left at the end of a function is moved for those that take its
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parloom.cost.kernels import Kernels
 from parloom.cost.liveness import Lives
 from parloom.cost.parameters import Transfer
 from parloom.cost.step import Priced
@@ -95,9 +96,11 @@ def work_ps(work: Work | None) -> int:
 
 def shares(pcg: PCG, walker: Walker) -> Mapping[str, tuple[Share, ...]]:
     """The items of every variant of a block kind and of main, by the variant's name."""
-    found = {pcg.main.name: _shares(pcg.graph.main, pcg.main, walker)}
+    found = {pcg.main.name: _shares(pcg.graph.main, pcg.main, walker, walker.kernels_of_main)}
     for function in pcg.functions:
-        found[function.name] = _shares(pcg.graph.by_name[function.kind], function, walker)
+        found[function.name] = _shares(
+            pcg.graph.by_name[function.kind], function, walker, walker.kernels
+        )
     return found
 
 
@@ -113,10 +116,12 @@ def runs(pcg: PCG) -> Mapping[str, Runs]:
     return found
 
 
-def _shares(function: Function, lowered: PFunction, walker: Walker) -> tuple[Share, ...]:
+def _shares(
+    function: Function, lowered: PFunction, walker: Walker, kernels: Kernels
+) -> tuple[Share, ...]:
     lives = Lives(frozenset(), frozenset())
     items = tuple(item for item in lowered.body if not isinstance(item, PCall))
-    walker.walk(lowered.inputs, items, lives, lowered.outputs, lowered.remake)
+    walker.walk(lowered.inputs, items, lives, lowered.outputs, lowered.remake, kernels)
     remade = set() if lowered.remake is None else {id(item) for item in lowered.remake.body}
     keys = _keys(function, items)
     roots: dict[str, str] = {}

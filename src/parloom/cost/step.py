@@ -41,17 +41,18 @@ def priced(
     `kernels` price operators; by default those of the cluster's device and parloom's own software.
     """
     walker = Walker(pcg.by_name, pcg.mesh, cluster, kernels)
-    inputs = [(entry.kind, entry.value.name) for entry in pcg.graph.inputs]
+    entries = [(entry.kind, entry.value.name) for entry in pcg.graph.inputs]
     # What another stage made takes memory when it arrives.
     arriving = {e.value.name for e in pcg.graph.of_kind("batch") if e.trainable}
-    outside = frozenset(name for kind, name in inputs if kind != "constant") - arriving
-    weights = frozenset(name for kind, name in inputs if kind == "parameter")
+    outside = frozenset(name for kind, name in entries if kind != "constant") - arriving
+    weights = frozenset(name for kind, name in entries if kind == "parameter")
     results = (*pcg.outputs, *pcg.updates)
     names = {value.name for _, value in results}
     if pcg.loss is not None and not pcg.loss.spec.shape:  # what a stage sends leaves it
         names.add(pcg.loss.name)
     held = frozenset(names) - outside - arriving
-    main = walker.walk(pcg.main.inputs, pcg.main.body, Lives(outside, weights, held))
-    prologue = walker.walk(pcg.main.inputs, pcg.prologue, Lives(outside, weights))
+    inputs, kernels = pcg.main.inputs, walker.kernels_of_main
+    main = walker.walk(inputs, pcg.main.body, Lives(outside, weights, held), kernels=kernels)
+    prologue = walker.walk(inputs, pcg.prologue, Lives(outside, weights), kernels=kernels)
     parameters = Parameters(pcg, walker, decisions, optimizer or Optimizer())
     return Priced(walker, main, prologue, parameters, parameters.buckets(main.backward))

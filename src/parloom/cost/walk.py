@@ -70,6 +70,14 @@ class Walker:
         self.kernels = kernels or Kernels(cluster.device, pace=slowest(cluster))
         self._known: dict[str, Walked] = {}
 
+    @property
+    def kernels_of_main(self) -> Kernels:
+        """Recipes of 8 and 4 bits are for products of blocks: the head, and losses, have 16
+        (TransformerEngine and torchtitan leave out the output layer).
+        """
+        narrow = self.kernels.product_dtype in NARROW
+        return replace(self.kernels, product_dtype=None) if narrow else self.kernels
+
     def call(self, name: str, parameters: frozenset[int] = frozenset()) -> Walked:
         """The price of the function `name`, from memory where it was asked for before.
 
@@ -92,14 +100,17 @@ class Walker:
         lives: Lives,
         outputs: tuple[PValue, ...] = (),
         remake: Remake | None = None,
+        kernels: Kernels | None = None,
     ) -> Walked:
-        """The price of a body; `lives` says what of its inputs others count."""
+        """The price of a body; `lives` says what of its inputs others count. `kernels` are those of
+        blocks unless others are given.
+        """
         # Values that are dropped are memory of their own: nothing of them stays in a kernel.
         software = self.kernels.software
         parts = (
             merged(body, outputs, software.merges, software.fuses_loss) if remake is None else {}
         )
-        self._run(inputs, body, lives, parts)
+        self._run(inputs, body, lives, parts, kernels or self.kernels)
         if remake is not None:
             lives.drop(remake, self._again(remake))
         return self._walked(inputs, lives, outputs)
@@ -110,8 +121,9 @@ class Walker:
         body: tuple[Item, ...],
         lives: Lives,
         parts: Mapping[int, Part],
+        kernels: Kernels,
     ) -> None:
-        state = _Body(self, inputs, lives)
+        state = _Body(self, inputs, lives, kernels)
         for index, item in enumerate(body):
             lives.items.append(item)
             forward, backward = state.works(item, parts.get(index))
@@ -121,7 +133,7 @@ class Walker:
     def _again(self, remake: Remake) -> tuple[Work | Called, ...]:
         """The works that make dropped values again, in the order in which they run."""
         lives = Lives(frozenset(value.name for value in remake.inputs), frozenset())
-        self._run(remake.inputs, remake.body, lives, {})
+        self._run(remake.inputs, remake.body, lives, {}, self.kernels)
         lives.keep_parts()
         works = lives.forward_works(remake.outputs)
         return tuple(replace(work, again=True) for work in works if isinstance(work, Work))
@@ -238,8 +250,10 @@ class Walker:
 class _Body:
     """A body that is being walked: every item's works, and what is known of its values."""
 
-    def __init__(self, walker: Walker, inputs: tuple[PValue, ...], lives: Lives) -> None:
-        self.walker, self.lives = walker, lives
+    def __init__(
+        self, walker: Walker, inputs: tuple[PValue, ...], lives: Lives, kernels: Kernels
+    ) -> None:
+        self.walker, self.lives, self.kernels = walker, lives, kernels
         self.position = {v.name: i for i, v in enumerate(inputs)}
         # What stays inside of a merged kernel, and the operator that makes it.
         self.unwritten: dict[str, Compute] = {}
@@ -277,10 +291,10 @@ class _Body:
                 inner_results=part.inner_results,
                 launches=part.launches,
             )
-        seconds = self.walker.kernels.seconds(local)
+        seconds = self.kernels.seconds(local)
         name, kind = item.node.key, item.node.op
         read = (lives.of(v) for v in item.operands)
-        scores = self.walker.kernels.score_bytes(local)
+        scores = self.kernels.score_bytes(local)
         staging = scores.forward_bytes if scores else 0
         forward = Work(
             name, kind, seconds.forward_s, staging=staging, parameters=self.weights(read)
@@ -312,7 +326,7 @@ class _Body:
         undo = self.share(result, op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
         if scores:
             own, undo = scores.kept_bytes, scores.backward_bytes
-        if item.node.op == CROSS_ENTROPY and self.walker.kernels.software.fuses_loss:
+        if item.node.op == CROSS_ENTROPY and self.kernels.software.fuses_loss:
             # Its gradient is made of the logits, and takes their place.
             own = undo = 0
             self.keep_value(item.operands[0])
@@ -378,7 +392,7 @@ class _Body:
             exchange = replace(exchange, seconds=seconds, latency_s=latency_s)
         return replace(
             work,
-            compute_s=work.compute_s + walker.kernels.stream_s(2 * rows, 2),
+            compute_s=work.compute_s + self.kernels.stream_s(2 * rows, 2),
             exchange=exchange,
             staging=work.staging + 2 * rows,
         )
@@ -403,7 +417,7 @@ class _Body:
         that read the same share; and of gathered ones the rank's own part (Korthikanti et al.,
         2022, section 4.2.2), where the software gathers them again beside the backward pass.
         """
-        kernels, rest = self.walker.kernels, saved
+        kernels, rest = self.kernels, saved
         if ("operand", 0) in saved and item.operands[0].name not in self.position:
             rest = tuple(s for s in saved if s != ("operand", 0))
             value = item.operands[0]
@@ -453,7 +467,7 @@ class _Body:
         seconds, exchange = self.walker.primitive(name, item.step.axes, before, after)
         weights = self.weights([self.lives.of(item.operand)])
         staging = 0 if exchange is None else exchange.scratch_bytes
-        if exchange is not None and self.walker.kernels.software.stacks:
+        if exchange is not None and self.kernels.software.stacks:
             mesh = self.walker.mesh
             shapes = [local_shape(v.layout, v.spec.shape, mesh) for v in (source, target)]
             staging = staging_bytes(
@@ -499,7 +513,7 @@ class _Body:
             return forward, None
         backward = Called(
             item.function, item.prefix, recompute, inputs,
-            discards=0 if self.walker.kernels.software.stops_early else size[NEW],
+            discards=0 if self.kernels.software.stops_early else size[NEW],
             moves=inner.inside_bytes if moves else 0,
         )  # fmt: skip
         return forward, backward
