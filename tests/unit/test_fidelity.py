@@ -45,7 +45,7 @@ def test_a_row_from_its_text_to_seconds(fidelity: ModuleType, published: ModuleT
     assert found.predicted_s is not None
     assert found.predicted_s > 0
     assert found.reason == ""
-    assert len(found.slopes) == len(fidelity.CONSTANTS)
+    assert len(found.slopes) == len(fidelity.SHARED)
     assert all(slope <= 0 for slope in found.slopes)  # nothing is slower for a better constant
     chosen = published.configuration(ROW)
     assert (chosen.tensor, chosen.pipeline, chosen.data, chosen.num_microbatches) == (2, 2, 4, 4)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores, local_operator, slowest
+from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores, local_operator
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import CROSS_ENTROPY, Part, merged
 from parloom.cost.staging import staging_bytes
@@ -67,7 +67,7 @@ class Walker:
         kernels: Kernels | None = None,
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
-        self.kernels = kernels or Kernels(cluster.device, pace=slowest(cluster))
+        self.kernels = kernels or Kernels(cluster.device)
         self._known: dict[str, Walked] = {}
 
     @property

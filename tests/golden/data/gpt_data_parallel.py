@@ -33,7 +33,7 @@ def block(
     # up_bias: [96]
     # down_weight: [24, 96]
     # down_bias: [24]
-    # norm_1  (gpt.py:43)
+    # norm_1  (gpt.py:44)
     norm_1 = F.layer_norm(hidden, (24,), norm_1_weight, norm_1_bias, 1e-05)  # [4/data·2, 12, 24]
 
     # attention.qkv  (gpt.py:23)
@@ -51,7 +51,7 @@ def block(
     attention_transpose_3 = attention_unbind_3.transpose(1, 2)  # [4/data·2, 6, 12, 4]
     del attention_unbind, attention_unbind_2, attention_unbind_3
 
-    # attention  (gpt.py:24)
+    # attention  (gpt.py:26)
     attention_scaled_dot_product_attention = F.scaled_dot_product_attention(attention_transpose, attention_transpose_2, attention_transpose_3, is_causal=True)  # [4/data·2, 6, 12, 4]
     del attention_transpose, attention_transpose_2, attention_transpose_3
 
@@ -64,26 +64,26 @@ def block(
     attention_out = F.linear(attention_view_2, attention_out_weight, attention_out_bias)  # [4/data·2, 12, 24]
     del attention_view_2
 
-    # (top)  (gpt.py:43)
+    # (top)  (gpt.py:44)
     add = hidden + attention_out  # [4/data·2, 12, 24]
     del attention_out
 
-    # norm_2  (gpt.py:44)
+    # norm_2  (gpt.py:45)
     norm_2 = F.layer_norm(add, (24,), norm_2_weight, norm_2_bias, 1e-05)  # [4/data·2, 12, 24]
 
-    # up  (gpt.py:44)
+    # up  (gpt.py:45)
     up = F.linear(norm_2, up_weight, up_bias)  # [4/data·2, 12, 96]
     del norm_2
 
-    # (top)  (gpt.py:44)
+    # (top)  (gpt.py:45)
     gelu = F.gelu(up, approximate='tanh')  # [4/data·2, 12, 96]
     del up
 
-    # down  (gpt.py:44)
+    # down  (gpt.py:46)
     down = F.linear(gelu, down_weight, down_bias)  # [4/data·2, 12, 24]
     del gelu
 
-    # (top)  (gpt.py:44)
+    # (top)  (gpt.py:46)
     add_2 = add + down  # [4/data·2, 12, 24]
     return add_2
 
@@ -91,20 +91,20 @@ def block(
 def forward(
     ctx: rt.Context, batch: dict[str, Tensor], hoisted: tuple[Tensor, ...]
 ) -> rt.Result:
-    # tokens  (gpt.py:66)
+    # tokens  (gpt.py:70)
     tokens_weight = ctx.weight('tokens.weight')
     input_ids = batch['input_ids']
     tokens = F.embedding(input_ids, tokens_weight)  # [4/data·2, 12, 24]
 
-    # (top)  (gpt.py:67)
+    # (top)  (gpt.py:71)
     arange = torch.arange(0, 12, 1, dtype=torch.int64, device=ctx.device)  # [12]
 
-    # positions  (gpt.py:67)
+    # positions  (gpt.py:71)
     positions_weight = ctx.weight('positions.weight')
     positions = F.embedding(arange, positions_weight)  # [12, 24]
     del arange
 
-    # (top)  (gpt.py:67)
+    # (top)  (gpt.py:71)
     add = tokens + positions  # [4/data·2, 12, 24]
     del positions, tokens
 
@@ -116,17 +116,17 @@ def forward(
     blocks_1 = ctx.call(block, 'blocks.1', (blocks_0,), ('blocks.1.norm_1.weight', 'blocks.1.norm_1.bias', 'blocks.1.attention.qkv.weight', 'blocks.1.attention.qkv.bias', 'blocks.1.attention.out.weight', 'blocks.1.attention.out.bias', 'blocks.1.norm_2.weight', 'blocks.1.norm_2.bias', 'blocks.1.up.weight', 'blocks.1.up.bias', 'blocks.1.down.weight', 'blocks.1.down.bias'))
     del blocks_0
 
-    # norm  (gpt.py:70)
+    # norm  (gpt.py:74)
     norm_weight = ctx.weight('norm.weight')
     norm_bias = ctx.weight('norm.bias')
     norm = F.layer_norm(blocks_1, (24,), norm_weight, norm_bias, 1e-05)  # [4/data·2, 12, 24]
     del blocks_1
 
-    # head  (gpt.py:70)
+    # head  (gpt.py:74)
     head = F.linear(norm, tokens_weight)  # [4/data·2, 12, 24]
     del norm
 
-    # (top)  (gpt.py:71)
+    # (top)  (gpt.py:75)
     slice_1 = head.narrow(1, 0, 11)  # [4/data·2, 11, 24]
     view = slice_1.reshape((22, 24))  # [4/data·22, 24]
     labels = batch['labels']

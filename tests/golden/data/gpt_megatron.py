@@ -33,7 +33,7 @@ def block(
     # up_bias: [2/tensor·48]
     # down_weight: [24, 2/tensor·48]
     # down_bias: [24]
-    # norm_1  (gpt.py:43)
+    # norm_1  (gpt.py:44)
     norm_1 = F.layer_norm(hidden, (24,), norm_1_weight, norm_1_bias, 1e-05)  # [2/data·4, 12, 24]
     norm_1__replicate_tensor = rt.replicate(norm_1, ctx, ('tensor',), backward="all_reduce")  # [2/data·4, 12, 24]
     del norm_1
@@ -53,7 +53,7 @@ def block(
     attention_transpose_3 = attention_unbind_3.transpose(1, 2)  # [2/data·4, 2/tensor·3, 12, 4]
     del attention_unbind, attention_unbind_2, attention_unbind_3
 
-    # attention  (gpt.py:24)
+    # attention  (gpt.py:26)
     attention_scaled_dot_product_attention = F.scaled_dot_product_attention(attention_transpose, attention_transpose_2, attention_transpose_3, is_causal=True)  # [2/data·4, 2/tensor·3, 12, 4]
     del attention_transpose, attention_transpose_2, attention_transpose_3
 
@@ -67,29 +67,29 @@ def block(
     attention_out__reduce_tensor = rt.reduce(attention_out, ctx, ('tensor',), backward="identity")  # [2/data·4, 12, 24]
     del attention_view_2, attention_out
 
-    # (top)  (gpt.py:43)
+    # (top)  (gpt.py:44)
     add = hidden + attention_out__reduce_tensor  # [2/data·4, 12, 24]
     del attention_out__reduce_tensor
 
-    # norm_2  (gpt.py:44)
+    # norm_2  (gpt.py:45)
     norm_2 = F.layer_norm(add, (24,), norm_2_weight, norm_2_bias, 1e-05)  # [2/data·4, 12, 24]
     norm_2__replicate_tensor = rt.replicate(norm_2, ctx, ('tensor',), backward="all_reduce")  # [2/data·4, 12, 24]
     del norm_2
 
-    # up  (gpt.py:44)
+    # up  (gpt.py:45)
     up = F.linear(norm_2__replicate_tensor, up_weight, up_bias)  # [2/data·4, 12, 2/tensor·48]
     del norm_2__replicate_tensor
 
-    # (top)  (gpt.py:44)
+    # (top)  (gpt.py:45)
     gelu = F.gelu(up, approximate='tanh')  # [2/data·4, 12, 2/tensor·48]
     del up
 
-    # down  (gpt.py:44)
+    # down  (gpt.py:46)
     down = F.linear(gelu, down_weight, rt.once(down_bias, ctx, ('tensor',)))  # [2/data·4, 12, 24] partial(tensor)
     down__reduce_tensor = rt.reduce(down, ctx, ('tensor',), backward="identity")  # [2/data·4, 12, 24]
     del gelu, down
 
-    # (top)  (gpt.py:44)
+    # (top)  (gpt.py:46)
     add_2 = add + down__reduce_tensor  # [2/data·4, 12, 24]
     return add_2
 
@@ -97,22 +97,22 @@ def block(
 def forward(
     ctx: rt.Context, batch: dict[str, Tensor], hoisted: tuple[Tensor, ...]
 ) -> rt.Result:
-    # tokens  (gpt.py:66)
+    # tokens  (gpt.py:70)
     tokens_weight = ctx.weight('tokens.weight')
     input_ids = batch['input_ids']
     tokens = rt.embedding(tokens_weight, input_ids, ctx, ('tensor', 12), padding=-1)  # [2/data·4, 12, 24] partial(tensor)
 
-    # (top)  (gpt.py:67)
+    # (top)  (gpt.py:71)
     arange = torch.arange(0, 12, 1, dtype=torch.int64, device=ctx.device)  # [12]
 
-    # positions  (gpt.py:67)
+    # positions  (gpt.py:71)
     positions_weight = ctx.weight('positions.weight')
     positions = rt.embedding(positions_weight, arange, ctx, ('tensor', 6), padding=-1)  # [12, 24] partial(tensor)
     tokens__reduce_tensor = rt.reduce(tokens, ctx, ('tensor',), backward="identity")  # [2/data·4, 12, 24]
     positions__reduce_tensor = rt.reduce(positions, ctx, ('tensor',), backward="identity")  # [12, 24]
     del arange, tokens, positions
 
-    # (top)  (gpt.py:67)
+    # (top)  (gpt.py:71)
     add = tokens__reduce_tensor + positions__reduce_tensor  # [2/data·4, 12, 24]
     del positions__reduce_tensor, tokens__reduce_tensor
 
@@ -124,18 +124,18 @@ def forward(
     blocks_1 = ctx.call(block, 'blocks.1', (blocks_0,), ('blocks.1.norm_1.weight', 'blocks.1.norm_1.bias', 'blocks.1.attention.qkv.weight', 'blocks.1.attention.qkv.bias', 'blocks.1.attention.out.weight', 'blocks.1.attention.out.bias', 'blocks.1.norm_2.weight', 'blocks.1.norm_2.bias', 'blocks.1.up.weight', 'blocks.1.up.bias', 'blocks.1.down.weight', 'blocks.1.down.bias'))
     del blocks_0
 
-    # norm  (gpt.py:70)
+    # norm  (gpt.py:74)
     norm_weight = ctx.weight('norm.weight')
     norm_bias = ctx.weight('norm.bias')
     norm = F.layer_norm(blocks_1, (24,), norm_weight, norm_bias, 1e-05)  # [2/data·4, 12, 24]
     norm__replicate_tensor = rt.replicate(norm, ctx, ('tensor',), backward="all_reduce")  # [2/data·4, 12, 24]
     del blocks_1, norm
 
-    # head  (gpt.py:70)
+    # head  (gpt.py:74)
     head = F.linear(norm__replicate_tensor, tokens_weight)  # [2/data·4, 12, 2/tensor·12]
     del norm__replicate_tensor
 
-    # (top)  (gpt.py:71)
+    # (top)  (gpt.py:75)
     slice_1 = head.narrow(1, 0, 11)  # [2/data·4, 11, 2/tensor·12]
     view = slice_1.reshape((44, 12))  # [2/data·44, 2/tensor·12]
     labels = batch['labels']
