@@ -13,6 +13,7 @@ from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores, local_operator
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import CROSS_ENTROPY, Part, merged
+from parloom.cost.routes import sending
 from parloom.cost.staging import staging_bytes
 from parloom.cost.works import (
     INSIDE,
@@ -30,7 +31,6 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.opdef import SavedTensors
-from parloom.ir.ops.rule import RING
 from parloom.ir.pcg import Compute, Item, Movement, PCall, PFunction, PValue, Remake
 from parloom.ir.remake import saved_by
 
@@ -46,9 +46,6 @@ COLLECTIVE_PRIMITIVES = {
 }
 # Primitives that may need a stacked copy of the larger side.
 STACKED = ("all_gather", "reduce_scatter", "all_to_all")
-
-# Numbers of rows, their places, and rows: what is sent one after the other where rows are routed.
-LED_ROUNDS = 3
 
 # Of a collective that is cut up and runs beside the product that it feeds or follows, a quarter is
 # exposed: the first or the last of four parts (Megatron-Bridge, docs/performance-guide.md). What is
@@ -299,7 +296,7 @@ class _Body:
         forward = Work(
             name, kind, seconds.forward_s, staging=staging, parameters=self.weights(read)
         )
-        forward = self.sending(item, forward, backward=False)
+        forward = sending(self.walker, item, forward, backward=False)
         if not any(v.differentiable for v in item.results):
             return forward, None
         undo = self.kept(item, site, scores)
@@ -312,7 +309,7 @@ class _Body:
             name, kind, seconds.backward_s, staging=undo, parameters=weights,
             weights_s=share if weights else 0.0,
         )  # fmt: skip
-        return forward, self.sending(item, undone, backward=True)
+        return forward, sending(self.walker, item, undone, backward=True)
 
     def kept(self, item: Compute, site: Site, scores: Scores | None) -> int:
         """Keep what the backward pass of an operator needs; the bytes of its own that it takes."""
@@ -337,65 +334,6 @@ class _Body:
             runs = own or any(what == "result" for what, _ in saved)
             lives.saved_before = len(lives.items) - (not runs)
         return undo
-
-    def sending(self, item: Compute, work: Work, *, backward: bool) -> Work:
-        """`work` with what the operator itself sends over the axes that it routes, if any."""
-        axes = item.rule.routed(dict(item.assignment), self.walker.mesh)
-        if not axes:
-            return work
-        if any(kind == RING for _, kind in item.rule.kinds):
-            return self.ring(item, work, axes, backward=backward)
-        return self.routing(item, work, axes, backward=backward)
-
-    def ring(self, item: Compute, work: Work, axes: tuple[str, ...], *, backward: bool) -> Work:
-        """`work` with blocks of keys and values that go around beside it.
-
-        Each of p ranks has one at a time and computes a p-th part of the work with it, while the
-        next one comes (Liu et al., 2023, section 3) and slows its kernels; in the backward pass the
-        gradients of a block follow it, and go home in a last step that hides behind nothing.
-        """
-        walker, ranks = self.walker, self.walker.mesh.size(axes)
-        block = sum(walker.local_bytes(v) for v in item.operands[1:3])
-        shift = walker.exchange("shift", axes, block)
-        beside, after = (2, 1) if backward else (1, 0)
-        hidden = min(beside * shift.seconds, work.compute_s / ranks)
-        slowed_s = BACKENDS[walker.cluster.backend].slows * (ranks - 1) * hidden
-        exposed = beside * shift.seconds - hidden
-        seconds = (ranks - 1) * exposed + after * shift.seconds
-        count = beside * (ranks - 1) + after
-        traffic = tuple((level, count * size, count * n) for level, size, n in shift.traffic)
-        waits = (ranks - 1) * min(exposed, beside * shift.latency_s) + after * shift.latency_s
-        return replace(
-            work,
-            compute_s=work.compute_s + slowed_s,
-            exchange=replace(shift, traffic=traffic, seconds=seconds, latency_s=waits),
-            staging=work.staging + 2 * beside * block,
-        )
-
-    def routing(self, item: Compute, work: Work, axes: tuple[str, ...], *, backward: bool) -> Work:
-        """`work` with what it takes to send rows over `axes`.
-
-        All ranks are taken to have equally many rows. They are copied by receiver, and again as
-        they are sorted. Where their places are sent, too, these and numbers of rows go first.
-        """
-        rule, walker = item.rule, self.walker
-        made = [v for v, dims in zip(item.results, rule.results, strict=True) if rule.travel(dims)]
-        read = [
-            v for v, dims in zip(item.operands, rule.operands, strict=True) if rule.travel(dims)
-        ]
-        rows = sum(walker.local_bytes(v) for v in made or read if v.spec.is_float)
-        places = sum(walker.local_bytes(v) for v in made if not v.spec.is_float and not backward)
-        exchange = walker.exchange("all_to_all", axes, rows + places)
-        if places:
-            latency_s = LED_ROUNDS * exchange.latency_s
-            seconds = exchange.seconds - exchange.latency_s + latency_s
-            exchange = replace(exchange, seconds=seconds, latency_s=latency_s)
-        return replace(
-            work,
-            compute_s=work.compute_s + self.kernels.stream_s(2 * rows, 2),
-            exchange=exchange,
-            staging=work.staging + 2 * rows,
-        )
 
     @property
     def fused(self) -> bool:
