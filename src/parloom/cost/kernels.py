@@ -78,8 +78,8 @@ MERGED_PASSES = 3.0
 DROPOUT_PASSES = 2.5
 # Passes over the classes that a cross-entropy makes beside reading them and writing their gradient:
 # it writes their logarithms, and in the backward pass a gradient of zeros but one, and reads it.
-# They count where a fused loss makes none of these, too, in place of metrics that frameworks of the
-# time took of the logits (fitted to llm-foundry's small models).
+# Fitted: with `fuses_loss` they count, too, since small models with many classes take that long
+# (docs/decisions/0024). Metrics that frameworks take of the logits may be the reason.
 CLASS_PASSES = {"cross_entropy_loss": (1.0, 2.0)}
 
 # What an update of operations one by one moves more than a fused one, per state: torch's multi-
