@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,21 @@ def test_more_work_takes_longer() -> None:
     )
     assert wide.forward_s > 4 * narrow.forward_s
     assert wide.backward_s > 4 * narrow.backward_s
+
+
+def test_a_machine_that_stalls_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine that stood still for seconds made a file that no command read."""
+
+    def typical(stalled: set[int]) -> float:
+        rounds = count()
+        took = lambda clock, run: 5.0 if next(rounds) in stalled else 0.01  # noqa: E731
+        monkeypatch.setattr(Clock, "elapsed", took)
+        return Clock(CPU, 0.3).typical(lambda: None)
+
+    assert typical(set()) == pytest.approx(0.01)
+    assert typical({4}) == pytest.approx(0.01)
+    # Windows apart from each other that all stall are how fast the machine is.
+    assert typical({4, 14, 15, 24, 25, 26}) > 0.1
 
 
 def lowered_mlp(width: int) -> PCG:

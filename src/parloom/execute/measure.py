@@ -1,9 +1,10 @@
 """Times of operators on this device, as one rank runs them.
 
 A processor under a quota pauses for longer than an operator takes, so what counts is the mean over
-at least `LEAST_S`; on a GPU the device's own clock is read (events). Operands are used in turns, so
-that small ones are not always in the cache. Backward passes run over many calls at once, as in a
-program: the engine's start-up is not theirs.
+a window of many calls, and of some windows the median: machines stall now and then. On a GPU the
+device's own clock is read (events). Operands are used in turns, so that small ones are not always
+in the cache. Backward passes run over many calls at once, as in a program: the engine's start-up is
+not theirs.
 """
 
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from math import prod
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from parloom.ir.pcg import PCG, Compute, PValue
 from parloom.runtime import Context, SingleComm
 
 LEAST_S = 0.1
+WINDOWS = 3  # of which the one in the middle counts
 MOST_CALLS = 32
 MOST_BYTES = 128 << 20  # of the results of one round of calls
 CACHE_BYTES = 32 << 20  # operands in turns take at least as much, where few enough will do
@@ -61,20 +64,29 @@ class Clock:
         run()
         return time.perf_counter() - started
 
-    def mean(self, run: Run, calls: int = 1) -> float:
+    def typical(self, run: Run, calls: int = 1) -> float:
         """Seconds of one of the `calls` that a run makes, after one to warm up."""
         run()
-        total, rounds = 0.0, 0
-        while total < self.least_s:
-            total += self.elapsed(run)
-            rounds += 1
-        return total / (rounds * calls)
+        return self.typical_of(lambda: (self.elapsed(run),))[0] / calls
+
+    def typical_of(self, rounds: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """The median over windows of the mean times that rounds report; their first one is what
+        has to take `least_s` in all.
+        """
+        windows = []
+        for _ in range(WINDOWS):
+            totals, count = rounds(), 1
+            while totals[0] < self.least_s / WINDOWS:
+                totals = tuple(a + b for a, b in zip(totals, rounds(), strict=True))
+                count += 1
+            windows.append([total / count for total in totals])
+        return tuple(median(times) for times in zip(*windows, strict=True))
 
 
 def launch_s(clock: Clock) -> float:
     """An operator on one element, recorded by autograd as in a training step."""
     x = torch.zeros(1, device=clock.device, requires_grad=True)
-    return clock.mean(lambda: [x + 1.0 for _ in range(100)], 100)
+    return clock.typical(lambda: [x + 1.0 for _ in range(100)], 100)
 
 
 def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
@@ -84,7 +96,7 @@ def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
         for side in SIDES:
             a, b, out = (torch.rand(side, side, device=clock.device).to(dtype) for _ in range(3))
             calls = max(1, 512 // side)
-            seconds = clock.mean(partial(_multiply, a, b, out, calls), calls)
+            seconds = clock.typical(partial(_multiply, a, b, out, calls), calls)
             yield Product(name, side, side, side, seconds)
             if seconds > clock.least_s:
                 break
@@ -101,7 +113,7 @@ def streams(clock: Clock) -> Iterator[Stream]:
         count = max(1, min(MOST_COPIES, CACHE_BYTES // size))
         tensors = [torch.rand(size // 8, device=clock.device) for _ in range(count)]
         out = torch.empty_like(tensors[0])
-        yield Stream(size, clock.mean(partial(_scale, tensors, out), len(tensors)))
+        yield Stream(size, clock.typical(partial(_scale, tensors, out), len(tensors)))
 
 
 def _scale(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -165,13 +177,9 @@ class _Trial:
     def timed(self, key: str) -> Timed:
         """Forward and backward pass; the first round warms up."""
         self._round()
-        forward = backward = 0.0
-        rounds = 0
-        while not rounds or forward < self._clock.least_s:
-            times = self._round()
-            forward, backward, rounds = forward + times[0], backward + times[1], rounds + 1
-        share = rounds * len(self._turns)
-        return Timed(key, max(1e-9, forward / share), backward / share)
+        forward, backward = self._clock.typical_of(self._round)
+        calls = len(self._turns)
+        return Timed(key, max(1e-9, forward / calls), backward / calls)
 
     def _round(self) -> tuple[float, float]:
         forward_s = self._clock.elapsed(self._forward)

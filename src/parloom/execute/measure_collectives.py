@@ -6,6 +6,7 @@ All groups of a size take part at once, as in a plan. What counts is the slowest
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from parloom.cost.calibration import TimedCollective
 from parloom.cost.collectives import Group, group_of
+from parloom.execute.measure import WINDOWS
 from parloom.ir.mesh import Cluster, MeshAxis
 from parloom.runtime.comm import DistributedGroup
 
@@ -111,13 +113,19 @@ def _wait(start: Callable[..., object], *tensors: Tensor) -> None:
 
 
 def _timed(call: Call, device: torch.device, least_s: float) -> tuple[float, float]:
-    """Seconds and own processor seconds of a call; all ranks make as many."""
+    """Seconds and own processor seconds of a call, of some windows those in the middle; all ranks
+    make as many.
+    """
     for _ in range(2):
         call()
     single = _most(_elapsed(call, 2, device)[0] / 2)
-    calls = max(2, min(MOST_CALLS, int(least_s / max(single, 1e-9))))
-    seconds, cpu_s = _elapsed(call, calls, device)
-    return max(1e-9, _most(seconds / calls)), cpu_s / calls
+    calls = max(2, min(MOST_CALLS, int(least_s / max(single, 1e-9))) // WINDOWS)
+    windows = [_elapsed(call, calls, device) for _ in range(WINDOWS)]
+    seconds, cpu_s = (
+        median(times) / calls
+        for times in ([_most(elapsed_s) for elapsed_s, _ in windows], [cpu for _, cpu in windows])
+    )
+    return max(1e-9, seconds), cpu_s
 
 
 def _elapsed(call: Call, calls: int, device: torch.device) -> tuple[float, float]:
