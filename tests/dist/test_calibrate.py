@@ -22,6 +22,7 @@ from parloom.cost.kernels import local_operator
 from parloom.cost.measured import calibrated, source_of
 from parloom.errors import InputError
 from parloom.execute import calibrate as measuring
+from parloom.execute import measure_collectives
 from parloom.execute.calibrate import calibrate, fingerprint
 from parloom.execute.measure import Clock, operators
 from parloom.execute.measure_collectives import collectives
@@ -91,6 +92,19 @@ def test_a_machine_that_stalls_once_does_not_count(monkeypatch: pytest.MonkeyPat
     assert typical({4}) == pytest.approx(0.01)
     # Windows apart from each other that all stall are how fast the machine is.
     assert typical({4, 14, 15, 24, 25, 26}) > 0.1
+
+
+def test_nor_does_it_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(windows: list[float]) -> tuple[float, float]:
+        first, *others = windows
+        left = iter([0.02, first, *others])  # two calls to see how long one takes, then windows
+        took = lambda call, calls, device: ((s := next(left)) * calls, s * calls / 4)  # noqa: E731
+        monkeypatch.setattr(measure_collectives, "_elapsed", took)
+        monkeypatch.setattr(measure_collectives, "_most", lambda value: value)
+        return measure_collectives._timed(lambda: None, CPU, 0.3)
+
+    assert timed([0.02, 5.0, 0.02]) == pytest.approx((0.02, 0.005))
+    assert timed([0.02, 5.0, 5.0]) == pytest.approx((5.0, 1.25))
 
 
 def lowered_mlp(width: int) -> PCG:

@@ -119,7 +119,7 @@ def _timed(call: Call, device: torch.device, least_s: float) -> tuple[float, flo
     for _ in range(2):
         call()
     single = _most(_elapsed(call, 2, device)[0] / 2)
-    calls = max(2, min(MOST_CALLS, int(least_s / max(single, 1e-9))) // WINDOWS)
+    calls = max(1, min(MOST_CALLS, int(least_s / max(single, 1e-9))) // WINDOWS)
     windows = [_elapsed(call, calls, device) for _ in range(WINDOWS)]
     seconds, cpu_s = (
         median(times) / calls
