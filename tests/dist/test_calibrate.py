@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parloom import cli, zoo
 from parloom.capture import capture
 from parloom.cost.calibration import (
     Calibration,
+    Product,
     calibration_from_json,
     calibration_to_json,
     key_of,
@@ -23,7 +25,7 @@ from parloom.cost.measured import calibrated, source_of
 from parloom.errors import InputError
 from parloom.execute import calibrate as measuring
 from parloom.execute import measure_collectives
-from parloom.execute.calibrate import calibrate, fingerprint
+from parloom.execute.calibrate import _mean_of, calibrate, fingerprint
 from parloom.execute.measure import Clock, operators
 from parloom.execute.measure_collectives import collectives
 from parloom.execute.ranks import fork_ranks
@@ -80,8 +82,6 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_a_machine_that_stalls_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual machine that stood still for seconds made a file that no command read."""
-
     def typical(stalled: set[int]) -> float:
         rounds = count()
         took = lambda clock, run: 5.0 if next(rounds) in stalled else 0.01  # noqa: E731
@@ -129,6 +129,22 @@ def test_ranks_measure_collectives_and_agree() -> None:
         assert other.launch_s == first.launch_s
         assert [c.seconds for c in other.collectives] == [c.seconds for c in first.collectives]
     assert calibration_from_json(calibration_to_json(first), "here") == first
+
+
+def slower_than_the_others() -> tuple[Product, ...]:
+    """Rank 0 stops at 64, as one does for which that takes long; the other goes on to 128."""
+    rank = dist.get_rank()
+    sides = {"float32": (64, 128)[: 1 + rank], "bfloat16": (64,)}
+    own = [Product(d, n, n, n, n * 1e-3 * (1 + rank)) for d in sides for n in sides[d]]
+    return _mean_of(own)
+
+
+def test_the_mean_over_ranks_is_of_equal_products() -> None:
+    """A float32 product of 2048 and a bfloat16 one of 32 were averaged, by their places."""
+    kept = tuple(Product(dtype, 64, 64, 64, 0.096) for dtype in ("float32", "bfloat16"))
+    for found in fork_ranks(2, slower_than_the_others):
+        assert [replace(p, seconds=0.0) for p in found] == [replace(p, seconds=0.0) for p in kept]
+        assert [p.seconds for p in found] == pytest.approx([p.seconds for p in kept])
 
 
 def test_a_calibration_with_the_model_is_called_measured() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -164,26 +165,32 @@ def _told(measured: Iterable[T], what: str, say: Say) -> Iterator[T]:
 
 
 def _mean_of(measured: list[M]) -> tuple[M, ...]:
-    """Each measurement with the mean of all ranks' times."""
-    names = ("seconds", "forward_s", "backward_s")
-    fields = [n for n in names if measured and hasattr(measured[0], n)]
-    times = _agreed([getattr(m, name) for m in measured for name in fields])
-    width = len(fields)
+    """The measurements that all ranks made, each with the mean of their times.
+
+    Ranks stop at different sizes: those that are slower measure fewer.
+    """
+    if not measured or not dist.is_initialized():
+        return tuple(measured)
+    fields = [n for n in ("seconds", "forward_s", "backward_s") if hasattr(measured[0], n)]
+    timeless: dict[str, Any] = dict.fromkeys(fields, 0.0)
+    of_ranks: list[dict[M, tuple[float, ...]]] = [{} for _ in range(dist.get_world_size())]
+    own = {replace(m, **timeless): tuple(getattr(m, n) for n in fields) for m in measured}
+    dist.all_gather_object(of_ranks, own)
     found = []
-    for index, one in enumerate(measured[: len(times) // max(1, width)]):
-        own: dict[str, Any] = dict(zip(fields, times[index * width :], strict=False))
-        found.append(replace(one, **own))
+    for one in of_ranks[0]:
+        if all(one in times for times in of_ranks):
+            means = map(fmean, zip(*(times[one] for times in of_ranks), strict=True))
+            timed: dict[str, Any] = dict(zip(fields, means, strict=True))
+            found.append(replace(one, **timed))
     return tuple(found)
 
 
 def _agreed(times: list[float]) -> list[float]:
-    """The mean over ranks of as many times as all of them have."""
+    """The mean over ranks, each of which has as many times."""
     if not dist.is_initialized():
         return times
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    count = torch.tensor([len(times)], device=device)
-    dist.all_reduce(count, dist.ReduceOp.MIN)
-    found = torch.tensor(times[: int(count.item())], dtype=torch.float64, device=device)
+    found = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(found)
     mean: list[float] = (found / dist.get_world_size()).tolist()
     return mean
