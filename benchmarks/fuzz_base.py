@@ -246,8 +246,8 @@ def measured() -> Calibration:
     products = tuple(Product("float32", n, n, n, 2e-11 * n**3 + 1e-5) for n in (64, 256, 512))
     streams = tuple(Stream(2**n, 2.0**n * 3e-10 + 1e-5) for n in (16, 20, 24))
     collectives = tuple(
-        TimedCollective(kind, ((0, 4),), 2**n, 1e-3 + 2.0**n * 2e-9, 1e-4)
+        TimedCollective(kind, ((0, 4),), 2**n, 1e-3 + 2.0**n * 2e-9, 0.5)
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
         for n in (10, 20)
     )
-    return Calibration(here, 4, 2e-6, products, streams, (), collectives, 0.5, 0.05)
+    return Calibration(here, 4, 2e-6, products, streams, (), collectives, 0.05)

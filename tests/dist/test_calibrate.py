@@ -32,6 +32,7 @@ from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import PCG, Compute
+from parloom.runtime.comm import SingleGroup
 from parloom.comparators.baselines import METHODS
 from tests.zoo_sizes import small
 
@@ -95,16 +96,25 @@ def test_a_machine_that_stalls_once_does_not_count(monkeypatch: pytest.MonkeyPat
 
 
 def test_nor_does_it_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(windows: list[float]) -> tuple[float, float]:
-        first, *others = windows
-        left = iter([0.02, first, *others])  # two calls to see how long one takes, then windows
-        took = lambda call, calls, device: ((s := next(left)) * calls, s * calls / 4)  # noqa: E731
+    # Seconds of a call alone, of products, of products and then the call, of both at once.
+    usual = (0.02, 0.02, 0.045, 0.03)
+
+    def timed(stalled: set[int]) -> tuple[float, float]:
+        windows = [5.0 if i in stalled else s for i, s in enumerate(3 * usual)]
+        left = iter([usual[0], *windows])  # two calls first, to see how long one takes
+        took = lambda call, calls, *others: next(left) * calls  # noqa: E731
         monkeypatch.setattr(measure_collectives, "_elapsed", took)
         monkeypatch.setattr(measure_collectives, "_most", lambda value: value)
-        return measure_collectives._timed(lambda: None, CPU, 0.3)
+        start = partial(SingleGroup().broadcast, torch.zeros(1))
+        products = measure_collectives._Products(*[torch.zeros(1, 1)] * 3, each_s=1e-3)
+        return measure_collectives._timed(start, products, 0.3)
 
-    assert timed([0.02, 5.0, 0.02]) == pytest.approx((0.02, 0.005))
-    assert timed([0.02, 5.0, 5.0]) == pytest.approx((5.0, 1.25))
+    assert timed(set()) == pytest.approx((0.025, 0.5))
+    for one in range(12):
+        assert timed({one}) == pytest.approx((0.025, 0.5))
+    # Windows that all stall are how long it takes, and how much it takes.
+    assert timed({2, 6}) == pytest.approx((4.98, 0.5))
+    assert timed({3, 7})[1] > 100
 
 
 def lowered_mlp(width: int) -> PCG:

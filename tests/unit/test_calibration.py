@@ -28,14 +28,16 @@ from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operato
 from parloom.cost.measured import (
     CALIBRATED,
     CPU_ERRORS,
+    MOST_LOST,
     Table,
     calibrated,
-    contended,
     error_of,
     mismatches,
     source_of,
 )
 from parloom.cost.simulate import simulate
+from parloom.cost.tasks import COMPUTE
+from parloom.cost.timeline import Timeline
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
 from parloom.ir.lower import lower
@@ -54,10 +56,9 @@ MADE = Calibration(
     (Stream(1 << 16, 1e-5), Stream(1 << 24, 4e-3)),
     (),
     (
-        TimedCollective("all_reduce", ((0, 4),), 1 << 10, 1e-3, 1e-4),
-        TimedCollective("all_reduce", ((0, 4),), 1 << 20, 3e-3, 2e-4),
+        TimedCollective("all_reduce", ((0, 4),), 1 << 10, 1e-3, 0.75),
+        TimedCollective("all_reduce", ((0, 4),), 1 << 20, 3e-3, 0.25),
     ),
-    0.5,
     0.05,
 )
 CLUSTER = load_cluster("4xcpu")
@@ -95,9 +96,12 @@ def test_a_file_reads_back() -> None:
         (document(streams=[{"num_bytes": 1, "second": 3.0}]), r"seconds: field required"),
         (document(launch=1.0), "launch: unknown key.*launch_s"),
         (document(zzz=1.0), "zzz: unknown key; known: (?!.*seconds.*seconds)"),
-        (document(parloom_calibration=2), "parloom_calibration: "),
+        (document(parloom_calibration=1), "parloom_calibration: .*measure again"),
         (document(num_ranks=True), "num_ranks"),
-        (document(overlap=1.5), "overlap: .*from 0 to 1, got 1.5"),
+        (
+            document(collectives=[asdict(replace(MADE.collectives[0], lost=-0.5))]),
+            r"collectives\[0\].lost: .*from 0 to 100, got -0.5",
+        ),
         ("{", "c.json: the file"),
         ("[]", "c.json: the file"),
         ("", "c.json: the file"),
@@ -173,17 +177,18 @@ def test_products_run_at_the_rate_of_products_of_their_size() -> None:
 def test_collectives_are_interpolated_by_size_and_extended() -> None:
     table = Table(MADE)
     group = ((0, 4),)
-    assert table.exchange_s("all_reduce", 1 << 10, group) == (1e-3, 1e-3)
-    middle = table.exchange_s("all_reduce", ((1 << 20) + (1 << 10)) / 2, group)
+    assert table.exchange("all_reduce", 1 << 10, group) == (1e-3, 1e-3, pytest.approx(3.0))
+    middle = table.exchange("all_reduce", ((1 << 20) + (1 << 10)) / 2, group)
     assert middle is not None
-    assert middle[0] == pytest.approx(2e-3)
+    assert middle == pytest.approx((2e-3, 1e-3, 1.0))  # half of their time is lost: twice as long
     slope = 2e-3 / ((1 << 20) - (1 << 10))
-    beyond = table.exchange_s("all_reduce", 1 << 22, group)
+    beyond = table.exchange("all_reduce", 1 << 22, group)
     assert beyond is not None
     assert beyond[0] == pytest.approx(3e-3 + slope * 3 * (1 << 20))
-    assert table.exchange_s("all_reduce", 0.0, group) == (1e-3, 1e-3)
-    assert table.exchange_s("all_gather", 1.0, group) is None
-    assert table.exchange_s("all_reduce", 1.0, ((0, 2),)) is None
+    assert beyond[2] == pytest.approx(1 / 3)
+    assert table.exchange("all_reduce", 0.0, group) == (1e-3, 1e-3, pytest.approx(3.0))
+    assert table.exchange("all_gather", 1.0, group) is None
+    assert table.exchange("all_reduce", 1.0, ((0, 2),)) is None
 
 
 def test_noise_makes_no_larger_collective_faster() -> None:
@@ -193,9 +198,9 @@ def test_noise_makes_no_larger_collective_faster() -> None:
     table = Table(replace(MADE, collectives=found))
     times = []
     for size in (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 30):
-        exchange = table.exchange_s("all_reduce", size, ((0, 4),))
+        exchange = table.exchange("all_reduce", size, ((0, 4),))
         assert exchange is not None
-        seconds, latency_s = exchange
+        seconds, latency_s, _ = exchange
         assert latency_s <= seconds
         times.append(seconds)
     assert times[1:3] == [3e-3, 3e-3]
@@ -254,20 +259,28 @@ def test_collectives_over_other_links_are_told() -> None:
     assert mismatches(made, other, HERE) == ("links: 125 MB/s, not 12.5 MB/s",)
 
 
-def test_what_goes_on_beside_the_other_is_gained_in_part() -> None:
-    cluster = load_cluster("2x4xH100")
-    decisions = chunked(cluster)
-    played = simulate(lower(blocks(), decisions), cluster, decisions)
-    busy = played.busy()
-    compute, moving = busy.pop("compute"), sum(busy.values())
-    beside = compute + moving - played.step_ps
-    assert 0 < beside < compute
-    assert contended(played, 1.0) is played
-    half, none = contended(played, 0.5), contended(played, 0.0)
-    assert half.step_ps == pytest.approx(played.step_ps + beside / 2, abs=1)
-    assert none.step_ps == compute + moving  # one after the other
-    assert half.peak_bytes == played.peak_bytes
-    assert half.processes[0].spans[-1].name == "CONTENTION"
+@pytest.mark.parametrize("lost", [0.0, 0.2, 0.5, 0.9, 3.0])
+def test_kernels_lose_beside_collectives_as_was_measured(lost: float) -> None:
+    pcg = lower(blocks(), chunked(CLUSTER))
+
+    def play(part: float) -> Timeline:
+        found = [
+            TimedCollective(kind, group, 1 << 10, 1e-3, part)
+            for kind in ("all_reduce", "all_gather", "reduce_scatter")
+            for group in (((0, 4),), ((0, 2),), ((1, 2),))
+        ]
+        made = replace(MADE, collectives=tuple(found))
+        cluster, kernels = calibrated(CLUSTER, made)
+        return simulate(pcg, cluster, pcg.decisions, kernels=kernels)
+
+    free, played = play(0.0), play(lost)
+    slowed = played.busy()[COMPUTE] - free.busy()[COMPUTE]
+    moving = sum(played.busy().values()) - played.busy()[COMPUTE]
+    beside = moving - sum(played.exposed().values())
+    assert beside > 0
+    assert slowed == pytest.approx(min(lost, MOST_LOST) * beside, rel=1e-3)
+    assert played.step_ps >= free.step_ps
+    assert played.peak_bytes == free.peak_bytes
 
 
 def test_one_device_has_no_collective_to_look_up() -> None:

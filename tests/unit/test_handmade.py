@@ -7,6 +7,8 @@ import pytest
 from parloom.comparators.configuration import Configuration
 from parloom.comparators.handmade import Program, plan, program
 from parloom.cost.clusters import load_cluster
+from parloom.cost.collectives import BACKENDS
+from parloom.cost.framework_memory import MEGATRON
 from parloom.cost.kernels import Kernels, LocalOperator, Seconds
 from parloom.cost.software import GENERATIONS, Software
 from parloom.cost.step import priced
@@ -310,6 +312,28 @@ def test_software_that_does_not_overlap_reduces_after_the_backward_pass() -> Non
     compute += alone.parameters.update().price.compute_s
     assert late.step_s == pytest.approx(compute + reduced, rel=0.02)
     assert early.step_s < late.step_s
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_stages_send_gradients_of_inputs_before_they_reduce_those_of_weights(
+    zero: int, overlaps: bool
+) -> None:
+    chosen = replace(PLAIN, pipeline=4, data=4, zero=zero, num_microbatches=4)
+    found = built(chosen, repeated(stack(2, BATCH, SEQ, 1024, 8), 4))
+    software = replace(GENERATIONS["megatron"], overlaps=overlaps, memory=MEGATRON)
+    cluster = machine(chosen)
+    kernels = Kernels(cluster.device, software)
+    alone = priced(found.lowered[0], part_of(cluster, 4), found.parts[0].decisions, kernels=kernels)
+    reduced_ps = 1e12 * sum(transfer.total().comm_s for transfer in alone.buckets)
+    for process in found.play(cluster, kernels).processes:
+        backward = [span.played.ps for span in process.spans if span.name.startswith("B")]
+        assert len(backward) == 4
+        assert reduced_ps > 0.2 * backward[0]
+        slowed = backward[-1] - backward[0]
+        assert 0 <= slowed <= (BACKENDS["nccl"].slows * backward[0] if overlaps else 0)
+        (wait,) = [span.played.ps for span in process.spans if span.name == "REDUCE"]
+        assert overlaps or wait == pytest.approx(reduced_ps, rel=0.2)
 
 
 def test_collectives_that_are_hidden_behind_products() -> None:

@@ -13,7 +13,6 @@ from parloom.cost.ledger import (
     ADDING,
     AGAIN,
     COMPUTING,
-    CONTENTION,
     MAIN,
     STEP,
     WAITING,
@@ -21,7 +20,6 @@ from parloom.cost.ledger import (
     Ledger,
     ledger,
 )
-from parloom.cost.measured import contended
 from parloom.cost.simulate import simulate
 from parloom.cost.tasks import COMPONENTS, COMPUTE
 from parloom.cost.timeline import Timeline
@@ -119,15 +117,3 @@ def test_the_peak_is_the_most_at_once() -> None:
     assert all(h <= p for h, p in zip(found.peak.held, process.memory.peaks, strict=True))
     assert found.peak.action.startswith(("F", "B"))
     assert found.peak.prefix in {str(i) for i in range(DEPTH)} | {""}
-
-
-def test_contention_is_a_cause() -> None:
-    cluster = load_cluster("2x4xH100")
-    plan = chunked(cluster)
-    pcg = lower(model(), plan)
-    played = simulate(pcg, cluster, plan, Optimizer("adamw", 2))
-    lost = contended(played, 0.5)
-    assert lost.step_ps > played.step_ps
-    found = ledger(lost, pcg, cluster)
-    check(found, lost)
-    assert found.time[STEP, Cause(CONTENTION)] == lost.step_ps - played.step_ps

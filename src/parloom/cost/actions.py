@@ -67,8 +67,10 @@ class Stage:
         self.links = Links(cluster)
         self.names = [value.name for value in pcg.main.inputs]
         self.pool = Pool(found.walker.kernels.software.memory.pools)
+        self.ready: Ready | None = None  # of the last backward pass
         lasting = {n for n, p in found.parameters.by_name.items() if not p.input.trainable}
         self.gathered = Gathered(found.parameters.gathers, self.links, self.pool, lasting)
+        self.software = found.walker.kernels.software
         self.reduced = Reduced(self.links, self.pool)
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
@@ -146,8 +148,10 @@ class Stage:
         works = self.found.main.backward.works
         touched = [name for work in works for name in self._touched(work)]
         parameters, buckets = self.found.parameters, self.found.buckets
-        pending = self.pending if last and self.found.walker.kernels.software.overlaps else None
-        ready = Ready(parameters, buckets, touched, self.reduced, pending, last)
+        overlaps = self.software.overlaps
+        ready = Ready(parameters, buckets, touched, self.reduced, self.pending, last, overlaps)
+        if last and part != "I":
+            self.ready = ready
         classes = self._classes(first)
         self.reduced.first = first
         if first:
@@ -184,9 +188,8 @@ class Stage:
     def reduce(self) -> Action:
         """Wait until all gradients are whole; some software launches their reduction only now."""
         out = Listing()
-        if not self.found.walker.kernels.software.overlaps:
-            late = (bucket for bucket in self.found.buckets if not bucket.chunked)
-            self.pending = [whole(bucket, self.links, out) for bucket in late]
+        if self.ready is not None:
+            self.ready.rest(out)
         for key in self.pending:
             out.run("gradients", "wait", waits=(key,))
         self.pending = []
@@ -219,7 +222,7 @@ class Stage:
         transfers = self.found.parameters.publications
         keys = []
         scratch = [transfer.scratch_bytes for transfer in transfers]
-        if self.found.walker.kernels.software.overlaps_gathers:
+        if self.software.overlaps_gathers:
             transfers = self._beside_forward(transfers, out)
         for index, transfer in enumerate(transfers):
             self.pool.take(transfer.staging_bytes, transfer.dtype, out)
@@ -241,9 +244,9 @@ class Stage:
         whole_s = sum(e.seconds for transfer in transfers for e in transfer.exchanges)
         forward_s = self.found.main.forward.total.price.compute_s
         hidden_s = min(whole_s, self.passes_before * forward_s)
-        slows = self.links.slows / 1000
-        out.run("updated weights", "collect", picoseconds(slows * hidden_s))
         left = 1 - hidden_s / whole_s if whole_s else 1.0
+        slowed_s = sum(e.slows * e.seconds for transfer in transfers for e in transfer.exchanges)
+        out.run("updated weights", "collect", picoseconds((1 - left) * slowed_s))
         return tuple(
             replace(
                 transfer,

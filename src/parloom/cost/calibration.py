@@ -25,13 +25,13 @@ from parloom.ir.graph import Arg, Dtype
 from parloom.ir.json_text import with_controls
 from parloom.ir.mesh import Cluster
 
-VERSION = 1
+VERSION = 2
 # What is told of a machine lies between these, or was not measured: clocks tick in nanoseconds, no
 # device of the tables does more than 1e16 FLOP/s or 1e13 B/s, and none that runs torch less than
 # 1e8 of either.
 SHORTEST_S, LONGEST_S, LONGEST_LAUNCH_S = 1e-9, 1e4, 10.0
 LEAST_PER_S, MOST_FLOPS_PER_S, MOST_BYTES_PER_S = 1e6, 1e18, 1e15
-LARGEST_ERROR = 10.0
+LARGEST_ERROR, LARGEST_LOSS = 10.0, 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +85,25 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimedCollective:
-    """A collective over `group` while all groups like it do the same.
+    """A collective over `group`, after computing, while all groups like it do the same.
 
-    `num_bytes` as in `cost.algorithms`; `cpu_s` is what it takes of the rank's own processor.
+    `num_bytes` as in `cost.algorithms`. `lost` is the part of their time that kernels lose beside
+    it: 0 where they are as fast as alone, 1 where both only take turns, more where they also keep
+    each other waiting.
     """
 
     kind: str
     group: Group
     num_bytes: int
     seconds: float
-    cpu_s: float
+    lost: float
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """All that was measured.
 
-    `launch_s` is what an operator takes that does next to nothing. `overlap` is the part of the
-    time that collectives and operators take beside each other which is gained by that: 0 where they
-    only take turns. `error` is how far repetitions of the same measurement were apart (90th
+    `launch_s` is what an operator takes that does next to nothing. `error` is how far repetitions of the same measurement were apart (90th
     percentile of |log|). `links` are those that collectives went over, from the devices outwards.
     """
 
@@ -114,7 +114,6 @@ class Calibration:
     streams: tuple[Stream, ...]
     operators: tuple[Timed, ...] = ()
     collectives: tuple[TimedCollective, ...] = ()
-    overlap: float = 1.0
     error: float = 0.0
     links: tuple[str, ...] = ()
 
@@ -168,7 +167,6 @@ def calibration_from_json(text: str | bytes, where: str) -> Calibration:
         tuple(sorted((Stream(**s.model_dump()) for s in document.streams), key=_size)),
         tuple(Timed(**o.model_dump()) for o in document.operators),
         tuple(_collective(c) for c in document.collectives),
-        document.overlap,
         document.error,
         tuple(document.links),
     )
@@ -261,11 +259,11 @@ class _CollectivePart(_Part):
     group: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=2)]]]
     num_bytes: Count
     seconds: Time
-    cpu_s: Some
+    lost: Annotated[Number, _between(0, LARGEST_LOSS)]
 
 
 class _Document(_Part):
-    parloom_calibration: Literal[1]
+    parloom_calibration: Literal[2]
     fingerprint: _FingerprintPart
     num_ranks: Count
     launch_s: Annotated[Number, _between(SHORTEST_S, LONGEST_LAUNCH_S, " s")]
@@ -273,7 +271,6 @@ class _Document(_Part):
     streams: Annotated[list[_StreamPart], Field(min_length=1)]
     operators: list[_TimedPart]
     collectives: list[_CollectivePart]
-    overlap: Annotated[Number, _between(0, 1)]
     error: Annotated[Number, _between(0, LARGEST_ERROR)]
     links: list[str] = []
 

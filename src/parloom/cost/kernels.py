@@ -170,10 +170,12 @@ class Measured(Protocol):
 class MeasuredExchanges(Protocol):
     """A table of measured collectives."""
 
-    def exchange_s(
+    def exchange(
         self, kind: str, num_bytes: float, group: tuple[tuple[int, int], ...]
-    ) -> tuple[float, float] | None:
-        """Seconds of a collective, and those in which no link is busy; None where not measured."""
+    ) -> tuple[float, float, float] | None:
+        """Of a collective its seconds, those in which no link is busy, and by how many times their
+        time kernels beside it take longer; None where not measured.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from parloom.ir.pcg import PCG, PCall
 COMPUTING, AGAIN, COPYING = "computing", "recomputation", "copies of movements"
 UPDATING, ADDING, WAITING = "optimizer update", "adding up microbatches", "waiting"
 BESIDE = "slower beside collectives"
-CONTENTION = "contention"
 MARKS = (RECOMPUTING, RECOMPUTED)
 MAIN, STEP = "main", "step program"
 OWN_KINDS = {"update": UPDATING, "collect": ADDING}
@@ -167,8 +166,6 @@ class _Reading:
 
     def _action(self, span: Span) -> _Amounts:
         found = _Amounts.none()
-        if not span.played.pieces:
-            found.time[STEP, Cause(CONTENTION)] += span.played.ps
         for piece in span.played.pieces:
             place = self.kinds.get(piece.placed.prefix, MAIN)
             if span.name in ("REDUCE", "STEP", "GATHER"):

@@ -29,8 +29,6 @@ from parloom.cost.kernels import (
     product_sizes,
 )
 from parloom.cost.software import OWN
-from parloom.cost.tasks import COMPUTE
-from parloom.cost.timeline import Memory, Played, Span, Timeline
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.mesh import Cluster, Device, Efficiency
 from parloom.ir.pcg import PCG, Compute
@@ -38,6 +36,8 @@ from parloom.ir.pcg import PCG, Compute
 CALIBRATED = "calibrated"
 # From this share of the operators' time on, a prediction is called measured.
 MEASURED_SHARE = 0.9
+# Kernels make some progress beside any collective, so that one takes at most 20 times its time.
+MOST_LOST = 0.95
 # 90th percentile of |log(predicted / measured)| of step times, by source. CPU: on the cluster in a
 # box (benchmarks/reality.py), of whose links and quotas data sheets know nothing; calibrated,
 # those of two models that formulas were never looked at with (24 cases). Others have the band of
@@ -81,9 +81,12 @@ class Table:
             points = self._curves.setdefault(product.dtype, [])
             points.append((math.log(product.flops), product.flops / product.seconds))
         self._exchanges: dict[tuple[str, Group], list[Point]] = {}
-        for found in calibration.collectives:
+        self._lost: dict[tuple[str, Group], list[Point]] = {}
+        for found in sorted(calibration.collectives, key=lambda found: found.num_bytes):
             curve = self._exchanges.setdefault((found.kind, found.group), [])
             curve.append((found.num_bytes, found.seconds))
+            curve = self._lost.setdefault((found.kind, found.group), [])
+            curve.append((found.num_bytes, min(MOST_LOST, found.lost)))
         for curve in self._curves.values():
             curve.sort()
         self._exchanges = {key: _rising(curve) for key, curve in self._exchanges.items()}
@@ -126,14 +129,19 @@ class Table:
         )
         return Seconds(forward, backward, _of_weights(operator, backward), CALIBRATED)
 
-    def exchange_s(self, kind: str, num_bytes: float, group: Group) -> tuple[float, float] | None:
-        """Seconds of a collective, and those in which next to nothing travels; None where neither
-        the kind nor the group was measured.
+    def exchange(
+        self, kind: str, num_bytes: float, group: Group
+    ) -> tuple[float, float, float] | None:
+        """Of a collective its seconds, those in which next to nothing travels, and by how many
+        times their time kernels beside it take longer; None where neither the kind nor the group
+        was measured.
         """
         curve = self._exchanges.get((kind, group))
         if not curve:
             return None
-        return max(1e-9, _between(curve, num_bytes, extend=True)), min(t for _, t in curve)
+        seconds = max(1e-9, _between(curve, num_bytes, extend=True))
+        lost = _between(self._lost[kind, group], num_bytes)
+        return seconds, min(t for _, t in curve), lost / (1 - lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,26 +288,3 @@ def source_of(
     if notes:
         error = math.hypot(error, error_of(SPEC, kernels.device))
     return Source(name, error, notes)
-
-
-def contended(timeline: Timeline, overlap: float) -> Timeline:
-    """The step where communication and computation gain only the part `overlap` of the time that
-    they spend beside each other: what they lose to each other is played as one more action.
-    """
-    lost = [round((1.0 - overlap) * _beside(timeline, i)) for i in range(len(timeline.processes))]
-    most = max(lost, default=0)
-    if not most:
-        return timeline
-    played = Played(most, (), (), (), Memory())
-    processes = tuple(
-        replace(process, spans=(*process.spans, Span(timeline.step_ps, "CONTENTION", played)))
-        for process in timeline.processes
-    )
-    return replace(timeline, step_ps=timeline.step_ps + most, processes=processes)
-
-
-def _beside(timeline: Timeline, process: int) -> int:
-    """Picoseconds in which a device computes and communicates: what is not waited for."""
-    busy = timeline.busy(process)
-    compute = busy.pop(COMPUTE, 0)
-    return min(compute, max(0, sum(busy.values()) - sum(timeline.exposed(process).values())))

@@ -5,7 +5,6 @@ and values that go around a ring.
 from dataclasses import replace
 from typing import Protocol
 
-from parloom.cost.collectives import BACKENDS
 from parloom.cost.kernels import Kernels
 from parloom.cost.works import Exchange, Work
 from parloom.ir.mesh import Cluster, Mesh
@@ -54,7 +53,7 @@ def _ring(
     shift = walker.exchange("shift", axes, block)
     beside, after = (2, 1) if backward else (1, 0)
     hidden = min(beside * shift.seconds, work.compute_s / ranks)
-    slowed_s = BACKENDS[walker.cluster.backend].slows * (ranks - 1) * hidden
+    slowed_s = shift.slows * (ranks - 1) * hidden
     exposed = beside * shift.seconds - hidden
     seconds = (ranks - 1) * exposed + after * shift.seconds
     count = beside * (ranks - 1) + after

@@ -9,7 +9,6 @@ the topology, and to and from the host.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from parloom.cost.collectives import BACKENDS
 from parloom.cost.engine import Flow, Instruction, Launch, Run
 from parloom.cost.works import Exchange
 from parloom.errors import InputError
@@ -129,7 +128,6 @@ class Links:
         levels = tuple(level.name for level in cluster.levels)
         self.names = (*levels, "to host", "from host")
         self.capacities = (SHARES,) * len(self.names)
-        self.slows = round(1000 * BACKENDS[cluster.backend].slows)
         self._known: dict[Exchange, tuple[int, tuple[Flow, ...], int]] = {}
 
     def exchange(self, key: str, exchange: Exchange, channel: str = "") -> Launch:
@@ -156,7 +154,8 @@ class Links:
         latency, flows, sent = self._known[exchange]
         axes = "+".join(sorted(exchange.axes))
         channel = f"{axes} {channel}" if channel else axes
-        return Launch(key, channel, latency, flows, sent, self.slows if latency or flows else 0)
+        slows = round(1000 * exchange.slows) if latency or flows else 0
+        return Launch(key, channel, latency, flows, sent, slows)
 
     def host(self, key: str, num_bytes: int, to_host: bool) -> Launch:
         """A copy between device and host; raises `InputError` where no host is described."""

@@ -176,7 +176,8 @@ class _Flight:
 class Reduced:
     """The reductions of chunked gradients under way, oldest first.
 
-    In the `first` backward pass of a step the chunks that arrive stay: others are added to them.
+    In the `first` backward pass of a step the chunks that arrive stay: others are added to them. At
+    most two are under way that take memory; those that travel where they lie do not wait.
     """
 
     def __init__(self, links: Links, pool: Pool) -> None:
@@ -186,9 +187,12 @@ class Reduced:
 
     def launch(self, chain: Sequence[Transfer], freed_bytes: int, out: Listing) -> None:
         """Gradients set out; `freed_bytes` of them were whole until now."""
-        for flight in self.flights:
-            self._proceed(flight, out)
-        while len(self.flights) > 1 or any(f.name == chain[0].name for f in self.flights):
+        if chain[0].staging_bytes:
+            for flight in self.flights:
+                self._proceed(flight, out)
+            while len(self.flights) > 1:
+                self._land(out)
+        while any(flight.name == chain[0].name for flight in self.flights):
             self._land(out)
         # A collective of nothing stands for what is cut and not sent.
         steps = [(t, index) for t in chain for index in range(max(1, len(t.exchanges)))]
@@ -259,7 +263,7 @@ class Ready:
 
     `touched` are the names of the parameters in the order in which gradients are made for them,
     each as often as that happens; `whole` collects the keys of what is reduced once a step. `last`:
-    no microbatch comes after.
+    no microbatch comes after. Unless it `overlaps`, what is reduced once a step is left to `rest`.
     """
 
     def __init__(
@@ -268,11 +272,12 @@ class Ready:
         buckets: Sequence[Transfer],
         touched: Iterable[str],
         reduced: Reduced,
-        whole: list[str] | None,
+        whole: list[str],
         last: bool,
+        overlaps: bool,
     ) -> None:
         self._parameters, self._buckets, self._reduced = parameters, buckets, reduced
-        self._whole, self._last = whole, last
+        self._whole, self._last, self._overlaps = whole, last, overlaps
         self._left = Counter(touched)
         self._bucket = {name: i for i, b in enumerate(buckets) for name in b.parameters}
         self._missing = [len(bucket.parameters) for bucket in buckets]
@@ -306,10 +311,20 @@ class Ready:
         while self._next < len(self._buckets) and not self._missing[self._next]:
             bucket = self._buckets[self._next]
             self._next += 1
-            if bucket.chunked:
-                self._scatter(bucket, out)
-            elif self._whole is not None:
-                self._whole.append(whole(bucket, self._reduced.links, out))
+            if self._overlaps or bucket.when != EACH_STEP:
+                self._set_out(bucket, out)
+
+    def rest(self, out: Listing) -> None:
+        """Launch the buckets that wait for the end of the last backward pass."""
+        for bucket in self._buckets:
+            if not self._overlaps and bucket.when == EACH_STEP:
+                self._set_out(bucket, out)
+
+    def _set_out(self, bucket: Transfer, out: Listing) -> None:
+        if bucket.chunked:
+            self._scatter(bucket, out)
+        elif self._last:
+            self._whole.append(whole(bucket, self._reduced.links, out))
 
     def _scatter(self, transfer: Transfer, out: Listing) -> None:
         if not self._last and transfer.when == EACH_STEP:

@@ -226,8 +226,8 @@ class Walker:
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
         exchange = self.exchange(kind, axes, moved)
         if self.kernels.software.hides_moves and kind in ("all_gather", "reduce_scatter"):
-            slows = BACKENDS[self.cluster.backend].slows
-            hidden = HIDDEN_SHARE * (1 - slows) * (exchange.seconds - exchange.latency_s)
+            gained = HIDDEN_SHARE * (1 - exchange.slows)
+            hidden = max(0.0, gained) * (exchange.seconds - exchange.latency_s)
             exchange = replace(exchange, seconds=exchange.seconds - hidden)
         return seconds, exchange
 
@@ -235,13 +235,11 @@ class Walker:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
         group = group_of(tuple(self.mesh[a] for a in axes))
         found = collective(kind, moved, group, self.cluster)
-        scratch = round(BACKENDS[self.cluster.backend].scratch.get(kind, 0.0) * moved)
-        seconds, latency_s = found.seconds, found.latency_s
-        table = self.kernels.exchanges
-        timed = table.exchange_s(kind, moved, group) if table and moved else None
-        if timed is not None:
-            seconds, latency_s = timed
-        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch)
+        backend, table = BACKENDS[self.cluster.backend], self.kernels.exchanges
+        scratch = round(backend.scratch.get(kind, 0.0) * moved)
+        timed = table.exchange(kind, moved, group) if table and moved else None
+        seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
+        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows)
 
 
 class _Body:

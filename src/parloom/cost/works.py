@@ -29,8 +29,8 @@ class Pass:
 class Exchange:
     """One collective over the joint group of `axes`.
 
-    It takes `seconds` alone, in the first `latency_s` of which no link is busy. The back end takes
-    `scratch_bytes` meanwhile.
+    It takes `seconds` alone, in the first `latency_s` of which no link is busy. Meanwhile the back
+    end takes `scratch_bytes`, and kernels `slows` times their time longer.
     """
 
     kind: str
@@ -39,6 +39,7 @@ class Exchange:
     seconds: float
     latency_s: float
     scratch_bytes: int = 0
+    slows: float = 0.0
 
     def total(self, count: int = 1) -> Pass:
         """What it costs, `count` times over."""

@@ -33,7 +33,7 @@ from parloom.cost.devices import find_device
 from parloom.errors import InputError, LaunchError
 from parloom.execute import measure
 from parloom.execute.doctor import num_cores
-from parloom.execute.measure_collectives import collectives, overlap
+from parloom.execute.measure_collectives import collectives
 from parloom.input_files import MIB, read_input
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
@@ -132,11 +132,9 @@ def calibrate(
     timed = measure.operators(pcgs, clock, say)
     operators = _mean_of(list(_told(timed, "operators", say)))
     found: tuple[TimedCollective, ...] = ()
-    gained = 1.0
     if cluster is not None and size > 1:
         say(f"measuring collectives between {size} ranks")
         found = tuple(_told(collectives(cluster, device, least_s=least_s), "collectives", say))
-        gained = overlap(cluster, device, least_s)
     pairs = [(a.seconds, b.seconds) for a, b in zip(streams, again, strict=True)]
     pairs += [(a, sorted(launches)[1]) for a in launches]
     apart = sorted(abs(math.log(a / b)) for a, b in pairs)
@@ -148,7 +146,6 @@ def calibrate(
         streams,
         operators,
         found,
-        gained,
         apart[min(len(apart) - 1, math.ceil(0.9 * len(apart)) - 1)],
         links_of(cluster) if cluster is not None and found else (),
     )

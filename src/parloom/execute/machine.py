@@ -9,7 +9,6 @@ from parloom.cost.kernels import SPEC, Kernels
 from parloom.cost.measured import (
     Source,
     calibrated,
-    contended,
     error_of,
     mismatches,
     source_of,
@@ -61,8 +60,7 @@ class Machine:
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
     ) -> Timeline:
         """Play one step of a lowered program."""
-        played = simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
-        return played if self.calibration is None else contended(played, self.calibration.overlap)
+        return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
 
     def source(self, pcg: PCG, peak_bytes: int = 0) -> Source:
         """Where a prediction for a lowered program with such a peak comes from, and how sure it

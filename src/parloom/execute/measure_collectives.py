@@ -5,6 +5,7 @@ All groups of a size take part at once, as in a plan. What counts is the slowest
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -16,56 +17,28 @@ from parloom.cost.calibration import TimedCollective
 from parloom.cost.collectives import Group, group_of
 from parloom.execute.measure import WINDOWS
 from parloom.ir.mesh import Cluster, MeshAxis
-from parloom.runtime.comm import DistributedGroup
+from parloom.runtime.comm import DistributedGroup, Work
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
-MOST_CALLS = 20
-Call = Callable[[], object]
+SIDE = 256  # of the products that run between collectives and beside them
+# Processors under a quota run in turns of some milliseconds; what is shorter says nothing.
+LEAST_COMPUTED_S = 0.005
+# What a processor under a quota saves while it waits is spent after computing for so long.
+SAVED_S = 0.03
+Start = Callable[[], Work]
 
 
 def collectives(
     cluster: Cluster, device: torch.device, sizes: Sequence[int] = SIZES, least_s: float = 0.1
 ) -> Iterator[TimedCollective]:
     """All kinds over all groups, on every rank alike; sizes of whole tensors in bytes."""
+    products = _Products.on(device, least_s)
     for group, members in _groups(cluster):
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
             for size in sizes:
-                seconds, cpu_s = _timed(_call(kind, size, members, device), device, 3 * least_s)
-                yield TimedCollective(kind, group, size, seconds, cpu_s)
-
-
-def overlap(cluster: Cluster, device: torch.device, least_s: float = 0.1) -> float:
-    """The part of the shorter of two times that is gained where all-reduces and products, which
-    take about as long, run beside each other.
-    """
-    *_, (_, members) = _groups(cluster)
-    count = members.size * (1 << 16)
-    tensors = [torch.zeros(count, device=device) for _ in range(4)]
-    side = 256
-    a, b, out = (torch.rand(side, side, device=device) for _ in range(3))
-
-    def communicate() -> None:
-        for work in [members.all_reduce(tensor) for tensor in tensors]:
-            work.wait()
-
-    def compute(times: int) -> None:
-        for _ in range(times):
-            torch.mm(a, b, out=out)
-
-    def both(times: int) -> None:
-        works = [members.all_reduce(tensor) for tensor in tensors]
-        compute(times)
-        for work in works:
-            work.wait()
-
-    communicate()
-    rounds = max(2, int(3 * least_s / _most(_elapsed(communicate, 1, device)[0])))
-    apart = _most(_elapsed(communicate, rounds, device)[0] / rounds)
-    each = _most(_elapsed(partial(compute, 50), 2, device)[0] / 100)
-    times = max(1, round(apart / each))
-    busy = _most(_elapsed(partial(compute, times), rounds, device)[0] / rounds)
-    together = _most(_elapsed(partial(both, times), rounds, device)[0] / rounds)
-    return min(1.0, max(0.0, (apart + busy - together) / min(apart, busy)))
+                start = _starter(kind, size, members, device)
+                seconds, lost = _timed(start, products, least_s)
+                yield TimedCollective(kind, group, size, seconds, lost)
 
 
 def _groups(cluster: Cluster) -> Iterator[tuple[Group, DistributedGroup]]:
@@ -92,50 +65,106 @@ def _groups(cluster: Cluster) -> Iterator[tuple[Group, DistributedGroup]]:
             yield group, DistributedGroup(mine[1], mine[0], rank)
 
 
-def _call(kind: str, num_bytes: int, group: DistributedGroup, device: torch.device) -> Call:
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Matrix products, each of which takes `each_s` where all ranks compute."""
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    each_s: float = 0.0
+
+    @classmethod
+    def on(cls, device: torch.device, least_s: float) -> "_Products":
+        a, b, out = (torch.rand(SIDE, SIDE, device=device) for _ in range(3))
+        made = cls(a, b, out)
+        made.compute(10)
+        calls = 10
+        while (elapsed_s := _most(_elapsed(partial(made.compute, calls), 1, device))) < least_s:
+            calls *= 2
+        return cls(a, b, out, elapsed_s / calls)
+
+    def compute(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self.a, self.b, out=self.out)
+
+    def count(self, seconds: float) -> int:
+        """As many as take so long."""
+        return max(1, round(seconds / self.each_s))
+
+
+def _starter(kind: str, num_bytes: int, group: DistributedGroup, device: torch.device) -> Start:
     """The collective on float32 tensors, the larger of which has `num_bytes`."""
     whole = max(group.size, num_bytes // 4 // group.size * group.size)
     big = torch.zeros(whole, device=device)
     small = torch.zeros(whole // group.size, device=device)
     stacked = big.view(group.size, -1)
     if kind == "all_reduce":
-        return partial(_wait, group.all_reduce, big)
+        return partial(group.all_reduce, big)
     if kind == "all_gather":
-        return partial(_wait, group.all_gather, stacked, small)
+        return partial(group.all_gather, stacked, small)
     if kind == "reduce_scatter":
-        return partial(_wait, group.reduce_scatter, small, stacked)
-    return partial(_wait, group.all_to_all, torch.zeros_like(stacked), stacked)
+        return partial(group.reduce_scatter, small, stacked)
+    return partial(group.all_to_all, torch.zeros_like(stacked), stacked)
 
 
-def _wait(start: Callable[..., object], *tensors: Tensor) -> None:
-    work = start(*tensors)
-    work.wait()  # type: ignore[attr-defined]
-
-
-def _timed(call: Call, device: torch.device, least_s: float) -> tuple[float, float]:
-    """Seconds and own processor seconds of a call, of some windows those in the middle; all ranks
-    make as many.
+def _timed(start: Start, products: _Products, least_s: float) -> tuple[float, float]:
+    """Seconds of a collective after computing, and the part of their time that products lose beside
+    it; of some windows those in the middle. All ranks make as many calls.
     """
+    device = products.a.device
+
+    def alone() -> None:
+        start().wait()
+
     for _ in range(2):
-        call()
-    single = _most(_elapsed(call, 2, device)[0] / 2)
-    calls = max(1, min(MOST_CALLS, int(least_s / max(single, 1e-9))) // WINDOWS)
-    windows = [_elapsed(call, calls, device) for _ in range(WINDOWS)]
-    seconds, cpu_s = (
-        median(times) / calls
-        for times in ([_most(elapsed_s) for elapsed_s, _ in windows], [cpu for _, cpu in windows])
-    )
-    return max(1e-9, seconds), cpu_s
+        alone()
+    single_s = _most(_elapsed(alone, 2, device) / 2)
+    least = LEAST_COMPUTED_S if device.type == "cpu" else 0.0
+    count = products.count(max(single_s, least))
+
+    def in_turns() -> None:
+        products.compute(count)
+        start().wait()
+
+    def beside() -> None:
+        work = start()
+        products.compute(count)
+        work.wait()
+
+    calls = max(1, round(2 * least_s / (single_s + count * products.each_s)))
+    kinds = (alone, partial(products.compute, count), in_turns, beside)
+    spend = partial(products.compute, products.count(SAVED_S))
+    windows = [
+        [_most(_elapsed(run, calls, device, spend) / calls) for run in kinds]
+        for _ in range(WINDOWS if single_s < least_s else 1)
+    ]
+    alone_s, busy_s, turns_s, beside_s = (median(times) for times in zip(*windows, strict=True))
+    seconds = max(1e-9, turns_s - busy_s)
+    lost = (beside_s - max(alone_s, busy_s)) / min(alone_s, busy_s)
+    return seconds, max(0.0, lost)
 
 
-def _elapsed(call: Call, calls: int, device: torch.device) -> tuple[float, float]:
+def _elapsed(
+    call: Callable[[], object],
+    calls: int,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Seconds of calls, with nothing under way at both ends."""
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     dist.barrier()
-    cpu, began = time.process_time(), time.perf_counter()
+    before()
+    settle()
+    began = time.perf_counter()
     for _ in range(calls):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began, time.process_time() - cpu
+    settle()
+    return time.perf_counter() - began
 
 
 def _most(value: float) -> float:
