@@ -85,7 +85,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimedCollective:
-    """A collective over `group`, after computing, while all groups like it do the same.
+    """A collective over `group` while all groups like it do the same.
 
     `num_bytes` as in `cost.algorithms`. `lost` is the part of their time that kernels lose beside
     it: 0 where they are as fast as alone, 1 where both only take turns, more where they also keep
@@ -103,8 +103,9 @@ class TimedCollective:
 class Calibration:
     """All that was measured.
 
-    `launch_s` is what an operator takes that does next to nothing. `error` is how far repetitions of the same measurement were apart (90th
-    percentile of |log|). `links` are those that collectives went over, from the devices outwards.
+    `launch_s` is what an operator takes that does next to nothing. `error` is how far repetitions
+    of the same measurement were apart (90th percentile of |log|). `links` are those that
+    collectives went over, from the devices outwards.
     """
 
     fingerprint: Fingerprint

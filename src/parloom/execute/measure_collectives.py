@@ -109,8 +109,8 @@ def _starter(kind: str, num_bytes: int, group: DistributedGroup, device: torch.d
 
 
 def _timed(start: Start, products: _Products, least_s: float) -> tuple[float, float]:
-    """Seconds of a collective after computing, and the part of their time that products lose beside
-    it; of some windows those in the middle. All ranks make as many calls.
+    """Seconds of a collective, and the part of their time that products lose beside it; of some
+    windows those in the middle. All ranks make as many calls.
     """
     device = products.a.device
 
@@ -123,26 +123,21 @@ def _timed(start: Start, products: _Products, least_s: float) -> tuple[float, fl
     least = LEAST_COMPUTED_S if device.type == "cpu" else 0.0
     count = products.count(max(single_s, least))
 
-    def in_turns() -> None:
-        products.compute(count)
-        start().wait()
-
     def beside() -> None:
         work = start()
         products.compute(count)
         work.wait()
 
     calls = max(1, round(2 * least_s / (single_s + count * products.each_s)))
-    kinds = (alone, partial(products.compute, count), in_turns, beside)
+    kinds = (alone, partial(products.compute, count), beside)
     spend = partial(products.compute, products.count(SAVED_S))
     windows = [
         [_most(_elapsed(run, calls, device, spend) / calls) for run in kinds]
         for _ in range(WINDOWS if single_s < least_s else 1)
     ]
-    alone_s, busy_s, turns_s, beside_s = (median(times) for times in zip(*windows, strict=True))
-    seconds = max(1e-9, turns_s - busy_s)
+    alone_s, busy_s, beside_s = (median(times) for times in zip(*windows, strict=True))
     lost = (beside_s - max(alone_s, busy_s)) / min(alone_s, busy_s)
-    return seconds, max(0.0, lost)
+    return max(1e-9, alone_s), max(0.0, lost)
 
 
 def _elapsed(
