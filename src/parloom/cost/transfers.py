@@ -9,7 +9,7 @@ that leave for the host do so while the next block runs, and come back a block a
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parloom.cost.parameters import Parameters, Transfer
 from parloom.cost.tasks import (
@@ -187,12 +187,12 @@ class Reduced:
 
     def launch(self, chain: Sequence[Transfer], freed_bytes: int, out: Listing) -> None:
         """Gradients set out; `freed_bytes` of them were whole until now."""
-        if chain[0].staging_bytes:
-            for flight in self.flights:
-                self._proceed(flight, out)
-            while len(self.flights) > 1:
-                self._land(out)
-        while any(flight.name == chain[0].name for flight in self.flights):
+        if not chain[0].staging_bytes and chain[0].exchanges:
+            self.flights.append(self._in_place(chain, out))
+            return
+        for flight in self.flights:
+            self._proceed(flight, out)
+        while len(self.flights) > 1 or any(f.name == chain[0].name for f in self.flights):
             self._land(out)
         # A collective of nothing stands for what is cut and not sent.
         steps = [(t, index) for t in chain for index in range(max(1, len(t.exchanges)))]
@@ -200,6 +200,20 @@ class Reduced:
         stays = self.first or chain[0].when == EACH_STEP
         self._start(flight, chain[0], freed_bytes, stays, out)
         self.flights.append(flight)
+
+    def _in_place(self, chain: Sequence[Transfer], out: Listing) -> _Flight:
+        """Launch all collectives at once; each begins when the one before is over."""
+        steps = [(t, index) for t in chain for index in range(len(t.exchanges))]
+        scratch = max(transfer.scratch_bytes for transfer in chain)
+        channel, taken = "", scratch
+        for transfer, index in steps:
+            exchange = transfer.exchanges[index]
+            launch = self.links.exchange(_key(transfer, index), exchange, OF_WEIGHTS)
+            channel = channel or launch.channel
+            before = ((COMMUNICATION, taken),)
+            out.launch(replace(launch, channel=channel), transfer.name, before)
+            taken = 0
+        return _Flight(chain[0].name, [], steps[-1], scratch)
 
     def land(self, out: Listing) -> None:
         """Wait for all of them."""
