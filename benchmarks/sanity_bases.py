@@ -220,6 +220,13 @@ BASES: Mapping[str, Setup] = MappingProxyType(
         "pipeline": PIPELINE,
         "pipeline, 4 stages": changed(PIPELINE, {"nodes": 4, "plan.pipeline": 4}),
         "pipeline, 16 microbatches": changed(PIPELINE, {"plan.num_microbatches": 16}),
+        "pipeline, ZeRO-1": changed(
+            PIPELINE,
+            {
+                "nodes": 32, "plan.data": 4, "plan.zero": 1, "plan.num_microbatches": 32,
+                "software": GENERATIONS["megatron"],
+            },
+        ),
         "GPT-3": GPT3,
         "GPT-3, sharded": changed(GPT3, _SHARDED_GPT3),
         "GPT-3, sharded, 384": changed(

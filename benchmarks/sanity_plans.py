@@ -99,6 +99,11 @@ PLANS = (
         "the head makes the last stage up to 7 % longer; the optimizer does not double",
     ),
     Variant(
+        "microbatches x1/4, pipeline, ZeRO-1", "pipeline, ZeRO-1", {"plan.num_microbatches": 8},
+        pipelined(8, 8) / pipelined(32, 8), 0.38, 0.42, f"{SC21}, section 2.2: m + p - 1",
+        "gradients are reduced once after the pipeline, in up to 2 passes of a microbatch",
+    ),
+    Variant(
         "interleaving", "pipeline", {"plan.interleave": 2}, pipelined(8, 8, 2) / pipelined(8, 8),
         0.75, 0.83, f"{SC21}, section 2.2: m + (p - 1) / v",
         "twice the sends, the longer last stage",
