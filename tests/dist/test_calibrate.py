@@ -106,7 +106,8 @@ def test_nor_does_it_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure_collectives, "_elapsed", took)
         monkeypatch.setattr(measure_collectives, "_most", lambda value: value)
         start = partial(SingleGroup().broadcast, torch.zeros(1))
-        products = measure_collectives._Products(*[torch.zeros(1, 1)] * 3, each_s=1e-3)
+        one = torch.zeros(1, 1)
+        products = measure_collectives._Products(one, one, one, 1e-3)
         return measure_collectives._timed(start, products, 0.3)
 
     assert timed(set()) == pytest.approx((0.02, 0.5))
