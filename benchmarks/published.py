@@ -152,6 +152,7 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
     Each later run takes less memory than the ones before it. `known` holds graphs that were
     captured, for rows that share them.
     """
+    row, framework = _completed(row)
     try:
         options = configurations(row)
         cluster = cluster_of(row)
@@ -163,7 +164,7 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
         graph = graph_of(model, chosen.samples, known)
     except ParloomError as error:
         raise Unpredictable(str(error)) from error
-    common = (*model.assumed, *_assumed_software(row), *_assumed_cluster(row))
+    common = (*model.assumed, *framework, *_assumed_software(row), *_assumed_cluster(row))
     optimizer = optimizer_of(row)
     found: list[Run] = []
     for configured, scores, assumed in options:
@@ -176,6 +177,16 @@ def runs_of_row(row: Row, known: list[tuple[Shape, Graph]]) -> list[Run]:
         if not (found and scores and software.attention != UNFUSED):
             found.append(run)
     return found
+
+
+def _completed(row: Row) -> tuple[Row, tuple[str, ...]]:
+    """A row whose framework is named in full, and what that assumes: a PyTorch program of NVIDIA's
+    with interleaved stages is Megatron-Core's.
+    """
+    framework = told(row, "framework")
+    if "nvidia release" in framework and whole(row, "vpp", 1) > 1 and "nemo" not in framework:
+        return {**row, "framework": f"{row['framework']}, Megatron-Core"}, ("Megatron-Core",)
+    return row, ()
 
 
 Option = tuple[Configuration, bool, tuple[str, ...]]

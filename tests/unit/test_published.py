@@ -167,6 +167,15 @@ def test_frameworks(published: ModuleType) -> None:
     assert published.software_of(volta).name == "megatron"
 
 
+def test_interleaved_stages_of_nvidias_pytorch_are_megatron_cores(published: ModuleType) -> None:
+    row = BARE | {"framework": "PyTorch NVIDIA Release 23.09", "vpp": "4"}
+    completed, assumed = published._completed(row)
+    assert published.software_of(completed).name == "engine"
+    assert assumed == ("Megatron-Core",)
+    for other in ({"vpp": "1"}, {"framework": "NVIDIA NeMo Framework, PyTorch NVIDIA Release"}):
+        assert published._completed(row | other) == (row | other, ())
+
+
 def test_devices(published: ModuleType) -> None:
     for text, name in {
         "NVIDIA A30": "A30", "NVIDIA RTX A5000": "RTX-A5000", "NVIDIA L40": "L40",
