@@ -220,7 +220,7 @@ def test_the_command_writes_what_plans_and_simulations_take(
     assert strange["band_s"][1] > document["band_s"][1]
     assert "calibrated on another machine (processor: another, not" in strange["notes"][0]
     for broken, said in (("NaN", "finite number"), ("-1.0", "from 1e-09 to 10 s")):
-        quick.write_text(json.dumps(other | {"launch_s": 0.5}).replace("0.5", broken))
+        quick.write_text(json.dumps(other | {"launch_s": 0.5}).replace('"launch_s": 0.5', f'"launch_s": {broken}'))
         for command in (["plan", spec, "--cluster", "2xcpu"], ["simulate", "run"]):
             assert cli.main([*command, *given]) == 2
             assert f"{quick}: launch_s: " in (err := capsys.readouterr().err)

@@ -130,7 +130,7 @@ def _timed(start: Start, products: _Products, least_s: float) -> tuple[float, fl
 
     calls = max(1, round(2 * least_s / (single_s + count * products.each_s)))
     kinds = (alone, partial(products.compute, count), beside)
-    spend = partial(products.compute, products.count(SAVED_S))
+    spend = partial(products.compute, products.count(min(SAVED_S, least_s)))
     windows = [
         [_most(_elapsed(run, calls, device, spend) / calls) for run in kinds]
         for _ in range(WINDOWS if single_s < least_s else 1)
