@@ -4,8 +4,9 @@
 
 A case is a model, a plan and a network. Per bed and model: the plans are made, `parloom calibrate
 --plan ..` runs on every device, and every plan is trained for some steps in each of several
-launches, and predicted; a step counts by its slowest rank, a case by the median. Memory is what the
-generated program allocates on forked ranks (`memory.py`).
+launches, and predicted; a step counts by its slowest rank, a case by the median. Plans of a group
+are tied where their times are closer to each other than those of launches of one plan. Memory is
+what the generated program allocates on forked ranks (`memory.py`).
 """
 
 import argparse
@@ -107,10 +108,10 @@ def allocated(plans: list[Path], ranks: int) -> dict[Path, int]:
 
 def measure(
     args: argparse.Namespace, plans: list[Path], hosts: int, rate: str, calibration: Path
-) -> dict[Path, float]:
-    """Calibrate, then train every plan; median step times."""
+) -> dict[Path, list[float]]:
+    """Calibrate, then train every plan; median step times of each launch."""
     given = [word for path in plans for word in ("--plan", str(path))]
-    seconds: dict[Path, list[float]] = {path: [] for path in plans}
+    medians: dict[Path, list[float]] = {path: [] for path in plans}
     with Bed(args.testbed, args.name, rate, hosts) as bed:
         said = bed.run(
             sys.executable, "-m", "parloom", "calibrate", "--cluster", f"{hosts}x1xcpu",
@@ -127,9 +128,9 @@ def measure(
                 if line.startswith("RESULT "):
                     row = json.loads(line[7:])
                     path = plans[0].parent.parent / row["model"] / row["plan"]
-                    seconds[path] += row["seconds"]
+                    medians[path].append(statistics.median(row["seconds"]))
             print(f"launch {index} of {hosts} x {rate} done", file=sys.stderr, flush=True)
-    return {path: statistics.median(times) for path, times in seconds.items() if times}
+    return medians
 
 
 def rows_of(
@@ -146,14 +147,16 @@ def rows_of(
     for path in plans:
         plan = api.load(path)
         played = api.simulate(plan, calibration)
+        measured_s = statistics.median(measured[path])
         yield {
             "hosts": hosts,
             "rate": rate,
             "model": model,
             "plan": path.name,
             "predicted_s": played.step_s,
-            "measured_s": measured[path],
-            "error": math.log(played.step_s / measured[path]),
+            "measured_s": measured_s,
+            "launches_s": measured[path],
+            "error": math.log(played.step_s / measured_s),
             "spec_s": api.simulate(plan).step_s,
             "source": api.source_of(plan, calibration).name,
             "predicted_bytes": played.peak_bytes,
@@ -172,17 +175,26 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     return statistics.correlation(*(ranks(values) for values in zip(*pairs, strict=True)))
 
 
+def tied(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether two plans took times that are closer than those of launches of one of them."""
+    ordered = sorted(rows, key=lambda row: float(row["measured_s"]))
+    apart = [math.log(max(row["launches_s"]) / min(row["launches_s"])) for row in ordered]
+    return any(
+        math.log(b["measured_s"] / a["measured_s"]) < max(near, far)
+        for (a, near), (b, far) in itertools.pairwise(zip(ordered, apart, strict=True))
+    )
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Errors over all rows, and the order of plans within each (model, network)."""
     errors = sorted(abs(row["error"]) for row in rows)
-    groups: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        key = row["hosts"], row["rate"], row["model"]
-        groups.setdefault(key, []).append((row["predicted_s"], row["measured_s"]))
+        groups.setdefault(f"{row['hosts']} x {row['rate']} {row['model']}", []).append(row)
     orders = {
-        f"{hosts} x {rate} {model}": rank_correlation(pairs)
-        for (hosts, rate, model), pairs in groups.items()
-        if len(pairs) >= 5
+        name: rank_correlation([(row["predicted_s"], row["measured_s"]) for row in own])
+        for name, own in groups.items()
+        if len(own) >= 5
     }
     return {
         "rows": len(rows),
@@ -190,6 +202,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "p90_abs_log_error": errors[math.ceil(0.9 * len(errors)) - 1],
         "largest_memory_error": max(abs(row["memory_error"]) for row in rows),
         "rank_correlation": orders,
+        "groups_with_ties": [name for name in orders if tied(groups[name])],
     }
 
 
