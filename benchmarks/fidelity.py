@@ -74,7 +74,6 @@ class Predicted:
     target_s: float
     group: tuple[str, ...]
     plan: tuple[str, ...]
-    device: str
     predicted_s: float | None = None
     reason: str = ""
     peak_bytes: int = 0
@@ -129,7 +128,6 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
     found = Predicted(
         row["id"], row["source_key"], gated(row), positive(row["target_seconds_per_iter"]) or 0.0,
         tuple(row[name] for name in GROUP), tuple(row[name] for name in PLAN),
-        row["gpu_key"] or row["gpu_type"],
         memory_bytes=memory * UNIT_BYTES if memory else None,
         quantity=quantity_of(row),
     )  # fmt: skip
@@ -174,7 +172,6 @@ def _simulated(
         capacity_bytes=held.capacity_bytes,
         band=run.unknown(held.device_bytes / held.capacity_bytes).error,
         slopes=tuple(moved),
-        device=run.cluster.device.name,
         assumed=run.assumed,
     )
 
@@ -376,7 +373,7 @@ def print_constants(found: Mapping[str, object]) -> None:
 def cross_validated(rows: Sequence[Predicted]) -> dict[str, object]:
     """Errors of gated rows with constants that were fitted without their source; printed."""
     known = [row for row in rows if row.gated and row.predicted_s is not None]
-    errors = held_out([Sample(r.source_key, r.device, r.error, r.slopes) for r in known])
+    errors = held_out([Sample(r.source_key, r.error, r.slopes) for r in known])
     print("\nGated rows, each with constants fitted to the other sources")
     print("| source | rows | median error | 90th percentile |\n|---|---|---|---|")
     found: dict[str, object] = {}

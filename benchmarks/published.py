@@ -48,7 +48,7 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("deepspeed", "flash"), "fused"),
     (("deepspeed",), "megatron"),
     (("nvidia release",), "fused"),
-    (("ngc pytorch",), "eager 2020"),
+    (("ngc pytorch",), "apex 2020"),
     (("ngc",), "megatron"),
     (("nvidia",), "fused"),
     (("torch.compile",), "compiled"),

@@ -81,7 +81,14 @@ def cluster(*sizes: int) -> Cluster:
     return Cluster("toy", device, levels)
 
 
-def stack(depth: int, batch: int = 16, seq: int = 8, width: int = 32, vocab: int = 64) -> Graph:
+def stack(
+    depth: int,
+    batch: int = 16,
+    seq: int = 8,
+    width: int = 32,
+    vocab: int = 64,
+    tied: bool = False,
+) -> Graph:
     """A language model of `depth` perceptrons with skips, without attention."""
     inner, rows = 4 * width, batch * seq
     hidden = f"float32[{batch}, {seq}, {width}]"
@@ -95,7 +102,9 @@ def stack(depth: int, batch: int = 16, seq: int = 8, width: int = 32, vocab: int
         arguments = ", ".join([before, *(name for name, _, _ in own)])
         before = f"blocks_{i}"
         calls.append(f'    {before}: {hidden} = block["blocks.{i}"]({arguments})')
-    weights.append(("head_weight", "head.weight", [vocab, width]))
+    head = "tokens_weight" if tied else "head_weight"
+    if not tied:
+        weights.append((head, "head.weight", [vocab, width]))
     inputs = [
         f'input {name}: float32{shape} = parameter("{target}", trainable=True)'
         for name, target, shape in weights
@@ -114,7 +123,7 @@ def stack(depth: int, batch: int = 16, seq: int = 8, width: int = 32, vocab: int
         "    return sum", "", "main main:",
         f"    x: {hidden} = embedding(tokens_weight, ids)  # tokens",
         *calls,
-        f"    logits: float32[{batch}, {seq}, {vocab}] = linear({before}, head_weight)  # head",
+        f"    logits: float32[{batch}, {seq}, {vocab}] = linear({before}, {head})  # head",
         f"    flat: float32[{rows}, {vocab}] = view(logits, ({rows}, {vocab}))  #",
         f'    targets: int64[{rows}] = view(labels, ({rows},))  # "" #1',
         "    loss: float32[] = cross_entropy_loss(flat, targets)  #",

@@ -205,11 +205,11 @@ def test_scores(fidelity: ModuleType) -> None:
     assert fidelity.percentile([0.0, 1.0, 2.0], 0.9) == pytest.approx(1.8)
     rows = [
         fidelity.Predicted(
-            str(i), "s", True, 1.0 + i, ("g",), (str(min(i, 5)),), "d", (1.0 + i) * math.exp(0.1)
+            str(i), "s", True, 1.0 + i, ("g",), (str(min(i, 5)),), (1.0 + i) * math.exp(0.1)
         )
         for i in range(7)
     ]
-    found = fidelity.score([*rows, fidelity.Predicted("x", "s", True, 1.0, (), (), "d")])
+    found = fidelity.score([*rows, fidelity.Predicted("x", "s", True, 1.0, (), ())])
     assert found.coverage == pytest.approx(7 / 8)
     assert found.median_abs_log_error == pytest.approx(0.1)
     assert found.bias == pytest.approx(0.1)
@@ -234,7 +234,7 @@ def test_constants_are_found_again_without_a_source(path: None) -> None:
     fit = import_module("fit")
     true, assumed = 0.5, 0.8
     samples = [
-        fit.Sample(source, "gpu", -slope * math.log(true / assumed), (slope, -0.1))
+        fit.Sample(source, -slope * math.log(true / assumed), (slope, -0.1))
         for source in "abc"
         for slope in (-0.9, -0.7, -0.8, -0.85)
     ]
@@ -242,14 +242,3 @@ def test_constants_are_found_again_without_a_source(path: None) -> None:
     held = fit.held_out(samples)
     assert max(map(abs, held)) < 0.03
     assert min(abs(s.error) for s in samples) > 0.3  # they were wrong before
-
-
-def test_a_device_of_one_source_is_predicted_without_its_fit(path: None) -> None:
-    fit = import_module("fit")
-    (device,) = fit.FITTED
-    share, without = fit.FITTED[device]
-    others = [fit.Sample("a", "gpu", 0.0, (-0.8, -0.1)) for _ in range(9)]
-    own = [fit.Sample("b", device, 0.0, (-0.8, -0.1)) for _ in range(9)]
-    held = fit.held_out([*others, *own])
-    assert max(map(abs, held[:9])) < 1e-6
-    assert held[9:] == pytest.approx([-0.8 * math.log(without / share)] * 9)

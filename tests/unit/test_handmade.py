@@ -7,7 +7,7 @@ import pytest
 from parloom.comparators.configuration import Configuration
 from parloom.comparators.handmade import Program, plan, program
 from parloom.cost.clusters import load_cluster
-from parloom.cost.collectives import BACKENDS
+from parloom.cost.collectives import BACKENDS, collective
 from parloom.cost.framework_memory import MEGATRON
 from parloom.cost.kernels import Kernels, LocalOperator, Seconds
 from parloom.cost.software import GENERATIONS, Software
@@ -334,6 +334,23 @@ def test_stages_send_gradients_of_inputs_before_they_reduce_those_of_weights(
         assert 0 <= slowed <= (BACKENDS["nccl"].slows * backward[0] if overlaps else 0)
         (wait,) = [span.played.ps for span in process.spans if span.name == "REDUCE"]
         assert overlaps or wait == pytest.approx(reduced_ps, rel=0.2)
+
+
+@pytest.mark.parametrize(("pipeline", "interleave"), [(2, 1), (4, 1), (2, 2), (1, 1)])
+def test_stages_add_up_the_gradient_of_a_tied_head(pipeline: int, interleave: int) -> None:
+    chosen = replace(PLAIN, pipeline=pipeline, interleave=interleave, num_microbatches=BATCH)
+    vocab, cluster = 1 << 20, machine(chosen)
+    ends = []
+    for tied in (False, True):
+        graph = repeated(stack(2, BATCH, SEQ, WIDTH, vocab, tied), 4)
+        found = built(chosen, graph).play(cluster)
+        ends.append(found)
+    # Between two ranks each sends half of it twice.
+    sent = collective("send", 4 * vocab * WIDTH, ((0, 2),), CLUSTER).seconds
+    exposed = [found.exposed(0).get("gradients of shared weights", 0) / 1e12 for found in ends]
+    assert exposed == [0, pytest.approx(sent if pipeline > 1 else 0, rel=0.01)]
+    if pipeline > 2:
+        assert ends[1].exposed(1).get("gradients of shared weights", 0) == 0
 
 
 def test_collectives_that_are_hidden_behind_products() -> None:

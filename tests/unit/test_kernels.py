@@ -11,6 +11,7 @@ from parloom.cost.devices import find_device
 from parloom.cost.kernels import (
     MEASURED,
     ROW,
+    TILE_ENDS,
     Blocks,
     Kernels,
     LocalOperator,
@@ -91,9 +92,34 @@ def test_rows_that_are_not_aligned_miss_the_matrix_units() -> None:
     aligned = kernels.product_s(1024, 1024, 1024, "bfloat16")
     assert kernels.product_s(1024, 1024, 1028, "bfloat16") > 5 * aligned
     assert kernels.product_s(1028, 1024, 1024, "bfloat16") < 1.3 * aligned
-    assert kernels.product_s(1024, 1024, 1028, "float32") == pytest.approx(
-        kernels.product_s(1024, 1024, 1028, "bfloat16")
+    # As slow as on vector units, and slow at the ends of tiles, too.
+    assert kernels.product_s(1024, 1024, 1028, "bfloat16") == pytest.approx(
+        kernels.product_s(1024, 1024, 1028 + TILE_ENDS, "float32"), rel=0.02
     )
+
+
+def test_the_ends_of_tiles_take_as_long_at_every_rate() -> None:
+    kernels = Kernels(replace(DEVICE, cores=1), BARE)
+
+    def ends_s(dtype: str) -> float:
+        once, twice = (kernels.product_s(1024, 1024, k, dtype) for k in (1024, 2048))
+        return 2 * once - twice
+
+    assert ends_s("bfloat16") == pytest.approx(kernels.product_s(1024, 1024, 1024, "bfloat16") / 9)
+    assert ends_s("float32") == pytest.approx(ends_s("bfloat16"))
+
+
+def test_a_clock_slows_products_and_attention_but_not_memory() -> None:
+    slow = replace(DEVICE, efficiency=replace(DEVICE.efficiency, clock=0.5))
+    q = bf16(8, 16, 1024, 64)
+    attention = LocalOperator("scaled_dot_product_attention", (q, q, q), (q,), flops=1e12)
+    for operator, ratio in ((attention, 2.0), (LocalOperator("relu", (q,), (q,)), 1.0)):
+        fast_s, slow_s = (Kernels(d, BARE).seconds(operator).forward_s for d in (DEVICE, slow))
+        assert slow_s == pytest.approx(ratio * fast_s)
+    fast_s, slow_s = (
+        Kernels(d, BARE).product_s(1024, 1024, 1024, "bfloat16") for d in (DEVICE, slow)
+    )
+    assert slow_s == pytest.approx(2 * fast_s)
 
 
 def test_one_attention_kernel_skips_what_is_masked_and_keeps_scores_on_the_chip() -> None:
@@ -229,7 +255,7 @@ def test_update_in_one_pass_or_in_many() -> None:
 
 
 def test_generations() -> None:
-    assert len(GENERATIONS) == 8
+    assert len(GENERATIONS) == 9
     assert GENERATIONS["megatron"].overlaps is False
     with pytest.raises(InputError, match="flash2"):
         Software("odd", attention="flash22")

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.engine import Launch
-from parloom.cost.pipeline import Send, StageActions, action_lists, send, simulate_pipeline
+from parloom.cost.pipeline import (
+    Send,
+    Shared,
+    StageActions,
+    action_lists,
+    send,
+    simulate_pipeline,
+)
 from parloom.cost.tasks import ACTIVATIONS, COMPONENTS, COMPUTE
 from parloom.cost.timeline import Memory, Played, Timeline
 from parloom.errors import InputError, VerifyError
@@ -208,6 +215,23 @@ def test_what_is_left_under_way_shares_the_link_and_is_waited_for() -> None:
     assert found.step_ps == 10 + 10 + 500 + 7
     assert found.exposed() == {"gradients all_reduce": 500}
     assert found.busy() == {COMPUTE: 27, "data": 500}
+
+
+@pytest.mark.parametrize("synchronizes", [True, False])
+def test_gradients_of_shared_weights_are_added_before_the_update(synchronizes: bool) -> None:
+    actions = {"F": profile(10), "B": profile(10), "STEP": profile(7)}
+    stages = [StageActions(str(i), actions) for i in range(3)]
+    lists = schedule("1f1b", 3, 1)
+
+    def step_ps(*shared: Shared) -> int:
+        return simulate_pipeline(lists, stages, shared=shared, synchronizes=synchronizes).step_ps
+
+    # The first stage is the last to finish, after 60.
+    assert step_ps() == 67
+    assert step_ps(Shared((0, 2), Send(5, 100))) == 60 + 105 + 7
+    # Both leave rank 0 by the same link.
+    assert step_ps(Shared((0, 2), Send(0, 100)), Shared((0, 1), Send(0, 100))) == 60 + 200 + 7
+    assert step_ps(Shared((1, 4), Send(5, 100))) == 67  # on one rank
 
 
 def test_the_last_backward_pass_may_differ() -> None:

@@ -4,6 +4,7 @@ A pipeline cuts the run of equal blocks into stages, each a graph with decisions
 are lowered, priced and simulated as any plan.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -11,8 +12,10 @@ from parloom.comparators.configuration import Configuration, laid_out
 from parloom.comparators.tensor_parallel import TENSOR
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
+from parloom.cost.parameters import Parameters
 from parloom.cost.pipeline import (
     Send,
+    Shared,
     StageActions,
     action_lists,
     play_stage,
@@ -33,7 +36,7 @@ from parloom.ir.plan import (
     Decisions,
     Optimizer,
 )
-from parloom.ir.repeat import run_of, stage
+from parloom.ir.repeat import run_of, shared_parameters, stage
 from parloom.ir.schedules import SPLIT
 from parloom.rewrite.rewrites import rewritten
 
@@ -91,11 +94,14 @@ def _divided(blocks: int, stages: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A plan by hand, lowered: a part and its parallel program per stage."""
+    """A plan by hand, lowered: a part and its parallel program per stage; `shared` are the
+    parameters that several stages may have.
+    """
 
     chosen: Configuration
     parts: tuple[Part, ...]
     lowered: tuple[PCG, ...]
+    shared: frozenset[str] = frozenset()
 
     def play(
         self,
@@ -117,12 +123,14 @@ class Program:
         player, name = Simulator(), chosen.schedule_name
         known: dict[int, StageActions] = {}
         stages: list[StageActions] = []
+        parameters: dict[int, Parameters] = {}
         for index, (part, pcg) in enumerate(zip(self.parts, self.lowered, strict=True)):
             if id(pcg) not in known:
                 found = Stage(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
                 # Chunks take turns: a rank runs as many microbatches of the others before.
                 found.passes_before = chosen.pipeline if chosen.interleave > 1 else 1
                 known[id(pcg)] = play_stage("", found, player, split=name in SPLIT)
+                parameters[id(pcg)] = found.found.parameters
             actions = replace(known[id(pcg)], name=f"stage {index}")
             sent = _send(index, pcg, chosen, cluster) if index + 1 < len(self.parts) else Send()
             # What goes back is what came.
@@ -130,7 +138,25 @@ class Program:
             stages.append(replace(actions, forward=sent, backward=came))
         count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
         lists = action_lists(name, stages, count, chosen.interleave)
-        return simulate_pipeline(lists, stages, synchronizes=chosen.synchronizes)
+        shared = self._shared([parameters[id(pcg)] for pcg in self.lowered], cluster)
+        return simulate_pipeline(lists, stages, shared=shared, synchronizes=chosen.synchronizes)
+
+    def _shared(self, stages: Sequence[Parameters], cluster: Cluster) -> tuple[Shared, ...]:
+        """Weights that several stages have; those that the same stages have travel together."""
+        sizes: dict[tuple[int, ...], int] = {}
+        for name in sorted(self.shared):
+            held = {
+                index: parameters.stored_of(parameters.by_name[name]).get("gradients", 0)
+                for index, parameters in enumerate(stages)
+                if name in parameters.by_name
+            }
+            sizes[tuple(held)] = sizes.get(tuple(held), 0) + max(held.values())
+        found = []
+        for holders, size in sizes.items():
+            ring = len({index % self.chosen.pipeline for index in holders})
+            crossed = _crossed(holders, self.chosen, cluster)
+            found.append(Shared(holders, send(2 * (ring - 1) / ring * size, crossed, cluster)))
+        return tuple(found)
 
 
 def communicators(chosen: Configuration) -> int:
@@ -147,7 +173,8 @@ def program(graph: Graph, chosen: Configuration, cluster: Cluster) -> Program:
         if id(part) not in known:
             padded = rewritten(part.graph, part.decisions.rewrites)
             known[id(part)] = lower(padded, part.decisions)
-    return Program(chosen, parts, tuple(known[id(part)] for part in parts))
+    shared = shared_parameters(graph) if len(parts) > 1 else frozenset[str]()
+    return Program(chosen, parts, tuple(known[id(part)] for part in parts), shared)
 
 
 def _sent_bytes(pcg: PCG) -> float:
@@ -167,12 +194,16 @@ def _sent_bytes(pcg: PCG) -> float:
 
 def _send(index: int, pcg: PCG, chosen: Configuration, cluster: Cluster) -> Send:
     """What goes from a stage to the next one, over the level that joins the two ranks."""
+    return send(_sent_bytes(pcg), _crossed((index, index + 1), chosen, cluster), cluster)
+
+
+def _crossed(stages: Sequence[int], chosen: Configuration, cluster: Cluster) -> int:
+    """The level that joins the ranks of some stages."""
     devices = cluster.num_devices // chosen.pipeline
-    rank = index % chosen.pipeline
-    one, other = rank * devices, (rank + 1) % chosen.pipeline * devices
+    firsts = [stage % chosen.pipeline * devices for stage in stages]
     crossed, below = 0, 1
     for level, found in enumerate(cluster.levels):
-        if one // below != other // below:
+        if len({first // below for first in firsts}) > 1:
             crossed = level
         below *= found.size
-    return send(_sent_bytes(pcg), crossed, cluster)
+    return crossed

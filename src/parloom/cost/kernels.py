@@ -46,11 +46,12 @@ TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.6))
 # Devices of one kind differ in clock rate, and the slowest sets the pace: 5 % among the 8 of a node
 # (ml-engineering, compute/accelerator), 2.85 standard deviations of a normal distribution.
 SPREAD = 0.05 / 2.85
-# Multiplications along k that the beginning and the end of a tile are worth.
+# Multiplications along k, of 16 bits on matrix units, that take as long as the beginning and the
+# end of a tile: operands and results are on their way, at whatever rate it multiplies.
 TILE_ENDS = 128
 # The share of their peak that products reach on vector units, which memory feeds fast enough
 # (recalled: cuBLAS sgemm on V100, 14 of 15.7 TFLOP/s).
-VECTOR_SHARE = 0.9
+VECTOR_SHARE, VECTOR_DTYPES = 0.9, ("float32", "float64")
 # How 8-bit and 4-bit operands are scaled: one scale for a tensor, one for each row and column, or
 # for each block of 32 or 128 elements.
 TENSOR, ROW, BLOCK = "tensor", "row", "block"
@@ -255,17 +256,26 @@ class Kernels:
         self, m: float, n: float, k: float, dtype: str, batch: float = 1.0, num_bytes: float = 0.0
     ) -> float:
         """`batch` products of [m, k] and [k, n] that move `num_bytes`, without the launch."""
-        device = self.device
-        rate = device.rate(dtype) * device.efficiency.matmul * device.efficiency.sustained
+        device, efficiency = self.device, self.device.efficiency
+        reached = efficiency.matmul * efficiency.sustained * efficiency.clock
+        rate = device.rate(dtype) * reached
         if dtype in NARROW:
             rate *= ROW_SHARE if self.scaling == ROW else NARROW_SHARE
-        if device.cores and (dtype in ("float32", "float64") or not _aligned(n, k, dtype)):
-            rate = min(device.rate(dtype), device.rate("float32")) * VECTOR_SHARE
-        work = 2.0 * batch * m * n * k / (rate * self._share(m, n, k, batch))
-        return max(work, num_bytes / (device.memory_bytes_per_s * device.efficiency.memory))
+        ends = 0.0
+        if device.cores:
+            on_vectors = min(device.rate(dtype), device.rate("float32")) * VECTOR_SHARE
+            rate = on_vectors if dtype in VECTOR_DTYPES else rate
+            matrix_rate = max(device.rate(name) for name in ("float16", "bfloat16")) * reached
+            ends = TILE_ENDS * rate / matrix_rate
+            # These load one element at a time, also where a tile begins.
+            rate = rate if _aligned(n, k, dtype) else on_vectors
+        work = 2.0 * batch * m * n * (k + ends) / (rate * self._share(m, n, batch))
+        return max(work, num_bytes / (device.memory_bytes_per_s * efficiency.memory))
 
-    def _share(self, m: float, n: float, k: float, batch: float) -> float:
-        """The share of a large product's rate that one of this size reaches."""
+    def _share(self, m: float, n: float, batch: float) -> float:
+        """The share of a large product's rate that one of this size reaches between the ends of its
+        tiles.
+        """
         if not self.device.cores:
             return 1.0
         best = 0.0
@@ -277,7 +287,7 @@ class Kernels:
                 # Fewer tiles than cores are cut along k.
                 busy = waves / math.ceil(waves) if waves > 1 else max(waves, 0.7)
                 best = max(best, share * used * busy)
-        return best * k / (k + TILE_ENDS)
+        return best
 
     def _product(self, operator: LocalOperator, factors: tuple[int, int]) -> Seconds:
         """One product forward, and one for each gradient."""
@@ -332,7 +342,8 @@ class Kernels:
         if self.software.attention != SCORES:
             launch *= blocks.met
             kernel = attention_kernel(self.software.attention, self.device)
-            each = operator.flops / blocks.count / self.device.rate(operator.dtype)
+            rate = self.device.rate(operator.dtype) * self.device.efficiency.clock
+            each = operator.flops / blocks.count / rate
             fore, aft = (
                 sum(
                     each * part / kernel.share(keys, q.shape[-1], causal=causal, backward=way)

@@ -31,6 +31,7 @@ DIRECTIONS = {"F": 1, "B": -1}
 REPEATED = 3
 # What ranks wait for before they update where steps synchronize.
 NORM = "gradients norm"
+SHARED = "gradients of shared weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,16 @@ class StageActions:
     forward: Send = Send()
     backward: Send = Send()
     base: tuple[int, ...] = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Weights that several stages have (tied embeddings): their ranks add up the gradients in a
+    ring before they update, in which each sends `sent` to the next one.
+    """
+
+    stages: tuple[int, ...]
+    sent: Send
 
 
 def send(num_bytes: float, level: int, cluster: Cluster) -> Send:
@@ -126,29 +137,43 @@ def _times(stage: StageActions) -> PassTimes:
 
 
 def simulate_pipeline(
-    lists: Lists, stages: Sequence[StageActions], *, synchronizes: bool = True
+    lists: Lists,
+    stages: Sequence[StageActions],
+    *,
+    shared: Sequence[Shared] = (),
+    synchronizes: bool = True,
 ) -> Timeline:
-    """Run the action lists of all ranks; stage s is on rank s % ranks.
+    """Run the action lists of all ranks; stage s is on rank s % ranks, and `shared` are weights
+    that several stages have.
 
     Where steps do not synchronize, several are played for the period. Raises `VerifyError` where
     the lists wait for each other.
     """
-    pipeline = _Pipeline(lists, stages, synchronizes)
+    pipeline = _Pipeline(lists, stages, shared, synchronizes)
     found = pipeline.run()
     return found if synchronizes else replace(found, period_ps=pipeline.period_ps())
 
 
 class _Pipeline:
-    def __init__(self, lists: Lists, stages: Sequence[StageActions], synchronizes: bool) -> None:
+    def __init__(
+        self,
+        lists: Lists,
+        stages: Sequence[StageActions],
+        shared: Sequence[Shared],
+        synchronizes: bool,
+    ) -> None:
         if len(stages) % len(lists):
             raise InputError(f"{len(stages)} stages on {len(lists)} ranks: not as many on each")
         self.lists, self.stages = lists, stages
+        rings = [(dict.fromkeys(s % len(lists) for s in each.stages), each.sent) for each in shared]
+        self.shared = [(tuple(ring), sent) for ring, sent in rings if len(ring) > 1]
         updates = any("STEP" in stage.actions for stage in stages)
         self.synchronizes = synchronizes and updates and len(lists) > 1
         self.levels = 1 + max(
             [flow.links[0] for s in stages for p in s.actions.values() for t in p.state
              for flow in t.flows]
             + [max(s.forward.level, s.backward.level) for s in stages]
+            + [sent.level for _, sent in self.shared]
         )  # fmt: skip
 
     def run(self) -> Timeline:
@@ -207,7 +232,7 @@ class _Pipeline:
         for step in range(steps):
             for position, action in enumerate(listed):
                 if action.microbatch is None:
-                    self._update(rank, action.kind)
+                    self._update(rank, action.kind, step)
                     continue
                 last = ends[action.stage, action.kind] == position
                 if step:
@@ -227,15 +252,33 @@ class _Pipeline:
             return
         sent = stage.forward if way > 0 else stage.backward
         peer = (rank.index + way) % len(self.lists)
+        channel = f"{rank.index} send {'forward' if way > 0 else 'backward'}"
+        self._send(rank, peer, sent, _key(action), channel)
+
+    def _send(self, rank: _Rank, peer: int, sent: Send, key: str, channel: str) -> None:
         flows: tuple[Flow, ...] = ()
         if sent.moves_ps:
             links = self._link(rank.index, sent.level), self._link(peer, sent.level, inward=True)
             flows = (Flow(sent.moves_ps * SHARES, links),)
-        channel = f"{rank.index} send {'forward' if way > 0 else 'backward'}"
-        rank.instructions.append(Launch(_key(action), channel, sent.latency_ps, flows))
+        rank.instructions.append(Launch(key, channel, sent.latency_ps, flows))
 
-    def _update(self, rank: _Rank, kind: str) -> None:
+    def _add_shared(self, rank: _Rank, step: int) -> None:
+        """Launch and await the sums of gradients of weights that other ranks have, too."""
+        keys: list[str] = []
+        for index, (ring, sent) in enumerate(self.shared):
+            if rank.index not in ring:
+                continue
+            peer = ring[(ring.index(rank.index) + 1) % len(ring)]
+            name = f"{SHARED}|{index} of step {step}"
+            self._send(rank, peer, sent, f"{name} {rank.index}", f"{rank.index} send shared")
+            keys += (f"{name} {other}" for other in ring)
+        if keys:
+            rank.instructions.append(Run(0, tuple(keys)))
+
+    def _update(self, rank: _Rank, kind: str, step: int) -> None:
         """An action of the step program, which waits for all that is under way."""
+        if kind == "STEP":
+            self._add_shared(rank, step)
         if kind == "STEP" and self.synchronizes:
             channel = f"{rank.index} {NORM}"
             rank.instructions.append(Launch(f"{NORM}|{rank.index}", channel))

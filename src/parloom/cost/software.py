@@ -73,6 +73,7 @@ class Software:
 
 # Megatron-Core, DistributedDataParallelConfig: max(40e6, 1e6 x data-parallel ranks).
 MEGATRON_BUCKETS = (40_000_000, 1_000_000)
+APEX_BUCKETS = (250_000_000, 0)
 
 GENERATIONS: Mapping[str, Software] = MappingProxyType(
     {
@@ -88,6 +89,12 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
             # PyTorch before FlashAttention, 2018 to 2021, with an optimizer of apex: every operator
             # is a kernel, scores of attention included.
             Software("eager 2020", attention=SCORES, fused_optimizer=True),
+            # The same with apex's DistributedDataParallel and its buckets as in NVIDIA's BERT
+            # (DeepLearningExamples, run_pretraining.py: message_size): a model that fits one is
+            # reduced after the backward pass.
+            Software(
+                "apex 2020", attention=SCORES, fused_optimizer=True, bucket_elements=APEX_BUCKETS
+            ),
             # PyTorch as it is, with FlashAttention; nothing else is fused.
             Software("eager"),
             # The same with the first FlashAttention, or its translation to Triton, and its

@@ -39,14 +39,16 @@ class Efficiency:
     """Shares of a device's peaks that large kernels reach.
 
     `matmul` and `attention` are those of a loop of one kernel; of `matmul` long runs keep
-    `sustained`, under limits of power and temperature that other kernels do not reach. The defaults
-    are those of GPUs (docs/fidelity.md).
+    `sustained`, under limits of power and temperature that other kernels do not reach. A part with
+    a lower limit of power runs at a `clock` of that of its generation, which products and attention
+    kernels follow. The defaults are those of GPUs (docs/fidelity.md).
     """
 
     matmul: float = 0.8
     memory: float = 0.75
     attention: float = 0.3
     sustained: float = 0.92
+    clock: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ parameters of its own, named as the module list would name them.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -159,6 +160,22 @@ def stage(graph: Graph, calls: Sequence[int], ends: tuple[bool, bool]) -> Graph:
         updates=tuple(u for u in graph.updates if u[1] in made),
         recompute=tuple(p for p in graph.recompute if p in prefixes),
     )  # fmt: skip
+
+
+def shared_parameters(graph: Graph) -> frozenset[str]:
+    """Parameters that may be in several stages: read by two or more of the equal blocks, what comes
+    before them, and what comes after them.
+    """
+    run, body = run_of(graph), graph.main.body
+    items = [body[: run.first], *([call] for call in body[run.first : run.last + 1])]
+    readers = Counter(
+        name
+        for part in (*items, body[run.last + 1 :])
+        for name in {n for i in part for n in _read(i)}
+    )
+    return frozenset(
+        i.value.name for i in graph.inputs if i.kind == "parameter" and readers[i.value.name] > 1
+    )
 
 
 def _entering(graph: Graph, head: list[Node | Call]) -> tuple[str, ...]:
