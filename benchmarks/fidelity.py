@@ -74,6 +74,7 @@ class Predicted:
     target_s: float
     group: tuple[str, ...]
     plan: tuple[str, ...]
+    device: str
     predicted_s: float | None = None
     reason: str = ""
     peak_bytes: int = 0
@@ -128,6 +129,7 @@ def predict(row: Row, slopes: bool, known: list[tuple[Shape, Graph]]) -> Predict
     found = Predicted(
         row["id"], row["source_key"], gated(row), positive(row["target_seconds_per_iter"]) or 0.0,
         tuple(row[name] for name in GROUP), tuple(row[name] for name in PLAN),
+        row["gpu_key"] or row["gpu_type"],
         memory_bytes=memory * UNIT_BYTES if memory else None,
         quantity=quantity_of(row),
     )  # fmt: skip
@@ -172,6 +174,7 @@ def _simulated(
         capacity_bytes=held.capacity_bytes,
         band=run.unknown(held.device_bytes / held.capacity_bytes).error,
         slopes=tuple(moved),
+        device=run.cluster.device.name,
         assumed=run.assumed,
     )
 

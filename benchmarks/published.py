@@ -16,7 +16,7 @@ from published_schedule import schedule_of
 
 from parloom.comparators.configuration import SELECTIVE, Configuration
 from parloom.cost.attention import SCORES as UNFUSED
-from parloom.cost.bands import COMPARED, Unknown
+from parloom.cost.bands import COMPARED, COMPARED_SOFTWARE, Unknown
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import KnownDevice, find_device
 from parloom.cost.kernels import BLOCK, ROW, TENSOR, Kernels, slowest
@@ -65,8 +65,6 @@ FRAMEWORKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tensorflow",), "eager 2020"),
     (("alpa",), "megatron"),
 )
-# Generations that runs had whose plan is known in full.
-COMPARED_SOFTWARE = ("megatron", "eager 2023", "fused 2023", "eager", "compiled")
 # Where no entry fits: kernels of the years of a device, by words of its name.
 OF_DEVICE = ((("v100", "t4", "2080"), "megatron"), (("tpu",), "compiled"), (("",), "fused"))
 # Frameworks that pad the vocabulary, to a multiple of this for each tensor-parallel rank:

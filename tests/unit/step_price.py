@@ -79,13 +79,13 @@ def price_plan(
     hoisted = found.prologue.forward.total if pcg.hoisted else Pass()
     each = forward.seconds + backward.seconds + hoisted.seconds
     collect = parameters.collect()
-    step_s = steps * (each + collect.seconds) + exposed + update.seconds + publish.seconds
+    collecting_s = (steps - 1) * collect.seconds
+    step_s = steps * each + collecting_s + exposed + update.seconds + publish.seconds
 
     price = (forward + backward + hoisted + gathers + again + chunked).price.times(steps)
     memory = _memory(found)
-    events = tuple((name, size) for name, size in memory if size)
-    price = price + collect.price.times(steps)
-    price = price + (whole + update + publish).price + Price(memory=events)
+    price = price + collect.price.times(steps - 1)
+    price = price + (whole + update + publish).price
     return StepPrice(step_s, price, memory, forward, backward, exposed)
 
 

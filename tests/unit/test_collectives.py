@@ -20,6 +20,8 @@ from parloom.cost.collectives import (
     group_of,
     spans,
 )
+from parloom.cost.tasks import SHARES, Links
+from parloom.cost.works import Exchange
 from parloom.errors import InputError
 from parloom.ir.mesh import Cluster, Device, Level, Link, MeshAxis, PrimeAxis
 
@@ -425,3 +427,28 @@ def test_protocols_follow_the_size() -> None:
     cluster = load_cluster("8xA100")
     names = [collective("all_reduce", float(2**k), ((0, 8),), cluster).name for k in (15, 25, 34)]
     assert names == ["ring LL", "ring LL128", "ring Simple"]
+
+
+@pytest.mark.parametrize("oversubscription", [1.0, 4.0, 8.0])
+def test_levels_are_busy_at_the_rates_that_they_give(oversubscription: float) -> None:
+    """A ring through nodes whose uplinks are shared: the slow level has work all the time, the fast
+    one as long as its bytes take there.
+    """
+    cluster = load_cluster("2x8xH100")
+    inner, outer = cluster.levels
+    cluster = replace(cluster, levels=(inner, replace(outer, oversubscription=oversubscription)))
+    found = collective("all_reduce", 1e9, ((0, 8), (1, 2)), cluster)
+    busy = dict(found.busy)
+    moves_s = found.seconds - found.latency_s
+    inside = 2 * 15 / 16 * 1e9 / inner.link.payload_bytes_per_s
+    assert busy[0] == pytest.approx(inside)
+    links = Links(cluster)
+    exchange = Exchange("all_reduce", ("x",), found.traffic, found.seconds, 0.0, busy=found.busy)
+    sizes = {
+        flow.links: flow.size / SHARES / 1e12 for flow in links.exchange("k|n", exchange).flows
+    }
+    slowest = max(busy, key=busy.__getitem__)
+    assert sizes[slowest,] == pytest.approx(found.seconds)
+    assert sizes[0,] / sizes[1,] == pytest.approx(busy[0] / busy[1])
+    assert slowest == 1 or oversubscription == 1.0
+    assert moves_s >= max(busy.values())

@@ -205,11 +205,11 @@ def test_scores(fidelity: ModuleType) -> None:
     assert fidelity.percentile([0.0, 1.0, 2.0], 0.9) == pytest.approx(1.8)
     rows = [
         fidelity.Predicted(
-            str(i), "s", True, 1.0 + i, ("g",), (str(min(i, 5)),), (1.0 + i) * math.exp(0.1)
+            str(i), "s", True, 1.0 + i, ("g",), (str(min(i, 5)),), "d", (1.0 + i) * math.exp(0.1)
         )
         for i in range(7)
     ]
-    found = fidelity.score([*rows, fidelity.Predicted("x", "s", True, 1.0, (), ())])
+    found = fidelity.score([*rows, fidelity.Predicted("x", "s", True, 1.0, (), (), "d")])
     assert found.coverage == pytest.approx(7 / 8)
     assert found.median_abs_log_error == pytest.approx(0.1)
     assert found.bias == pytest.approx(0.1)

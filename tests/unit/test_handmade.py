@@ -366,6 +366,44 @@ def test_collectives_that_are_hidden_behind_products() -> None:
     assert other < one
 
 
+@pytest.mark.parametrize("slower", [1, 1000])
+def test_no_more_is_hidden_than_the_product_takes(slower: int) -> None:
+    """Links a thousand times as slow: products hide next to nothing of what they wait for."""
+    chosen = replace(PLAIN, tensor=8, num_microbatches=BATCH, sequence_parallel=True)
+    cluster = machine(chosen)
+    link = replace(cluster.levels[0].link, bandwidth_bytes_per_s=450e9 / slower)
+    cluster = replace(cluster, levels=(replace(cluster.levels[0], link=link), *cluster.levels[1:]))
+    found = program(repeated(stack(2, BATCH, SEQ, 1024, 8), 4), chosen, cluster)
+    hides, waits = (replace(GENERATIONS["compiled"], hides_moves=h) for h in (True, False))
+    steps = [found.play(cluster, Kernels(cluster.device, s)).step_s for s in (hides, waits)]
+    computed = priced(found.lowered[0], cluster, found.parts[0].decisions)
+    products_s = BATCH * (
+        computed.main.forward.total.price.compute_s + computed.main.backward.total.price.compute_s
+    )
+    assert 0 < steps[1] - steps[0] < products_s
+
+
+def test_what_is_gathered_again_is_priced() -> None:
+    chosen = replace(PLAIN, tensor=8, num_microbatches=BATCH, sequence_parallel=True)
+    cluster = machine(chosen)
+    found = program(repeated(stack(2, BATCH, SEQ, 1024, 8), 4), chosen, cluster)
+    traffic = {}
+    for again in (False, True):
+        software = replace(GENERATIONS["megatron"], gathers_again=again)
+        own = priced(
+            found.lowered[0], cluster, found.parts[0].decisions,
+            kernels=Kernels(cluster.device, software),
+        )  # fmt: skip
+        total = own.main.backward.total
+        traffic[again] = sum(size for _, size, _ in total.price.comm), total.seconds
+    (less, sooner), (more, later) = traffic[False], traffic[True]
+    # One gather of what the first product of each block and the head read: 7/8 of a microbatch's
+    # activations.
+    gathered = 4 * SEQ * 1024 * 7 / 8
+    assert more - less == pytest.approx((4 + 1) * gathered)
+    assert later > sooner
+
+
 def test_gradients_of_microbatches_are_added() -> None:
     graph = repeated(stack(2, BATCH, SEQ, 1024, 8), 4)
     cluster = part_of(CLUSTER, 1)

@@ -109,6 +109,28 @@ def test_the_ends_of_tiles_take_as_long_at_every_rate() -> None:
     assert ends_s("float32") == pytest.approx(ends_s("bfloat16"))
 
 
+def test_a_lookup_reads_the_rows_that_it_returns() -> None:
+    kernels = Kernels(DEVICE, BARE)
+    indices = TensorSpec((64,), "int64")
+    rows = bf16(64, 512)
+
+    def seconds(table_rows: int) -> float:
+        operands = bf16(table_rows, 512), indices
+        return kernels.seconds(LocalOperator("embedding", operands, (rows,))).forward_s
+
+    assert seconds(1 << 20) == seconds(64) == pytest.approx((2 * 2 * 64 * 512 + 8 * 64) / 0.5e12)
+    assert seconds(16) < seconds(64)  # no more than there is
+
+
+def test_a_slow_device_is_slow_in_all_that_it_does() -> None:
+    mean, slow = Kernels(DEVICE, BARE), Kernels(DEVICE, BARE, pace=1.5)
+    assert slow.stream_s(1e9) == pytest.approx(1.5 * mean.stream_s(1e9))
+    assert slow.update_s(1e9, 2) == pytest.approx(1.5 * mean.update_s(1e9, 2))
+    assert slow.seconds(LocalOperator("relu", (bf16(64, 64),), (bf16(64, 64),))).forward_s == (
+        pytest.approx(1.5 * mean.stream_s(4 * 64 * 64))
+    )
+
+
 def test_a_clock_slows_products_and_attention_but_not_memory() -> None:
     slow = replace(DEVICE, efficiency=replace(DEVICE.efficiency, clock=0.5))
     q = bf16(8, 16, 1024, 64)

@@ -173,7 +173,9 @@ class Stage:
             if part != "I":
                 ready.made(self._touched(work), out)
         collect = picoseconds(parameters.collect().price.compute_s)
-        if collect and part != "I":
+        # The first gradients are where they collect, unless buffers of their own lie there.
+        made = first and not self.software.memory.in_place
+        if collect and part != "I" and not made:
             out.run("gradients", "collect", collect)
         if part != "W":
             self.gathered.drop_all(out)

@@ -15,6 +15,9 @@ COMPARED = frozenset(
         "H100-96GB-HBM2e",
     }
 )  # fmt: skip
+# Generations of software (`cost.software`) that such runs had. No run of parloom's own on GPUs has
+# been compared.
+COMPARED_SOFTWARE = frozenset({"megatron", "eager 2023", "fused 2023", "eager", "compiled"})
 # 90th percentiles of |log(predicted / measured)|: of runs known in full, and what each unknown adds
 # (in quadrature): a device that no such run had, kernels that no such run had, a part of the plan
 # that was assumed, and memory from which allocators begin to give back and ask again.

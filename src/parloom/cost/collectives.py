@@ -137,7 +137,8 @@ class Collective:
     """One collective: how it is done, how long it takes alone, and what it puts on each level.
 
     `latency_s` is the part of `seconds` in which no link is busy. `traffic` is what a device sends
-    on average; `order` names the levels in the order in which the algorithm goes through them.
+    on average, `busy` how long each level has work at its rate, against the others; `order` names
+    the levels in the order in which the algorithm goes through them.
     """
 
     kind: str
@@ -147,6 +148,7 @@ class Collective:
     seconds: float
     latency_s: float
     traffic: tuple[Traffic, ...]
+    busy: tuple[tuple[int, float], ...] = ()
 
     @property
     def name(self) -> str:
@@ -299,6 +301,9 @@ def _costs(
     ]
     moves = max(times) if schedule.pipelined else sum(times)
     traffic = tuple(sorted((g.level, g.mean_bytes, g.messages) for g in schedule.legs))
+    busy: dict[int, float] = {}
+    for leg, seconds in zip(schedule.legs, times, strict=True):
+        busy[leg.level] = busy.get(leg.level, 0.0) + seconds
     # In-switch reduction has one protocol, which waits as Simple does.
     protocols = backend.protocols[-1:] if name == "switch" else backend.protocols
     for protocol in protocols:
@@ -306,7 +311,9 @@ def _costs(
         wait = waits * protocol.latency
         levels = tuple(span.level for span in order)
         seconds = wait + moves * turns / share
-        yield Collective(kind, name, protocol.name, levels, seconds, wait, traffic)
+        yield Collective(
+            kind, name, protocol.name, levels, seconds, wait, traffic, tuple(busy.items())
+        )
 
 
 def _wait_s(leg: Leg, span: Span, cluster: Cluster) -> float:

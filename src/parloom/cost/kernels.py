@@ -39,6 +39,8 @@ PRODUCTS = {
 # Those of layers, whose operands may be cast.
 LINEAR = frozenset({"linear", "addmm", "mm", "parloom.grouped_mm"})
 ATTENTION = "scaled_dot_product_attention"
+# Those that read of their first operand the rows, or elements, that they return, and no more.
+LOOKUPS = frozenset({"embedding", "gather", "index_select", "index", "take", "parloom.pick"})
 
 # Tiles of a product, and the share of the best tile's rate that each reaches: what it reads from
 # on-chip memory per multiplication grows as it shrinks (CUTLASS, efficient GEMM).
@@ -236,6 +238,9 @@ class Kernels:
 
     def stream_s(self, num_bytes: float, launches: int = 1) -> float:
         """A kernel that does nothing but move bytes through memory."""
+        return self.pace * self._streamed_s(num_bytes, launches)
+
+    def _streamed_s(self, num_bytes: float, launches: int = 1) -> float:
         if not num_bytes:
             return 0.0
         rate = self.device.memory_bytes_per_s * self.device.efficiency.memory
@@ -311,13 +316,13 @@ class Kernels:
             for i in operator.wanted
             if i not in (first, second)
         )
-        return Seconds(forward, inputs + weights + self.stream_s(others), weights)
+        return Seconds(forward, inputs + weights + self._streamed_s(others), weights)
 
     def _autocast_s(self, num_bytes: int, dtype: str) -> float:
         """Reading operands of 32 bits and writing those of 16, unless a merged kernel does."""
         if not self.autocast or DTYPE_BYTES.get(dtype) != 2 or self.software.merges:
             return 0.0
-        return self.stream_s(3 * num_bytes)
+        return self._streamed_s(3 * num_bytes)
 
     def _widening(self, operator: LocalOperator) -> int:
         """How many times the bytes of its tensors an operator moves."""
@@ -326,8 +331,8 @@ class Kernels:
     def _casts_s(self, activations: int, weights: int) -> float:
         """Casting the operands of a product."""
         if self.software.fuses_casts:
-            return self.stream_s(FUSED_CAST_PASSES[self.scaling] * activations, 0)
-        return self.stream_s(CAST_PASSES[self.scaling] * (activations + weights))
+            return self._streamed_s(FUSED_CAST_PASSES[self.scaling] * activations, 0)
+        return self._streamed_s(CAST_PASSES[self.scaling] * (activations + weights))
 
     def _attention(self, operator: LocalOperator) -> Seconds:
         """Blocks of keys one after the other, and the parts of the result that they give merged."""
@@ -337,7 +342,7 @@ class Kernels:
         rows, keys = q.shape[-2], k.shape[-2] * share
         read = (k.num_bytes + v.num_bytes) * share * blocks.met
         moved = q.num_bytes + out.num_bytes + read
-        merges = self.stream_s(MERGED_PASSES * 4 * out.num_elements, 1) * (blocks.met - 1)
+        merges = self._streamed_s(MERGED_PASSES * 4 * out.num_elements, 1) * (blocks.met - 1)
         backward = 2.0 * moved if operator.wanted else 0.0
         if self.software.attention != SCORES:
             launch *= blocks.met
@@ -354,8 +359,8 @@ class Kernels:
             )
             back = aft * operator.backward_ratio
             return Seconds(
-                max(fore, self.stream_s(moved)) + launch + merges,
-                (max(back, self.stream_s(backward)) + launch) if backward else 0.0,
+                max(fore, self._streamed_s(moved)) + launch + merges,
+                (max(back, self._streamed_s(backward)) + launch) if backward else 0.0,
             )
         lead, width = prod(q.shape[:-2]), q.shape[-1]
         scores = float(lead * rows * keys * DTYPE_BYTES[q.dtype])
@@ -365,8 +370,8 @@ class Kernels:
         if operator.dropout:
             fore, aft = fore + DROPOUT_PASSES, aft + DROPOUT_PASSES
         scores *= self._widening(operator)
-        forward = blocks.met * (both + 2 * launch + self.stream_s(fore * scores))
-        back = blocks.met * (2 * both + 4 * launch + self.stream_s(aft * scores))
+        forward = blocks.met * (both + 2 * launch + self._streamed_s(fore * scores))
+        back = blocks.met * (2 * both + 4 * launch + self._streamed_s(aft * scores))
         back += 0.0 if self.software.keeps_scores else forward
         return Seconds(forward + merges, back if backward else 0.0)
 
@@ -374,8 +379,11 @@ class Kernels:
         """An operator that does little with what it moves."""
         operands = [s.num_bytes for s in operator.operands]
         results = [s.num_bytes for s in operator.results]
+        looked_up = operands[:1]
+        if operator.op in LOOKUPS:
+            looked_up = [min(operands[0], results[0])]
         outer = [i for i in range(len(operands)) if i not in operator.inner_operands]
-        read = sum(operands[i] for i in outer)
+        read = sum([*looked_up, *operands[1:]][i] for i in outer)
         written = [i for i in range(len(results)) if i not in operator.inner_results]
         launches = int(operator.launches)
         fore, aft = CLASS_PASSES.get(operator.op, (0.0, 0.0))
@@ -405,7 +413,7 @@ class Kernels:
         work = operator.flops / rate
         if not num_bytes and not launches:
             return 0.0
-        return max(self.stream_s(num_bytes * self._widening(operator), launches), work)
+        return max(self._streamed_s(num_bytes * self._widening(operator), launches), work)
 
 
 def slowest(cluster: Cluster) -> float:

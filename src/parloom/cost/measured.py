@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 
-from parloom.cost.bands import COMPARED, Unknown
+from parloom.cost.bands import COMPARED, COMPARED_SOFTWARE, Unknown
 from parloom.cost.calibration import Calibration, Fingerprint, Timed, key_of, links_of
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
@@ -264,8 +264,12 @@ def error_of(source: str, device: Device, peak_bytes: int = 0) -> float:
     """How far predictions of a source were off, nine times in ten, for plans with such a peak."""
     if device.name == "cpu":
         return CPU_ERRORS[source]
-    share = peak_bytes / device.memory_bytes
-    return Unknown(device=device.name not in COMPARED, memory_share=share).error
+    unknown = Unknown(
+        device=device.name not in COMPARED,
+        software=source == SPEC and OWN.name not in COMPARED_SOFTWARE,
+        memory_share=peak_bytes / device.memory_bytes,
+    )
+    return unknown.error
 
 
 def source_of(

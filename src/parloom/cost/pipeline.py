@@ -50,7 +50,8 @@ class StageActions:
     """A stage: what its actions are like by kind, and what it sends.
 
     `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split (`B` is
-    then its first half); `B last` or `W last` is that of the last microbatch, where it differs.
+    then its first half); `B first`, `B last` and `W last` are those of the first and the last
+    microbatch, where they differ.
     `forward` is sent to the next stage after F, `backward` to the one before after B.
     """
 
@@ -89,8 +90,10 @@ def play_stage(
         stage.forward()
         listed["W last"] = stage.backward(last=True, part="W")
     else:
-        listed["B"] = stage.backward()
-        listed["B last"] = stage.again(last=True)
+        alone = stage.pcg.num_microbatches == 1
+        listed["B first"] = stage.backward(first=True, last=alone)
+        listed["B"] = stage.again() if not alone else listed["B first"]
+        listed["B last"] = stage.again(last=True) if not alone else listed["B first"]
     listed |= {"REDUCE": stage.reduce(), "STEP": stage.update(), "GATHER": stage.publish()}
     tasks = stage.step(tuple(listed.values()))
     actions = {
@@ -227,25 +230,30 @@ class _Pipeline:
     def _rank(self, index: int, listed: Sequence[Action], steps: int = 1) -> _Rank:
         """The instructions of one rank for steps that follow each other."""
         rank = _Rank(index)
-        ends = {(a.stage, a.kind): i for i, a in enumerate(listed) if a.microbatch is not None}
+        passes = [(i, (a.stage, a.kind)) for i, a in enumerate(listed) if a.microbatch is not None]
+        ends = {key: i for i, key in passes}
+        begins = {key: i for i, key in reversed(passes)}
         count = 1 + max((a.microbatch for a in listed if a.microbatch is not None), default=0)
         for step in range(steps):
             for position, action in enumerate(listed):
                 if action.microbatch is None:
                     self._update(rank, action.kind, step)
                     continue
-                last = ends[action.stage, action.kind] == position
+                key = action.stage, action.kind
+                place = {begins[key]: "first", ends[key]: "last"}.get(position, "")
                 if step:
                     action = replace(action, microbatch=action.microbatch + step * count)
-                self._pass(rank, action, last)
+                self._pass(rank, action, place)
         return rank
 
-    def _pass(self, rank: _Rank, action: Action, last: bool) -> None:
-        """One pass: wait for what it reads, run, send what it made."""
+    def _pass(self, rank: _Rank, action: Action, place: str) -> None:
+        """One pass, the `first` or the `last` of its kind: wait for what it reads, run, send what
+        it made.
+        """
         stage = self.stages[action.stage]
         played = stage.actions[action.kind]
-        if last:
-            played = stage.actions.get(f"{action.kind} last", played)
+        if place:
+            played = stage.actions.get(f"{action.kind} {place}", played)
         self._run(rank, f"{action}", played, self._needs(action))
         way = DIRECTIONS.get(action.kind)
         if way is None or not self._sends(action.stage, action.stage + way):

@@ -1,4 +1,4 @@
-"""Prices are vectors: compute time, traffic per topology level, memory events; never one number.
+"""Prices are vectors: compute time and traffic per topology level; never one number.
 
 What a price costs in seconds depends on the cluster and on what overlaps, and is decided later.
 """
@@ -12,15 +12,10 @@ Traffic = tuple[int, float, int]
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds of compute, `Traffic` per level (sorted, one entry a level), memory events.
-
-    A memory event is (component, bytes): positive where memory is taken, negative where it is given
-    back, in order of time.
-    """
+    """Seconds of compute, and `Traffic` per level (sorted, one entry a level)."""
 
     compute_s: float = 0.0
     comm: tuple[Traffic, ...] = ()
-    memory: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         merged: dict[int, tuple[float, int]] = {}
@@ -31,25 +26,12 @@ class Price:
         object.__setattr__(self, "comm", comm)
 
     def __add__(self, other: "Price") -> "Price":
-        return Price(
-            self.compute_s + other.compute_s,
-            (*self.comm, *other.comm),
-            (*self.memory, *other.memory),
-        )
+        return Price(self.compute_s + other.compute_s, (*self.comm, *other.comm))
 
     def times(self, count: int) -> "Price":
         """This price `count` times over."""
         comm = tuple((level, size * count, messages * count) for level, size, messages in self.comm)
-        return Price(self.compute_s * count, comm, self.memory * count)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest running sum of the memory events."""
-        held = peak = 0
-        for _, size in self.memory:
-            held += size
-            peak = max(peak, held)
-        return peak
+        return Price(self.compute_s * count, comm)
 
 
 def total(prices: Iterable[Price]) -> Price:
@@ -58,5 +40,4 @@ def total(prices: Iterable[Price]) -> Price:
     return Price(
         sum(p.compute_s for p in listed),
         tuple(traffic for p in listed for traffic in p.comm),
-        tuple(event for p in listed for event in p.memory),
     )

@@ -133,23 +133,20 @@ class Links:
     def exchange(self, key: str, exchange: Exchange, channel: str = "") -> Launch:
         """A collective: it has its level's link to itself for what it takes alone.
 
-        Other levels are busy for as long as its bytes take there. Collectives over the same axes
-        run one after the other, but for those of a `channel` of their own.
+        Other levels are busy for as long as they have work at their rate. Collectives over the same
+        axes run one after the other, but for those of a `channel` of their own.
         """
         if exchange not in self._known:
             latency = picoseconds(exchange.latency_s)
             moves = picoseconds(exchange.seconds) - latency
-            busy = {
-                level: size / self.cluster.levels[level].link.payload_bytes_per_s
-                for level, size, _ in exchange.traffic
-            }
+            busy = dict(exchange.busy)
             most = max(busy.values(), default=0.0)
             flows = tuple(
                 Flow(round(moves * (time / most)) * SHARES, (level,))
                 for level, time in busy.items()
                 if time and moves > 0
             )
-            sent = sum(size for level, size, _ in exchange.traffic if busy[level] == most)
+            sent = sum(size for level, size, _ in exchange.traffic if busy.get(level) == most)
             self._known[exchange] = latency, flows, round(sent)
         latency, flows, sent = self._known[exchange]
         axes = "+".join(sorted(exchange.axes))

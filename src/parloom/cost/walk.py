@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
+from parloom.cost.hiding import hidden, hide_moves
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores, local_operator
 from parloom.cost.liveness import Lives, own_of
 from parloom.cost.merging import CROSS_ENTROPY, Part, merged
@@ -46,11 +47,6 @@ COLLECTIVE_PRIMITIVES = {
 }
 # Primitives that may need a stacked copy of the larger side.
 STACKED = ("all_gather", "reduce_scatter", "all_to_all")
-
-# Of a collective that is cut up and runs beside the product that it feeds or follows, a quarter is
-# exposed: the first or the last of four parts (Megatron-Bridge, docs/performance-guide.md). What is
-# hidden slows the product as any collective does.
-HIDDEN_SHARE = 0.75
 
 
 class Walker:
@@ -126,6 +122,8 @@ class Walker:
             forward, backward = state.works(item, parts.get(index))
             lives.forward.append(forward)
             lives.backward.append(backward)
+        if self.kernels.software.hides_moves:
+            hide_moves(lives)
 
     def _again(self, remake: Remake) -> tuple[Work | Called, ...]:
         """The works that make dropped values again, in the order in which they run."""
@@ -224,12 +222,7 @@ class Walker:
         if kind is None:
             return seconds, None
         moved = abs(after - before) if kind == "halo_exchange" else max(before, after)
-        exchange = self.exchange(kind, axes, moved)
-        if self.kernels.software.hides_moves and kind in ("all_gather", "reduce_scatter"):
-            gained = HIDDEN_SHARE * (1 - exchange.slows)
-            hidden = max(0.0, gained) * (exchange.seconds - exchange.latency_s)
-            exchange = replace(exchange, seconds=exchange.seconds - hidden)
-        return seconds, exchange
+        return seconds, self.exchange(kind, axes, moved)
 
     def exchange(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
@@ -239,7 +232,7 @@ class Walker:
         scratch = round(backend.scratch.get(kind, 0.0) * moved)
         timed = table.exchange(kind, moved, group) if table and moved else None
         seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
-        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows)
+        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows, found.busy)
 
 
 class _Body:
@@ -252,8 +245,10 @@ class _Body:
         self.position = {v.name: i for i, v in enumerate(inputs)}
         # What stays inside of a merged kernel, and the operator that makes it.
         self.unwritten: dict[str, Compute] = {}
-        # By a gathered value's memory, the part of it that a rank has itself.
-        self.gathered: dict[str, PValue] = {}
+        # By a gathered value's memory, the movement that gathered it of the ranks' own parts.
+        self.gathered: dict[str, Movement] = {}
+        # What is gathered again, for the first of the products that read it.
+        self.again: set[str] = set()
         lives.sizes |= {v.name: walker.local_bytes(v) for v in inputs}
 
     def works(
@@ -307,7 +302,8 @@ class _Body:
             name, kind, seconds.backward_s, staging=undo, parameters=weights,
             weights_s=share if weights else 0.0,
         )  # fmt: skip
-        return forward, sending(self.walker, item, undone, backward=True)
+        undone = sending(self.walker, item, undone, backward=True)
+        return forward, self.gathering_again(item, undone)
 
     def kept(self, item: Compute, site: Site, scores: Scores | None) -> int:
         """Keep what the backward pass of an operator needs; the bytes of its own that it takes."""
@@ -358,7 +354,8 @@ class _Body:
             rest = tuple(s for s in saved if s != ("operand", 0))
             value = item.operands[0]
             if kernels.software.gathers_again:
-                value = self.gathered.get(self.lives.of(value), value)
+                found = self.gathered.get(self.lives.of(value))
+                value = value if found is None else found.operand
             if kernels.software.fuses_casts and kernels.product_dtype in NARROW:
                 owner = f"{self.lives.of(value)} narrow"
                 width = DTYPE_BYTES[value.spec.dtype]
@@ -367,6 +364,23 @@ class _Body:
             else:
                 self.keep_value(value)
         self.keep(item, rest)
+
+    def gathering_again(self, item: Compute, undone: Work) -> Work:
+        """A product's backward work that gathers its operand again: beside the gradient of that
+        operand, which does not need it.
+        """
+        owner = self.lives.of(item.operands[0])
+        found = self.gathered.get(owner)
+        reads = item.node.op in LINEAR and ("operand", 0) in saved_by(item)
+        if not (self.kernels.software.gathers_again and reads and found) or owner in self.again:
+            return undone
+        self.again.add(owner)
+        before, after = (self.walker.local_bytes(v) for v in (found.operand, found.result))
+        copies_s, exchange = self.walker.primitive("all_gather", found.step.axes, before, after)
+        if exchange is None:
+            return undone
+        seconds, exchange = hidden(exchange, undone.compute_s - undone.weights_s)
+        return replace(undone, compute_s=undone.compute_s + copies_s + seconds, exchange=exchange)
 
     def keep_value(self, value: PValue) -> None:
         """Keep a value, or what it is made of again in the backward pass's kernel."""
@@ -389,7 +403,7 @@ class _Body:
         if adjoint.forward in FREE:
             self.lives.share(item.operand, item.result)
         if adjoint.forward == "all_gather":
-            self.gathered[item.result.name] = item.operand
+            self.gathered[item.result.name] = item
         forward = self.primitive(adjoint.forward, item, item.operand, item.result)
         if not item.operand.differentiable:
             return forward, None

@@ -29,8 +29,9 @@ class Pass:
 class Exchange:
     """One collective over the joint group of `axes`.
 
-    It takes `seconds` alone, in the first `latency_s` of which no link is busy. Meanwhile the back
-    end takes `scratch_bytes`, and kernels `slows` times their time longer.
+    It takes `seconds` alone, in the first `latency_s` of which no link is busy; levels are `busy` in
+    these proportions. Meanwhile the back end takes `scratch_bytes`, and kernels `slows` times their
+    time longer.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Exchange:
     latency_s: float
     scratch_bytes: int = 0
     slows: float = 0.0
+    busy: tuple[tuple[int, float], ...] = ()
 
     def total(self, count: int = 1) -> Pass:
         """What it costs, `count` times over."""

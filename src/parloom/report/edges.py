@@ -146,9 +146,9 @@ def level_of(case: Case, exchange: Exchange | None) -> str:
     if exchange is None:
         return ""
     levels = case.cluster.levels
-    if not exchange.traffic:
+    if not exchange.busy:
         return levels[max(case.pcg.mesh[axis].level for axis in exchange.axes)].name
-    busy = {at: size / levels[at].link.payload_bytes_per_s for at, size, _ in exchange.traffic}
+    busy = dict(exchange.busy)
     return levels[max(busy, key=busy.__getitem__)].name
 
 
