@@ -441,7 +441,7 @@ def test_levels_are_busy_at_the_rates_that_they_give(oversubscription: float) ->
     busy = dict(found.busy)
     moves_s = found.seconds - found.latency_s
     inside = 2 * 15 / 16 * 1e9 / inner.link.payload_bytes_per_s
-    assert busy[0] == pytest.approx(inside)
+    assert 0.9 * inside < busy[0] <= inside * (1 + 1e-9)  # trees send a little less
     links = Links(cluster)
     exchange = Exchange("all_reduce", ("x",), found.traffic, found.seconds, 0.0, busy=found.busy)
     sizes = {

@@ -29,9 +29,9 @@ class Pass:
 class Exchange:
     """One collective over the joint group of `axes`.
 
-    It takes `seconds` alone, in the first `latency_s` of which no link is busy; levels are `busy` in
-    these proportions. Meanwhile the back end takes `scratch_bytes`, and kernels `slows` times their
-    time longer.
+    It takes `seconds` alone, in the first `latency_s` of which no link is busy; then levels are
+    `busy` in these proportions. Meanwhile the back end takes `scratch_bytes`, and kernels `slows`
+    times their time longer.
     """
 
     kind: str
