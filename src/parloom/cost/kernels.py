@@ -51,6 +51,8 @@ SPREAD = 0.05 / 2.85
 # Multiplications along k, of 16 bits on matrix units, that take as long as the beginning and the
 # end of a tile: operands and results are on their way, at whatever rate it multiplies.
 TILE_ENDS = 128
+# The share of a wave that is busy where fewer tiles than cores are cut along k (taken to be).
+SPLIT_SHARE = 0.7
 # The share of their peak that products reach on vector units, which memory feeds fast enough
 # (recalled: cuBLAS sgemm on V100, 14 of 15.7 TFLOP/s).
 VECTOR_SHARE, VECTOR_DTYPES = 0.9, ("float32", "float64")
@@ -289,8 +291,7 @@ class Kernels:
                 tiles = batch * math.ceil(m / high) * math.ceil(n / wide)
                 used = batch * m * n / (tiles * high * wide)
                 waves = tiles / self.device.cores
-                # Fewer tiles than cores are cut along k.
-                busy = waves / math.ceil(waves) if waves > 1 else max(waves, 0.7)
+                busy = waves / math.ceil(waves) if waves > 1 else max(waves, SPLIT_SHARE)
                 best = max(best, share * used * busy)
         return best
 

@@ -36,10 +36,15 @@ LEAST_S = 0.1
 WINDOWS = 3  # of which the one in the middle counts
 MOST_CALLS = 32
 MOST_BYTES = 128 << 20  # of the results of one round of calls
-CACHE_BYTES = 32 << 20  # operands in turns take at least as much, where few enough will do
+# Operands in turns take at least as much, where few enough will do: more than caches hold (those of
+# a B200: 126 MB).
+CACHE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 MOST_COPIES = 16
-SIDES = (32, 64, 128, 256, 512, 1024, 2048)
-STREAM_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
+SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+STREAM_BYTES = {
+    "cpu": (1 << 16, 1 << 20, 1 << 24, 1 << 26),
+    "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28, 1 << 30),
+}
 
 Run = Callable[[], object]
 
@@ -109,8 +114,9 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, calls: int) -> None:
 
 def streams(clock: Clock) -> Iterator[Stream]:
     """A product with a number: reads and writes."""
-    for size in STREAM_BYTES:
-        count = max(1, min(MOST_COPIES, CACHE_BYTES // size))
+    kind = clock.device.type
+    for size in STREAM_BYTES[kind]:
+        count = max(1, min(MOST_COPIES, CACHE_BYTES[kind] // size))
         tensors = [torch.rand(size // 8, device=clock.device) for _ in range(count)]
         out = torch.empty_like(tensors[0])
         yield Stream(size, clock.typical(partial(_scale, tensors, out), len(tensors)))
@@ -163,7 +169,7 @@ class _Trial:
         mesh = pcg.mesh
         size, made = (max(1, sum(_num_bytes(v, mesh) for v in part))
                       for part in (item.operands, item.results))  # fmt: skip
-        copies = max(1, min(MOST_COPIES, CACHE_BYTES // size))
+        copies = max(1, min(MOST_COPIES, CACHE_BYTES[clock.device.type] // size))
         self._copies = [
             [_operand(v, values.values(), mesh, clock.device) for v in values.values()]
             for _ in range(copies)

@@ -19,7 +19,10 @@ from parloom.execute.measure import WINDOWS
 from parloom.ir.mesh import Cluster, MeshAxis
 from parloom.runtime.comm import DistributedGroup, Work
 
-SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+SIZES = {
+    "cpu": (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22),
+    "cuda": (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 25, 1 << 28),
+}
 SIDE = 256  # of the products that run between collectives and beside them
 # Processors under a quota run in turns of some milliseconds; what is shorter says nothing.
 LEAST_COMPUTED_S = 0.005
@@ -29,13 +32,16 @@ Start = Callable[[], Work]
 
 
 def collectives(
-    cluster: Cluster, device: torch.device, sizes: Sequence[int] = SIZES, least_s: float = 0.1
+    cluster: Cluster,
+    device: torch.device,
+    sizes: Sequence[int] | None = None,
+    least_s: float = 0.1,
 ) -> Iterator[TimedCollective]:
     """All kinds over all groups, on every rank alike; sizes of whole tensors in bytes."""
     products = _Products.on(device, least_s)
     for group, members in _groups(cluster):
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            for size in sizes:
+            for size in sizes or SIZES[device.type]:
                 start = _starter(kind, size, members, device)
                 seconds, lost = _timed(start, products, least_s)
                 yield TimedCollective(kind, group, size, seconds, lost)
