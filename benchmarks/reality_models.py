@@ -14,11 +14,11 @@ from parloom.capture.hugging_face import build_from_config
 BATCH, SEQ = 16, 64
 
 
-def _hugging_face(name: str, **sizes: Any) -> Built:
+def _hugging_face(name: str, batch: int = BATCH, **sizes: Any) -> Built:
     torch.manual_seed(0)
     config = getattr(transformers, name).config_class(**sizes)
     config.architectures = [name]
-    return build_from_config(config, BATCH, SEQ)
+    return build_from_config(config, batch, SEQ)
 
 
 def llama() -> Built:
@@ -117,17 +117,35 @@ class _Ranking(nn.Module):
 
 def ranking() -> Built:
     """DCN-v2 (arXiv:2008.13535): 1.5 M parameters; batch 256, 8 tables of 4,096 rows."""
+    return _ranking(batch=256, rows=4096, width=32)
+
+
+def ranking_small() -> Built:
+    """The same with steps of some tens of milliseconds: 0.2 M parameters, batch 64."""
+    return _ranking(batch=64, rows=512, width=16)
+
+
+def _ranking(batch: int, rows: int, width: int) -> Built:
     torch.manual_seed(0)
     g = torch.Generator().manual_seed(1)
-    features = torch.randint(0, 4096, (256, 8), generator=g)
-    clicks = torch.randint(0, 2, (256,), generator=g).float()
-    return _Ranking(tables=8, rows=4096, width=32), {"features": features, "clicks": clicks}
+    features = torch.randint(0, rows, (batch, 8), generator=g)
+    clicks = torch.randint(0, 2, (batch,), generator=g).float()
+    return _Ranking(tables=8, rows=rows, width=width), {"features": features, "clicks": clicks}
 
 
 def t5() -> Built:
     """Hugging Face's T5 without dropout: 4.9 M parameters; batch 16, sequence 64."""
+    return _t5(BATCH)
+
+
+def t5_long() -> Built:
+    """The same with steps of some seconds: batch 96."""
+    return _t5(96)
+
+
+def _t5(batch: int) -> Built:
     return _hugging_face(
-        "T5ForConditionalGeneration", vocab_size=1024, d_model=224, d_kv=56, d_ff=640,
+        "T5ForConditionalGeneration", batch, vocab_size=1024, d_model=224, d_kv=56, d_ff=640,
         num_layers=4, num_heads=4, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
     )  # fmt: skip
 
@@ -141,4 +159,6 @@ MODELS = {
     "mixer": mixer,
     "ranking": ranking,
     "t5": t5,
+    "ranking_small": ranking_small,
+    "t5_long": t5_long,
 }

@@ -169,7 +169,6 @@ KERNELS = (
     Variant(
         "bfloat16 to float8, torchtitan", "Llama 8B", {"product_dtype": "float8"}, 6667 / 8532,
         0.74, 0.82, f"{TITAN}: 6,667 and 8,532 tokens/s", "published as measured; 5 %",
-        cause="the head is multiplied in float8, too, which torchtitan's filter leaves out",
     ),
     Variant(
         "float8 scaled by row, not by tensor", "Llama 8B, float8", {"scaling": ROW}, 1.25 / 1.10,
