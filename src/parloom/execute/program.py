@@ -10,12 +10,14 @@ from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, without_gradients
 from parloom.ir.lower import lower
+from parloom.ir.lower_stages import LoweredStages, action_lists, lower_stages, stage_ranks
 from parloom.ir.pcg import PCG, Compute
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Decisions, Plan
+from parloom.ir.stages import Cut
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored, rewritten
-from parloom.runtime import Program
+from parloom.runtime import Pipeline, Program, one_stage
 from parloom.search.evaluation import evaluation_decisions
 
 NO_EVALUATION = "no evaluation program"  # begins the note of a plan that has none, and why
@@ -58,18 +60,58 @@ def title_of(plan: Plan) -> str:
     )
 
 
-def training_program(plan: Plan, graph: Graph | None = None) -> Compiled:
+@dataclass(frozen=True)
+class CompiledStages:
+    """The programs of all stages, and what runs them."""
+
+    cut: Cut
+    stages: tuple[Compiled, ...]
+    pipeline: Pipeline
+
+    @property
+    def source(self) -> str:
+        """The source of all programs, one after the other."""
+        return "\n\n".join(stage.source for stage in self.stages)
+
+
+def training_program(plan: Plan, graph: Graph | None = None) -> CompiledStages:
     """The training program of a plan; `graph` replaces the plan's own (for proofs)."""
-    return compile_pcg(lowered(plan, graph), title_of(plan))
+    return compile_stages(lowered(plan, graph), plan.decisions, title_of(plan))
 
 
-def lowered(plan: Plan, graph: Graph | None = None) -> PCG:
-    """The training program of a plan with all its layouts and movements, checked."""
+def compile_stages(stages: LoweredStages, decisions: Decisions, title: str) -> CompiledStages:
+    """Generate the source of every stage and run it; one stage is a program of its own."""
+    count = len(stages.pcgs)
+    compiled = tuple(
+        compile_pcg(pcg, title if count == 1 else f"{title}\nStage {index} of {count}.\n")
+        for index, pcg in enumerate(stages.pcgs)
+    )
+    programs = tuple(stage.program for stage in compiled)
+    if count == 1:
+        return CompiledStages(stages.cut, compiled, one_stage(programs[0]))
+    ranks = stage_ranks(decisions)
+    lists = action_lists(decisions, ranks)
+    loss = next(pcg.loss for pcg in stages.pcgs if pcg.loss is not None)
+    pipeline = Pipeline(
+        programs,
+        ranks,
+        tuple(tuple(map(str, own)) for own in lists),
+        stages.cut.shared,
+        loss.spec.dtype,
+    )
+    return CompiledStages(stages.cut, compiled, pipeline)
+
+
+def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
+    """The training programs of a plan's stages with all layouts and movements, checked."""
     graph = rewritten(verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites)
     factored = factorize(graph)
     verify_decisions(graph, plan.decisions, factored)
     try:
-        return verify_pcg(lower(graph, plan.decisions, factored=factored))
+        stages = lower_stages(graph, plan.decisions, factored=factored)
+        for pcg in stages.pcgs:
+            verify_pcg(pcg)
+        return stages
     except LayoutError as error:
         made = f"made for {plan.source.spec} on {plan.cluster}"
         raise LayoutError(f"invalid plan, {made}: {error}; plan again") from error

@@ -82,7 +82,8 @@ def export_safetensors(
     single = target.suffix == ".safetensors"
     folder = target.parent if single else target
     scratch = folder / f".{target.name}.boxes"
-    dtypes = {parameter.name: parameter.dtype for parameter in trainer.program.parameters}
+    programs = trainer.pipeline.programs
+    dtypes = {parameter.name: parameter.dtype for p in programs for parameter in p.parameters}
     shards = by_name(s for s in trainer.shards() if is_weight(s.name, names))
     with temporary_group() as group:
         rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())

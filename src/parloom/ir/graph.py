@@ -129,10 +129,11 @@ class Function:
 class Input:
     """One input of main.
 
-    `kind` is parameter, buffer, batch or constant; `target` the user's name of it (state-dict name
-    or batch key); `aliases` other names of a tied parameter; `data` the nested values of a
-    constant. In the program of one microbatch (`ir.microbatches.of_microbatch`) `samples` is the
-    dim of samples of a batch tensor that holds those of that microbatch.
+    `kind` is parameter, buffer, batch, constant, or in the graph of a pipeline stage arriving (from
+    an earlier one); `target` the user's name of it (state-dict name or batch key); `aliases` other
+    names of a tied parameter; `data` the nested values of a constant. In the program of one
+    microbatch (`ir.microbatches.of_microbatch`) `samples` is the dim of samples of a batch tensor
+    that holds those of that microbatch.
     """
 
     value: Value
@@ -166,7 +167,8 @@ class Graph:
     `loss` names a scalar value of main; `outputs` are (user's name, value) pairs for evaluation;
     `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
     that was captured; `recompute` names what the user's model checkpoints: block calls (by prefix),
-    and modules with parts of them that are no block calls.
+    and modules with parts of them that are no block calls. `leaving` are values that later pipeline
+    stages read.
     """
 
     name: str
@@ -178,6 +180,7 @@ class Graph:
     updates: tuple[tuple[str, str], ...] = ()
     training: bool = True
     recompute: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Function]:

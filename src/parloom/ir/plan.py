@@ -147,14 +147,16 @@ ONE_DEVICE = one_stage(Mesh(()))
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a schedule, printed `F0`, `B0`, `REDUCE`, `STEP`, `GATHER`."""
+    """One entry of a schedule, printed `F0`, `2B0` (of stage 2), `REDUCE`, `STEP`, `GATHER`."""
 
     kind: str
     microbatch: int | None = None
     stage: int = 0
 
     def __str__(self) -> str:
-        return self.kind if self.microbatch is None else f"{self.kind}{self.microbatch}"
+        if self.microbatch is None:
+            return self.kind
+        return f"{self.stage or ''}{self.kind}{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)

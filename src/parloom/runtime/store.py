@@ -191,6 +191,20 @@ class Store:
         self._units.turn(backward=True)
         self._leaves.begin_backward(last)
 
+    def begin_inputs(self) -> None:
+        """Begin a backward pass that makes no gradients of weights."""
+        self._units.turn(backward=True)
+
+    def owned_memory(self, value: Tensor) -> Tensor:
+        """`value`, copied if it lies in gathered memory."""
+        return self._units.owned_memory(value)
+
+    def write_buffers(self, updates: Mapping[str, Tensor]) -> None:
+        """Take over new buffers."""
+        for name, value in updates.items():
+            # Memory of its own: the value may be a weight, a batch or another buffer.
+            self.buffers[name] = value.detach().clone()
+
     def end_backward(self) -> None:
         self._leaves.end_backward()
         self._outstanding -= 1

@@ -34,7 +34,8 @@ class Flat:
         self.group = comm.weights.group(specs[0].storage.weight)
         self.dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self.sections, self.total = layout(
-            section(spec, local_shape(spec.dims), comm, (), spec.storage.weight) for spec in specs
+            section(spec, local_shape(spec.dims), comm.mesh, comm.rank, (), spec.storage.weight)
+            for spec in specs
         )
         self.shard = torch.zeros(self.total, dtype=self.dtype, device=pool.device)
         self.helds = [

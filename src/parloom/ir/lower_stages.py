@@ -1,0 +1,114 @@
+"""`lower` for pipelines: the parallel computation graph of every stage.
+
+A stage is lowered as any graph, on a mesh of its own. What crosses between stages leaves as shards
+that no two ranks of the sending stage have twice, and arrives so on the receiving one: each part
+goes once over the links between them, and movements inside of the stages do the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parloom.errors import InputError
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower import Boundary, Homes, lower
+from parloom.ir.mesh import Mesh
+from parloom.ir.pcg import PCG, TIME, PValue, results_of
+from parloom.ir.plan import Action, Decisions, one_stage
+from parloom.ir.samples import sample_dims
+from parloom.ir.schedules import schedule
+from parloom.ir.stages import Cut, cut, of_stage
+
+ActionList = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """The stages of a graph, and the parallel computation graph of each."""
+
+    cut: Cut
+    pcgs: tuple[PCG, ...]
+
+
+def lower_stages(
+    graph: Graph,
+    decisions: Decisions,
+    *,
+    factored: Factored | None = None,
+    homes: tuple[Homes, ...] = (),
+) -> LoweredStages:
+    """Derive every layout and movement of all stages; `homes` are those of each stage.
+
+    Raises `LayoutError` for stages that are none of `graph`, and for an illegal decision.
+    """
+    if len(decisions.stages) == 1:
+        only = homes[0] if homes else None
+        pcg = lower(graph, decisions, factored=factored, homes=only)
+        return LoweredStages(Cut((graph,), (), {}), (pcg,))
+    parts = cut(graph, [stage.items for stage in decisions.stages])
+    boundary = _boundary(factored or factorize(graph), decisions, parts)
+    pcgs = tuple(
+        lower(
+            own,
+            of_stage(decisions, parts, index),
+            homes=homes[index] if homes else None,
+            boundary=boundary,
+        )
+        for index, own in enumerate(parts.graphs)
+    )
+    return LoweredStages(parts, pcgs)
+
+
+def _boundary(factored: Factored, decisions: Decisions, parts: Cut) -> Boundary:
+    """What stages are told of each other: the whole graph is lowered on one device, in time."""
+    alone = Decisions(
+        stages=one_stage(Mesh(())),
+        num_microbatches=decisions.num_microbatches,
+        batch_semantics=decisions.batch_semantics,
+    )
+    whole = lower(factored.graph, alone, factored=factored)
+    crossing = {c.value.name for c in parts.crossings}
+    values: dict[str, PValue] = {
+        value.name: value
+        for item in whole.main.body
+        for value in results_of(item)
+        if value.name in crossing
+    }
+    in_time = {name: value.layout for name, value in values.items()}
+    flowing = frozenset(name for name, value in values.items() if value.differentiable)
+    assert all(set(v.axes) | set(v.partial_axes) <= {TIME} for v in in_time.values())
+    return Boundary(sample_dims(factored), in_time, flowing)
+
+
+def stage_ranks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage, in the order of its mesh: the devices that some stage has, numbered
+    in their order.
+    """
+    devices = [[d for part in stage.devices for d in part] for stage in decisions.stages]
+    rank_of = {d: rank for rank, d in enumerate(sorted({d for own in devices for d in own}))}
+    return tuple(tuple(rank_of[d] for d in own) for own in devices)
+
+
+def action_lists(decisions: Decisions, ranks: Sequence[Sequence[int]]) -> tuple[ActionList, ...]:
+    """The action list of every rank.
+
+    Ranks that have the same stages have the same list. Raises `InputError` for a schedule that does
+    not take the stages as they are placed.
+    """
+    count = len(decisions.stages)
+    homes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted({r for own in ranks for r in own}):
+        homes.setdefault(tuple(s for s in range(count) if rank in ranks[s]), []).append(rank)
+    groups = sorted(homes)
+    if count % len(groups):
+        raise InputError(f"{count} stages on {len(groups)} groups of devices do not go around")
+    lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // len(groups))
+    placed = dict(zip(groups, lists, strict=True))
+    for group, own in placed.items():
+        if {action.stage for action in own if action.microbatch is not None} != set(group):
+            raise InputError(
+                f"{decisions.schedule} places stage s on group s % {len(groups)} of the devices;"
+                f" stages {group} share theirs"
+            )
+    by_rank = {rank: placed[group] for group, members in homes.items() for rank in members}
+    return tuple(by_rank[rank] for rank in sorted(by_rank))

@@ -1,0 +1,128 @@
+"""Random pipelines of small captured models, on threads of one process."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parloom import runtime as rt
+from parloom.comparators.baselines import random_assignment, random_storage
+from parloom.execute.program import CompiledStages, compile_stages
+from parloom.execute.verify import (
+    EPS,
+    LEARNING_RATE,
+    SEED,
+    STEPS,
+    Pieces,
+    RankTrace,
+    Trace,
+    VerifyReport,
+    assemble,
+    compare,
+    gradients_of,
+    make,
+    pieces_of,
+    reference_trace,
+)
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
+from parloom.ir.lower_stages import lower_stages
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.plan import Decisions, Optimizer, Stage
+from parloom.ir.stages import cut, stage_items
+from parloom.ir.verify import verify_decisions, verify_pcg
+from tests.dist.lowered import Model
+
+PLANNED = Optimizer("adamw")
+MESHES = {1: Mesh(()), 2: grid({"x": 2}), 3: grid({"x": 3}), 4: grid({"x": 2, "y": 2})}
+
+
+def even(graph: Graph, count: int) -> list[tuple[str, ...]]:
+    """Equally many items for each of `count` stages, in execution order."""
+    items = stage_items(graph)
+    ends = [round(i * len(items) / count) for i in range(count + 1)]
+    return [items[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def drawn(
+    graph: Graph,
+    stages: Sequence[tuple[str, ...]],
+    sizes: Sequence[int],
+    *,
+    schedule: str = "1f1b",
+    num_microbatches: int = 1,
+    chunks: int = 1,
+    seed: int = 0,
+) -> Decisions:
+    """A pipeline with random layouts and storage; stage s is on group s % (stages / chunks)."""
+    rng = random.Random(seed)
+    groups = len(stages) // chunks
+    begins = [sum(sizes[:g]) for g in range(groups + 1)]
+    placed = tuple(
+        Stage(items, (range(begins[s % groups], begins[s % groups + 1]),), MESHES[sizes[s % groups]])
+        for s, items in enumerate(stages)
+    )
+    nodes = []
+    for own, stage in zip(cut(graph, stages).graphs, placed, strict=True):
+        factored = factorize(own)
+        nodes += random_assignment(own, factored, stage.mesh, rng, num_microbatches)
+    unique = {node.key: node for node in nodes}
+    plan = Decisions(
+        placed, tuple(unique.values()), num_microbatches=num_microbatches, schedule=schedule
+    )
+    lowered = lower_stages(graph, plan)
+    parameters = {}
+    for index, pcg in enumerate(lowered.pcgs):
+        for decision in random_storage(pcg, rng):
+            if lowered.cut.shared.get(decision.name, (index,))[0] == index:
+                parameters[decision.name] = decision
+    return replace(plan, parameters=tuple(parameters.values()))
+
+
+def compiled(model: Model, decisions: Decisions) -> CompiledStages:
+    """The programs of all stages, checked."""
+    verify_decisions(model.graph, decisions, model.factored)
+    lowered = lower_stages(model.graph, decisions)
+    for pcg in lowered.pcgs:
+        verify_pcg(pcg)
+    return compile_stages(lowered, decisions, "test")
+
+
+def train(pipeline: rt.Pipeline, model: Model, **chosen: object) -> list[RankTrace]:
+    """Three steps on every rank."""
+
+    def rank(comm: rt.Comm) -> RankTrace:
+        trainer = rt.Trainer(
+            pipeline,
+            model.tensors,
+            optimizer=lambda named: make(PLANNED, named, lr=LEARNING_RATE, eps=EPS),
+            comm=comm,
+            seed=SEED,
+            exact_random=True,
+            **chosen,  # type: ignore[arg-type]
+        )
+        losses: list[Tensor] = []
+        gradients: Pieces = {}
+        for step in range(STEPS):
+            losses.append(trainer.step(model.batch).loss)
+            if step == 0:
+                gradients = pieces_of(gradients_of(trainer))
+        shards = (s for s in trainer.shards() if not s.name.startswith("optimizer/"))
+        return losses, gradients, pieces_of(shards)
+
+    torch.set_num_threads(1)
+    return rt.run_threads(pipeline.mesh, rank)
+
+
+def reference(model: Model) -> Trace:
+    """Three steps on one device."""
+    return reference_trace(model.graph, PLANNED, model.tensors, model.batch)
+
+
+def report(model: Model, decisions: Decisions, expected: Trace | None = None) -> VerifyReport:
+    """A pipeline against one device."""
+    pipeline = compiled(model, decisions).pipeline
+    parts = train(pipeline, model)
+    return compare(expected or reference(model), assemble(parts), pipeline.num_ranks)
