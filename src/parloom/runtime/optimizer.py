@@ -117,7 +117,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         parameters[names[id(parameter)]] = entry
     groups = [
         {
-            "names": [names[id(parameter)] for parameter in group["params"]],
+            "names": [names[id(p)] for p in group["params"] if id(p) in names],
             "options": {
                 key: _number(value)
                 for key, value in group.items()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-WEIGHTS = ("AccumulateGrad", "_WeightsBackward")
-"""Nodes behind which are weights: leaves, and what is gathered for a unit (`runtime.units`)."""
+LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
+"""Nodes behind which are weights: a leaf, and all that are gathered for a unit (`runtime.units`)."""
 
 
 @dataclass(eq=False)
@@ -160,16 +160,18 @@ class _Graph:
 
 
 class _Delivery:
-    """Hands each weight the sum of its gradients when the last of them is there."""
+    """Hands leaves their gradients, and units all of theirs at once."""
 
     def __init__(self, edges: Iterable[GradientEdge]) -> None:
         self._missing: dict[Node, int] = {}
         self._found: dict[Node, dict[int, Tensor]] = {}
         for edge in edges:
-            self._missing[edge.node] = self._missing.get(edge.node, 0) + 1
+            node, _ = _home(edge.node)
+            self._missing[node] = self._missing.get(node, 0) + 1
 
     def give(self, edge: GradientEdge, gradient: Tensor | None) -> None:
-        node, number = edge.node, edge.output_nr
+        """Take a gradient; with the last one of a leaf or a unit they go home."""
+        node, number = _home(edge.node)
         self._missing[node] -= 1
         found = self._found.setdefault(node, {})
         if gradient is not None:
@@ -185,7 +187,24 @@ def _edge(tensor: Tensor) -> GradientEdge:
 
 
 def _is_weight(node: Node) -> bool:
-    return node.name().rpartition("::")[2] in WEIGHTS
+    """Whether one weight is behind a node: a leaf, or what a unit has of it."""
+    if _name(node) == LEAF:
+        return True
+    following = node.next_functions
+    return len(following) == 1 and following[0][0] is not None and _name(following[0][0]) == UNIT
+
+
+def _home(node: Node) -> tuple[Node, int]:
+    """Where the gradient of the weight behind a node goes: a leaf, or one of those of a unit."""
+    if _name(node) == LEAF:
+        return node, 0
+    unit, number = node.next_functions[0]
+    assert unit is not None
+    return unit, number
+
+
+def _name(node: Node) -> str:
+    return node.name().rpartition("::")[2]
 
 
 def _in_python(node: Any) -> bool:

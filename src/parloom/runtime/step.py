@@ -93,8 +93,8 @@ class Step:
         stages.transfers.begin_step()
         passes: dict[int, Passes] = {}
         for part in stages.parts:
-            part.store.begin_step()
             own = [action for action in stages.actions if action.stage == part.stage]
+            part.store.begin_step(splits=any(action.kind == "W" for action in own))
             passes[part.stage] = Passes(
                 part, batches[part.stage], stages.transfers, own, self._loss_scale
             )

@@ -37,6 +37,8 @@ def make_optimizer(
     """
     helds = {name: held for name, (held, _) in owned.items()}
     parts = [(held.name, held.owned) for held in helds.values()]
+    # A stage may have no parameters, and torch's optimizers take no empty list.
+    parts = parts or [("", nn.Parameter(torch.empty(0)))]
     sharded = _sharded(owned)
     untouched = Untouched(
         {name: (part, _hooks(part), part.requires_grad) for name, part in parts}, sharded
