@@ -117,7 +117,7 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
     smallest that was simulated.
     """
     proposals = distinct(searched.proposals)
-    sizes = [proposal.decisions.mesh.num_ranks for proposal in proposals]
+    sizes = [proposal.decisions.num_ranks for proposal in proposals]
     fastest = map(sizes.index, set(sizes))
     proposals = [proposals[i] for i in sorted({*range(len(sizes))[:PROPOSED], *fastest})]
     if not proposals and searched.smallest:
@@ -136,7 +136,7 @@ def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:
         decisions = with_stripes(request.graph, plan.decisions)
         if decisions is None:
             return
-        prediction = request.on(decisions.mesh.num_ranks).predict(decisions)
+        prediction = request.on(decisions.num_ranks).predict(decisions)
     except LayoutError:
         return  # as where a window reads positions beside each other
     if prediction.step_s < plan.prediction.step_s:

@@ -318,7 +318,7 @@ def simulate(
     played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
     if warning := uncalibrated_words(chosen, source):
         _say(warning)
-    ranks = chosen.decisions.mesh.num_ranks
+    ranks = chosen.decisions.num_ranks
     name = f"each of {ranks} devices" if ranks > 1 else "the device"
     if trace is not None and not trace.parent.exists():
         _say(f"making the folder {trace.parent}")

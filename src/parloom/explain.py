@@ -132,7 +132,7 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
 def case_of(plan: Plan, calibration: str | Path | None = None) -> Case:
     """A plan with its program, prices and step on the cluster that it was made for."""
     machine = machine_of(plan, calibration)
-    pcg = lowered(plan)
+    pcg = lowered(plan).only
     found = priced(pcg, machine.cluster, plan.decisions, plan.optimizer, machine.kernels)
     timeline = machine.simulate(pcg, plan.decisions, plan.optimizer)
     return Case(plan, pcg, machine.cluster, found, timeline, machine.source(pcg))

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, Optimizer, Stage
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions, verify_pcg
+from tests.dist import lowered
 from tests.dist.lowered import Model
 
 PLANNED = Optimizer("adamw")
@@ -116,13 +118,14 @@ def train(pipeline: rt.Pipeline, model: Model, **chosen: object) -> list[RankTra
     return rt.run_threads(pipeline.mesh, rank)
 
 
-def reference(model: Model) -> Trace:
-    """Three steps on one device."""
+@cache
+def reference(name: str) -> Trace:
+    """Three steps of a model of `lowered` on one device."""
+    model = lowered.model(name)
     return reference_trace(model.graph, PLANNED, model.tensors, model.batch)
 
 
-def report(model: Model, decisions: Decisions, expected: Trace | None = None) -> VerifyReport:
+def report(model: Model, decisions: Decisions, expected: Trace) -> VerifyReport:
     """A pipeline against one device."""
     pipeline = compiled(model, decisions).pipeline
-    parts = train(pipeline, model)
-    return compare(expected or reference(model), assemble(parts), pipeline.num_ranks)
+    return compare(expected, assemble(train(pipeline, model)), pipeline.num_ranks)

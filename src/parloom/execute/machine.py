@@ -83,7 +83,7 @@ class Machine:
 def cluster_of(plan: Plan) -> Cluster:
     """The devices that `plan` uses, as they are described."""
     cluster = resolve_cluster(plan.cluster).cluster
-    ranks = plan.decisions.mesh.num_ranks
+    ranks = plan.decisions.num_ranks
     return cluster if ranks == cluster.num_devices else part_of(cluster, ranks)
 
 
@@ -93,7 +93,7 @@ def machine_of(plan: Plan, calibration: str | Path | None = None) -> Machine:
     Raises `InputError` as `machine_for` does.
     """
     planned = plan.prediction.cores if plan.prediction else None
-    return machine_for(plan.cluster, calibration, planned, plan.decisions.mesh.num_ranks)
+    return machine_for(plan.cluster, calibration, planned, plan.decisions.num_ranks)
 
 
 def machine_for(

@@ -9,11 +9,16 @@ from parloom.codegen.source import generate, printable
 from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, without_gradients
-from parloom.ir.lower import lower
-from parloom.ir.lower_stages import LoweredStages, action_lists, lower_stages, stage_ranks
+from parloom.ir.lower_stages import (
+    LoweredStages,
+    action_lists,
+    lower_parts,
+    lower_stages,
+    stage_ranks,
+)
 from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import Decisions, Plan
-from parloom.ir.stages import Cut
+from parloom.ir.stages import Cut, cut, like
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored, rewritten
@@ -69,6 +74,12 @@ class CompiledStages:
     pipeline: Pipeline
 
     @property
+    def only(self) -> Compiled:
+        """The only stage."""
+        (stage,) = self.stages
+        return stage
+
+    @property
     def source(self) -> str:
         """The source of all programs, one after the other."""
         return "\n\n".join(stage.source for stage in self.stages)
@@ -117,14 +128,27 @@ def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
         raise LayoutError(f"invalid plan, {made}: {error}; plan again") from error
 
 
-def evaluation_program(plan: Plan, training: PCG) -> Compiled | None:
-    """The evaluation program, with parameters laid out as the training program stores them."""
+def evaluation_program(plan: Plan, training: CompiledStages) -> CompiledStages | None:
+    """The evaluation program, with parameters laid out as the training program stores them.
+
+    Its stages are those of the training program, on their meshes. Raises `LayoutError` where there
+    is no such program.
+    """
     if not plan.evaluation_graph:
         return None
     graph = verify_graph(parse_graph(plan.evaluation_graph))
     graph = as_stored(without_gradients(graph), plan.decisions.rewrites)
-    factored = factorize(graph)
-    decisions = evaluation_decisions(graph, factored, training, factorize(training.graph))
-    homes = {p.input.target: p.layout for p in training.parameters}
-    pcg = lower(graph, decisions, factored=factored, homes=homes)
-    return compile_pcg(verify_pcg(pcg), f"{title_of(plan)}\nEvaluation.")
+    trained = [stage.pcg for stage in training.stages]
+    parts = Cut((graph,), (), {})
+    if len(trained) > 1:
+        placed = like(graph, training.cut, [stage.items for stage in plan.decisions.stages])
+        parts = cut(graph, placed, empty=True)
+    chosen, homes = [], []
+    for own, pcg in zip(parts.graphs, trained, strict=True):
+        found = evaluation_decisions(own, factorize(own), pcg, factorize(pcg.graph))
+        chosen.append(found)
+        homes.append({p.input.target: p.layout for p in pcg.parameters})
+    stages = lower_parts(factorize(graph), parts, chosen, 1, homes)
+    for pcg in stages.pcgs:
+        verify_pcg(pcg)
+    return compile_stages(stages, plan.decisions, f"{title_of(plan)}\nEvaluation.")

@@ -8,7 +8,7 @@ goes once over the links between them, and movements inside of the stages do the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parloom.errors import InputError
+from parloom.errors import InputError, NotYetError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import Boundary, Homes, lower
@@ -29,41 +29,58 @@ class LoweredStages:
     cut: Cut
     pcgs: tuple[PCG, ...]
 
+    @property
+    def only(self) -> PCG:
+        """The program of the only stage; raises `NotYetError` where there are several."""
+        if len(self.pcgs) > 1:
+            raise NotYetError("pipelines are proved and run; predicting them is not yet there")
+        return self.pcgs[0]
+
 
 def lower_stages(
     graph: Graph,
     decisions: Decisions,
     *,
     factored: Factored | None = None,
-    homes: tuple[Homes, ...] = (),
 ) -> LoweredStages:
-    """Derive every layout and movement of all stages; `homes` are those of each stage.
+    """Derive every layout and movement of all stages.
 
     Raises `LayoutError` for stages that are none of `graph`, and for an illegal decision.
     """
     if len(decisions.stages) == 1:
-        only = homes[0] if homes else None
-        pcg = lower(graph, decisions, factored=factored, homes=only)
+        pcg = lower(graph, decisions, factored=factored)
         return LoweredStages(Cut((graph,), (), {}), (pcg,))
     parts = cut(graph, [stage.items for stage in decisions.stages])
-    boundary = _boundary(factored or factorize(graph), decisions, parts)
+    chosen = [of_stage(decisions, parts, index) for index in range(len(parts.graphs))]
+    factored = factored or factorize(graph)
+    return lower_parts(factored, parts, chosen, decisions.num_microbatches)
+
+
+def lower_parts(
+    factored: Factored,
+    parts: Cut,
+    chosen: Sequence[Decisions],
+    num_microbatches: int,
+    homes: Sequence[Homes | None] = (),
+) -> LoweredStages:
+    """The stages `parts` of a graph with the decisions of each; `homes` are those of each stage."""
+    boundary = _boundary(factored, chosen[0], parts, num_microbatches)
     pcgs = tuple(
-        lower(
-            own,
-            of_stage(decisions, parts, index),
-            homes=homes[index] if homes else None,
-            boundary=boundary,
+        lower(own, decisions, homes=home, boundary=boundary)
+        for own, decisions, home in zip(
+            parts.graphs, chosen, homes or (None,) * len(chosen), strict=True
         )
-        for index, own in enumerate(parts.graphs)
     )
     return LoweredStages(parts, pcgs)
 
 
-def _boundary(factored: Factored, decisions: Decisions, parts: Cut) -> Boundary:
+def _boundary(
+    factored: Factored, decisions: Decisions, parts: Cut, num_microbatches: int
+) -> Boundary:
     """What stages are told of each other: the whole graph is lowered on one device, in time."""
     alone = Decisions(
         stages=one_stage(Mesh(())),
-        num_microbatches=decisions.num_microbatches,
+        num_microbatches=num_microbatches,
         batch_semantics=decisions.batch_semantics,
     )
     whole = lower(factored.graph, alone, factored=factored)

@@ -203,8 +203,15 @@ class Decisions:
     def mesh(self) -> Mesh:
         """The mesh of the only stage; raises `NotYetError` where there are several."""
         if len(self.stages) > 1:
-            raise NotYetError("pipeline stages are not yet executable; use one stage")
+            raise NotYetError("this is not yet there for pipelines: they are proved and run")
         return self.stages[0].mesh
+
+    @property
+    def num_ranks(self) -> int:
+        """The devices that some stage has."""
+        if len(self.stages) == 1:
+            return self.stages[0].mesh.num_ranks
+        return len({d for stage in self.stages for part in stage.devices for d in part})
 
     @property
     def accumulates(self) -> bool:

@@ -52,14 +52,39 @@ def stage_items(graph: Graph) -> tuple[str, ...]:
     return tuple(item_key(item) for item in _Items(graph).owned)
 
 
-def cut(graph: Graph, stages: Sequence[Sequence[str]]) -> Cut:
-    """`graph` in stages of these items.
+def cut(graph: Graph, stages: Sequence[Sequence[str]], *, empty: bool = False) -> Cut:
+    """`graph` in stages of these items; with `empty` a stage may have none.
 
     Raises `LayoutError` where an item is unknown, missing or in two stages, where a stage has none,
     and where a value would go to an earlier stage.
     """
     items = _Items(graph)
-    return _Stages(items, _stage_of(items, stages), len(stages)).cut()
+    return _Stages(items, _stage_of(items, stages, empty), len(stages)).cut()
+
+
+def like(graph: Graph, parts: Cut, stages: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The items of `graph` in stages like those of the training program that `parts` cuts.
+
+    An item that both have stays where it is; another one goes where its parameters are, or to the
+    stage that makes what it reads. A stage may end up with none.
+    """
+    known = {key: stage for stage, keys in enumerate(stages) for key in keys}
+    homes = {
+        entry.target: stage
+        for stage, own in reversed(list(enumerate(parts.graphs)))
+        for entry in own.of_kind("parameter")
+    }
+    home_of = {i.value.name: homes.get(i.target, 0) for i in graph.of_kind("parameter")}
+    made: dict[str, int] = {}
+    found: list[list[str]] = [[] for _ in stages]
+    for item in _Items(graph).owned:
+        key = item_key(item)
+        before = [made[name] for name in operands(item) if name in made]
+        own = [home_of[name] for name in operands(item) if name in home_of]
+        stage = max([known[key] if key in known else max(own, default=0), *before])
+        made.update((name, stage) for name in results(item))
+        found[stage].append(key)
+    return [tuple(keys) for keys in found]
 
 
 def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
@@ -132,11 +157,11 @@ def results(item: Item) -> tuple[str, ...]:
     return tuple(v.name for v in item.results)
 
 
-def _stage_of(items: _Items, stages: Sequence[Sequence[str]]) -> dict[str, int]:
+def _stage_of(items: _Items, stages: Sequence[Sequence[str]], empty: bool) -> dict[str, int]:
     """The stage of every item that stages have."""
     found: dict[str, int] = {}
     for stage, keys in enumerate(stages):
-        if not keys:
+        if not keys and not empty:
             raise LayoutError(
                 f"stage {stage} has no items; give it some, or leave it out: there are"
                 f" {len(items.keys)} items for {len(stages)} stages"

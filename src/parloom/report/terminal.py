@@ -101,7 +101,7 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
     graph = parse_graph(plan.graph)
     for index, line in enumerate(words(graph, plan.decisions, cluster.levels)):
         table.add_row("" if index else "plan", Text(line))
-    used = plan.decisions.mesh.num_ranks
+    used = plan.decisions.num_ranks
     if used < cluster.num_devices:
         table.add_row("devices", Text(f"{used} of {cluster.num_devices}"))
     table.add_row("microbatches", Text(str(plan.decisions.num_microbatches)))

@@ -54,7 +54,7 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
         lines.append(f"{what} of {_count(count, 'parameter')} stored {over}{where}")
     if len(stored) > MOST:
         lines.append(f"and {_count(len(stored) - MOST, 'more way')} to store parameters")
-    if not stored and decisions.mesh.num_ranks > 1:
+    if not stored and decisions.num_ranks > 1:
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
         lines.append(f"every device stores {kept}, with their gradients and optimizer state")
@@ -152,13 +152,13 @@ def idle_axes(decisions: Decisions) -> tuple[MeshAxis, ...]:
 
 def splits(decisions: Decisions) -> bool:
     """Whether devices share the work at all."""
-    idle, ranks = idle_axes(decisions), decisions.mesh.num_ranks
+    idle, ranks = idle_axes(decisions), decisions.num_ranks
     return ranks == 1 or prod(axis.size for axis in idle) < ranks
 
 
 def idle_words(decisions: Decisions, why: str = "") -> tuple[str, ...]:
     """A warning where devices do the same work as others; `why` they all do."""
-    idle, ranks = idle_axes(decisions), decisions.mesh.num_ranks
+    idle, ranks = idle_axes(decisions), decisions.num_ranks
     if not splits(decisions):
         what = f"nothing is split: all {ranks} devices do all the work, no faster than one"
         return (f"{WARNING}{what}{why and '; '}{why}",)
@@ -183,7 +183,7 @@ def part_words(
     """Which devices of `cluster` a plan leaves idle, and what a plan on the `fewest` devices saves
     whose step is as long, but for a percent.
     """
-    used, there, lines = decisions.mesh.num_ranks, cluster.num_devices, []
+    used, there, lines = decisions.num_ranks, cluster.num_devices, []
     if used < there:
         lines.append(
             f"{_part(cluster, used)} will do{_share(cluster, used, there)}: {there - used} of"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
-"""Nodes behind which are weights: a leaf, and all that are gathered for a unit (`runtime.units`)."""
+"""Behind these nodes are weights: a leaf, and all that a unit gathers (`runtime.units`)."""
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ Everything that it hands out is under the user's names and in the user's shapes,
 layout: full tensors (`state_dict`), or the boxes of them that this rank holds (`shards`).
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.evaluation import Evaluation, evaluate
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.optimizer import (
+    joined_states,
     load_optimizer_state,
     optimizer_state,
     state_tensors,
 )
 from parloom.runtime.part import make_parts, owned
 from parloom.runtime.program import Pipeline, Program, one_stage, parsed
-from parloom.runtime.same import told_by_one
+from parloom.runtime.same import told_by_all, told_by_one
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
 from parloom.runtime.sharding import Box, axes_of, boxes, untake
@@ -262,13 +264,13 @@ class Trainer:
         self._stages.shared.publish()
 
     def extra_state(self) -> dict[str, Any]:
-        """All other state, as JSON values that are equal on every rank."""
+        """All other state, as JSON values that are equal on every rank; every rank asks."""
         names = {id(held.owned): held.name for held, _ in self.owned.values()}
         return {
             "step": self._steps_done,
             "samples_seen": self.samples_seen,
             "seed": self._seed,
-            "optimizer": optimizer_state(self.optimizer, names),
+            "optimizer": self._joined(optimizer_state(self.optimizer, names)),
             "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
         }
@@ -280,7 +282,8 @@ class Trainer:
         self._set_steps_done(state["step"])
         self.samples_seen = state["samples_seen"]
         mine = {held.name: held.owned for held, _ in self.owned.values()}
-        load_optimizer_state(self.optimizer, mine, state["optimizer"])
+        names = [spec.name for p in self.pipeline.programs for spec in p.parameters]
+        load_optimizer_state(self.optimizer, mine, names, state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
             self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
@@ -317,6 +320,13 @@ class Trainer:
         """The buffers that earlier stages have, too."""
         before = self.pipeline.programs[:stage]
         return frozenset(spec.name for program in before for spec in program.buffers)
+
+    def _joined(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state of all stages; every rank asks."""
+        if len(self.pipeline.programs) == 1:
+            return mine
+        told = told_by_all(self.comm, json.dumps(mine), self.device)
+        return joined_states([json.loads(text) for text in told])
 
     def _told(self, stage: int, full: Tensor | None, shape: tuple[int, ...], dtype: str) -> Tensor:
         """A whole tensor of a stage, on all ranks."""
