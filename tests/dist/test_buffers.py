@@ -94,8 +94,8 @@ def test_constants_are_made_once() -> None:
     model = Weighs()
     parallel = trainer(model)
     assert torch.equal(parallel.step({"x": batch(0)}).loss, model(batch(0))[0].detach())
-    made = dict(parallel._ctx.constants)
+    made = dict(parallel.parts[0].ctx.constants)
     assert made
     parallel.step({"x": batch(1)})
-    assert parallel._ctx.constants.keys() == made.keys()
-    assert all(parallel._ctx.constants[key] is tensor for key, tensor in made.items())
+    assert parallel.parts[0].ctx.constants.keys() == made.keys()
+    assert all(parallel.parts[0].ctx.constants[key] is tensor for key, tensor in made.items())

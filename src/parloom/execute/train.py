@@ -48,6 +48,7 @@ from parloom.runtime import (
     Evaluation,
     Mesh,
     Pipeline,
+    Program,
     SingleComm,
     StepResult,
     check_same_values,
@@ -92,14 +93,14 @@ class Trainer(RuntimeTrainer):
 
     def __init__(
         self,
-        program: Pipeline,
+        program: Program | Pipeline,
         tensors: Source,
         run: Run,
         *,
         optimizer: optimizers.Maker,
         comm: Comm,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
-        evaluation: Pipeline | None = None,
+        evaluation: Program | Pipeline | None = None,
     ) -> None:
         super().__init__(
             program,

@@ -235,6 +235,11 @@ class Action:
     stage: int = 0
     microbatch: int = 0
 
+    def __str__(self) -> str:
+        if self.kind in ONCE:
+            return self.kind
+        return f"{self.stage or ''}{self.kind}{self.microbatch}"
+
 
 def parsed(actions: tuple[str, ...]) -> tuple[Action, ...]:
     """The entries of an action list. Raises `VerifyError` for one that is unknown."""
