@@ -354,12 +354,12 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
     `calibration` is a file that `parloom calibrate` wrote.
     """
     machine = machine_of(plan, calibration)
-    return machine.simulate(lowered(plan).only, plan.decisions, plan.optimizer)
+    return machine.play(lowered(plan), plan.decisions, plan.optimizer)
 
 
 def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
     """Where the numbers of `simulate` come from, and how far they may be off."""
-    return machine_of(plan, calibration).source(lowered(plan).only)
+    return machine_of(plan, calibration).source(*lowered(plan).pcgs)
 
 
 def calibrate(

@@ -11,6 +11,7 @@ from torch import Tensor
 from parloom import runtime as rt
 from parloom.comparators.baselines import random_assignment, random_storage
 from parloom.execute.program import CompiledStages, compile_stages
+from parloom.execute.optimizers import make
 from parloom.execute.verify import (
     EPS,
     LEARNING_RATE,
@@ -23,7 +24,6 @@ from parloom.execute.verify import (
     assemble,
     compare,
     gradients_of,
-    make,
     pieces_of,
     reference_trace,
 )
@@ -31,7 +31,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import Decisions, Optimizer, Stage
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Stage
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions, verify_pcg
 from tests.dist import lowered
@@ -66,7 +66,7 @@ def drawn(
         Stage(items, (range(begins[s % groups], begins[s % groups + 1]),), MESHES[sizes[s % groups]])
         for s, items in enumerate(stages)
     )
-    nodes = []
+    nodes: list[NodeDecision] = []
     for own, stage in zip(cut(graph, stages).graphs, placed, strict=True):
         factored = factorize(own)
         nodes += random_assignment(own, factored, stage.mesh, rng, num_microbatches)

@@ -30,9 +30,14 @@ class FakeProgram:
 
 
 @dataclass
+class FakePipeline:
+    programs: tuple[FakeProgram, ...] = (FakeProgram(),)
+
+
+@dataclass
 class FakeExport:
     held: list[FakeShard]
-    program: FakeProgram = FakeProgram()
+    pipeline: FakePipeline = FakePipeline()
 
     def shards(self) -> Iterator[FakeShard]:
         yield from self.held

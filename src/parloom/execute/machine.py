@@ -14,9 +14,11 @@ from parloom.cost.measured import (
     source_of,
 )
 from parloom.cost.simulate import simulate
+from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
+from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, check_part, part_of
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
@@ -62,13 +64,19 @@ class Machine:
         """Play one step of a lowered program."""
         return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
 
-    def source(self, pcg: PCG, peak_bytes: int = 0) -> Source:
-        """Where a prediction for a lowered program with such a peak comes from, and how sure it
-        is.
+    def play(
+        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer | None = None
+    ) -> Timeline:
+        """Play one step of a lowered plan, whatever its stages."""
+        return simulate_stages(lowered, self.cluster, decisions, optimizer, self.kernels)
+
+    def source(self, *pcgs: PCG, peak_bytes: int = 0) -> Source:
+        """Where a prediction for the lowered programs of a plan with such a peak comes from, and
+        how sure it is.
         """
         if self.calibration is None or self.kernels is None:
             return Source(SPEC, error_of(SPEC, self.cluster.device, peak_bytes), self.notes)
-        found = source_of(pcg, self.kernels, self.calibration, self.different)
+        found = source_of(pcgs, self.kernels, self.calibration, self.different)
         return replace(found, notes=(*found.notes, *self.notes))
 
     def predict(
@@ -76,7 +84,7 @@ class Machine:
     ) -> Prediction:
         """What a plan says of itself."""
         found = self.simulate(pcg, decisions, optimizer).prediction()
-        source = self.source(pcg, found.peak_bytes)
+        source = self.source(pcg, peak_bytes=found.peak_bytes)
         return replace(found, source=source.name, error=source.error, cores=self.cores)
 
 

@@ -107,25 +107,32 @@ def stage_ranks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
 
 
 def action_lists(decisions: Decisions, ranks: Sequence[Sequence[int]]) -> tuple[ActionList, ...]:
-    """The action list of every rank.
+    """The action list of every rank; see `group_lists`."""
+    by_stage = {stages[0]: own for stages, own in group_lists(decisions)}
+    first: dict[int, int] = {}
+    for stage, members in enumerate(ranks):
+        for rank in members:
+            first.setdefault(rank, stage)
+    return tuple(by_stage[first[rank]] for rank in sorted(first))
 
-    Ranks that have the same stages have the same list. Raises `InputError` for a schedule that does
-    not take the stages as they are placed.
+
+def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]]:
+    """The stages of every group of devices, and its action list.
+
+    Raises `InputError` for a schedule that does not take the stages as they are placed.
     """
-    count = len(decisions.stages)
-    homes: dict[tuple[int, ...], list[int]] = {}
-    for rank in sorted({r for own in ranks for r in own}):
-        homes.setdefault(tuple(s for s in range(count) if rank in ranks[s]), []).append(rank)
-    groups = sorted(homes)
-    if count % len(groups):
-        raise InputError(f"{count} stages on {len(groups)} groups of devices do not go around")
-    lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // len(groups))
-    placed = dict(zip(groups, lists, strict=True))
-    for group, own in placed.items():
-        if {action.stage for action in own if action.microbatch is not None} != set(group):
+    groups: dict[tuple[range, ...], list[int]] = {}
+    for index, stage in enumerate(decisions.stages):
+        groups.setdefault(stage.devices, []).append(index)
+    count, size = len(decisions.stages), len(groups)
+    if count % size:
+        raise InputError(f"{count} stages on {size} groups of devices do not go around")
+    lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // size)
+    found = list(zip((tuple(stages) for stages in groups.values()), lists, strict=True))
+    for stages, own in found:
+        if {action.stage for action in own if action.microbatch is not None} != set(stages):
             raise InputError(
-                f"{decisions.schedule} places stage s on group s % {len(groups)} of the devices;"
-                f" stages {group} share theirs"
+                f"{decisions.schedule} places stage s on group s % {size} of the devices; stages"
+                f" {', '.join(map(str, stages))} share theirs"
             )
-    by_rank = {rank: placed[group] for group, members in homes.items() for rank in members}
-    return tuple(by_rank[rank] for rank in sorted(by_rank))
+    return found

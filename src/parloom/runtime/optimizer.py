@@ -145,13 +145,13 @@ def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def load_optimizer_state(
     optimizer: Optimizer,
     owned: Mapping[str, nn.Parameter],
-    names: Iterable[str],
     state: Mapping[str, Any],
+    others: Iterable[str] = (),
 ) -> None:
     """Take over scalars and group options, and allocate the state tensors.
 
-    `names` are all parameters, of which this rank has `owned`. Raises `InputError` when the
-    optimizer is of another class, a saved parameter is unknown, or a parameter group is new.
+    This rank has the parameters `owned`; `others` are on other ranks only. Raises `InputError` when
+    the optimizer is of another class, a saved parameter is unknown, or a parameter group is new.
     """
     if state["class"] != type(optimizer).__name__:
         raise InputError(
@@ -160,7 +160,7 @@ def load_optimizer_state(
             " weights"
         )
     optimizer.state.clear()
-    known = set(names)
+    known = {*owned, *others}
     for name, entry in state["parameters"].items():
         if name not in known:
             raise InputError(

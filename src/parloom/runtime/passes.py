@@ -5,9 +5,11 @@ at the loss and at what has left for other stages, with the gradients that come 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parloom.runtime.batches import Batches
 from parloom.runtime.comm import Comm, Work
@@ -66,6 +68,7 @@ class Passes:
         self._last_backward, self._last = backwards[-1:], makes_weights[-1:]
         self._hoisted = hoist(part.program, part.ctx, batches)
         self._results: dict[int, Result] = {}
+        self._left: dict[int, dict[str, GradientEdge]] = {}
         self._arrived: dict[int, dict[str, Tensor]] = {}
         self._halves: dict[int, SplitBackward] = {}
         self.losses = Losses(part.comm) if part.program.has_loss else None
@@ -86,9 +89,14 @@ class Passes:
         for crossing in program.leaving:
             value = part.store.owned_memory(result.leaving[crossing.value])
             self._transfers.send(part.stage, crossing.value, microbatch, value)
-        self._results[microbatch], self._arrived[microbatch] = result, arrived
         if self.losses is not None:
             self.losses.add(result)
+        # What has left takes no memory here: its place in the graph is all that is kept.
+        self._left[microbatch] = {
+            c.value: get_gradient_edge(result.leaving[c.value]) for c in program.leaving if c.flows
+        }
+        self._results[microbatch] = replace(result, leaving={}, outputs={})
+        self._arrived[microbatch] = arrived
 
     def backward(self, microbatch: int) -> None:
         """Compute the gradients, and send those that other stages wait for; where those of weights
@@ -111,7 +119,7 @@ class Passes:
             found = half.inputs(gradients)
         else:
             part.store.begin_backward(last=self._last == [action])
-            torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
             part.store.end_backward()
             found = [tensor.grad for tensor in flowing]
         names = (c.value for c in program.arriving if c.flows)
@@ -132,19 +140,18 @@ class Passes:
         self._halves.pop(microbatch).weights()
         part.store.end_backward()
 
-    def _roots(self, result: Result, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Where the backward pass begins, and the gradients there; None is that of the loss."""
+    def _roots(self, result: Result, microbatch: int) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward pass begins, and the gradients there."""
         part, scale = self._part, self._loss_scale
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
         if part.program.has_loss:
-            roots.append(result.loss if scale is None else scale.scaled(result.loss))
-            gradients.append(None)
-        for crossing in part.program.leaving:
-            if crossing.flows:
-                roots.append(result.leaving[crossing.value])
-                gradient = self._transfers.receive_gradient(part.stage, crossing.value, microbatch)
-                gradients.append(gradient)
+            loss = result.loss if scale is None else scale.scaled(result.loss)
+            roots.append(get_gradient_edge(loss))
+            gradients.append(torch.ones_like(loss))
+        for value, edge in self._left.pop(microbatch).items():
+            roots.append(edge)
+            gradients.append(self._transfers.receive_gradient(part.stage, value, microbatch))
         return roots, gradients
 
 

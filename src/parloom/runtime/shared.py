@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import Comm
+from parloom.runtime.comm import Comm, Work
 from parloom.runtime.part import Part
 from parloom.runtime.program import ParameterSpec, Pipeline, Program
 from parloom.runtime.sharded_parameter import ShardedParameter, boxes_of
@@ -66,7 +66,8 @@ class SharedParameters:
         dtype: torch.dtype,
     ) -> None:
         """Send the pieces of this rank in `dtype`, and receive those for it."""
-        rank, under_way = self._comm.rank, []
+        rank = self._comm.rank
+        under_way: list[tuple[Work, Tensor, Piece | None]] = []
         for piece in pieces:
             if piece.sender == piece.receiver == rank:
                 assert sent is not None

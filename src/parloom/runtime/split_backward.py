@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
 """Behind these nodes are weights: a leaf, and all that a unit gathers (`runtime.units`)."""
@@ -34,32 +34,27 @@ class _Source:
 class SplitBackward:
     """The backward pass from `roots` to `arrived`, tensors that other stages have made."""
 
-    def __init__(self, roots: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
-        self._roots = [(_edge(root), root) for root in roots]
-        self._arrived = list(arrived)
-        ends = {_edge(tensor).node for tensor in arrived}
-        self._graph = _Graph([edge for edge, _ in self._roots], ends)
+    def __init__(self, roots: Sequence[GradientEdge], arrived: Sequence[Tensor]) -> None:
+        self._roots = list(roots)
+        self._arrived = [get_gradient_edge(tensor) for tensor in arrived]
+        self._graph = _Graph(self._roots, {edge.node for edge in self._arrived})
         self._late: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge]]] = []
         self._early: list[tuple[GradientEdge, Tensor]] = []
 
-    def inputs(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def inputs(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of what arrived, from those of the roots."""
         graph = self._graph
         early = graph.early()
         readers = [node for node in graph.readers if graph.sources_of(node)]
         entries = {node: graph.entries(node) for node in readers}
-        wanted = [_edge(tensor) for tensor in self._arrived]
-        wanted += early
+        wanted = [*self._arrived, *early]
         wanted += [edge for edges in entries.values() for edge in edges]
         if not wanted:
             return []
-        roots = [edge for edge, _ in self._roots]
-        seeds = [
-            torch.ones_like(root) if gradient is None else gradient
-            for (_, root), gradient in zip(self._roots, gradients, strict=True)
-        ]
         found: list[Tensor | None] = list(
-            torch.autograd.grad(roots, wanted, seeds, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                self._roots, wanted, gradients, retain_graph=True, allow_unused=True
+            )
         )
         count = len(self._arrived)
         own, found = found[:count], found[count:]
@@ -106,8 +101,8 @@ class _Graph:
         # Chains of one operand behind which are weights: casts, transposes, lookups.
         self.chains: set[Node] = set()
         for node in reversed(self.order):
-            following = _next(node, ends)
-            chain = len(following) == 1 and following[0][0] in self.chains
+            behind = _next(node, ends)
+            chain = len(behind) == 1 and behind[0][0] in self.chains
             if node not in ends and (_is_weight(node) or chain):
                 self.chains.add(node)
         self.readers = [node for node in self.order if self._reads(node)]
@@ -178,12 +173,8 @@ class _Delivery:
             found[number] = found[number] + gradient if number in found else gradient
         if not self._missing[node] and found:
             edges = [GradientEdge(node, i) for i in found]
-            torch.autograd.backward(edges, list(found.values()))  # type: ignore[arg-type]
+            torch.autograd.backward(edges, list(found.values()))
             self._found[node] = {}
-
-
-def _edge(tensor: Tensor) -> GradientEdge:
-    return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 def _is_weight(node: Node) -> bool:

@@ -200,15 +200,18 @@ class Trainer:
             part = next((p for p in self.parts if p.stage == stage), None)
             for spec in program.parameters:
                 if self.pipeline.owner(spec.name, stage) == stage:
-                    held = part and part.store.helds[spec.name]
-                    whole = held.whole(part.comm) if part and held else None
+                    whole = None
+                    if part is not None:
+                        whole = part.store.helds[spec.name].whole(part.comm)
                     full = self._told(stage, whole, spec.shape, spec.dtype)
                     yield spec.name, full[tuple(slice(size) for size in spec.user_shape)]
             for buffer in program.buffers:
-                mine = part and part.store.buffers[buffer.name]
-                kept = untake(mine, buffer.dims, part.comm) if part and mine is not None else None
-                if buffer.name not in self._buffers_before(stage):
-                    yield buffer.name, self._told(stage, kept, buffer.shape, buffer.dtype)
+                if buffer.name in self._buffers_before(stage):
+                    continue
+                kept = None
+                if part is not None:
+                    kept = untake(part.store.buffers[buffer.name], buffer.dims, part.comm)
+                yield buffer.name, self._told(stage, kept, buffer.shape, buffer.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers on every rank, aliases included."""
@@ -283,7 +286,7 @@ class Trainer:
         self.samples_seen = state["samples_seen"]
         mine = {held.name: held.owned for held, _ in self.owned.values()}
         names = [spec.name for p in self.pipeline.programs for spec in p.parameters]
-        load_optimizer_state(self.optimizer, mine, names, state["optimizer"])
+        load_optimizer_state(self.optimizer, mine, state["optimizer"], names)
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
             self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
