@@ -207,7 +207,8 @@ def test_the_command_writes_what_plans_and_simulations_take(
     assert cli.main(["simulate", "run", "--json", *given]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["source"] == "measured"
-    assert document["notes"] == []
+    (alone,) = document["notes"]
+    assert alone.startswith("measured by one process: links, and")
     assert cli.main(["simulate", "run"]) == 0
     assert "not calibrated" in capsys.readouterr().out
     # Of another machine: used, said so, and the band is wider.

@@ -242,8 +242,11 @@ def test_predictions_follow_the_table_and_say_so() -> None:
 def test_calibrations_of_other_devices_and_back_ends_are_told() -> None:
     assert not mismatches(MADE, CLUSTER, HERE)
     assert not mismatches(MADE, CLUSTER, None)
-    lines = mismatches(MADE, load_cluster("8xH100"), HERE)
-    assert lines == ("device: cpu, not H100-SXM5-80GB", "backend: gloo, not nccl")
+    with pytest.raises(InputError, match=r"calibration is of cpu \(gloo\), and .* has H100-SXM5"):
+        mismatches(MADE, load_cluster("8xH100"), HERE)
+    a100 = replace(MADE, fingerprint=replace(HERE, device="A100-SXM4-80GB", backend="nccl"))
+    lines = mismatches(a100, load_cluster("8xH100"), HERE)
+    assert lines == ("device: A100-SXM4-80GB, not H100-SXM5-80GB",)
 
 
 def test_collectives_over_other_links_are_told() -> None:

@@ -29,6 +29,7 @@ from parloom.cost.kernels import (
     product_sizes,
 )
 from parloom.cost.software import OWN
+from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.mesh import Cluster, Device, Efficiency
 from parloom.ir.pcg import PCG, Compute
@@ -213,6 +214,12 @@ def _between(curve: Sequence[Point], x: float, *, extend: bool = False) -> float
     return y1 + max(slopes, default=0.0) * (x - x1)
 
 
+ALONE = (
+    "measured by one process: links, and what ranks take from each other, are from data sheets;"
+    " calibrate with as many ranks as the plan has (torchrun ... -m parloom calibrate --plan PLAN)"
+)
+
+
 def calibrated(
     cluster: Cluster, calibration: Calibration, slowdown: float = 1.0
 ) -> tuple[Cluster, Kernels]:
@@ -242,18 +249,25 @@ def calibrated(
 def mismatches(
     calibration: Calibration, cluster: Cluster, here: Fingerprint | None
 ) -> tuple[str, ...]:
-    """Why a calibration may say little of `cluster`: made on another device or back end, over other
-    links, or, where the cluster is this machine's processes, on another machine than `here`.
+    """Why a calibration may say little of `cluster`: made on another device, over other links, by
+    one process, which measures no collectives, or, where the cluster is this machine's processes,
+    on another machine than `here`.
+
+    Raises `InputError` where one is of GPUs and the other of processors.
     """
     found = calibration.fingerprint
+    if found.backend != cluster.backend:
+        raise InputError(
+            f"the calibration is of {found.device} ({found.backend}), and {cluster.name} has"
+            f" {cluster.device.name} ({cluster.backend}): rates of one say nothing of the other;"
+            " leave --calibration out, or run parloom calibrate on such a machine"
+        )
     lines: list[str] = []
     if cluster.device.name == "cpu" and here is not None:
         lines += found.differences(here)
     else:
         if found.device != cluster.device.name:
             lines.append(f"device: {found.device}, not {cluster.device.name}")
-        if found.backend != cluster.backend:
-            lines.append(f"backend: {found.backend}, not {cluster.backend}")
     for measured, described in zip(calibration.links, links_of(cluster), strict=False):
         if measured != described:
             lines.append(f"links: {measured}, not {described}")
@@ -275,8 +289,8 @@ def error_of(source: str, device: Device, peak_bytes: int = 0) -> float:
 def source_of(
     pcg: PCG, kernels: Kernels, calibration: Calibration, different: Iterable[str] = ()
 ) -> Source:
-    """The source of a prediction for `pcg`, with its band, which repetitions and a `different`
-    machine widen.
+    """The source of a prediction for `pcg`, with its band, which repetitions, a `different` machine
+    and ranks that were not measured together widen.
     """
     times = {MEASURED: 0.0, CALIBRATED: 0.0, SPEC: 0.0}
     bodies = {function.name: function.body for function in pcg.functions}
@@ -288,7 +302,10 @@ def source_of(
     whole = sum(times.values())
     name = MEASURED if whole and times[MEASURED] >= MEASURED_SHARE * whole else CALIBRATED
     error = math.hypot(error_of(name, kernels.device), calibration.error)
-    notes = tuple(f"calibrated on another machine ({line})" for line in different)
-    if notes:
-        error = math.hypot(error, error_of(SPEC, kernels.device))
-    return Source(name, error, notes)
+    notes = [f"calibrated on another machine ({line})" for line in different]
+    unknown = [bool(notes)]
+    if calibration.num_ranks == 1 and pcg.mesh.num_ranks > 1:
+        notes.append(ALONE)
+        unknown.append(True)
+    error = math.hypot(error, *(error_of(SPEC, kernels.device) * more for more in unknown))
+    return Source(name, error, tuple(notes))
