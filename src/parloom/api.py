@@ -376,8 +376,8 @@ def calibrate(
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
     machine = resolve_cluster(cluster or f"{size}xcpu").cluster
-    if cluster is None and found:
-        machine = cluster_of(found[0])
+    if found and (cluster is None or found[0].decisions.num_ranks == size):
+        machine = cluster_of(found[0])  # what the plan uses of the cluster
     pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]
     for model in models:
         graph = capture(model, progress=progress).graph

@@ -166,9 +166,9 @@ def test_a_calibration_with_the_model_is_called_measured() -> None:
     slow = tuple(replace(o, forward_s=1.0, backward_s=1.0) for o in made.operators)
     made = replace(made, operators=slow)
     _, kernels = calibrated(load_cluster("2xcpu"), made)
-    assert source_of(pcg, kernels, made).name == "measured"
+    assert source_of([pcg], kernels, made).name == "measured"
     _, without = calibrated(load_cluster("2xcpu"), calibrate([], None, least_s=1e-3))
-    assert source_of(pcg, without, made).name == "calibrated"
+    assert source_of([pcg], without, made).name == "calibrated"
 
 
 def test_progress_is_told_while_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,8 @@ def test_the_command_writes_what_plans_and_simulations_take(
     assert cli.main(["simulate", "run", "--json", *given]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["source"] == "measured"
-    assert document["notes"] == []
+    (alone,) = document["notes"]
+    assert alone.startswith("measured by one process: links, and")
     assert cli.main(["simulate", "run"]) == 0
     assert "not calibrated" in capsys.readouterr().out
     # Of another machine: used, said so, and the band is wider.

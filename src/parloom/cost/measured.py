@@ -29,6 +29,7 @@ from parloom.cost.kernels import (
     product_sizes,
 )
 from parloom.cost.software import OWN
+from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.mesh import Cluster, Device, Efficiency
 from parloom.ir.pcg import PCG, Compute
@@ -40,10 +41,10 @@ MEASURED_SHARE = 0.9
 MOST_LOST = 0.95
 # 90th percentile of |log(predicted / measured)| of step times, by source. CPU: on the cluster in a
 # box (benchmarks/reality.py), of whose links and quotas data sheets know nothing; those of three
-# models that formulas were never looked at with (71 cases, all measured). Others have the band of
+# models that formulas were never looked at with (82 cases, all measured). Others have the band of
 # published runs (`cost.bands`); predictions from a calibration of such a device were not compared
 # with anything yet, so they count as sure as those.
-CPU_ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 2.2, CALIBRATED: 0.19, MEASURED: 0.19})
+CPU_ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 2.2, CALIBRATED: 0.21, MEASURED: 0.21})
 Point = tuple[float, float]
 SPEC_TEXT = re.compile(rf"({'|'.join(sorted(DTYPE_BYTES))})\[([\d, ]*)\]")
 
@@ -213,6 +214,12 @@ def _between(curve: Sequence[Point], x: float, *, extend: bool = False) -> float
     return y1 + max(slopes, default=0.0) * (x - x1)
 
 
+ALONE = (
+    "measured by one process: links, and what ranks take from each other, are from data sheets;"
+    " calibrate with as many ranks as the plan has (torchrun ... -m parloom calibrate --plan PLAN)"
+)
+
+
 def calibrated(
     cluster: Cluster, calibration: Calibration, slowdown: float = 1.0
 ) -> tuple[Cluster, Kernels]:
@@ -242,18 +249,24 @@ def calibrated(
 def mismatches(
     calibration: Calibration, cluster: Cluster, here: Fingerprint | None
 ) -> tuple[str, ...]:
-    """Why a calibration may say little of `cluster`: made on another device or back end, over other
-    links, or, where the cluster is this machine's processes, on another machine than `here`.
+    """Why a calibration may say little of `cluster`: made on another device, over other links, by
+    one process, which measures no collectives, or, where the cluster is this machine's processes,
+    on another machine than `here`.
+
+    Raises `InputError` where one is of GPUs and the other of processors.
     """
     found = calibration.fingerprint
+    if found.backend != cluster.backend:
+        raise InputError(
+            f"the calibration is of {found.device} ({found.backend}), and {cluster.name} has"
+            f" {cluster.device.name} ({cluster.backend}): rates of one say nothing of the other;"
+            " leave --calibration out, or run parloom calibrate on such a machine"
+        )
     lines: list[str] = []
     if cluster.device.name == "cpu" and here is not None:
         lines += found.differences(here)
-    else:
-        if found.device != cluster.device.name:
-            lines.append(f"device: {found.device}, not {cluster.device.name}")
-        if found.backend != cluster.backend:
-            lines.append(f"backend: {found.backend}, not {cluster.backend}")
+    elif found.device != cluster.device.name:
+        lines.append(f"device: {found.device}, not {cluster.device.name}")
     for measured, described in zip(calibration.links, links_of(cluster), strict=False):
         if measured != described:
             lines.append(f"links: {measured}, not {described}")
@@ -273,22 +286,24 @@ def error_of(source: str, device: Device, peak_bytes: int = 0) -> float:
 
 
 def source_of(
-    pcg: PCG, kernels: Kernels, calibration: Calibration, different: Iterable[str] = ()
+    pcgs: Sequence[PCG], kernels: Kernels, calibration: Calibration, different: Iterable[str] = ()
 ) -> Source:
-    """The source of a prediction for `pcg`, with its band, which repetitions and a `different`
-    machine widen.
+    """The source of a prediction for the programs of all stages, with its band, which repetitions,
+    a `different` machine and ranks that were not measured together widen.
     """
     times = {MEASURED: 0.0, CALIBRATED: 0.0, SPEC: 0.0}
-    bodies = {function.name: function.body for function in pcg.functions}
-    for body in (pcg.main.body, *bodies.values()):
-        for item in body:
+    for pcg in pcgs:
+        for item in (item for f in (pcg.main, *pcg.functions) for item in f.body):
             if isinstance(item, Compute):
                 found = kernels.seconds(local_operator(item, pcg.mesh))
                 times[found.source] += found.forward_s + found.backward_s
     whole = sum(times.values())
     name = MEASURED if whole and times[MEASURED] >= MEASURED_SHARE * whole else CALIBRATED
     error = math.hypot(error_of(name, kernels.device), calibration.error)
-    notes = tuple(f"calibrated on another machine ({line})" for line in different)
-    if notes:
-        error = math.hypot(error, error_of(SPEC, kernels.device))
-    return Source(name, error, notes)
+    notes = [f"calibrated on another machine ({line})" for line in different]
+    unknown = [bool(notes)]
+    if calibration.num_ranks == 1 and sum(pcg.decisions.num_ranks for pcg in pcgs) > 1:
+        notes.append(ALONE)
+        unknown.append(True)
+    error = math.hypot(error, *(error_of(SPEC, kernels.device) * more for more in unknown))
+    return Source(name, error, tuple(notes))

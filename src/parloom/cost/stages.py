@@ -78,9 +78,7 @@ def _edges(
         forward = send(sum(_sent_bytes(*pair, *pcgs) for pair in values), level, cluster)
         flowing = [pair for pair in values if pair[1].differentiable]
         size = sum(_sent_bytes(*pair[::-1], *pcgs[::-1]) for pair in flowing)
-        edges.append(
-            Edge(source, target, forward, send(size, level, cluster) if flowing else None)
-        )
+        edges.append(Edge(source, target, forward, send(size, level, cluster) if flowing else None))
     return edges
 
 
@@ -121,4 +119,3 @@ def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
             found = level
         below *= each.size
     return found
-
