@@ -53,9 +53,8 @@ def simulate_stages(
         _shared(name, holders, parameters, devices, cluster)
         for name, holders in lowered.cut.shared.items()
     ]
-    return simulate_pipeline(
-        [own for _, own in group_lists(decisions)], stages, edges, shared=shared
-    )
+    lists = tuple(own for _, own in group_lists(decisions))
+    return simulate_pipeline(lists, stages, edges, shared=shared)
 
 
 def _edges(
@@ -64,21 +63,19 @@ def _edges(
     """What crosses between stages: all values of two of them together."""
     found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
     for crossing in lowered.cut.crossings:
-        source = lowered.pcgs[crossing.source]
-        place = source.graph.leaving.index(crossing.value.name)
+        name, sender = crossing.value.name, lowered.pcgs[crossing.source]
+        sent = sender.leaving[sender.graph.leaving.index(name)]
         for target in crossing.targets:
-            reader = next(
-                v for v in lowered.pcgs[target].main.inputs if v.name == crossing.value.name
-            )
-            found.setdefault((crossing.source, target), []).append((source.leaving[place], reader))
+            received = next(v for v in lowered.pcgs[target].main.inputs if v.name == name)
+            found.setdefault((crossing.source, target), []).append((sent, received))
     edges = []
     for (source, target), values in sorted(found.items()):
         level = crossed(devices[source], devices[target], cluster)
-        pcgs = lowered.pcgs[source], lowered.pcgs[target]
-        forward = send(sum(_sent_bytes(*pair, *pcgs) for pair in values), level, cluster)
-        flowing = [pair for pair in values if pair[1].differentiable]
-        size = sum(_sent_bytes(*pair[::-1], *pcgs[::-1]) for pair in flowing)
-        edges.append(Edge(source, target, forward, send(size, level, cluster) if flowing else None))
+        ends = lowered.pcgs[source], lowered.pcgs[target]
+        forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), level, cluster)
+        back = [pair[::-1] for pair in values if pair[1].differentiable]
+        size = sum(_sent_bytes(*pair, *ends[::-1]) for pair in back)
+        edges.append(Edge(source, target, forward, send(size, level, cluster) if back else None))
     return edges
 
 

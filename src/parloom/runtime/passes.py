@@ -119,7 +119,7 @@ class Passes:
             found = half.inputs(gradients)
         else:
             part.store.begin_backward(last=self._last == [action])
-            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, gradients)
             part.store.end_backward()
             found = [tensor.grad for tensor in flowing]
         names = (c.value for c in program.arriving if c.flows)
