@@ -78,8 +78,9 @@ def test_more_work_takes_longer() -> None:
         )
         for width in (64, 512)
     )
-    assert wide.forward_s > 4 * narrow.forward_s
-    assert wide.backward_s > 4 * narrow.backward_s
+    # 64 times the work; less than that, since launching takes as long.
+    assert wide.forward_s > 2 * narrow.forward_s
+    assert wide.backward_s > 2 * narrow.backward_s
 
 
 def test_a_machine_that_stalls_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
