@@ -83,8 +83,17 @@ class Machine:
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
     ) -> Prediction:
         """What a plan says of itself."""
-        found = self.simulate(pcg, decisions, optimizer).prediction()
-        source = self.source(pcg, peak_bytes=found.peak_bytes)
+        return self._predicted(self.simulate(pcg, decisions, optimizer), pcg)
+
+    def predict_stages(
+        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer | None = None
+    ) -> Prediction:
+        """What a plan of several stages says of itself."""
+        return self._predicted(self.play(lowered, decisions, optimizer), *lowered.pcgs)
+
+    def _predicted(self, played: Timeline, *pcgs: PCG) -> Prediction:
+        found = played.prediction()
+        source = self.source(*pcgs, peak_bytes=found.peak_bytes)
         return replace(found, source=source.name, error=source.error, cores=self.cores)
 
 
