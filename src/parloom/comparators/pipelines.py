@@ -12,15 +12,16 @@ from math import inf
 
 from parloom.comparators.baselines import plain
 from parloom.cost.actions import Stage as Actions
-from parloom.cost.pipeline import play_stage
+from parloom.cost.pipeline import play_stage, send
 from parloom.cost.simulate import Simulator
-from parloom.cost.stages import edges_of
 from parloom.cost.step import priced
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Call
-from parloom.ir.lower_stages import lower_stages
-from parloom.ir.mesh import Mesh, part_of, part_sizes
+from parloom.ir.graph import Call, Graph
+from parloom.ir.lower import lower
+from parloom.ir.lower_stages import staged
+from parloom.ir.mesh import Cluster, Mesh, part_of, part_sizes
+from parloom.ir.pcg import TIME
 from parloom.ir.plan import (
     ActivationDecision,
     Decisions,
@@ -28,7 +29,7 @@ from parloom.ir.plan import (
     Stage,
     one_stage,
 )
-from parloom.ir.stages import stage_items
+from parloom.ir.stages import ARRIVING, Crossing, Cut, item_key, of_stage, stage_items
 from parloom.search.request import Request, Say
 
 # Microbatches for each stage beyond which a pipeline's bubble is not worth smaller products.
@@ -102,37 +103,70 @@ def _counts(request: Request, stages: int) -> tuple[int, ...]:
 
 def _items(request: Request, base: Decisions, size: int, microbatches: int) -> Items | None:
     """Every item as a stage of its own, on `size` devices; None where samples do not divide."""
-    cluster = part_of(request.cluster, size)
+    graph, cluster = request.graph, part_of(request.cluster, size)
     try:
-        (whole,) = plain("data_parallel", request.graph, cluster, microbatches)
-    except (LayoutError, InputError, ValueError):
+        whole = next(plain("data_parallel", graph, cluster, microbatches), None)
+        if whole is None:
+            return None
+        keys = stage_items(graph)
+        apart = replace(
+            base,
+            stages=tuple(Stage((key,), (range(size),), whole.mesh) for key in keys),
+            nodes=whole.nodes,
+            num_microbatches=microbatches,
+        )
+        parts = staged(factorize(graph), apart)
+        costs = _Costs(request, cluster)
+        each = [costs.of(own, of_stage(apart, parts, i)) for i, own in enumerate(parts.graphs)]
+    except (LayoutError, InputError):
         return None
-    keys = stage_items(request.graph)
-    apart = replace(
-        base,
-        stages=tuple(Stage((key,), (range(size),), whole.mesh) for key in keys),
-        nodes=whole.nodes,
-        num_microbatches=microbatches,
-    )
-    try:
-        lowered = lower_stages(request.graph, apart)
-    except LayoutError:
-        return None
-    player = Simulator()
-    passes, reduced = [], []
-    for pcg in lowered.pcgs:
-        kernels = request.machine.kernels
-        found = priced(pcg, cluster, pcg.decisions, request.optimizer, kernels)
-        actions = play_stage("", Actions(pcg, cluster, found), player).actions
-        passes.append(actions["F"].ps + actions["B"].ps)
-        reduced.append(round(1e12 * sum(t.total().comm_s for t in found.reductions)))
-    level = len(request.cluster.levels) - 1
     after = [0] * len(keys)
-    for edge in edges_of(lowered, [(0,)] * len(keys), request.cluster, level):
-        back = edge.backward.ps if edge.backward else 0
-        for between in range(edge.source, edge.target):
-            after[between] += edge.forward.ps + back
+    for crossing in parts.crossings:
+        sent = _crossing_ps(parts, crossing, request.cluster, size, microbatches)
+        for between in range(crossing.source, max(crossing.targets)):
+            after[between] += sent
+    passes, reduced = zip(*each, strict=True)
     return Items(whole, tuple(passes), tuple(reduced), tuple(after))
+
+
+class _Costs:
+    """What items take; calls of one block with the same layouts are priced once."""
+
+    def __init__(self, request: Request, cluster: Cluster) -> None:
+        self.request, self.cluster = request, cluster
+        self.player = Simulator()
+        self.known: dict[object, tuple[int, int]] = {}
+
+    def of(self, graph: Graph, decisions: Decisions) -> tuple[int, int]:
+        """Picoseconds of a microbatch there and back, and of reducing gradients once a step."""
+        owned = stage_items(graph)
+        (item,) = (i for i in graph.main.body if item_key(i) in owned)
+        key: object = item_key(item)
+        if isinstance(item, Call):
+            start = len(item.prefix)
+            chosen = tuple((n.key[start:], n.factors) for n in decisions.nodes)
+            key = item.function, chosen, len(graph.leaving), len(graph.of_kind(ARRIVING))
+        if key not in self.known:
+            pcg = lower(graph, decisions)
+            kernels = self.request.machine.kernels
+            found = priced(pcg, self.cluster, decisions, self.request.optimizer, kernels)
+            actions = play_stage("", Actions(pcg, self.cluster, found), self.player).actions
+            reduced = round(1e12 * sum(t.total().comm_s for t in found.reductions))
+            self.known[key] = actions["F"].ps + actions["B"].ps, reduced
+        return self.known[key]
+
+
+def _crossing_ps(
+    parts: Cut, crossing: Crossing, cluster: Cluster, size: int, microbatches: int
+) -> int:
+    """How long a value of a microbatch travels between stages, there and back."""
+    boundary = parts.graphs[crossing.source].boundary
+    assert boundary is not None
+    name, spec = crossing.value.name, crossing.value.spec
+    cut_in_time = boundary.in_time[name].shard(TIME) is not None
+    num_bytes = spec.num_bytes / (microbatches if cut_in_time else 1) / size
+    sent = send(num_bytes, len(cluster.levels) - 1, cluster).ps
+    return sent * (2 if name in boundary.flowing else 1)
 
 
 def _split(

@@ -48,7 +48,7 @@ def simulate_stages(
         stages.append(play_stage(f"stage {index}", Stage(pcg, own, found), player, split=split))
         parameters.append(found.parameters)
     devices = [[d for part in stage.devices for d in part] for stage in decisions.stages]
-    edges = edges_of(lowered, devices, cluster)
+    edges = _edges(lowered, devices, cluster)
     shared = [
         _shared(name, holders, parameters, devices, cluster)
         for name, holders in lowered.cut.shared.items()
@@ -57,15 +57,10 @@ def simulate_stages(
     return simulate_pipeline(lists, stages, edges, shared=shared)
 
 
-def edges_of(
-    lowered: LoweredStages,
-    devices: Sequence[Sequence[int]],
-    cluster: Cluster,
-    level: int | None = None,
+def _edges(
+    lowered: LoweredStages, devices: Sequence[Sequence[int]], cluster: Cluster
 ) -> list[Edge]:
-    """What crosses between stages, all values of two of them together: over the links that join
-    their devices, or those of `level`.
-    """
+    """What crosses between stages: all values of two of them together."""
     found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
     for crossing in lowered.cut.crossings:
         name, sender = crossing.value.name, lowered.pcgs[crossing.source]
@@ -75,12 +70,12 @@ def edges_of(
             found.setdefault((crossing.source, target), []).append((sent, received))
     edges = []
     for (source, target), values in sorted(found.items()):
-        over = crossed(devices[source], devices[target], cluster) if level is None else level
+        level = crossed(devices[source], devices[target], cluster)
         ends = lowered.pcgs[source], lowered.pcgs[target]
-        forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), over, cluster)
+        forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), level, cluster)
         back = [pair[::-1] for pair in values if pair[1].differentiable]
         size = sum(_sent_bytes(*pair, *ends[::-1]) for pair in back)
-        edges.append(Edge(source, target, forward, send(size, over, cluster) if back else None))
+        edges.append(Edge(source, target, forward, send(size, level, cluster) if back else None))
     return edges
 
 

@@ -2,23 +2,24 @@
 
 import hashlib
 import linecache
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parloom.capture.operators import check_operators
 from parloom.codegen.source import generate, printable
 from parloom.errors import LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, without_gradients
+from parloom.ir.lower import lower
 from parloom.ir.lower_stages import (
     LoweredStages,
     action_lists,
-    lower_parts,
     lower_stages,
     stage_ranks,
+    staged,
 )
 from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import Decisions, Plan
-from parloom.ir.stages import Cut, cut, like
+from parloom.ir.stages import Cut, like
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored, rewritten
@@ -141,16 +142,18 @@ def evaluation_program(plan: Plan, training: CompiledStages) -> CompiledStages |
     graph = verify_graph(parse_graph(plan.evaluation_graph))
     graph = as_stored(without_gradients(graph), plan.decisions.rewrites)
     trained = [stage.pcg for stage in training.stages]
-    parts = Cut((graph,), (), {})
+    factored, parts = factorize(graph), Cut((graph,), (), {})
     if len(trained) > 1:
         placed = like(graph, training.cut, [stage.items for stage in plan.decisions.stages])
-        parts = cut(graph, placed, empty=True)
-    chosen, homes = [], []
+        whole = replace(plan.decisions, num_microbatches=1)
+        parts = staged(factored, whole, placed)
+    pcgs = []
     for own, pcg in zip(parts.graphs, trained, strict=True):
-        found = evaluation_decisions(own, factorize(own), pcg, factorize(pcg.graph))
-        chosen.append(found)
-        homes.append({p.input.target: p.layout for p in pcg.parameters})
-    stages = lower_parts(factorize(graph), parts, chosen, 1, homes)
+        mine = factored if own is graph else factorize(own)
+        chosen = evaluation_decisions(own, mine, pcg, factorize(pcg.graph))
+        homes = {p.input.target: p.layout for p in pcg.parameters}
+        pcgs.append(lower(own, chosen, factored=mine, homes=homes))
+    stages = LoweredStages(parts, tuple(pcgs))
     for pcg in stages.pcgs:
         verify_pcg(pcg)
     return compile_stages(stages, plan.decisions, f"{title_of(plan)}\nEvaluation.")

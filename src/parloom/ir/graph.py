@@ -7,9 +7,11 @@ and constants are the inputs of main; the loss is inside.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+
+from parloom.ir.layout import Layout
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2,
@@ -146,6 +148,19 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """What the graph of a pipeline stage knows of the other stages.
+
+    `samples` are the dims of samples of the batch; `in_time` says how values that cross between
+    stages lie in time; `flowing` are those of them whose gradient is wanted.
+    """
+
+    samples: Mapping[str, int] = field(default_factory=dict)
+    in_time: Mapping[str, Layout] = field(default_factory=dict)
+    flowing: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class FlatNode:
     """A node seen from the unfolded program: ids name values uniquely over all calls."""
 
@@ -168,7 +183,7 @@ class Graph:
     `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
     that was captured; `recompute` names what the user's model checkpoints: block calls (by prefix),
     and modules with parts of them that are no block calls. `leaving` are values that later pipeline
-    stages read.
+    stages read, `boundary` what a stage knows of the others.
     """
 
     name: str
@@ -181,6 +196,7 @@ class Graph:
     training: bool = True
     recompute: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
+    boundary: Boundary | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Function]:

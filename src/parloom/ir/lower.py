@@ -12,12 +12,13 @@ alone (counts of valid tokens), which move to the prologue.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from parloom.errors import LayoutError
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
+    Boundary,
     Call,
     FlatNode,
     Function,
@@ -50,35 +51,19 @@ from parloom.ir.stages import ARRIVING
 Homes = Mapping[str, Layout]
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """What a pipeline stage is told of the rest of the graph.
-
-    `samples` are the dims of samples of the batch; `in_time` says how values that cross between
-    stages lie in time; `flowing` are those of them whose gradient is wanted.
-    """
-
-    samples: Mapping[str, int]
-    in_time: Mapping[str, Layout]
-    flowing: frozenset[str]
-
-
 def lower(
     graph: Graph,
     decisions: Decisions,
     *,
     factored: Factored | None = None,
     homes: Homes | None = None,
-    boundary: Boundary | None = None,
 ) -> PCG:
     """Derive every layout and movement of `graph` under `decisions`.
 
     `homes` fixes the compute layouts of parameters by name (an evaluation program uses the training
-    program's); `boundary` is given for the graph of a pipeline stage. Raises `LayoutError` for an
-    illegal decision, naming the operator by module path.
+    program's). Raises `LayoutError` for an illegal decision, naming the operator by module path.
     """
-    factored = factored or factorize(graph)
-    return _Lowering(graph, decisions, factored, homes or {}, boundary).run()
+    return _Lowering(graph, decisions, factored or factorize(graph), homes or {}).run()
 
 
 class _Lowering:
@@ -90,10 +75,9 @@ class _Lowering:
         decisions: Decisions,
         factored: Factored,
         homes: Homes,
-        boundary: Boundary | None,
     ) -> None:
         self.graph, self.decisions, self.factored = graph, decisions, factored
-        self.boundary = boundary or Boundary({}, {}, frozenset())
+        self.boundary = graph.boundary or Boundary()
         count, axes = decisions.num_microbatches, decisions.mesh.axes
         # A program of one microbatch has nothing to cut: only its inputs and draws lie in time.
         self.steps = 1 if decisions.accumulates else count
@@ -106,7 +90,7 @@ class _Lowering:
         self.remade: dict[object, Remake | None] = {}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
-        samples = self.boundary.samples if boundary else sample_dims(self.factored)
+        samples = graph.boundary.samples if graph.boundary else sample_dims(self.factored)
         self.samples = samples if self.steps > 1 else {}
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}

@@ -6,15 +6,15 @@ goes once over the links between them, and movements inside of the stages do the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parloom.errors import InputError, NotYetError
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import Graph
-from parloom.ir.lower import Boundary, Homes, lower
+from parloom.ir.graph import Boundary, Graph
+from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG, TIME, PValue, results_of
-from parloom.ir.plan import Action, Decisions, one_stage
+from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
 from parloom.ir.stages import Cut, cut, of_stage
@@ -33,7 +33,7 @@ class LoweredStages:
     def only(self) -> PCG:
         """The program of the only stage; raises `NotYetError` where there are several."""
         if len(self.pcgs) > 1:
-            raise NotYetError("pipelines are proved and run; predicting them is not yet there")
+            raise NotYetError(OF_ONE_STAGE)
         return self.pcgs[0]
 
 
@@ -50,51 +50,38 @@ def lower_stages(
     if len(decisions.stages) == 1:
         pcg = lower(graph, decisions, factored=factored)
         return LoweredStages(Cut((graph,), (), {}), (pcg,))
-    parts = cut(graph, [stage.items for stage in decisions.stages])
+    parts = staged(factored or factorize(graph), decisions)
     chosen = [of_stage(decisions, parts, index) for index in range(len(parts.graphs))]
-    factored = factored or factorize(graph)
-    return lower_parts(factored, parts, chosen, decisions.num_microbatches)
+    return LoweredStages(parts, tuple(map(lower, parts.graphs, chosen)))
 
 
-def lower_parts(
-    factored: Factored,
-    parts: Cut,
-    chosen: Sequence[Decisions],
-    num_microbatches: int,
-    homes: Sequence[Homes | None] = (),
-) -> LoweredStages:
-    """The stages `parts` of a graph with the decisions of each; `homes` are those of each stage."""
-    boundary = _boundary(factored, chosen[0], parts, num_microbatches)
-    pcgs = tuple(
-        lower(own, decisions, homes=home, boundary=boundary)
-        for own, decisions, home in zip(
-            parts.graphs, chosen, homes or (None,) * len(chosen), strict=True
-        )
-    )
-    return LoweredStages(parts, pcgs)
-
-
-def _boundary(
-    factored: Factored, decisions: Decisions, parts: Cut, num_microbatches: int
-) -> Boundary:
-    """What stages are told of each other: the whole graph is lowered on one device, in time."""
+def staged(
+    factored: Factored, decisions: Decisions, stages: Sequence[Sequence[str]] | None = None
+) -> Cut:
+    """The stages of a graph, as `decisions` cut it or as `stages`, which may be empty ones; each
+    knows how what crosses lies in time: the whole graph is lowered on one device.
+    """
+    items = stages or [stage.items for stage in decisions.stages]
+    parts = cut(factored.graph, items, empty=stages is not None)
     alone = Decisions(
         stages=one_stage(Mesh(())),
-        num_microbatches=num_microbatches,
+        num_microbatches=decisions.num_microbatches,
         batch_semantics=decisions.batch_semantics,
     )
-    whole = lower(factored.graph, alone, factored=factored)
     crossing = {c.value.name for c in parts.crossings}
     values: dict[str, PValue] = {
         value.name: value
-        for item in whole.main.body
+        for item in lower(factored.graph, alone, factored=factored).main.body
         for value in results_of(item)
         if value.name in crossing
     }
-    in_time = {name: value.layout for name, value in values.items()}
-    flowing = frozenset(name for name, value in values.items() if value.differentiable)
-    assert all(set(v.axes) | set(v.partial_axes) <= {TIME} for v in in_time.values())
-    return Boundary(sample_dims(factored), in_time, flowing)
+    boundary = Boundary(
+        sample_dims(factored),
+        {name: value.layout for name, value in values.items()},
+        frozenset(name for name, value in values.items() if value.differentiable),
+    )
+    assert all({*v.axes, *v.partial_axes} <= {TIME} for v in boundary.in_time.values())
+    return replace(parts, graphs=tuple(replace(g, boundary=boundary) for g in parts.graphs))
 
 
 def stage_ranks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:

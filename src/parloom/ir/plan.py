@@ -58,6 +58,8 @@ def _natural(name: str) -> tuple[str | tuple[int, str], ...]:
 # computed by itself, as single-device gradient accumulation does.
 GLOBAL, MICROBATCH = BATCH_SEMANTICS = ("global", "microbatch")
 
+OF_ONE_STAGE = "this is not yet there for pipelines, which are proved, run and simulated"
+
 WIDE_DTYPES = ("float32", "float64")  # of masters and of the reduction of gradients
 
 
@@ -203,7 +205,7 @@ class Decisions:
     def mesh(self) -> Mesh:
         """The mesh of the only stage; raises `NotYetError` where there are several."""
         if len(self.stages) > 1:
-            raise NotYetError("this is not yet there for pipelines: they are proved and run")
+            raise NotYetError(OF_ONE_STAGE)
         return self.stages[0].mesh
 
     @property

@@ -125,7 +125,7 @@ class _Items:
         moving = {
             i.value.name
             for i in graph.inputs
-            if i.kind == "parameter" or (i.kind == "buffer" and i.target in written)
+            if i.kind in ("parameter", ARRIVING) or (i.kind == "buffer" and i.target in written)
         }
         self.owned: list[Item] = []
         for item in graph.main.body:
