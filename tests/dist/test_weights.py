@@ -29,7 +29,7 @@ class FakeProgram:
     parameters: tuple[FakeParameter, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class FakePipeline:
     programs: tuple[FakeProgram, ...] = (FakeProgram(),)
 

@@ -193,8 +193,8 @@ def _split(
                     before = best.get((first, used - size))
                     if before is None:
                         continue
-                    own = passes[last] - passes[first]
-                    own += (reduced[last] - reduced[first]) / microbatches
+                    once = (reduced[last] - reduced[first]) / microbatches
+                    own = passes[last] - passes[first] + once
                     crossing = costs[size].after_ps[first - 1] if first else 0
                     slowest = max(before, own, crossing)
                     if slowest < best.get((last, used), inf):

@@ -5,15 +5,14 @@ What is checked here is relied on everywhere else without asking again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeVar
 
-from parloom.errors import InputError, LayoutError, VerifyError, nearest
+from parloom.errors import LayoutError, VerifyError, nearest
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import DTYPE_BYTES, Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import check
-from parloom.ir.lower_stages import action_lists, stage_ranks
 from parloom.ir.moves import ADJOINTS, State, state
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import (
@@ -35,15 +34,14 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.ir.stages import ARRIVING, cut, of_stage
+from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators
 
 KINDS = ("parameter", "buffer", "batch", "constant", ARRIVING)
 POLICIES = ("keep", "recompute")
 SHOWN = 5
 MAX_OPERATORS = 1_000_000
 
-Problems = Iterator[str]
 T = TypeVar("T")
-Planned = tuple[Factored, Decisions]
 
 
 def verify_graph(graph: Graph) -> Graph:
@@ -198,14 +196,6 @@ GRAPH: Mapping[str, Callable[[Graph], Problems]] = MappingProxyType(
 # Decisions
 
 
-def _known_operators(planned: Planned) -> Problems:
-    factored, decisions = planned
-    keys = {key for key, _ in factored.graph.unfolded()}
-    for node in decisions.nodes:
-        if node.key not in keys:
-            yield f"no operator {node.key!r} in the model{nearest(node.key, keys)}"
-
-
 def _legal_assignments(planned: Planned) -> Problems:
     factored, decisions = planned
     by_key = {n.key: n for n in decisions.nodes}
@@ -296,32 +286,6 @@ def _executable(planned: Planned) -> Problems:
         yield f"batch_norm {decisions.batch_norm!r} is not yet executable"
 
 
-def _stages(planned: Planned) -> Problems:
-    """Stages are a cut of the model, on devices that the schedule goes around."""
-    factored, decisions = planned
-    try:
-        cut(factored.graph, [stage.items for stage in decisions.stages])
-        action_lists(decisions, stage_ranks(decisions))
-    except (LayoutError, InputError) as error:
-        yield str(error)
-    devices = {d for stage in decisions.stages for part in stage.devices for d in part}
-    if devices != set(range(len(devices))):
-        missing = min(set(range(max(devices))) - devices)
-        yield f"stages have no device {missing}, and some after it; only the first devices may be"
-    for one, other in combinations(decisions.stages, 2):
-        both = {d for part in one.devices for d in part} & {d for p in other.devices for d in p}
-        if both and one.devices != other.devices:
-            yield f"two stages share device {min(both)} and not all of theirs"
-
-
-def _known_parameters(planned: Planned) -> Problems:
-    factored, decisions = planned
-    names = {i.target for i in factored.graph.of_kind("parameter")}
-    for parameter in decisions.parameters:
-        if parameter.name not in names:
-            yield f"no parameter {parameter.name!r} in the model{nearest(parameter.name, names)}"
-
-
 def _batch_semantics(planned: Planned) -> Problems:
     """The program is that of one microbatch where each is computed by itself, and nowhere else."""
     factored, decisions = planned
@@ -349,17 +313,9 @@ def _precision(planned: Planned) -> Problems:
                     break
 
 
-STAGES: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
-    {
-        "decisions name operators of the model": _known_operators,
-        "decisions name parameters of the model": _known_parameters,
-        "stages are a cut of the model": _stages,
-    }
-)
-
 DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
     {
-        "decisions name operators of the model": _known_operators,
+        "decisions name operators of the model": known_operators,
         "axes divide their factors": _legal_assignments,
         "storage is a ZeRO level": _storage,
         "activation policies name blocks": _activations,
