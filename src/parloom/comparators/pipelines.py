@@ -87,10 +87,10 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             found = _items(request, base, size, microbatches)
             if found is not None:
                 costs[size] = found
-        split = _split(costs, devices, microbatches)
-        if split is not None:
-            say(f"pipedream: {microbatches} microbatches, {len(split)} stages")
-            yield _plan(request, base, costs, split, microbatches)
+        chosen = split(costs, devices, microbatches)
+        if chosen is not None:
+            say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
+            yield _plan(request, base, costs, chosen, microbatches)
 
 
 def _counts(request: Request, stages: int) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _crossing_ps(
     return sent * (2 if name in boundary.flowing else 1)
 
 
-def _split(
+def split(
     costs: dict[int, Items], devices: int, microbatches: int
 ) -> list[tuple[int, int, int]] | None:
     """(first item, last item + 1, devices) of the stages whose slowest takes the least.
@@ -202,12 +202,12 @@ def _split(
                         came[last, used] = first, size
     if (count, devices) not in best:
         return None
-    split, at = [], (count, devices)
+    found, at = [], (count, devices)
     while at != (0, 0):
         first, size = came[at]
-        split.append((first, at[0], size))
+        found.append((first, at[0], size))
         at = first, at[1] - size
-    return split[::-1]
+    return found[::-1]
 
 
 def _sums(values: Sequence[int]) -> Iterator[int]:
@@ -222,14 +222,14 @@ def _plan(
     request: Request,
     base: Decisions,
     costs: dict[int, Items],
-    split: Sequence[tuple[int, int, int]],
+    chosen: Sequence[tuple[int, int, int]],
     microbatches: int,
 ) -> Decisions:
     keys = stage_items(request.graph)
     stages: list[Stage] = []
     nodes: dict[str, NodeDecision] = {}
     begin = 0
-    for first, last, size in split:
+    for first, last, size in chosen:
         whole = costs[size].decisions
         own = set(keys[first:last])
         stages.append(Stage(keys[first:last], (range(begin, begin + size),), whole.mesh))
@@ -237,7 +237,7 @@ def _plan(
         prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
         nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
     if len(stages) == 1:
-        whole = costs[split[0][2]].decisions
+        whole = costs[chosen[0][2]].decisions
         return replace(
             base, stages=one_stage(whole.mesh), nodes=whole.nodes, num_microbatches=microbatches
         )
