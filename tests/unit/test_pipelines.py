@@ -7,15 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.comparators.pipelines import Items, split
-from parloom.errors import LayoutError, VerifyError
+from parloom.errors import InputError, LayoutError, VerifyError
+from parloom.ir.action_lists import check_lists, parse_action
 from parloom.ir.graph import Graph
 from parloom.ir.lower_stages import group_lists, lower_stages
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.pcg import TIME
-from parloom.ir.plan import Decisions, Stage
+from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage
+from parloom.ir.plan_json import plan_from_json, plan_to_json
+from parloom.ir.schedules import schedule
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions
-from tests.dist import lowered
+from tests.dist import lowered, staged
 
 times = st.lists(st.integers(1, 50), min_size=1, max_size=5)
 others = st.lists(st.integers(0, 20), min_size=5, max_size=5)
@@ -111,8 +114,9 @@ def test_what_crosses_is_on_no_two_ranks_twice() -> None:
     wide = [v for v in zip(sender.graph.leaving, sender.leaving, strict=True) if v[1].layout.axes]
     assert wide
     for name, value in wide:
-        assert set(value.layout.axes) == {"x", TIME}
-        assert set(arriving[name].layout.axes) == {"x", "y", TIME}
+        # What is made of parameters alone is not cut in time.
+        assert set(value.layout.axes) - {TIME} == {"x"}
+        assert set(arriving[name].layout.axes) - {TIME} == {"x", "y"}
         assert value.layout.shard(TIME) == arriving[name].layout.shard(TIME)
 
 
@@ -152,3 +156,76 @@ def test_a_cut_of_a_block_is_refused_by_the_operator_s_name() -> None:
     items = stage_items(graph)
     with pytest.raises(LayoutError, match=r"is inside of the block blocks.0, .* name blocks.0"):
         cut(graph, [items[:2], (*items[2:], "blocks.0.attention:linear#0")])
+
+
+V_SHAPE = (
+    "F0 3F0 3B0 B0 F1 3F1 3B1 B1 REDUCE STEP GATHER",
+    "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 REDUCE STEP GATHER",
+)
+
+
+def v_shaped(*lists: str) -> Decisions:
+    """Four stages on two devices: the first and the last one share theirs."""
+    graph = gpt()
+    items = stage_items(graph)
+    quarter = len(items) // 4
+    pieces = [items[i * quarter : (i + 1) * quarter] for i in range(3)] + [items[3 * quarter :]]
+    places = (0, 1, 1, 0)
+    stages = tuple(
+        Stage(own, (range(d, d + 1),), Mesh(())) for own, d in zip(pieces, places, strict=True)
+    )
+    actions = tuple(tuple(map(parse_action, text.split())) for text in lists)
+    return Decisions(stages, num_microbatches=2, schedule="v", actions=actions)
+
+
+def test_lists_of_a_plan_are_run_wherever_stages_lie() -> None:
+    plan = v_shaped(*V_SHAPE)
+    verify_decisions(gpt(), plan)
+    assert [group for group, _ in group_lists(plan)] == [(0, 3), (1, 2)]
+    assert " ".join(map(str, group_lists(plan)[1][1])) == V_SHAPE[1]
+    report = staged.report(lowered.model("gpt"), plan, staged.reference("gpt"))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("3B1 B1", "B1 3B1", r"wait for each other: B1 waits for 1B1, 1B1 waits for 2B1, .*|wait"),
+        ("1F1 2F1", "1F1", "lacks 2F1: 2 microbatches run F and B each"),
+        ("3B0 B0", "3B0 B0 B0", "has B0 2 times; leave one"),
+        ("3B0 B0", "3B0 B0 W0", "lacks W1: 2 microbatches run F, B and W each"),
+        ("1F1 2F1", "1F1 2F1 5F1", "has 5F1, which is not its to run"),
+        ("1B1 REDUCE STEP GATHER", "1B1 REDUCE STEP", "ends with REDUCE STEP, not REDUCE STEP GA"),
+    ],
+)  # fmt: skip
+def test_lists_that_do_not_run_a_step(old: str, new: str, said: str) -> None:
+    lists = [text.replace(old, new, 1) for text in V_SHAPE]
+    assert lists != list(V_SHAPE)
+    with pytest.raises(VerifyError, match=said):
+        verify_decisions(gpt(), v_shaped(*lists))
+
+
+def test_the_lists_of_all_schedules_run_a_step() -> None:
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        for stages, count in product((1, 2, 4), (1, 3, 8)):
+            lists = schedule(name, stages, count)
+            edges = [(i, i + 1, True) for i in range(stages - 1)]
+            check_lists([[i] for i in range(stages)], lists, edges, count)
+    lists = schedule("interleaved_1f1b", 6, 4, 3)
+    check_lists([[0, 2, 4], [1, 3, 5]], lists, [(i, i + 1, True) for i in range(5)], 4)
+
+
+@pytest.mark.parametrize("text", ["F", "B-1", "X0", "2 F0", "F0.5", "step", "1234567F0"])
+def test_what_is_no_action(text: str) -> None:
+    with pytest.raises(InputError, match="no action"):
+        parse_action(text)
+
+
+def test_a_plan_of_stages_and_lists_comes_back_from_its_file() -> None:
+    plan = Plan(
+        ModelSource("zoo:gpt"), "2xcpu", "0" * 16, Optimizer(), "by hand", v_shaped(*V_SHAPE), ""
+    )
+    text = plan_to_json(plan)
+    assert plan_from_json(text, "here").decisions == plan.decisions
+    with pytest.raises(InputError, match=r"decisions\.actions\.0: no action 'F00x'"):
+        plan_from_json(text.replace('"F0 3F0', '"F00x 3F0'), "here")

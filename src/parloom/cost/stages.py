@@ -25,7 +25,6 @@ from parloom.ir.lower_stages import LoweredStages, group_lists
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
-from parloom.ir.schedules import SPLIT
 
 
 def simulate_stages(
@@ -39,13 +38,15 @@ def simulate_stages(
     if len(lowered.pcgs) == 1:
         return simulate(lowered.only, cluster, decisions, optimizer, kernels)
     player = Simulator()
+    lists = tuple(own for _, own in group_lists(decisions))
+    split = {action.stage for own in lists for action in own if action.kind == "W"}
     stages: list[StageActions] = []
     parameters: list[Parameters] = []
     for index, pcg in enumerate(lowered.pcgs):
         own = part_of(cluster, pcg.decisions.mesh.num_ranks)
         found = priced(pcg, own, pcg.decisions, optimizer, kernels)
-        split = decisions.schedule in SPLIT
-        stages.append(play_stage(f"stage {index}", Stage(pcg, own, found), player, split=split))
+        actions = Stage(pcg, own, found)
+        stages.append(play_stage(f"stage {index}", actions, player, split=index in split))
         parameters.append(found.parameters)
     devices = [[d for part in stage.devices for d in part] for stage in decisions.stages]
     edges = _edges(lowered, devices, cluster)
@@ -53,7 +54,6 @@ def simulate_stages(
         _shared(name, holders, parameters, devices, cluster)
         for name, holders in lowered.cut.shared.items()
     ]
-    lists = tuple(own for _, own in group_lists(decisions))
     return simulate_pipeline(lists, stages, edges, shared=shared)
 
 

@@ -111,15 +111,17 @@ def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]
     groups: dict[tuple[range, ...], list[int]] = {}
     for index, stage in enumerate(decisions.stages):
         groups.setdefault(stage.devices, []).append(index)
+    own = tuple(tuple(stages) for stages in groups.values())
+    if decisions.actions:
+        return list(zip(own, decisions.actions, strict=True))
     count, size = len(decisions.stages), len(groups)
     if count % size:
         raise InputError(f"{count} stages on {size} groups of devices do not go around")
     lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // size)
-    found = list(zip((tuple(stages) for stages in groups.values()), lists, strict=True))
-    for stages, own in found:
-        if {action.stage for action in own if action.microbatch is not None} != set(stages):
+    for stages, listed in zip(own, lists, strict=True):
+        if {action.stage for action in listed if action.microbatch is not None} != set(stages):
             raise InputError(
                 f"{decisions.schedule} places stage s on group s % {size} of the devices; stages"
                 f" {', '.join(map(str, stages))} share theirs"
             )
-    return found
+    return list(zip(own, lists, strict=True))

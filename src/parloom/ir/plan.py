@@ -178,7 +178,11 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Everything that the search chooses."""
+    """Everything that the search chooses.
+
+    `actions` are the lists of the groups of devices that have the same stages, in the order of
+    their first stage; none where `schedule` makes them.
+    """
 
     stages: tuple[Stage, ...] = ONE_DEVICE
     nodes: tuple[NodeDecision, ...] = ()
@@ -186,6 +190,7 @@ class Decisions:
     activations: tuple[ActivationDecision, ...] = ()
     num_microbatches: int = 1
     schedule: str = "one_stage"
+    actions: tuple[tuple[Action, ...], ...] = ()
     rewrites: tuple[str, ...] = ()
     batch_semantics: str = GLOBAL
     batch_norm: str = "global"

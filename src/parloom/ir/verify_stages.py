@@ -5,6 +5,7 @@ from itertools import combinations
 from types import MappingProxyType
 
 from parloom.errors import InputError, LayoutError, nearest
+from parloom.ir.action_lists import check_lists
 from parloom.ir.factors import Factored
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.plan import Decisions
@@ -26,9 +27,20 @@ def known_operators(planned: Planned) -> Problems:
 def _stages(planned: Planned) -> Problems:
     """Stages are a cut of the model, on devices that the schedule goes around."""
     factored, decisions = planned
+    groups = {stage.devices for stage in decisions.stages}
+    if decisions.actions and len(decisions.actions) != len(groups):
+        yield f"{len(decisions.actions)} action lists for {len(groups)} groups of devices"
+        return
     try:
-        cut(factored.graph, [stage.items for stage in decisions.stages])
-        group_lists(decisions)
+        parts = cut(factored.graph, [stage.items for stage in decisions.stages])
+        listed = group_lists(decisions)
+        check_lists(
+            [stages for stages, _ in listed],
+            [own for _, own in listed],
+            # Whether a gradient comes back is known once the stages are lowered.
+            [(c.source, to, c.value.spec.is_float) for c in parts.crossings for to in c.targets],
+            decisions.num_microbatches,
+        )
     except (LayoutError, InputError) as error:
         yield str(error)
     devices = {d for stage in decisions.stages for part in stage.devices for d in part}
