@@ -32,13 +32,16 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Stage
-from parloom.ir.stages import cut, stage_items
+from parloom.ir.stages import cut, item_key, operands, results, stage_items
 from parloom.ir.verify import verify_decisions, verify_pcg
 from tests.dist import lowered
 from tests.dist.lowered import Model
 
 PLANNED = Optimizer("adamw")
-MESHES = {1: Mesh(()), 2: grid({"x": 2}), 3: grid({"x": 3}), 4: grid({"x": 2, "y": 2})}
+MESHES = {
+    1: Mesh(()), 2: grid({"x": 2}), 3: grid({"x": 3}), 4: grid({"x": 2, "y": 2}),
+    8: grid({"x": 4, "y": 2}),
+}  # fmt: skip
 
 
 def even(graph: Graph, count: int) -> list[tuple[str, ...]]:
@@ -46,6 +49,23 @@ def even(graph: Graph, count: int) -> list[tuple[str, ...]]:
     items = stage_items(graph)
     ends = [round(i * len(items) / count) for i in range(count + 1)]
     return [items[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def randomly_cut(graph: Graph, count: int, rng: random.Random) -> list[tuple[str, ...]]:
+    """Stages of any items, no value to an earlier one: neighbors need not be together."""
+    owned = set(stage_items(graph))
+    made: dict[str, int] = {}
+    found: list[list[str]] = [[] for _ in range(count)]
+    items = [item for item in graph.main.body if item_key(item) in owned]
+    for left, item in zip(range(len(items), 0, -1), items, strict=True):
+        least = max((made[n] for n in operands(item) if n in made), default=0)
+        empty = [s for s in range(count) if not found[s]]
+        # The last items fill up what would stay empty.
+        stage = empty[0] if empty and left <= len(empty) else rng.randint(least, count - 1)
+        stage = max(stage, least)
+        made.update((name, stage) for name in results(item))
+        found[stage].append(item_key(item))
+    return [tuple(keys) for keys in found if keys]
 
 
 def drawn(

@@ -12,14 +12,14 @@ from parloom import runtime as rt
 from parloom.errors import LayoutError
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble, compare, train_rank
-from parloom.ir.graph import Call, Graph
+from parloom.ir.graph import Call
 from parloom.ir.plan import ActivationDecision, Decisions
-from parloom.ir.stages import cut, item_key, operands, results, stage_items
+from parloom.ir.stages import cut, item_key
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.split_backward import SplitBackward
 from parloom.runtime.transfers import Transfers
 from tests.dist import lowered, staged
-from tests.dist.staged import drawn, even
+from tests.dist.staged import drawn, even, randomly_cut
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_h2"]
 
@@ -27,23 +27,6 @@ SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_h2"]
 def passed(name: str, decisions: Decisions) -> None:
     report = staged.report(lowered.model(name), decisions, staged.reference(name))
     assert report.passed, str(report)
-
-
-def randomly_cut(graph: Graph, count: int, rng: random.Random) -> list[tuple[str, ...]]:
-    """Stages of any items, no value to an earlier one: neighbors need not be together."""
-    owned = set(stage_items(graph))
-    made: dict[str, int] = {}
-    found: list[list[str]] = [[] for _ in range(count)]
-    items = [item for item in graph.main.body if item_key(item) in owned]
-    for left, item in zip(range(len(items), 0, -1), items, strict=True):
-        least = max((made[n] for n in operands(item) if n in made), default=0)
-        empty = [s for s in range(count) if not found[s]]
-        # The last items fill up what would stay empty.
-        stage = empty[0] if empty and left <= len(empty) else rng.randint(least, count - 1)
-        stage = max(stage, least)
-        made.update((name, stage) for name in results(item))
-        found[stage].append(item_key(item))
-    return [tuple(keys) for keys in found if keys]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
