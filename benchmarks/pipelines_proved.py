@@ -55,7 +55,9 @@ def drawn(model: lowered.Model, schedule: str, ranks: int, seed: int) -> Decisio
     while sum(sizes) < ranks:
         grown = [i for i in range(groups) if sum(sizes) + sizes[i] <= ranks]
         sizes[rng.choice(grown)] *= 2
-    stages = staged.randomly_cut(model.graph, groups * chunks, rng)
+    stages: list[tuple[str, ...]] = []
+    while len(stages) != groups * chunks:  # a draw may leave some empty
+        stages = staged.randomly_cut(model.graph, groups * chunks, rng)
     counts = [c for c in legal_microbatches(model.factored).counts if c <= 4]
     # Fewer microbatches where a mesh does not divide their samples are drawn, too.
     found = staged.drawn(

@@ -168,7 +168,8 @@ class _Lowering:
         layout = value.layout.without(summed)
         time = self.boundary.in_time[value.name].shard(TIME)
         if time is not None and layout.shard(TIME) is None:
-            layout = layout.place(time)
+            # Readers take microbatches of it, which are outermost in their dim.
+            layout = layout.without(s.axis for s in layout.of_dim(time.dim)).place(time)
         return spread(layout, value.spec.shape, self.mesh)
 
     def received(self, value: Value) -> Layout:

@@ -91,28 +91,48 @@ def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
     """The decisions about one stage, as those of a plan with no other.
 
     A parameter of several stages is stored as it was decided in the first of them; the others hold
-    what they compute with.
+    what they compute with. An operator that several stages compute is split as decided where all
+    meshes have the same of the axes, and not at all elsewhere.
     """
-    graph = parts.graphs[index]
-    keys = {flat.key for flat in graph.flat()}
-    calls = {flat.prefix for flat in graph.flat()}
-    owned = {
-        entry.target
+    graph, stage = parts.graphs[index], decisions.stages[index]
+    flats = tuple(graph.flat())
+    items = set(stage.items)
+    own = {flat.key for flat in flats if (flat.prefix or flat.node.key) in items}
+    common = _common_axes(decisions) & set(stage.mesh.names)
+    free = {flat.key for flat in flats} - own
+    calls = {flat.prefix for flat in flats}
+    # Whether the stage stores a parameter as it was decided.
+    stores = {
+        entry.target: parts.shared.get(entry.target, (index,))[0] == index
         for entry in graph.of_kind("parameter")
-        if parts.shared.get(entry.target, (index,))[0] == index
     }
     return replace(
         decisions,
-        stages=one_stage(decisions.stages[index].mesh),
+        stages=one_stage(stage.mesh),
         schedule="one_stage",
-        nodes=tuple(n for n in decisions.nodes if n.key in keys),
+        actions=(),
+        nodes=tuple(
+            n
+            for n in decisions.nodes
+            if n.key in own
+            or (n.key in free and common.issuperset(a for _, axes in n.factors for a in axes))
+        ),
         parameters=tuple(
-            p if p.name in owned else ParameterDecision(p.name)
+            p if stores[p.name] else ParameterDecision(p.name)
             for p in decisions.parameters
-            if p.name in {entry.target for entry in graph.of_kind("parameter")}
+            if p.name in stores
         ),
         activations=tuple(a for a in decisions.activations if a.prefix in calls),
     )
+
+
+def _common_axes(decisions: Decisions) -> set[str]:
+    """Axes that have one size in all meshes that have them."""
+    sizes: dict[str, set[int]] = {}
+    for stage in decisions.stages:
+        for axis in stage.mesh.axes:
+            sizes.setdefault(axis.name, set()).add(axis.size)
+    return {name for name, found in sizes.items() if len(found) == 1}
 
 
 class _Items:

@@ -97,12 +97,14 @@ class Comm(Protocol):
         """Return when every rank has come here."""
         ...
 
-    def send(self, tensor: Tensor, to: int) -> Message:
-        """Send `tensor` to a rank; what goes to one rank arrives there in the order of sending."""
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        """Send `tensor` to a rank, which receives from each sender in the order of sending; `tag`
+        names it.
+        """
         ...
 
-    def receive(self, tensor: Tensor, sender: int) -> Work:
-        """Overwrite `tensor` with the next one that a rank sends."""
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        """Overwrite `tensor` with the next one that a rank sends, which has this tag."""
         ...
 
     def connect(self, ways: Iterable[tuple[int, int]]) -> None:
@@ -197,10 +199,10 @@ class SingleComm:
     def barrier(self) -> None:
         return None
 
-    def send(self, tensor: Tensor, to: int) -> Message:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
         raise VerifyError(f"the only rank sends to rank {to}")
 
-    def receive(self, tensor: Tensor, sender: int) -> Work:
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
         raise VerifyError(f"the only rank waits for rank {sender}")
 
     def connect(self, ways: Iterable[tuple[int, int]]) -> None:
@@ -428,15 +430,15 @@ class DistributedComm:
     def barrier(self) -> None:
         dist.barrier()
 
-    def send(self, tensor: Tensor, to: int) -> Message:
-        sent = dist.isend(tensor, to, group=self._ways.get((self._ranks[self.rank], to)))
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        way = self._ways.get((self._ranks[self.rank], to))
+        sent = dist.isend(tensor, to, group=way, tag=tag)
         assert sent is not None
         return sent
 
-    def receive(self, tensor: Tensor, sender: int) -> Work:
-        received = dist.irecv(
-            tensor, sender, group=self._ways.get((sender, self._ranks[self.rank]))
-        )
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        way = self._ways.get((sender, self._ranks[self.rank]))
+        received = dist.irecv(tensor, sender, group=way, tag=tag)
         assert received is not None
         return received
 

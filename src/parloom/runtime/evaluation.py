@@ -62,9 +62,8 @@ def evaluate(pipeline: Pipeline, stages: Stages, batches: Mapping[int, Batches])
             part.store.begin_forward()
             inputs = batches[part.stage].microbatch(action.microbatch) | arrived
             result = program.forward(part.ctx, inputs, hoisted[part.stage])
-            for crossing in program.leaving:
-                value = part.store.owned_memory(result.leaving[crossing.value])
-                transfers.send(part.stage, crossing.value, action.microbatch, value)
+            leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
+            transfers.send(action, leaving)
             if part.stage in losses:
                 losses[part.stage].add(result)
             for spec in program.outputs:

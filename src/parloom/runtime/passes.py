@@ -86,9 +86,8 @@ class Passes:
         part.store.begin_forward()
         inputs = self._batches.microbatch(microbatch) | arrived
         result = program.forward(part.ctx, inputs, self._hoisted)
-        for crossing in program.leaving:
-            value = part.store.owned_memory(result.leaving[crossing.value])
-            self._transfers.send(part.stage, crossing.value, microbatch, value)
+        leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
+        self._transfers.send(Action("F", part.stage, microbatch), leaving)
         if self.losses is not None:
             self.losses.add(result)
         # What has left takes no memory here: its place in the graph is all that is kept.
@@ -122,10 +121,12 @@ class Passes:
             torch.autograd.backward(roots, gradients)
             part.store.end_backward()
             found = [tensor.grad for tensor in flowing]
-        names = (c.value for c in program.arriving if c.flows)
-        for name, tensor, gradient in zip(names, flowing, found, strict=True):
-            mine = torch.zeros_like(tensor) if gradient is None else gradient
-            self._transfers.send_gradient(part.stage, name, microbatch, mine)
+        names = [c.value for c in program.arriving if c.flows]
+        gradients_of = {
+            name: torch.zeros_like(tensor) if gradient is None else gradient
+            for name, tensor, gradient in zip(names, flowing, found, strict=True)
+        }
+        self._transfers.send(action, gradients_of)
         # Once a step, after all passes: every microbatch, and a block that is recomputed, reads
         # the buffers of the start of the step, as one pass over the global batch would. Where each
         # microbatch is computed by itself, after its own passes.

@@ -16,6 +16,8 @@ from parloom.runtime.sharded_parameter import ShardedParameter, boxes_of
 from parloom.runtime.sharding import Box
 from parloom.runtime.transfers import Piece, split
 
+SHARED = 1 << 30  # the tag of their messages, which no value of a microbatch has
+
 
 class SharedParameters:
     """This rank's part in all parameters that several stages have."""
@@ -76,11 +78,12 @@ class SharedParameters:
             elif piece.sender == rank:
                 assert sent is not None
                 part = sent[piece.sent].to(dtype).contiguous()
-                under_way.append((self._comm.send(part, piece.receiver), part, None))
+                under_way.append((self._comm.send(part, piece.receiver, SHARED), part, None))
             elif piece.receiver == rank:
                 assert received is not None
                 part = torch.empty(piece.shape, dtype=dtype, device=received.device)
-                under_way.append((self._comm.receive(part, piece.sender), part, piece))
+                work = self._comm.receive(part, piece.sender, SHARED)
+                under_way.append((work, part, piece))
         for work, part, arrived in under_way:
             work.wait()
             if arrived is not None and received is not None:

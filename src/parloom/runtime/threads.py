@@ -8,7 +8,7 @@ collectives meet in the same way.
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -43,7 +43,7 @@ class ThreadWorld:
     mesh: Mesh
     timeout_s: float = 60.0
     tables: dict[tuple[int, ...], _Table] = field(default_factory=dict)
-    letters: dict[tuple[int, int], "queue.Queue[Tensor]"] = field(
+    letters: dict[tuple[int, int], "queue.Queue[tuple[int, Tensor]]"] = field(
         default_factory=lambda: defaultdict(queue.Queue)
     )
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -128,27 +128,37 @@ class ThreadGroup:
         return DONE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Arriving:
-    """A tensor that another thread sends."""
+    """A tensor that another thread sends. Letters go to those who wait in the order in which they
+    began to, whoever looks first; a letter with another tag than was asked for is an error.
+    """
 
     tensor: Tensor
-    world: ThreadWorld
+    tag: int
     way: tuple[int, int]
+    world: ThreadWorld
+    waiting: "deque[_Arriving]"
+    there: bool = False
 
     def wait(self) -> None:
         end = time.monotonic() + self.world.timeout_s
-        while True:
+        while not self.there:
             try:
                 letter = self.world.letters[self.way].get(timeout=0.05)
             except queue.Empty:
                 if self.world.failed or time.monotonic() > end:
                     raise threading.BrokenBarrierError from None
                 continue
-            if (letter.shape, letter.dtype) != (self.tensor.shape, self.tensor.dtype):
-                raise ValueError(f"rank {self.way[0]} sent {letter.dtype}{tuple(letter.shape)}")
-            self.tensor.copy_(letter)
-            return
+            self.waiting.popleft().take(*letter)
+
+    def take(self, tag: int, letter: Tensor) -> None:
+        wanted = self.tag, self.tensor.shape, self.tensor.dtype
+        if (tag, letter.shape, letter.dtype) != wanted:
+            found = f"{tag}: {letter.dtype}{tuple(letter.shape)}"
+            raise ValueError(f"rank {self.way[0]} sent {found}, not {wanted}")
+        self.tensor.copy_(letter)
+        self.there = True
 
 
 class ThreadComm:
@@ -165,6 +175,7 @@ class ThreadComm:
         self._ranks = tuple(range(self.mesh.num_ranks)) if ranks is None else ranks
         self.rank = self._ranks.index(rank)
         self._world = world
+        self._waiting: dict[tuple[int, int], deque[_Arriving]] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
 
     @property
@@ -188,12 +199,15 @@ class ThreadComm:
         if len(self._ranks) > 1:
             self._world.table(self._ranks).barrier.wait()
 
-    def send(self, tensor: Tensor, to: int) -> Message:
-        self._world.letters[self._ranks[self.rank], to].put(tensor.detach().clone())
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        self._world.letters[self._ranks[self.rank], to].put((tag, tensor.detach().clone()))
         return DONE
 
-    def receive(self, tensor: Tensor, sender: int) -> Work:
-        return _Arriving(tensor, self._world, (sender, self._ranks[self.rank]))
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        way = sender, self._ranks[self.rank]
+        waiting = self._waiting.setdefault(way, deque())
+        waiting.append(_Arriving(tensor, tag, way, self._world, waiting))
+        return waiting[-1]
 
     def connect(self, ways: Iterable[tuple[int, int]]) -> None:
         with self._world.lock:

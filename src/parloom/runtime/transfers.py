@@ -7,7 +7,7 @@ of each sender ahead of need: so they travel while the rank computes.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from parloom.runtime.comm import Comm, Message, Work
 from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.sharding import Box, boxes, local_shape
 
+MICROBATCH_BITS = 16  # of a message's tag; plans have no more microbatches than that
 Slices = tuple[slice, ...]
 Held = tuple[int, tuple[Box, ...]]
 """A rank and the boxes that it has."""
@@ -69,6 +70,7 @@ class Transfers:
             for crossing in (*program.arriving, *program.leaving)
         }
         self._pieces = {wire: tuple(self._split(wire)) for wire in wires(pipeline)}
+        self._numbers = {wire: number for number, wire in enumerate(self._pieces)}
         self._order = {
             sender: [m for m in self._sent_by(sender, own) if m.piece.receiver == comm.rank]
             for sender, own in enumerate(actions)
@@ -101,17 +103,12 @@ class Transfers:
             if queue and sender not in ready:
                 self._post(sender)
 
-    def send(self, stage: int, value: str, microbatch: int, tensor: Tensor) -> None:
-        """A value to all stages that read it."""
-        for wire in self._pieces:
-            if not wire.backward and (wire.begin, wire.value) == (stage, value):
-                self._send(wire, microbatch, tensor)
-
-    def send_gradient(self, stage: int, value: str, microbatch: int, tensor: Tensor) -> None:
-        """The gradient of a value to the stage that made it."""
-        for wire in self._pieces:
-            if wire.backward and (wire.end, wire.value) == (stage, value):
-                self._send(wire, microbatch, tensor)
+    def send(self, action: Action, tensors: Mapping[str, Tensor]) -> None:
+        """All values that leave a stage with a forward pass, or gradients with a backward pass, by
+        the names of the values.
+        """
+        for wire in sent_after(self._pipeline, action):
+            self._send(wire, action.microbatch, tensors[wire.value])
 
     def receive(self, stage: int, value: str, microbatch: int) -> Tensor:
         """A value from the stage that makes it."""
@@ -155,6 +152,10 @@ class Transfers:
                     if piece.sender == sender:
                         yield Letter(wire, action.microbatch, piece)
 
+    def _tag(self, wire: Wire, microbatch: int) -> int:
+        """What names a message, for back ends that compare it."""
+        return self._numbers[wire] << MICROBATCH_BITS | microbatch
+
     def _send(self, wire: Wire, microbatch: int, tensor: Tensor) -> None:
         tensor = tensor.detach()
         for piece in self._pieces[wire]:
@@ -165,7 +166,8 @@ class Transfers:
                 self._stays.setdefault((wire, microbatch), []).append((part, piece))
                 continue
             part = _plain(part.contiguous())
-            self._under_way.append((self._comm.send(part, piece.receiver), part))
+            tag = self._tag(wire, microbatch)
+            self._under_way.append((self._comm.send(part, piece.receiver, tag), part))
         self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
 
     def _receive(self, wire: Wire, microbatch: int, stage: int) -> Tensor:
@@ -190,7 +192,7 @@ class Transfers:
         stage = wire.begin if wire.backward else wire.end
         dtype: torch.dtype = getattr(torch, self._crossings[stage, wire.value].spec.dtype)
         part = torch.empty(piece.shape, dtype=dtype, device=self._device)
-        work = self._comm.receive(_plain(part), sender)
+        work = self._comm.receive(_plain(part), sender, self._tag(wire, message.microbatch))
         self._posted.setdefault((wire, message.microbatch), []).append((work, part, piece))
 
 
