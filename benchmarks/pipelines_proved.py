@@ -11,10 +11,8 @@ the same revision are not run again. Exit code 1 where one differs or fails.
 """
 
 import argparse
-import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from breadth_models import tiny
@@ -23,55 +21,21 @@ from gate import told
 from tests.dist import lowered, staged
 
 from parloom.execute.verify import assemble, compare, reference_trace
-from parloom.ir.graph import Call
-from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import ActivationDecision, Decisions
-from parloom.ir.stages import item_key
 
 MODELS = (
     "GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration",
     "MixtralForCausalLM", "zoo:candle_uno", "zoo:inception_v3",
 )  # fmt: skip
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
-MOST_STAGES = 4
 Row = dict[str, Any]
 
 
 def cells(models: list[str], ranks: list[int], seeds: int) -> Iterator[tuple[str, str, int, int]]:
     """(model, schedule, ranks, seed) of all cells, a model's after each other."""
     for model in models:
-        for schedule in SCHEDULES:
+        for schedule in staged.SCHEDULES:
             for count in ranks:
                 for seed in range(seeds):
                     yield model, schedule, count, seed
-
-
-def drawn(model: lowered.Model, schedule: str, ranks: int, seed: int) -> Decisions:
-    """A pipeline on so many ranks."""
-    rng = random.Random(f"{schedule} {ranks} {seed}")
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
-    groups = 2 if ranks == 2 else rng.randint(2, min(MOST_STAGES, ranks))
-    sizes = [1] * groups
-    while sum(sizes) < ranks:
-        grown = [i for i in range(groups) if sum(sizes) + sizes[i] <= ranks]
-        sizes[rng.choice(grown)] *= 2
-    stages: list[tuple[str, ...]] = []
-    while len(stages) != groups * chunks:  # a draw may leave some empty
-        stages = staged.randomly_cut(model.graph, groups * chunks, rng)
-    counts = [c for c in legal_microbatches(model.factored).counts if c <= 4]
-    # Fewer microbatches where a mesh does not divide their samples are drawn, too.
-    found = staged.drawn(
-        model.graph, stages, sizes, schedule=schedule, num_microbatches=rng.choice(counts),
-        chunks=chunks, seed=seed,
-    )  # fmt: skip
-    if rng.random() < 0.5:
-        return found
-    activations = []
-    for call in (item for item in model.graph.main.body if isinstance(item, Call)):
-        keys = [item_key(item) for item in model.graph.by_name[call.function].body]
-        values = tuple(rng.sample(keys, len(keys) // 2))
-        activations.append(ActivationDecision(call.prefix, "recompute", values))
-    return replace(found, activations=tuple(activations))
 
 
 def judged(model: lowered.Model, reference: Any, cell: tuple[str, str, int, int]) -> Row:
@@ -80,7 +44,7 @@ def judged(model: lowered.Model, reference: Any, cell: tuple[str, str, int, int]
     row: Row = {"model": name, "schedule": schedule, "ranks": ranks, "seed": seed}
     started = time.perf_counter()
     try:
-        plan = drawn(model, schedule, ranks, seed)
+        plan = staged.pipeline_of(model, schedule, ranks, seed)
         row["stages"] = [stage.mesh.num_ranks for stage in plan.stages]
         row["microbatches"], row["remade"] = plan.num_microbatches, bool(plan.activations)
         pipeline = staged.compiled(model, plan).pipeline

@@ -28,16 +28,25 @@ from parloom.execute.verify import (
     reference_trace,
 )
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
+from parloom.ir.graph import Call, Graph
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Stage
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.plan import (
+    ActivationDecision,
+    Decisions,
+    NodeDecision,
+    Optimizer,
+    Stage,
+)
 from parloom.ir.stages import cut, item_key, operands, results, stage_items
 from parloom.ir.verify import verify_decisions, verify_pcg
 from tests.dist import lowered
 from tests.dist.lowered import Model
 
 PLANNED = Optimizer("adamw")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+MOST_STAGES = 4
 MESHES = {
     1: Mesh(()), 2: grid({"x": 2}), 3: grid({"x": 3}), 4: grid({"x": 2, "y": 2}),
     8: grid({"x": 4, "y": 2}),
@@ -101,6 +110,35 @@ def drawn(
             if lowered.cut.shared.get(decision.name, (index,))[0] == index:
                 parameters[decision.name] = decision
     return replace(plan, parameters=tuple(parameters.values()))
+
+
+def pipeline_of(model: Model, schedule: str, ranks: int, seed: int) -> Decisions:
+    """A pipeline of random items on so many ranks, in meshes of random sizes; in half of the draws
+    random values of all blocks are made again.
+    """
+    rng = random.Random(f"{schedule} {ranks} {seed}")
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    groups = 2 if ranks == 2 else rng.randint(2, min(MOST_STAGES, ranks))
+    sizes = [1] * groups
+    while sum(sizes) < ranks:
+        grown = [i for i in range(groups) if sum(sizes) + sizes[i] <= ranks]
+        sizes[rng.choice(grown)] *= 2
+    stages: list[tuple[str, ...]] = []
+    while len(stages) != groups * chunks:  # a draw may leave some empty
+        stages = randomly_cut(model.graph, groups * chunks, rng)
+    counts = [c for c in legal_microbatches(model.factored).counts if c <= 4]
+    found = drawn(
+        model.graph, stages, sizes, schedule=schedule, num_microbatches=rng.choice(counts),
+        chunks=chunks, seed=seed,
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return found
+    activations = []
+    for call in (item for item in model.graph.main.body if isinstance(item, Call)):
+        keys = [item_key(item) for item in model.graph.by_name[call.function].body]
+        values = tuple(rng.sample(keys, len(keys) // 2))
+        activations.append(ActivationDecision(call.prefix, "recompute", values))
+    return replace(found, activations=tuple(activations))
 
 
 def compiled(model: Model, decisions: Decisions) -> CompiledStages:

@@ -21,8 +21,10 @@ from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import staged
 from parloom.ir.mesh import Cluster, Mesh, part_of, part_sizes
+from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import (
+    GLOBAL,
     ActivationDecision,
     Decisions,
     NodeDecision,
@@ -60,7 +62,7 @@ def gpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     ends = [round(index * len(items) / count) for index in range(count + 1)]
     calls = [item.prefix for item in request.graph.main.body if isinstance(item, Call)]
     again = tuple(ActivationDecision(prefix, "recompute") for prefix in calls)
-    for microbatches in _counts(request, count):
+    for microbatches in _counts(request, base, count):
         yield replace(
             base,
             stages=tuple(
@@ -80,7 +82,7 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
     """
     devices = request.cluster.num_devices
     sizes = sorted({1, devices, *part_sizes(request.cluster)})
-    counts = _counts(request, devices)
+    counts = _counts(request, base, devices)
     for microbatches in counts:
         costs = {}
         for size in sizes:
@@ -93,12 +95,20 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             yield _plan(request, base, costs, chosen, microbatches)
 
 
-def _counts(request: Request, stages: int) -> tuple[int, ...]:
-    """Numbers of microbatches to try."""
-    counts = request.microbatch_counts(factorize(request.graph))
-    if request.num_microbatches is not None:
-        return counts
-    return tuple(count for count in counts if count <= MOST_FOR_EACH * stages)
+def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
+    """Numbers of microbatches to try: that of `base` where it has one.
+
+    Raises `InputError` where samples cannot be cut so.
+    """
+    legal = request.microbatch_counts(factorize(request.graph))
+    asked = base.num_microbatches
+    if asked == 1:
+        return tuple(count for count in legal if count <= MOST_FOR_EACH * stages)
+    if request.batch_semantics == GLOBAL and asked not in (
+        legal_microbatches(factorize(request.graph)).counts
+    ):
+        raise InputError(f"no plan of {asked} microbatches: the samples do not divide into them")
+    return (asked,)
 
 
 def _items(request: Request, base: Decisions, size: int, microbatches: int) -> Items | None:
