@@ -50,7 +50,7 @@ def pairs(
     )
 
     def step_s(exact: bool) -> tuple[float, float]:
-        trainer._ctx.exact_random = exact
+        trainer.parts[0].ctx.exact_random = exact
         dist.barrier()
         start, worked = time.perf_counter(), time.process_time()
         trainer.step(batch)

@@ -32,7 +32,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.plan import MICROBATCH, Decisions
 from parloom.rewrite.rewrites import rewritten
-from parloom.runtime import Program
+from parloom.runtime import Program, one_stage
 
 BASELINES = ("data_parallel", "fsdp", "megatron")
 CHUNK = 7  # plans per fork: bounds the memory of results on their way home
@@ -144,7 +144,7 @@ def traces(
     ready: list[Program], tensors: dict[str, Tensor], batch: dict[str, Tensor]
 ) -> list[RankTrace]:
     """What one rank has after training with each program."""
-    return [train_rank(program, OPTIMIZER, tensors, batch) for program in ready]
+    return [train_rank(one_stage(program), OPTIMIZER, tensors, batch) for program in ready]
 
 
 def told(err: Exception) -> str:

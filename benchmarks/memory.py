@@ -230,7 +230,7 @@ def allocated(
         with record_function(STEP):
             trainer.step(batch)
     base, peak = _held(recorded)
-    helds = trainer.store.helds.values()
+    helds = trainer.parts[0].store.helds.values()
     stored = [t for held in helds for t in (held.stored, held.weight) if t is not None]
     kept = [t for s in trainer.optimizer.state.values() for t in s.values() if t.dim()]
     kept += [held.owned for held in helds]

@@ -78,7 +78,7 @@ def another_model(plan: Plan, made: Source, folder: Path, seed: int) -> str:
 def own_samples(plan: Plan, spec: str, tolerance: float) -> str:
     """A step on each rank's own samples is the step on the global batch."""
     loaded = load_model(spec)
-    program = training_program(plan).program
+    program = training_program(plan).only.program
     tensors = dict((*loaded.model.named_parameters(), *loaded.model.named_buffers()))
     size = next(iter(loaded.batch.values())).shape[0]
 

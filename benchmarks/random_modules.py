@@ -95,7 +95,7 @@ def eager(spec: str) -> Trace:
 def parallel(plan: Plan, spec: str) -> Trace:
     """The same steps of the plan's program, on threads of this process."""
     loaded = load_model(spec)
-    program = training_program(plan).program
+    program = training_program(plan).only.program
     tensors = dict((*loaded.model.named_parameters(), *loaded.model.named_buffers()))
 
     def rank(comm: rt.Comm) -> Any:

@@ -98,7 +98,7 @@ def allocated(plans: list[Path], ranks: int) -> dict[Path, int]:
         plan = api.load(path)
         model, batch = MODELS[path.parent.name]()
         tensors = parameters_of(model.train(), parse_graph(plan.graph))
-        program = training_program(plan).program
+        program = training_program(plan).only.program
         given = [program], tensors, batch, plan.optimizer.name
         on_ranks = fork_ranks(ranks, on_rank, *given, timeout_s=300.0)
         ran = [a for (a,) in on_ranks if isinstance(a, Allocated)]

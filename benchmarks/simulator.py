@@ -27,6 +27,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.edits import drawn
 from parloom.cost.pipeline import (
     StageActions,
+    chain,
     play_stage,
     send,
     simulate_pipeline,
@@ -149,12 +150,12 @@ def pipeline(name: str, ends: Priced, middle: Priced, pcg: PCG) -> tuple[float, 
     sent = send(HIDDEN_BYTES / 8, 1, cluster)  # each tensor rank sends its part
 
     def played(title: str, found: Priced) -> StageActions:
-        stage = play_stage(title, Stage(pcg, cluster, found), player, split=name.startswith("zb"))
-        return replace(stage, forward=sent, backward=sent)
+        return play_stage(title, Stage(pcg, cluster, found), player, split=name.startswith("zb"))
 
     end, between = played("end", ends), played("middle", middle)
     stages = [end, *[between] * (STAGES - 2), end]
-    timeline = simulate_pipeline(schedule(name, STAGES, MICROBATCHES), stages)
+    lists = schedule(name, STAGES, MICROBATCHES)
+    timeline = simulate_pipeline(lists, stages, chain(STAGES, sent, sent))
     return time.process_time() - start, timeline
 
 

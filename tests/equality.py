@@ -64,12 +64,12 @@ def parallel(pcg: PCG, tensors: Tensors, batch: Tensors) -> list[list[Piece]]:
             exact_random=True,
         )
         found = [Piece("loss", "", (), trainer.step(batch).loss), *outputs]
-        for name, held in trainer.store.helds.items():
+        for name, held in trainer.parts[0].store.helds.items():
             if held.spec.trainable:
                 grad = held.owned.grad
                 mine = torch.zeros_like(held.owned) if grad is None else grad
                 found += _pieces("gradients", name, held.boxes(comm), mine)
-        for name, value in trainer.store.buffers.items():
+        for name, value in trainer.parts[0].store.buffers.items():
             found.append(Piece("buffers", name, (), value))
         return found
 

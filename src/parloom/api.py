@@ -268,7 +268,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     choice = answer(request, origin, pins, size, progress)
     # Of the devices that a plan uses: processes share cores.
-    used = machine.part(choice.best.decisions.mesh.num_ranks).loaded
+    used = machine.part(choice.best.decisions.num_ranks).loaded
     assumptions = (*used.assumptions, *rate_words(graph, machine.cluster.device))
     assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
     if limit > there:
@@ -301,7 +301,7 @@ def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
     """`plan`, without an evaluation program that cannot be run; says what is whole."""
     training = training_program(plan, graph)
     try:
-        evaluation_program(plan, training.pcg)
+        evaluation_program(plan, training)
     except ParloomError as error:  # an operator of evaluation alone: no reason not to train
         plan = replace(
             plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {one_line(error)}")
@@ -309,7 +309,7 @@ def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
     plan = replace(plan, assumptions=(*plan.assumptions, *checkpoint_words(graph)))
     reasons = {n.op: op_of(n).why_whole for _, n in graph.unfolded() if n.refs}
     whole = "; ".join(f"{op}: {why}" for op, why in sorted(reasons.items()) if why)
-    if whole and plan.decisions.mesh.num_ranks > 1:
+    if whole and plan.decisions.num_ranks > 1:
         line = f"operators that every rank computes as a whole: {whole}"
         plan = replace(plan, assumptions=(*plan.assumptions, line))
     return plan
@@ -354,12 +354,12 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
     `calibration` is a file that `parloom calibrate` wrote.
     """
     machine = machine_of(plan, calibration)
-    return machine.simulate(lowered(plan), plan.decisions, plan.optimizer)
+    return machine.play(lowered(plan), plan.decisions, plan.optimizer)
 
 
 def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
     """Where the numbers of `simulate` come from, and how far they may be off."""
-    return machine_of(plan, calibration).source(lowered(plan))
+    return machine_of(plan, calibration).source(*lowered(plan).pcgs)
 
 
 def calibrate(
@@ -376,9 +376,9 @@ def calibrate(
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
     machine = resolve_cluster(cluster or f"{size}xcpu").cluster
-    if found and (cluster is None or found[0].decisions.mesh.num_ranks == size):
+    if found and (cluster is None or found[0].decisions.num_ranks == size):
         machine = cluster_of(found[0])  # what the plan uses of the cluster
-    pcgs = [lowered(plan) for plan in found]
+    pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]
     for model in models:
         graph = capture(model, progress=progress).graph
         request = Request(

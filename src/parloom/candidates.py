@@ -15,6 +15,7 @@ from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.grid import MOST, Grid
+from parloom.comparators.pipelines import gpipe, pipedream
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
 from parloom.errors import (
@@ -25,7 +26,6 @@ from parloom.errors import (
     StoppedError,
     one_line,
 )
-from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions, Status
 from parloom.search.blocks import search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
@@ -46,7 +46,7 @@ STEP_APART, PEAK_APART = 0.01, 0.05
 Comparator = Callable[[Request, Decisions, Say], Iterator[Decisions]]
 """Plans for a request with the dtypes and recomputation of the decisions given."""
 COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
-    {"alpa": alpa, "flexflow": flexflow, "tofu": tofu}
+    {"alpa": alpa, "flexflow": flexflow, "gpipe": gpipe, "pipedream": pipedream, "tofu": tofu}
 )
 # What plans are called where that is not the method's name: Alpa's inter-operator part is left out.
 TITLES: Mapping[str, str] = MappingProxyType({"alpa": "alpa, intra-operator part"})
@@ -117,14 +117,14 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
     smallest that was simulated.
     """
     proposals = distinct(searched.proposals)
-    sizes = [proposal.decisions.mesh.num_ranks for proposal in proposals]
+    sizes = [proposal.decisions.num_ranks for proposal in proposals]
     fastest = map(sizes.index, set(sizes))
     proposals = [proposals[i] for i in sorted({*range(len(sizes))[:PROPOSED], *fastest})]
     if not proposals and searched.smallest:
         proposals = [searched.smallest]
     for proposal in proposals:
-        mesh = proposal.decisions.mesh
-        name = _on(request, _name(AUTO, mesh), mesh)
+        own = proposal.decisions
+        name = _on(request, _name(AUTO, own), own)
         found = ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
         yield found
         yield from _with_stripes(request, found)
@@ -136,7 +136,7 @@ def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:
         decisions = with_stripes(request.graph, plan.decisions)
         if decisions is None:
             return
-        prediction = request.on(decisions.mesh.num_ranks).predict(decisions)
+        prediction = request.on(decisions.num_ranks).predict(decisions)
     except LayoutError:
         return  # as where a window reads positions beside each other
     if prediction.step_s < plan.prediction.step_s:
@@ -158,7 +158,7 @@ def _alike(one: SimulatedPlan, other: SimulatedPlan) -> bool:
     mine, its = one.prediction, other.prediction
     step = abs(mine.step_s - its.step_s) <= STEP_APART * its.step_s
     peak = abs(mine.peak_bytes - its.peak_bytes) <= PEAK_APART * its.peak_bytes
-    return one.decisions.mesh == other.decisions.mesh and step and peak
+    return one.decisions.stages == other.decisions.stages and step and peak
 
 
 def _propose(
@@ -198,7 +198,7 @@ def _propose_on_parts(request: Request, proposed: _Proposed, say: Say) -> None:
         _propose(part, (request.method,), MOST, there, say)
         proposed.stopped = there.stopped
         for plan in there.found:
-            name = _on(request, plan.name, plan.decisions.mesh)
+            name = _on(request, plan.name, plan.decisions)
             proposed.found.append(replace(plan, name=name))
         if proposed.stopped:
             return
@@ -249,7 +249,7 @@ def smallest(request: Request) -> tuple[ScoredPlan, int]:
     if found is None:
         raise conflict(request, base)
     plan = found.plan
-    name = _name(f"{AUTO}, least memory", plan.decisions.mesh)
+    name = _name(f"{AUTO}, least memory", plan.decisions)
     return ScoredPlan(plan.decisions, plan.prediction, AUTO, name), found.bound_bytes
 
 
@@ -262,31 +262,34 @@ def _plans(
     base = base_of(request)
     if name in RULES:
         for point in Grid(request, RULES[name], base, most).run():
-            words = ", ".join((_name(name, point.decisions.mesh), *point.chosen.words))
+            words = ", ".join((_name(name, point.decisions), *point.chosen.words))
             yield ScoredPlan(point.decisions, point.prediction, name, words)
     elif name == RANDOM:
         for plan in drawn(request, base):
-            yield replace(plan, method=name, name=_name(name, plan.decisions.mesh))
+            yield replace(plan, method=name, name=_name(name, plan.decisions))
     else:
         asked = tuple(ActivationDecision(p, "recompute") for p in request.graph.recomputed_calls)
         count = request.num_microbatches or 1
         base = replace(base, activations=asked, num_microbatches=count)
         alone = request.cluster.num_devices == 1
         for decisions in (on_one_device(base),) if alone else COMPARATORS[name](request, base, say):
-            words = _name(name, decisions.mesh)
+            words = _name(name, decisions)
             try:
                 yield ScoredPlan(decisions, request.predict(decisions), name, words)
             except LayoutError as error:  # as where microbatches do not divide over its mesh
                 proposed.refused[words] = error
 
 
-def _name(method: str, mesh: Mesh) -> str:
-    sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
-    return f"{TITLES.get(method, method)} ({sizes})"
+def _name(method: str, decisions: Decisions) -> str:
+    title = TITLES.get(method, method)
+    if len(decisions.stages) > 1:
+        sizes = "+".join(str(stage.mesh.num_ranks) for stage in decisions.stages)
+        return f"{title} (stages of {sizes} devices, {decisions.num_microbatches} microbatches)"
+    return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 
 
-def _on(request: Request, name: str, mesh: Mesh) -> str:
+def _on(request: Request, name: str, decisions: Decisions) -> str:
     """A name that says where a plan is on a part of the cluster."""
-    ranks = mesh.num_ranks
+    ranks = decisions.num_ranks
     devices = f"{ranks} devices" if ranks > 1 else "one device"
     return f"{name}, {devices}" if ranks < request.cluster.num_devices else name

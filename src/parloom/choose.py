@@ -88,7 +88,7 @@ def _candidates(request: Request, say: Say) -> Candidates:
         return candidates(request, say)
     decisions = read_plan(Path(method)).decisions
     try:
-        check_part(request.cluster, decisions.mesh.num_ranks)
+        check_part(request.cluster, decisions.num_ranks)
     except InputError as error:
         raise InputError(f"{method}: {error}") from None
     if request.batch_semantics == MICROBATCH:
@@ -103,7 +103,7 @@ def _candidates(request: Request, say: Say) -> Candidates:
     reason = broken(request.pinned, request.graph, decisions)
     if reason is not None:
         raise InputError(f"{method} is not as asked: {reason}; --method auto searches for a plan")
-    part = request.on(decisions.mesh.num_ranks)
+    part = request.on(decisions.num_ranks)
     return Candidates((ScoredPlan(decisions, part.predict(decisions), method, method),))
 
 
@@ -124,7 +124,7 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     best = min(fitting, key=_rank)
     step_s = best.prediction.step_s
     same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
-    fewest = min((p.decisions.mesh.num_ranks, p.prediction.step_s) for p in same)
+    fewest = min((p.decisions.num_ranks, p.prediction.step_s) for p in same)
     devices = request.cluster.num_devices
     uneven = uneven_words(request.samples, devices) if splits(best.decisions) else ()
     notes = (
@@ -145,7 +145,7 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
 
 def _rank(plan: ScoredPlan) -> tuple[float, int, int]:
     found = plan.prediction
-    return found.step_s, plan.decisions.mesh.num_ranks, found.peak_bytes
+    return found.step_s, plan.decisions.num_ranks, found.peak_bytes
 
 
 def _why_idle(request: Request, found: Sequence[ScoredPlan]) -> str:

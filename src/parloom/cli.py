@@ -312,22 +312,21 @@ def simulate(
     from parloom import api
     from parloom.execute.machine import cluster_of
     from parloom.report import timeline
-    from parloom.report.words import title_words, uncalibrated_words
+    from parloom.report.words import process_names, title_words, uncalibrated_words
 
     chosen = api.load(path)
     played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
     if warning := uncalibrated_words(chosen, source):
         _say(warning)
-    ranks = chosen.decisions.mesh.num_ranks
-    name = f"each of {ranks} devices" if ranks > 1 else "the device"
+    names = process_names(chosen.decisions)
     if trace is not None and not trace.parent.exists():
         _say(f"making the folder {trace.parent}")
-    written = None if trace is None else str(api.write_trace(played, trace, name))
+    written = None if trace is None else str(api.write_trace(played, trace, *names))
     if as_json:
-        show_json(timeline.timeline_document(played, [name], written, source))
+        show_json(timeline.timeline_document(played, names, written, source))
         return
     title = title_words(chosen, cluster_of(chosen))
-    _print(timeline.timeline_screen(played, title, [name], source))
+    _print(timeline.timeline_screen(played, title, names, source))
     if written is not None:
         _print(f"trace {written}: open it in ui.perfetto.dev")
 

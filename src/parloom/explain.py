@@ -12,11 +12,11 @@ from rich.text import Text
 from parloom import arguments
 from parloom.choose import choose
 from parloom.cost.step import priced
-from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
+from parloom.errors import FingerprintError, InfeasibleError, InputError, NotYetError, nearest
 from parloom.execute.files import read_plan
 from parloom.execute.machine import machine_of
 from parloom.execute.program import lowered
-from parloom.ir.plan import Plan, Status
+from parloom.ir.plan import OF_ONE_STAGE, Plan, Status
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -25,6 +25,7 @@ from parloom.report.explain_screen import plan_explained_screen
 from parloom.report.grid import mesh_grid
 from parloom.report.name_screen import name_screen
 from parloom.report.names import Names
+from parloom.report.pipeline_screen import PipelineCase, pipeline_explained, pipeline_screen
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
 from parloom.report.words import INTERRUPTED, explained_words, memory_limit
@@ -60,6 +61,8 @@ def explain(
     Raises `InputError` for an unknown name and for what is neither method nor plan,
     `FingerprintError` where the other plan is of another model.
     """
+    if len(plan.decisions.stages) > 1:
+        return _pipeline(plan, calibration, name or versus)
     case = case_of(plan, calibration)
     there = None
     if versus is not None:
@@ -84,6 +87,16 @@ def explain(
         return Answer(document, versus_screen(document))
     document = plan_explained(case)
     return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
+
+
+def _pipeline(plan: Plan, calibration: str | Path | None, asked: str | None) -> Answer:
+    """A plan of several stages; raises `NotYetError` where more is `asked`."""
+    if asked is not None:
+        raise NotYetError(OF_ONE_STAGE)
+    machine, stages = machine_of(plan, calibration), lowered(plan)
+    played = machine.play(stages, plan.decisions, plan.optimizer)
+    case = PipelineCase(plan, machine.cluster, played, machine.source(*stages.pcgs))
+    return Answer(pipeline_explained(case), pipeline_screen(case))
 
 
 def _named(case: Case, name: str, calibration: str | Path | None) -> dict[str, Any]:
@@ -132,7 +145,7 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
 def case_of(plan: Plan, calibration: str | Path | None = None) -> Case:
     """A plan with its program, prices and step on the cluster that it was made for."""
     machine = machine_of(plan, calibration)
-    pcg = lowered(plan)
+    pcg = lowered(plan).only
     found = priced(pcg, machine.cluster, plan.decisions, plan.optimizer, machine.kernels)
     timeline = machine.simulate(pcg, plan.decisions, plan.optimizer)
     return Case(plan, pcg, machine.cluster, found, timeline, machine.source(pcg))

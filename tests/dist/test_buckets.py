@@ -45,7 +45,7 @@ def recorded(
         one = rt.Trainer(made, mlp.model().state_dict(), optimizer=mlp.sgd, comm=comm)
         if comm.rank == 0:
             mine.extend(comm.group(node.axes) for node in made.step if node.action == "REDUCE")
-            for held in one.store.helds.values():
+            for held in one.parts[0].store.helds.values():
                 if held.weight is not None and held.spec.trainable:
                     held.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                         lambda _, name=held.name: events[-1].append(("gradient", name))

@@ -65,13 +65,13 @@ def test_training_is_that_of_the_module() -> None:
         optimizer.step()
         assert torch.allclose(parallel.step({"x": x}).loss, loss, rtol=1e-6)
     for name, buffer in model.named_buffers():
-        assert torch.equal(parallel.store.buffers[name], buffer)
+        assert torch.equal(parallel.parts[0].store.buffers[name], buffer)
 
 
 def test_no_two_buffers_share_memory() -> None:
     parallel = trainer(Remembers())
     parallel.step({"x": batch(0)})
-    places = [buffer.data_ptr() for buffer in parallel.store.buffers.values()]
+    places = [buffer.data_ptr() for buffer in parallel.parts[0].store.buffers.values()]
     assert len(set(places)) == len(places)
 
 
@@ -94,8 +94,8 @@ def test_constants_are_made_once() -> None:
     model = Weighs()
     parallel = trainer(model)
     assert torch.equal(parallel.step({"x": batch(0)}).loss, model(batch(0))[0].detach())
-    made = dict(parallel._ctx.constants)
+    made = dict(parallel.parts[0].ctx.constants)
     assert made
     parallel.step({"x": batch(1)})
-    assert parallel._ctx.constants.keys() == made.keys()
-    assert all(parallel._ctx.constants[key] is tensor for key, tensor in made.items())
+    assert parallel.parts[0].ctx.constants.keys() == made.keys()
+    assert all(parallel.parts[0].ctx.constants[key] is tensor for key, tensor in made.items())

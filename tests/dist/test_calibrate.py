@@ -167,9 +167,9 @@ def test_a_calibration_with_the_model_is_called_measured() -> None:
     slow = tuple(replace(o, forward_s=1.0, backward_s=1.0) for o in made.operators)
     made = replace(made, operators=slow)
     _, kernels = calibrated(load_cluster("2xcpu"), made)
-    assert source_of(pcg, kernels, made).name == "measured"
+    assert source_of([pcg], kernels, made).name == "measured"
     _, without = calibrated(load_cluster("2xcpu"), calibrate([], None, least_s=1e-3))
-    assert source_of(pcg, without, made).name == "calibrated"
+    assert source_of([pcg], without, made).name == "calibrated"
 
 
 def test_progress_is_told_while_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

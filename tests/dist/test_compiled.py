@@ -78,7 +78,7 @@ def trained(
         program, tensors, optimizer=sgd, comm=comm, blocks=blocks, exact_random=microbatches > 1
     )
     losses = [trainer.step(batch).loss for _ in range(STEPS)]
-    weights = [held.owned.detach() for held in trainer.store.helds.values()]
+    weights = [held.owned.detach() for held in trainer.parts[0].store.helds.values()]
     return losses, weights, counters["stats"]["unique_graphs"]
 
 

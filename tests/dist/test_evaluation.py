@@ -13,7 +13,7 @@ from parloom import runtime as rt
 from parloom import zoo
 from parloom.capture import capture, parameters_of
 from parloom.cost.clusters import load_cluster
-from parloom.execute.program import Compiled, evaluation_program, training_program
+from parloom.execute.program import CompiledStages, evaluation_program, training_program
 from parloom.execute.reference import evaluate
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, widened
@@ -105,11 +105,11 @@ class Modes:
             evaluation_graph=print_graph(self.evaluation),
         )
 
-    def programs(self, decisions: Decisions) -> tuple[Compiled, Compiled]:
+    def programs(self, decisions: Decisions) -> tuple[CompiledStages, CompiledStages]:
         """The training and the evaluation program of a plan."""
         plan = self.plan(decisions)
         training = training_program(plan)
-        evaluation = evaluation_program(plan, training.pcg)
+        evaluation = evaluation_program(plan, training)
         assert evaluation is not None
         return training, evaluation
 
@@ -134,17 +134,17 @@ def error(model: Modes, decisions: Decisions) -> float:
 
     def rank(comm: rt.Comm) -> float:
         trainer = rt.Trainer(
-            training.program,
+            training.pipeline,
             model.tensors,
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
             comm=comm,
-            evaluation=evaluation.program,
+            evaluation=evaluation.pipeline,
         )
         worst = _apart(model, trainer)
         trainer.step(model.batch)
         return max(worst, _apart(model, trainer))
 
-    return max(rt.run_threads(training.program.mesh, rank))
+    return max(rt.run_threads(training.pipeline.mesh, rank))
 
 
 def _apart(model: Modes, trainer: rt.Trainer) -> float:
@@ -198,9 +198,9 @@ def test_the_operators_of_evaluation_alone_lie_like_their_neighbors() -> None:
     model = modes("two_modes")
     (plan,) = data_parallel(model.training, load_cluster("4xcpu"))
     training, evaluation = model.programs(plan)
-    assert evaluation.program.inputs == training.program.inputs  # a rank's own samples serve both
-    assert moved(evaluation.pcg) == []
-    assert evaluation.pcg.outputs[0][1].layout == Layout((Shard("data", 0, 3),))
+    assert evaluation.only.program.inputs == training.only.program.inputs  # a rank's own samples serve both
+    assert moved(evaluation.only.pcg) == []
+    assert evaluation.only.pcg.outputs[0][1].layout == Layout((Shard("data", 0, 3),))
 
 
 def moved(pcg: PCG) -> list[tuple[str, str]]:
@@ -233,11 +233,11 @@ def test_parameters_are_read_where_they_are_stored() -> None:
     model = Modes(training, evaluation, parameters_of(module, training), batch)
     nodes = (NodeDecision(first, (("k", ("x",)),)), NodeDecision(second, (("n", ("x",)),)))
     compiled = model.programs(Decisions(one_stage(grid({"x": 2})), nodes))
-    homes = {p.input.target: p.layout for p in compiled[0].pcg.parameters}
+    homes = {p.input.target: p.layout for p in compiled[0].only.pcg.parameters}
     assert homes["up"] == Layout((Shard("x", 0, 8),))
-    assert {p.input.target: p.layout for p in compiled[1].pcg.parameters} == homes
-    stored = {p.input.value.name for p in compiled[1].pcg.parameters}
-    assert [name for _, name in moved(compiled[1].pcg) if name in stored] == []
+    assert {p.input.target: p.layout for p in compiled[1].only.pcg.parameters} == homes
+    stored = {p.input.value.name for p in compiled[1].only.pcg.parameters}
+    assert [name for _, name in moved(compiled[1].only.pcg) if name in stored] == []
 
 
 def test_evaluation_has_no_gradients() -> None:
@@ -245,7 +245,7 @@ def test_evaluation_has_no_gradients() -> None:
     model = modes("cnn")
     plan = random_plan(model.training, factorize(model.training), MESHES["2x2"], 0)
     _, evaluation = model.programs(plan)
-    values = [v for f in (evaluation.pcg.main, *evaluation.pcg.functions) for v in f.inputs]
+    values = [v for f in (evaluation.only.pcg.main, *evaluation.only.pcg.functions) for v in f.inputs]
     assert not any(v.differentiable for v in values)
-    rows = {r for r, _ in moved(evaluation.pcg)}
+    rows = {r for r, _ in moved(evaluation.only.pcg)}
     assert not rows & {"replicate", "elect", "combine_varying", "reduce_varying"}

@@ -20,7 +20,7 @@ from parloom.execute.program import compile_pcg
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.samples import sample_dims
-from parloom.runtime import step as step_module
+from parloom.runtime import batches as batches_module
 from parloom.runtime import trainer as trainer_module
 from parloom.comparators.baselines import data_parallel, random_plan
 from tests.examples import examples
@@ -239,7 +239,7 @@ def test_samples_that_meet_others_labels_are_found(monkeypatch: pytest.MonkeyPat
     assert off <= 1e-9
     monkeypatch.setattr(trainer_module, "sample_axes", lambda program, dims: ("y",))
     monkeypatch.setattr(
-        step_module,
+        batches_module,
         "local_dims",
         lambda spec, dims, own: (
             tuple(tuple(d for d in digits if isinstance(d, int)) for digits in spec.dims)

@@ -154,15 +154,15 @@ def test_the_constants_are_those_of_torch() -> None:
 
 def spoiled(one: rt.Trainer, rank: int, value: float) -> None:
     """One element of one gradient that this rank owns is not finite."""
-    finish = one.store.finish_gradients
+    finish = one.parts[0].store.finish_gradients
 
     def spoil() -> None:
         finish()
         if one.comm.rank == rank:
-            owned = [h.owned.grad for h in one.store.helds.values() if h.owned.grad is not None]
+            owned = [h.owned.grad for h in one.parts[0].store.helds.values() if h.owned.grad is not None]
             next(g for g in owned if g.numel()).view(-1)[0] = value
 
-    one.store.finish_gradients = spoil  # type: ignore[method-assign]
+    one.parts[0].store.finish_gradients = spoil  # type: ignore[method-assign]
 
 
 def steps_with_spoiled(name: str, value: float, clip_norm: float | None) -> list[Any]:
@@ -171,12 +171,12 @@ def steps_with_spoiled(name: str, value: float, clip_norm: float | None) -> list
     def body(comm: rt.Comm) -> Any:
         one = trainer(comm, made, adam, rt.LossScale(scale=1024.0), clip_norm)
         train(one, batches(range(2)))
-        before = [h.owned.detach().clone() for h in one.store.helds.values()]
+        before = [h.owned.detach().clone() for h in one.parts[0].store.helds.values()]
         spoiled(one, comm.mesh.num_ranks - 1, value)
         result = one.step(batch(2))
         same = all(
             torch.equal(a, h.owned.detach())
-            for a, h in zip(before, one.store.helds.values(), strict=True)
+            for a, h in zip(before, one.parts[0].store.helds.values(), strict=True)
         )
         times = {float(state["step"]) for state in one.optimizer.state.values()}
         assert one.scheduler is not None

@@ -119,9 +119,9 @@ def pooled(
     for _ in range(3):
         trainer.step(batch)
     states = [t for s in trainer.optimizer.state.values() for t in s.values() if t.dim()]
-    stored = [t for held in trainer.store.helds.values() for t in (held.kept, held.owned)]
+    stored = [t for held in trainer.parts[0].store.helds.values() for t in (held.kept, held.owned)]
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
-    buffers = sum(t.nbytes for free in trainer.store._pool._free.values() for t in free)
+    buffers = sum(t.nbytes for free in trainer.parts[0].store._pool._free.values() for t in free)
     return sum(memory.values()) + sum(t.nbytes for t in states), buffers
 
 

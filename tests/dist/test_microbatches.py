@@ -265,5 +265,5 @@ def test_counts_of_labels_are_those_of_the_whole_batch(monkeypatch: pytest.Monke
         assert program.prologue is not None
         return tuple(2 * value for value in program.prologue(ctx, batches.microbatch(1)))
 
-    monkeypatch.setattr("parloom.runtime.step.hoist", of_the_last)
+    monkeypatch.setattr("parloom.runtime.passes.hoist", of_the_last)
     assert found.error(decisions)[0] > 1e-3

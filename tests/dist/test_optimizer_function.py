@@ -247,7 +247,7 @@ def test_parameters_stay_as_they_were(
         assert_equal_to_one_device(layout, maker)
 
     def change(trainer: rt.Trainer) -> None:
-        maker([(held.name, held.owned) for held in trainer.store.helds.values()])
+        maker([(held.name, held.owned) for held in trainer.parts[0].store.helds.values()])
 
     with pytest.raises(InputError, match=why):
         trained(layout, mlp.sgd, change)

@@ -45,7 +45,7 @@ def gradients(made: rt.Program) -> list[Tensor]:
         one = rt.Trainer(made, weights, optimizer=mlp.sgd, comm=comm)
         for _ in range(2):
             one.step({"x": torch.ones(MICROBATCHES, dtype=torch.bfloat16)})
-        gradient = one.store.helds["gain"].owned.grad
+        gradient = one.parts[0].store.helds["gain"].owned.grad
         assert gradient is not None
         return gradient
 
@@ -80,7 +80,7 @@ def test_one_rank_copies_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mlp.program(mlp.with_time(rt.grid({"x": 1}), 3), mlp.Layout(("x",)))
     comm = rt.SingleComm(made.mesh)
     one = rt.Trainer(made, mlp.model().state_dict(), optimizer=mlp.sgd, comm=comm)
-    held = one.store.helds["up.weight"]
+    held = one.parts[0].store.helds["up.weight"]
     seen: list[int] = []
 
     def note(weight: Tensor) -> None:

@@ -146,7 +146,7 @@ def trained(
         blocks=blocks,
     )
     losses = [trainer.step(batch).loss for _ in range(3)]
-    return losses, [held.owned.detach() for held in trainer.store.helds.values()]
+    return losses, [held.owned.detach() for held in trainer.parts[0].store.helds.values()]
 
 
 @pytest.mark.parametrize("name", ["bert_large", "llama", "inception_v3_artifact"])

@@ -243,7 +243,7 @@ def mixed() -> rt.Trainer:
 
 def train_mixed(run: rt.Trainer, steps: range) -> mlp.Run:
     losses = [run.step(mlp.batch(torch.bfloat16, step)).loss.item() for step in steps]
-    masters = {name: held.owned.detach().clone() for name, held in run.store.helds.items()}
+    masters = {name: held.owned.detach().clone() for name, held in run.parts[0].store.helds.items()}
     return mlp.Run(losses, [], masters)
 
 

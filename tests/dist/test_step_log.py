@@ -49,7 +49,7 @@ def test_a_trainer_is_whole_when_it_is_made(
 ) -> None:
     """Nothing is set from outside: the constructor's arguments are enough for every method."""
     model, batch = build()
-    program = training_program(plan).program
+    program = training_program(plan).only.program
     done: list[str] = []
     run = train.Run(
         plan,

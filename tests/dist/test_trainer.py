@@ -77,7 +77,7 @@ def test_one_rank_is_the_single_device() -> None:
 def test_parameters_without_gradient_are_left_alone(storage: str) -> None:
     def body(one: rt.Trainer) -> None:
         one.step(mlp.batch())
-        helds = one.store.helds
+        helds = one.parts[0].store.helds
         assert helds["unused"].owned.grad is None
         assert helds["frozen"].owned.grad is None
         assert helds["gain"].owned.grad is not None
@@ -97,7 +97,7 @@ def test_bf16_weights_with_fp32_masters(storage: str, reduce_dtype: str | None) 
     def body(one: rt.Trainer) -> dict[str, Tensor]:
         for step in range(3):
             one.step(mlp.batch(torch.bfloat16, seed=step))
-        for held in one.store.helds.values():
+        for held in one.parts[0].store.helds.values():
             if held.spec.trainable:
                 assert held.owned.dtype == torch.float32
                 assert torch.equal(held.stored, held.owned.detach().bfloat16())

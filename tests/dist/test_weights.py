@@ -29,10 +29,15 @@ class FakeProgram:
     parameters: tuple[FakeParameter, ...] = ()
 
 
+@dataclass(frozen=True)
+class FakePipeline:
+    programs: tuple[FakeProgram, ...] = (FakeProgram(),)
+
+
 @dataclass
 class FakeExport:
     held: list[FakeShard]
-    program: FakeProgram = FakeProgram()
+    pipeline: FakePipeline = FakePipeline()
 
     def shards(self) -> Iterator[FakeShard]:
         yield from self.held
@@ -108,7 +113,8 @@ def test_only_the_users_weights_go_out_in_their_own_dtype(tmp_path: Path) -> Non
         one(torch.ones(3), "running_mean"),
         one(torch.ones(3), "inv_freq"),
     ]
-    trainer = FakeExport(shards, FakeProgram((FakeParameter("w", "bfloat16"),)))
+    program = FakeProgram((FakeParameter("w", "bfloat16"),))
+    trainer = FakeExport(shards, FakePipeline((program,)))
     file = weights.export_safetensors(trainer, tmp_path, names={"w", "lm_head", "running_mean"})
     assert {name: value.dtype for name, value in load_file(file).items()} == {
         "w": torch.bfloat16,

@@ -27,4 +27,4 @@ def test_a_gpu_is_measured() -> None:
     assert best["bfloat16"] > best["float32"] > 5e12
     assert made.launch_s < 1e-4
     _, kernels = calibrated(load_cluster("1xH100"), made)
-    assert source_of(pcg, kernels, made).name == "measured"
+    assert source_of([pcg], kernels, made).name == "measured"

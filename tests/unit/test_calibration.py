@@ -213,7 +213,7 @@ def test_predictions_follow_the_table_and_say_so() -> None:
     (decisions,) = data_parallel(graph, CLUSTER)
     pcg = lower(graph, decisions)
     cluster, kernels = calibrated(CLUSTER, MADE)
-    assert source_of(pcg, kernels, MADE).name == CALIBRATED
+    assert source_of([pcg], kernels, MADE).name == CALIBRATED
     computes = [item for item in pcg.main.body if isinstance(item, Compute)]
     operators = tuple(
         Timed(key, 0.01, 0.02)
@@ -221,7 +221,7 @@ def test_predictions_follow_the_table_and_say_so() -> None:
     )
     full = replace(MADE, operators=operators)
     cluster, kernels = calibrated(CLUSTER, full)
-    found = source_of(pcg, kernels, full)
+    found = source_of([pcg], kernels, full)
     assert found.name == MEASURED
     assert found.error == pytest.approx(math.hypot(CPU_ERRORS[MEASURED], full.error))
     played = simulate(pcg, cluster, decisions, kernels=kernels)
@@ -234,7 +234,7 @@ def test_predictions_follow_the_table_and_say_so() -> None:
     assert error_of("spec", mi300) > error_of("spec", h100)
     assert error_of("spec", h100, h100.memory_bytes) > error_of("spec", h100)
     # Rates of another machine are used, and said to be less sure.
-    strange = source_of(pcg, kernels, full, mismatches(full, CLUSTER, replace(HERE, cores=64)))
+    strange = source_of([pcg], kernels, full, mismatches(full, CLUSTER, replace(HERE, cores=64)))
     assert strange.error > found.error
     assert strange.notes == ("calibrated on another machine (cores: 2, not 64)",)
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from parloom.cost.clusters import load_cluster
 from parloom.cost.engine import Launch
 from parloom.cost.pipeline import (
+    Edge,
     Send,
     Shared,
     StageActions,
     action_lists,
+    chain,
     send,
     simulate_pipeline,
 )
@@ -106,10 +108,9 @@ def longest_path(lists: Lists, times: list[Times], sends: int) -> int:
     return max(end[a] for a in end if "send" not in a.kind)
 
 
-def uneven(times: list[Times], sends: int) -> list[StageActions]:
-    sent = Send(latency_ps=sends)
+def uneven(times: list[Times]) -> list[StageActions]:
     return [
-        StageActions(str(i), {k: profile(t) for k, t in zip("FBW", each, strict=True)}, sent, sent)
+        StageActions(str(i), {k: profile(t) for k, t in zip("FBW", each, strict=True)})
         for i, each in enumerate(times)
     ]
 
@@ -137,9 +138,11 @@ def repeated(lists: Lists, steps: int) -> Lists:
 def test_uneven_stages_are_the_longest_path(
     name: str, times: list[Times], microbatches: int, sends: int
 ) -> None:
-    stages, split = uneven(times, sends), splits_backward(name)
-    lists = action_lists(name, stages, microbatches)
-    found = simulate_pipeline(lists, stages, synchronizes=False)
+    stages, split = uneven(times), splits_backward(name)
+    sent = Send(latency_ps=sends)
+    edges = chain(len(stages), sent, sent)
+    lists = action_lists(name, stages, microbatches, edges=edges)
+    found = simulate_pipeline(lists, stages, edges, synchronizes=False)
     assert found.step_ps == longest_path(lists, times, sends)
     assert found.period_ps is not None
     assert found.bound_ps <= found.period_ps <= found.step_ps
@@ -191,18 +194,52 @@ def test_memory_peaks_are_the_microbatches_in_flight(name: str, size: tuple[int,
 def test_messages_share_a_link_and_take_their_time() -> None:
     quick = {"F": profile(10), "B": profile(10)}
     # The second message of the first rank waits for the first: one channel for each direction.
-    stages = [StageActions(str(i), quick, Send(1, 100), Send(0, 0)) for i in range(2)]
-    found = simulate_pipeline(schedule("gpipe", 2, 2), stages)
+    stages = [StageActions(str(i), quick) for i in range(6)]
+    found = simulate_pipeline(schedule("gpipe", 2, 2), stages[:2], chain(2, Send(1, 100)))
     sent = [(m.name, m.start_ps, m.end_ps, m.used_ps) for m in found.messages if m.end_ps > 100]
     assert sent[:2] == [
-        ("F0 of stage 0", 10, 111, 111),
-        ("F1 of stage 0", 111, 212, 212),
+        ("F0 from stage 0 to 1", 10, 111, 111),
+        ("F1 from stage 0 to 1", 111, 212, 212),
     ]
     # Between two ranks both directions have links of their own; three in a ring share none.
-    ring = [StageActions(str(i), quick, Send(0, 100), Send(0, 100)) for i in range(6)]
     lists = schedule("interleaved_1f1b", 6, 3, 2)
     times = [(10, 10, 0)] * 6
-    assert simulate_pipeline(lists, ring).step_ps >= longest_path(lists, times, 100)
+    ring = chain(6, Send(0, 100), Send(0, 100))
+    assert simulate_pipeline(lists, stages, ring).step_ps >= longest_path(lists, times, 100)
+
+
+def test_stages_that_form_a_graph() -> None:
+    """Two branches between a first and a last stage; a gradient comes back on one of them only."""
+    stages = [StageActions(str(i), {"F": profile(10 + i), "B": profile(20 + i)}) for i in range(4)]
+    lists = tuple((Action("F", 0, stage), Action("B", 0, stage)) for stage in range(4))
+    edges = [
+        Edge(0, 1, Send(1), Send(2)),
+        Edge(0, 2, Send(3), None),
+        Edge(1, 3, Send(5), Send(7)),
+        Edge(2, 3, Send(100), Send(9)),
+    ]
+    found = simulate_pipeline(lists, stages, edges)
+    # Forward by stage 2: 10 + (1 + 3, one message after the other) + 12 + 100 + 13; back by stage
+    # 1: 23 + 7 + 21 + 2 + 20.
+    assert found.step_ps == 139 + 73
+    # Without what goes over the slow edge, by stage 1: 10 + 1 + 11 + 5 + 13 and the same back.
+    assert simulate_pipeline(lists, stages, edges[:3]).step_ps == 40 + 73
+    assert sorted(m.name for m in found.messages) == [
+        "B0 from stage 1 to 0", "B0 from stage 3 to 1", "B0 from stage 3 to 2",
+        "F0 from stage 0 to 1", "F0 from stage 0 to 2", "F0 from stage 1 to 3",
+        "F0 from stage 2 to 3",
+    ]  # fmt: skip
+
+
+def test_stages_lie_where_the_lists_have_them() -> None:
+    """A V of four stages on two ranks: nothing is sent in its middle."""
+    stages = [StageActions(str(i), {"F": profile(10), "B": profile(10)}) for i in range(4)]
+    lists = (
+        (Action("F", 0, 0), Action("F", 0, 3), Action("B", 0, 3), Action("B", 0, 0)),
+        (Action("F", 0, 1), Action("F", 0, 2), Action("B", 0, 2), Action("B", 0, 1)),
+    )
+    sent = Send(latency_ps=5)
+    assert simulate_pipeline(lists, stages, chain(4, sent, sent)).step_ps == 80 + 4 * 5
 
 
 def test_what_is_left_under_way_shares_the_link_and_is_waited_for() -> None:
@@ -231,7 +268,7 @@ def test_gradients_of_shared_weights_are_added_before_the_update(synchronizes: b
     assert step_ps(Shared((0, 2), Send(5, 100))) == 60 + 105 + 7
     # Both leave rank 0 by the same link.
     assert step_ps(Shared((0, 2), Send(0, 100)), Shared((0, 1), Send(0, 100))) == 60 + 200 + 7
-    assert step_ps(Shared((1, 4), Send(5, 100))) == 67  # on one rank
+    assert step_ps(Shared((1, 1), Send(5, 100))) == 67  # on one rank
 
 
 def test_the_last_backward_pass_may_differ() -> None:
@@ -256,8 +293,11 @@ def test_lists_that_wait_for_each_other_are_an_error() -> None:
     stages = [StageActions(str(i), {"F": profile(1), "B": profile(1)}) for i in range(2)]
     with pytest.raises(VerifyError, match="nobody launches pipeline"):
         simulate_pipeline(lists, stages)
-    with pytest.raises(InputError, match="3 stages on 2 ranks"):
+    with pytest.raises(InputError, match="stage 2 of 3 is on no rank"):
         simulate_pipeline(lists, [*stages, stages[0]])
+    twice = (lists[0], (*lists[1], Action("F", 0, 0)))
+    with pytest.raises(InputError, match=r"stage 0 of 2 is on ranks \[0, 1\]; a stage is on one"):
+        simulate_pipeline(twice, stages)
 
 
 UNIT: Times = (5, 5, 5)

@@ -10,7 +10,7 @@ import pytest
 
 from parloom import cli
 from parloom.cost.clusters import load_cluster
-from parloom.cost.pipeline import Send, StageActions, simulate_pipeline
+from parloom.cost.pipeline import Send, StageActions, chain, simulate_pipeline
 from parloom.cost.simulate import simulate
 from parloom.cost.tasks import ACTIVATIONS, COMPONENTS
 from parloom.cost.timeline import Memory, Timeline, sampled
@@ -40,10 +40,9 @@ def pipeline() -> Timeline:
         "B": profile(2 * 10**6, Memory(tuple(given_back))),
         "STEP": profile(10**6),
     }
-    stages = [
-        StageActions(f"stage {i}", actions, Send(10, 10**5), Send(10, 10**5)) for i in range(3)
-    ]
-    return simulate_pipeline(schedule("1f1b", 3, 4), stages)
+    stages = [StageActions(f"stage {i}", actions) for i in range(3)]
+    sent = Send(10, 10**5)
+    return simulate_pipeline(schedule("1f1b", 3, 4), stages, chain(3, sent, sent))
 
 
 def events(text: str, kind: str) -> list[dict[str, Any]]:

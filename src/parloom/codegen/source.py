@@ -237,13 +237,16 @@ def _forward(pcg: PCG, weights: _Weights) -> str:
         f"    {identifier(value.name)} = hoisted[{i}]" for i, (_, value) in enumerate(pcg.hoisted)
     ]
     named = (*pcg.updates, *pcg.outputs)
-    kept = {value.name for _, value in named} | ({pcg.loss.name} if pcg.loss else set())
+    kept = {value.name for _, value in named} | {value.name for value in pcg.leaving}
+    kept |= {pcg.loss.name} if pcg.loss else set()
     lines += _main_statements(pcg, pcg.main.body, kept, weights)
     parts = [f"loss={identifier(pcg.loss.name)}" if pcg.loss else "loss=torch.zeros(())"]
     unsummed = tuple(a for a in pcg.loss.layout.partial_axes if a != TIME) if pcg.loss else ()
     if unsummed:
         parts.append(f"partial={unsummed!r}")
-    for field, pairs in (("updates", pcg.updates), ("outputs", pcg.outputs)):
+    leaving = zip(pcg.graph.leaving, pcg.leaving, strict=True)
+    fields = ("updates", pcg.updates), ("outputs", pcg.outputs), ("leaving", tuple(leaving))
+    for field, pairs in fields:
         if pairs:
             entries = ", ".join(f"{name!r}: {identifier(value.name)}" for name, value in pairs)
             parts.append(f"{field}={{{entries}}}")
@@ -283,8 +286,10 @@ def _fetch(entry: Input) -> str:
         data, dtype = literal(entry.data), literal(Dtype(spec.dtype))
         key = f"{name}:{sha256(data.encode()).hexdigest()[:8]}"
         return f"{name} = ctx.constant({key!r}, {data}, {dtype}, {literal(spec.shape)})"
-    getter = {"parameter": "ctx.weight({!r})", "buffer": "ctx.buffer({!r})", "batch": "batch[{!r}]"}
-    return f"{name} = {getter[entry.kind].format(entry.target)}"
+    getter = {"parameter": "ctx.weight({!r})", "buffer": "ctx.buffer({!r})"}.get(
+        entry.kind, "batch[{!r}]"
+    )
+    return f"{name} = {getter.format(entry.target)}"
 
 
 def _statements(

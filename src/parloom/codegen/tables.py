@@ -6,6 +6,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.microbatches import whole_input
 from parloom.ir.pcg import PCG, TIME, Compute, Movement, PParameter, PValue, operands_of
 from parloom.ir.schedules import schedule
+from parloom.ir.stages import ARRIVING
 from parloom.ir.step_program import EACH_STEP, StepNode, step_program
 from parloom.rewrite.pad import valid_rows
 
@@ -33,8 +34,14 @@ def tables(pcg: PCG) -> str:
         "buffers",
         [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("buffer")],
     )
+    arriving = [(i.target, i.value.name) for i in pcg.graph.of_kind(ARRIVING)]
+    sent = zip(pcg.graph.leaving, pcg.leaving, strict=True)
+    lines += _block("arriving", [_crossing(t, n, batch[n], pcg.mesh) for t, n in arriving])
+    lines += _block("leaving", [_crossing(n, n, v, pcg.mesh) for n, v in sent])
     lines += _block("outputs", [_tensor(n, v, pcg.mesh) for n, v in pcg.outputs])
     lines += _block("parameters", [_parameter(p, pcg) for p in pcg.parameters])
+    if pcg.loss is None:
+        lines.append("    has_loss=False,")
     lines += _block("step", [_step_node(node) for node in step_program(pcg)])
     lines.append(f"    num_microbatches={pcg.num_microbatches},")
     if pcg.decisions.accumulates:
@@ -56,7 +63,7 @@ def _read(pcg: PCG) -> set[str]:
     left = [value for _, value in (*pcg.outputs, *pcg.updates, *pcg.hoisted)]
     items = (*pcg.prologue, *pcg.main.body)
     found = {value.name for item in items for value in operands_of(item)}
-    return found | {value.name for value in (*left, *pcg.main.outputs)}
+    return found | {value.name for value in (*left, *pcg.leaving, *pcg.main.outputs)}
 
 
 def _block(name: str, entries: list[str]) -> list[str]:
@@ -73,6 +80,11 @@ def _tensor(name: str, value: PValue, mesh: Mesh) -> str:
     spec = value.spec
     dims = _dims(value.layout, spec.shape, mesh)
     return f"rt.TensorSpec({name!r}, {spec.shape!r}, {spec.dtype!r}, {dims})"
+
+
+def _crossing(target: str, name: str, value: PValue, mesh: Mesh) -> str:
+    flows = ", True" if value.differentiable else ""
+    return f"rt.Crossing({name!r}, {_tensor(target, value, mesh)}{flows})"
 
 
 def _input(entry: Input, value: PValue, pcg: PCG) -> str:

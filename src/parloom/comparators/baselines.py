@@ -29,6 +29,7 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
+from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage, one_stage
 from parloom.search.spread import Assignment
 
@@ -130,7 +131,16 @@ def random_plan(
     order, of which weight and gradient take the first ones.
     """
     rng = random.Random(seed)
-    nodes = []
+    nodes = tuple(random_assignment(graph, factored, mesh, rng, num_microbatches))
+    plan = Decisions(one_stage(mesh), nodes, num_microbatches=num_microbatches)
+    pcg = lower(graph, plan, factored=factored)
+    return replace(plan, parameters=tuple(random_storage(pcg, rng)))
+
+
+def random_assignment(
+    graph: Graph, factored: Factored, mesh: Mesh, rng: random.Random, num_microbatches: int
+) -> Iterator[NodeDecision]:
+    """The drawn layouts of `random_plan`."""
     for flat in graph.flat():
         rule = factored.rule(flat.function, flat.node)
         assignment: Assignment = {}
@@ -146,26 +156,21 @@ def random_plan(
             ]
             for factor in rng.choice(fitting):
                 assignment[factor] = (*assignment.get(factor, ()), axis)
-        nodes.append(NodeDecision(flat.key, tuple(assignment.items())))
-    plan = Decisions(one_stage(mesh), tuple(nodes), num_microbatches=num_microbatches)
-    return replace(plan, parameters=_random_storage(graph, factored, plan, rng))
+        yield NodeDecision(flat.key, tuple(assignment.items()))
 
 
-def _random_storage(
-    graph: Graph, factored: Factored, plan: Decisions, rng: random.Random
-) -> tuple[ParameterDecision, ...]:
-    result = []
-    for parameter in lower(graph, plan, factored=factored).parameters:
+def random_storage(pcg: PCG, rng: random.Random) -> Iterator[ParameterDecision]:
+    """The drawn storage of `random_plan`."""
+    for parameter in pcg.parameters:
         shape = parameter.input.value.spec.shape
-        free = [a for a in plan.mesh.names if a not in parameter.layout.axes]
+        free = [a for a in pcg.decisions.mesh.names if a not in parameter.layout.axes]
         axes = tuple(rng.sample(free, rng.randint(0, len(free))))
         if not shape or not axes:
             continue
         dim = rng.randrange(len(shape))
         ends = sorted((*rng.choices(range(len(axes) + 1), k=2), len(axes)))
         chunks = (Storage(axes[:end], dim if end else 0) for end in ends)
-        result.append(ParameterDecision(parameter.input.target, *chunks))
-    return tuple(result)
+        yield ParameterDecision(parameter.input.target, *chunks)
 
 
 def random_plans(

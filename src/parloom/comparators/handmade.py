@@ -14,6 +14,7 @@ from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
 from parloom.cost.parameters import Parameters
 from parloom.cost.pipeline import (
+    Edge,
     Send,
     Shared,
     StageActions,
@@ -132,14 +133,15 @@ class Program:
                 known[id(pcg)] = play_stage("", found, player, split=name in SPLIT)
                 parameters[id(pcg)] = found.found.parameters
             actions = replace(known[id(pcg)], name=f"stage {index}")
-            sent = _send(index, pcg, chosen, cluster) if index + 1 < len(self.parts) else Send()
-            # What goes back is what came.
-            came = stages[-1].forward if stages else Send()
-            stages.append(replace(actions, forward=sent, backward=came))
+            stages.append(actions)
         count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
-        lists = action_lists(name, stages, count, chosen.interleave)
+        # What goes back is what came.
+        sent = [_send(i, pcg, chosen, cluster) for i, pcg in enumerate(self.lowered[:-1])]
+        edges = [Edge(index, index + 1, each, each) for index, each in enumerate(sent)]
+        lists = action_lists(name, stages, count, chosen.interleave, edges)
         shared = self._shared([parameters[id(pcg)] for pcg in self.lowered], cluster)
-        return simulate_pipeline(lists, stages, shared=shared, synchronizes=chosen.synchronizes)
+        synchronizes = chosen.synchronizes
+        return simulate_pipeline(lists, stages, edges, shared=shared, synchronizes=synchronizes)
 
     def _shared(self, stages: Sequence[Parameters], cluster: Cluster) -> tuple[Shared, ...]:
         """Weights that several stages have; those that the same stages have travel together."""

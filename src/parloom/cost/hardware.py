@@ -5,7 +5,9 @@ from typing import Protocol
 
 from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import simulate
+from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
+from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Prediction
@@ -29,6 +31,11 @@ class Hardware(Protocol):
     def predict(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Prediction:
         """What a plan says of itself."""
 
+    def predict_stages(
+        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer
+    ) -> Prediction:
+        """The same of a plan of several stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class DataSheets:
@@ -45,3 +52,9 @@ class DataSheets:
 
     def predict(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Prediction:
         return self.simulate(pcg, decisions, optimizer).prediction()
+
+    def predict_stages(
+        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer
+    ) -> Prediction:
+        played = simulate_stages(lowered, self.cluster, decisions, optimizer, self.kernels)
+        return played.prediction()

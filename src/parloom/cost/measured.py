@@ -265,9 +265,8 @@ def mismatches(
     lines: list[str] = []
     if cluster.device.name == "cpu" and here is not None:
         lines += found.differences(here)
-    else:
-        if found.device != cluster.device.name:
-            lines.append(f"device: {found.device}, not {cluster.device.name}")
+    elif found.device != cluster.device.name:
+        lines.append(f"device: {found.device}, not {cluster.device.name}")
     for measured, described in zip(calibration.links, links_of(cluster), strict=False):
         if measured != described:
             lines.append(f"links: {measured}, not {described}")
@@ -287,15 +286,14 @@ def error_of(source: str, device: Device, peak_bytes: int = 0) -> float:
 
 
 def source_of(
-    pcg: PCG, kernels: Kernels, calibration: Calibration, different: Iterable[str] = ()
+    pcgs: Sequence[PCG], kernels: Kernels, calibration: Calibration, different: Iterable[str] = ()
 ) -> Source:
-    """The source of a prediction for `pcg`, with its band, which repetitions, a `different` machine
-    and ranks that were not measured together widen.
+    """The source of a prediction for the programs of all stages, with its band, which repetitions,
+    a `different` machine and ranks that were not measured together widen.
     """
     times = {MEASURED: 0.0, CALIBRATED: 0.0, SPEC: 0.0}
-    bodies = {function.name: function.body for function in pcg.functions}
-    for body in (pcg.main.body, *bodies.values()):
-        for item in body:
+    for pcg in pcgs:
+        for item in (item for f in (pcg.main, *pcg.functions) for item in f.body):
             if isinstance(item, Compute):
                 found = kernels.seconds(local_operator(item, pcg.mesh))
                 times[found.source] += found.forward_s + found.backward_s
@@ -304,7 +302,7 @@ def source_of(
     error = math.hypot(error_of(name, kernels.device), calibration.error)
     notes = [f"calibrated on another machine ({line})" for line in different]
     unknown = [bool(notes)]
-    if calibration.num_ranks == 1 and pcg.mesh.num_ranks > 1:
+    if calibration.num_ranks == 1 and sum(pcg.decisions.num_ranks for pcg in pcgs) > 1:
         notes.append(ALONE)
         unknown.append(True)
     error = math.hypot(error, *(error_of(SPEC, kernels.device) * more for more in unknown))

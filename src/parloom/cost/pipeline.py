@@ -1,6 +1,7 @@
 """Pipelines: the actions of every stage, each played once, run across ranks as a schedule says.
 
-One rank stands for all of a stage. An action takes as long as it took when it was played alone;
+Stages form a directed acyclic graph, of which schedules by name take chains. One rank stands for
+all of a stage. An action takes as long as it took when it was played alone;
 what it leaves under way (reductions of gradients) goes on beside the next ones. Activations and
 their gradients are sent when an action is over, beside whatever runs next, and share the links of
 both ranks with all that is under way.
@@ -25,7 +26,6 @@ from parloom.ir.plan import Action
 from parloom.ir.schedules import AUTOMATIC, Lists, schedule
 from parloom.ir.zero_bubble import PassTimes, zero_bubble
 
-DIRECTIONS = {"F": 1, "B": -1}
 # Steps that are played for the period: the first one starts with idle ranks, and the two after it
 # are as far apart as all later ones.
 REPEATED = 3
@@ -36,29 +36,48 @@ SHARED = "gradients of shared weights"
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What one rank sends to its peer in the next or the last stage: alone, latency and then
-    `moves_ps` on the links of topology level `level`.
+    """What one rank sends to its peer in another stage: alone, latency and then `moves_ps` on the
+    links of topology level `level`.
     """
 
     latency_ps: int = 0
     moves_ps: int = 0
     level: int = 0
 
+    @property
+    def ps(self) -> int:
+        """How long it takes alone."""
+        return self.latency_ps + self.moves_ps
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What stage `source` sends to `target` after F, and gets back after B: None where no gradient
+    is wanted.
+    """
+
+    source: int
+    target: int
+    forward: Send = Send()
+    backward: Send | None = Send()
+
+
+def chain(count: int, forward: Send = Send(), backward: Send = Send()) -> tuple[Edge, ...]:
+    """Stages of which each feeds the next one."""
+    return tuple(Edge(index, index + 1, forward, backward) for index in range(count - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class StageActions:
-    """A stage: what its actions are like by kind, and what it sends.
+    """A stage: what its actions are like by kind.
 
     `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split (`B` is
     then its first half); `B first`, `B last` and `W last` are those of the first and the last
     microbatch, where they differ.
-    `forward` is sent to the next stage after F, `backward` to the one before after B.
     """
 
     name: str
     actions: Mapping[str, Played]
-    forward: Send = Send()
-    backward: Send = Send()
     base: tuple[int, ...] = NOTHING
 
 
@@ -113,18 +132,24 @@ class _Rank:
 
 
 def action_lists(
-    name: str, stages: Sequence[StageActions], num_microbatches: int, chunks: int = 1
+    name: str,
+    stages: Sequence[StageActions],
+    num_microbatches: int,
+    chunks: int = 1,
+    edges: Sequence[Edge] = (),
 ) -> Lists:
-    """The action lists of schedule `name` for stages, of which `chunks` are on each rank.
+    """The action lists of schedule `name` for a chain of stages, `chunks` of them on each rank;
+    `edges` say how long those that are made for the times of stages have to wait for what is sent.
 
     Raises `InputError` for an unknown schedule and for numbers that it cannot take.
     """
     if name not in AUTOMATIC or chunks > 1:
         return schedule(name, len(stages), num_microbatches, chunks)
-    return zero_bubble([_times(stage) for stage in stages], num_microbatches, AUTOMATIC[name])
+    times = [_times(stage, index, edges) for index, stage in enumerate(stages)]
+    return zero_bubble(times, num_microbatches, AUTOMATIC[name])
 
 
-def _times(stage: StageActions) -> PassTimes:
+def _times(stage: StageActions, index: int, edges: Sequence[Edge]) -> PassTimes:
     forward, backward, weights = (stage.actions[kind] for kind in "FBW")
     held = sum(forward.memory.net)
     kept = held + sum(backward.memory.net)
@@ -132,8 +157,8 @@ def _times(stage: StageActions) -> PassTimes:
         forward.ps,
         backward.ps,
         weights.ps,
-        stage.forward.latency_ps + stage.forward.moves_ps,
-        stage.backward.latency_ps + stage.backward.moves_ps,
+        max((e.forward.ps for e in edges if e.source == index), default=0),
+        max((e.backward.ps for e in edges if e.target == index and e.backward), default=0),
         # A stage that keeps nothing counts its microbatches.
         *((held, max(0, kept)) if held > 0 else (1, 1)),
     )
@@ -142,17 +167,20 @@ def _times(stage: StageActions) -> PassTimes:
 def simulate_pipeline(
     lists: Lists,
     stages: Sequence[StageActions],
+    edges: Sequence[Edge] | None = None,
     *,
     shared: Sequence[Shared] = (),
     synchronizes: bool = True,
 ) -> Timeline:
-    """Run the action lists of all ranks; stage s is on rank s % ranks, and `shared` are weights
-    that several stages have.
+    """Run the action lists of all ranks; a stage is on the rank whose list has its passes.
 
-    Where steps do not synchronize, several are played for the period. Raises `VerifyError` where
-    the lists wait for each other.
+    Without `edges` stages are a chain in which sending takes no time; `shared` are weights that
+    several stages have. Where steps do not synchronize, several are played for the period. Raises
+    `InputError` for a stage that is on no rank or on two, `VerifyError` where the lists wait for
+    each other.
     """
-    pipeline = _Pipeline(lists, stages, shared, synchronizes)
+    edges = chain(len(stages)) if edges is None else edges
+    pipeline = _Pipeline(lists, stages, edges, shared, synchronizes)
     found = pipeline.run()
     return found if synchronizes else replace(found, period_ps=pipeline.period_ps())
 
@@ -162,22 +190,24 @@ class _Pipeline:
         self,
         lists: Lists,
         stages: Sequence[StageActions],
+        edges: Sequence[Edge],
         shared: Sequence[Shared],
         synchronizes: bool,
     ) -> None:
-        if len(stages) % len(lists):
-            raise InputError(f"{len(stages)} stages on {len(lists)} ranks: not as many on each")
         self.lists, self.stages = lists, stages
-        rings = [(dict.fromkeys(s % len(lists) for s in each.stages), each.sent) for each in shared]
+        self.rank_of = _placed(lists, len(stages))
+        # Between stages on one rank nothing is sent.
+        self.edges = [e for e in edges if self.rank_of[e.source] != self.rank_of[e.target]]
+        self.ways: dict[str, tuple[int, int]] = {}
+        rings = [(dict.fromkeys(self.rank_of[s] for s in e.stages), e.sent) for e in shared]
         self.shared = [(tuple(ring), sent) for ring, sent in rings if len(ring) > 1]
         updates = any("STEP" in stage.actions for stage in stages)
         self.synchronizes = synchronizes and updates and len(lists) > 1
-        self.levels = 1 + max(
-            [flow.links[0] for s in stages for p in s.actions.values() for t in p.state
-             for flow in t.flows]
-            + [max(s.forward.level, s.backward.level) for s in stages]
-            + [sent.level for _, sent in self.shared]
-        )  # fmt: skip
+        left = (state for s in stages for p in s.actions.values() for state in p.state)
+        sends = [sent for e in self.edges for sent in (e.forward, e.backward) if sent]
+        sends += [sent for _, sent in self.shared]
+        used = [flow.links[0] for state in left for flow in state.flows]
+        self.levels = 1 + max([*used, *(sent.level for sent in sends)], default=0)
 
     def run(self) -> Timeline:
         """Play all ranks."""
@@ -191,11 +221,9 @@ class _Pipeline:
             kind, _, name = moved.key.partition("|")
             rank = int(owner)
             if kind == "pipeline":
-                peer = (rank + DIRECTIONS[name[0]]) % len(ranks)
                 when = used.get(moved.key, moved.end_ps)
-                messages.append(
-                    Message(name, rank, peer, channel, moved.start_ps, moved.end_ps, when)
-                )
+                ends = self.ways[moved.key]
+                messages.append(Message(name, *ends, channel, moved.start_ps, moved.end_ps, when))
             elif kind != NORM:
                 left[rank].append(Slice(rank, channel, name, kind, moved.start_ps, moved.end_ps))
         processes = tuple(self._process(rank, outcome, left[rank.index]) for rank in ranks)
@@ -222,7 +250,7 @@ class _Pipeline:
         waited: dict[str, int] = {}
         for _, key, ps in outcome.waited[rank.index]:
             waited[kind_of(key)] = waited.get(kind_of(key), 0) + ps
-        mine = self.stages[rank.index :: len(self.lists)]
+        mine = self._on(rank.index)
         base = tuple(map(sum, zip(*(stage.base for stage in mine), strict=True)))
         name = ", ".join(stage.name for stage in mine)
         return Process(name, spans, base, tuple(waited.items()), tuple(left))
@@ -254,14 +282,20 @@ class _Pipeline:
         played = stage.actions[action.kind]
         if place:
             played = stage.actions.get(f"{action.kind} {place}", played)
-        self._run(rank, f"{action}", played, self._needs(action))
-        way = DIRECTIONS.get(action.kind)
-        if way is None or not self._sends(action.stage, action.stage + way):
-            return
-        sent = stage.forward if way > 0 else stage.backward
-        peer = (rank.index + way) % len(self.lists)
-        channel = f"{rank.index} send {'forward' if way > 0 else 'backward'}"
-        self._send(rank, peer, sent, _key(action), channel)
+        alone = len(self._on(rank.index)) == 1
+        name = f"{action.kind}{action.microbatch}" if alone else str(action)
+        self._run(rank, name, played, self._needs(action))
+        for edge in self.edges:
+            back = action.kind == "B"
+            end = edge.target if back else edge.source
+            sent = edge.backward if back else edge.forward
+            if action.kind not in "FB" or end != action.stage or sent is None:
+                continue
+            peer = self.rank_of[edge.source if back else edge.target]
+            key = _key(action.kind, action.microbatch or 0, edge)
+            self.ways[key] = rank.index, peer
+            channel = f"{rank.index} send {'backward' if back else 'forward'}"
+            self._send(rank, peer, sent, key, channel)
 
     def _send(self, rank: _Rank, peer: int, sent: Send, key: str, channel: str) -> None:
         flows: tuple[Flow, ...] = ()
@@ -291,7 +325,7 @@ class _Pipeline:
             channel = f"{rank.index} {NORM}"
             rank.instructions.append(Launch(f"{NORM}|{rank.index}", channel))
             rank.under_way += (f"{NORM}|{other}" for other in range(len(self.lists)))
-        for stage in self.stages[rank.index :: len(self.lists)]:
+        for stage in self._on(rank.index):
             if kind in stage.actions:
                 waits, rank.under_way = tuple(rank.under_way), []
                 self._run(rank, kind, stage.actions[kind], waits)
@@ -310,16 +344,19 @@ class _Pipeline:
             rank.under_way.append(key)
 
     def _needs(self, action: Action) -> tuple[str, ...]:
-        """The message that an action reads."""
-        way = DIRECTIONS.get(action.kind)
-        if way is None or not self._sends(action.stage - way, action.stage):
+        """The messages that an action reads."""
+        microbatch = action.microbatch or 0
+        if action.kind == "F":
+            mine = [edge for edge in self.edges if edge.target == action.stage]
+        elif action.kind == "B":
+            mine = [edge for edge in self.edges if edge.source == action.stage and edge.backward]
+        else:
             return ()
-        return (_key(replace(action, stage=action.stage - way)),)
+        return tuple(_key(action.kind, microbatch, edge) for edge in mine)
 
-    def _sends(self, stage: int, other: int) -> bool:
-        """Whether both are stages, on different ranks."""
-        inside = range(len(self.stages))
-        return stage in inside and other in inside and len(self.lists) > 1
+    def _on(self, rank: int) -> list[StageActions]:
+        """The stages of a rank."""
+        return [s for s, own in zip(self.stages, self.rank_of, strict=True) if own == rank]
 
     def _link(self, rank: int, level: int, inward: bool = False) -> int:
         return (rank * self.levels + level) * 2 + inward
@@ -333,5 +370,20 @@ class _Pipeline:
                     yield from ((key, starts[index]) for key in instruction.waits)
 
 
-def _key(action: Action) -> str:
-    return f"pipeline|{action.kind}{action.microbatch} of stage {action.stage}"
+def _placed(lists: Lists, count: int) -> tuple[int, ...]:
+    """The rank of every stage."""
+    found: dict[int, set[int]] = {stage: set() for stage in range(count)}
+    for rank, listed in enumerate(lists):
+        for action in listed:
+            if action.microbatch is not None:
+                found.setdefault(action.stage, set()).add(rank)
+    for stage, ranks in found.items():
+        if len(ranks) != 1 or stage >= count:
+            where = f"on ranks {sorted(ranks)}" if ranks else "on no rank"
+            raise InputError(f"stage {stage} of {count} is {where}; a stage is on one")
+    return tuple(next(iter(found[stage])) for stage in range(count))
+
+
+def _key(kind: str, microbatch: int, edge: Edge) -> str:
+    ends = (edge.source, edge.target) if kind == "F" else (edge.target, edge.source)
+    return f"pipeline|{kind}{microbatch} from stage {ends[0]} to {ends[1]}"

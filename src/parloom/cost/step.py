@@ -10,6 +10,7 @@ from parloom.cost.works import Walked
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer
+from parloom.ir.stages import ARRIVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ def priced(
     walker = Walker(pcg.by_name, pcg.mesh, cluster, kernels)
     entries = [(entry.kind, entry.value.name) for entry in pcg.graph.inputs]
     # What another stage made takes memory when it arrives.
-    arriving = {e.value.name for e in pcg.graph.of_kind("batch") if e.trainable}
+    arriving = {e.value.name for e in pcg.graph.inputs if e.kind == ARRIVING}
+    arriving |= {e.value.name for e in pcg.graph.of_kind("batch") if e.trainable}
     outside = frozenset(name for kind, name in entries if kind != "constant") - arriving
     weights = frozenset(name for kind, name in entries if kind == "parameter")
     results = (*pcg.outputs, *pcg.updates)

@@ -82,7 +82,7 @@ def read_plan(path: Path) -> Plan:
     data = read_input(file, "the plan", MOST_PLAN_BYTES, "make one with `parloom plan`")
     plan = plan_from_json(data, str(file))
     try:
-        check_part(read_cluster(plan.cluster).cluster, plan.decisions.mesh.num_ranks)
+        check_part(read_cluster(plan.cluster).cluster, plan.decisions.num_ranks)
     except InputError as error:
         raise InputError(
             f"{file}: cluster: {error}. If the file was edited by hand, undo that; `parloom plan"

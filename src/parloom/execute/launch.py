@@ -67,7 +67,7 @@ def run(
     the surrounding torchrun has not the plan's ranks, `InputError` where there is no such script.
     """
     _check_script(argv)
-    ranks = plan.decisions.mesh.num_ranks
+    ranks = plan.decisions.num_ranks
     backend = load_cluster(plan.cluster).backend
     path = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -108,7 +108,7 @@ def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
 
 def check_world_size(plan: Plan, world_size: int) -> None:
     """Raise `LaunchError` unless the plan was made for that many ranks."""
-    ranks, devices = plan.decisions.mesh.num_ranks, load_cluster(plan.cluster).num_devices
+    ranks, devices = plan.decisions.num_ranks, load_cluster(plan.cluster).num_devices
     if world_size == ranks:
         return
     where = plan.cluster if ranks == devices else f"of the {devices} of {plan.cluster}"

@@ -14,9 +14,11 @@ from parloom.cost.measured import (
     source_of,
 )
 from parloom.cost.simulate import simulate
+from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
+from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, check_part, part_of
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
@@ -62,28 +64,43 @@ class Machine:
         """Play one step of a lowered program."""
         return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
 
-    def source(self, pcg: PCG, peak_bytes: int = 0) -> Source:
-        """Where a prediction for a lowered program with such a peak comes from, and how sure it
-        is.
+    def play(
+        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer | None = None
+    ) -> Timeline:
+        """Play one step of a lowered plan, whatever its stages."""
+        return simulate_stages(lowered, self.cluster, decisions, optimizer, self.kernels)
+
+    def source(self, *pcgs: PCG, peak_bytes: int = 0) -> Source:
+        """Where a prediction for the lowered programs of a plan with such a peak comes from, and
+        how sure it is.
         """
         if self.calibration is None or self.kernels is None:
             return Source(SPEC, error_of(SPEC, self.cluster.device, peak_bytes), self.notes)
-        found = source_of(pcg, self.kernels, self.calibration, self.different)
+        found = source_of(pcgs, self.kernels, self.calibration, self.different)
         return replace(found, notes=(*found.notes, *self.notes))
 
     def predict(
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
     ) -> Prediction:
         """What a plan says of itself."""
-        found = self.simulate(pcg, decisions, optimizer).prediction()
-        source = self.source(pcg, found.peak_bytes)
+        return self._predicted(self.simulate(pcg, decisions, optimizer), pcg)
+
+    def predict_stages(
+        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer | None = None
+    ) -> Prediction:
+        """What a plan of several stages says of itself."""
+        return self._predicted(self.play(lowered, decisions, optimizer), *lowered.pcgs)
+
+    def _predicted(self, played: Timeline, *pcgs: PCG) -> Prediction:
+        found = played.prediction()
+        source = self.source(*pcgs, peak_bytes=found.peak_bytes)
         return replace(found, source=source.name, error=source.error, cores=self.cores)
 
 
 def cluster_of(plan: Plan) -> Cluster:
     """The devices that `plan` uses, as they are described."""
     cluster = resolve_cluster(plan.cluster).cluster
-    ranks = plan.decisions.mesh.num_ranks
+    ranks = plan.decisions.num_ranks
     return cluster if ranks == cluster.num_devices else part_of(cluster, ranks)
 
 
@@ -93,7 +110,7 @@ def machine_of(plan: Plan, calibration: str | Path | None = None) -> Machine:
     Raises `InputError` as `machine_for` does.
     """
     planned = plan.prediction.cores if plan.prediction else None
-    return machine_for(plan.cluster, calibration, planned, plan.decisions.mesh.num_ranks)
+    return machine_for(plan.cluster, calibration, planned, plan.decisions.num_ranks)
 
 
 def machine_for(

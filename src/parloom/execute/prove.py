@@ -77,7 +77,7 @@ def _prove(
         there = psutil.virtual_memory()
         free = f"{format_bytes(there.available)} of {format_bytes(there.total)} are free now"
         way = "close what else needs it" if small else "prove a small copy with --shrink"
-        ranks = plan.decisions.mesh.num_ranks
+        ranks = plan.decisions.num_ranks
         raise LaunchError(
             f"{error}: most likely memory ran out, for all {ranks} ranks run on this machine, in"
             f" float64 ({free}); {way}"
@@ -92,7 +92,7 @@ def _memory_words(plan: Plan, tensors: Mapping[str, Tensor], small: bool) -> Ite
     sizes = [t.element_size() for t in tensors.values() if t.is_floating_point()]
     if small or plan.prediction is None or not sizes:
         return
-    ranks, free = plan.decisions.mesh.num_ranks, psutil.virtual_memory().available
+    ranks, free = plan.decisions.num_ranks, psutil.virtual_memory().available
     needed = plan.prediction.peak_bytes * ranks * 8 // min(sizes)
     if needed > free:
         yield (

@@ -47,6 +47,7 @@ from parloom.runtime import (
     DistributedComm,
     Evaluation,
     Mesh,
+    Pipeline,
     Program,
     SingleComm,
     StepResult,
@@ -92,14 +93,14 @@ class Trainer(RuntimeTrainer):
 
     def __init__(
         self,
-        program: Program,
+        program: Program | Pipeline,
         tensors: Source,
         run: Run,
         *,
         optimizer: optimizers.Maker,
         comm: Comm,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
-        evaluation: Program | None = None,
+        evaluation: Program | Pipeline | None = None,
     ) -> None:
         super().__init__(
             program,
@@ -240,7 +241,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     """A trainer for this rank of `plan`; `parloom.parallelize` says what the arguments are."""
     graph = parse_graph(plan.graph)
     device = _device(plan)
-    ranks = plan.decisions.mesh.num_ranks
+    ranks = plan.decisions.num_ranks
     if ranks > 1 or "RANK" in os.environ:
         _join(plan, device)
     with agreed(_comm(Mesh((Axis("all", ranks, ((ranks, 1),)),))), device):
@@ -249,9 +250,9 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         _check_functions(scheduler, loss)
         check_tensors(model, plan, graph)
     training = training_program(plan, graph)
-    evaluation = evaluation_program(plan, training.pcg)
-    program = training.program
-    comm = _comm(program.mesh, program.groups)
+    evaluation = evaluation_program(plan, training)
+    pipeline = training.pipeline
+    comm = _comm(pipeline.mesh)
     check_on_ranks(model, loss, plan, comm, device)
     with agreed(comm, device):
         source = _values(model, graph, weights_path)
@@ -275,13 +276,13 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         watch=watcher(),
     )
     trainer = Trainer(
-        program,
+        pipeline,
         source,
         run,
         optimizer=optimizer,
         comm=comm,
         scheduler=scheduler,
-        evaluation=evaluation.program if evaluation else None,
+        evaluation=evaluation.pipeline if evaluation else None,
     )
     trainer.take_over(model, loss)
     return trainer
@@ -352,7 +353,7 @@ def _join(plan: Plan, device: torch.device) -> None:
     """Make the default process group unless the script did, and check its size."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            ranks = plan.decisions.mesh.num_ranks
+            ranks = plan.decisions.num_ranks
             raise LaunchError(
                 f"the plan has {ranks} ranks and this process was not started as one of them;"
                 " use `parloom run PLAN -- script.py` or torchrun"

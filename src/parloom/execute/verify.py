@@ -28,7 +28,7 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import (
     Box,
     DistributedComm,
-    Program,
+    Pipeline,
     Shard,
     Trainer,
     global_draw,
@@ -147,12 +147,12 @@ def verify(
     plan = replace(plan, decisions=plain)
     tensors = {name: _wide(t) for name, t in tensors.items()}
     batch = {name: _wide(t) for name, t in batch.items()}
-    program = training_program(plan, graph).program
-    say(f"training {STEPS} steps on {program.mesh.num_ranks} ranks")
+    pipeline = training_program(plan, graph).pipeline
+    say(f"training {STEPS} steps on {pipeline.num_ranks} ranks")
     parts = fork_ranks(
-        program.mesh.num_ranks,
+        pipeline.num_ranks,
         train_rank,
-        program,
+        pipeline,
         plan.optimizer,
         tensors,
         batch,
@@ -162,7 +162,7 @@ def verify(
     parallel = assemble(parts)
     reference = reference_trace(graph, plan.optimizer, tensors, batch, say)
     require_finite(reference)
-    return compare(reference, parallel, program.mesh.num_ranks)
+    return compare(reference, parallel, pipeline.num_ranks)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -232,14 +232,16 @@ Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 RankTrace = tuple[list[Tensor], Pieces, Pieces]
 
 
-def train_rank(program: Program, planned: Optimizer, tensors: Tensors, batch: Tensors) -> RankTrace:
+def train_rank(
+    pipeline: Pipeline, planned: Optimizer, tensors: Tensors, batch: Tensors
+) -> RankTrace:
     """One rank's losses, and its primary pieces of gradients and of the final state."""
     torch.set_num_threads(1)
     trainer = Trainer(
-        program,
+        pipeline,
         tensors,
         optimizer=lambda named: make(planned, named, lr=LEARNING_RATE, eps=EPS),
-        comm=DistributedComm(program.mesh, program.groups),
+        comm=DistributedComm(pipeline.mesh),
         seed=SEED,
         exact_random=True,
     )
@@ -256,9 +258,9 @@ def train_rank(program: Program, planned: Optimizer, tensors: Tensors, batch: Te
 def gradients_of(trainer: Trainer) -> Iterator[Shard]:
     """This rank's part of every gradient that there is."""
     for shard in trainer.shards():
-        held = trainer.store.helds.get(shard.name)
-        if held is not None and held.owned.grad is not None:
-            grad = held.owned.grad
+        found = trainer.owned.get(shard.name)
+        grad = None if found is None else found[0].owned.grad
+        if grad is not None:
             yield Shard(shard.name, shard.global_shape, shard.boxes, grad, shard.primary)
 
 

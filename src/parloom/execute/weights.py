@@ -56,11 +56,16 @@ class _Program(Protocol):
     def parameters(self) -> Iterable[_Parameter]: ...
 
 
+class _Pipeline(Protocol):
+    @property
+    def programs(self) -> Iterable[_Program]: ...
+
+
 class Exportable(Protocol):
     """The runtime's trainer, on every rank: shards, and the dtypes that the model computes in."""
 
     @property
-    def program(self) -> _Program: ...
+    def pipeline(self) -> _Pipeline: ...
 
     def shards(self) -> Iterable[Shard]: ...
 
@@ -82,7 +87,8 @@ def export_safetensors(
     single = target.suffix == ".safetensors"
     folder = target.parent if single else target
     scratch = folder / f".{target.name}.boxes"
-    dtypes = {parameter.name: parameter.dtype for parameter in trainer.program.parameters}
+    programs = trainer.pipeline.programs
+    dtypes = {spec.name: spec.dtype for program in programs for spec in program.parameters}
     shards = by_name(s for s in trainer.shards() if is_weight(s.name, names))
     with temporary_group() as group:
         rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())

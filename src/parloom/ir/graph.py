@@ -7,9 +7,11 @@ and constants are the inputs of main; the loss is inside.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+
+from parloom.ir.layout import Layout
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2,
@@ -129,10 +131,11 @@ class Function:
 class Input:
     """One input of main.
 
-    `kind` is parameter, buffer, batch or constant; `target` the user's name of it (state-dict name
-    or batch key); `aliases` other names of a tied parameter; `data` the nested values of a
-    constant. In the program of one microbatch (`ir.microbatches.of_microbatch`) `samples` is the
-    dim of samples of a batch tensor that holds those of that microbatch.
+    `kind` is parameter, buffer, batch, constant, or in the graph of a pipeline stage arriving (from
+    an earlier one); `target` the user's name of it (state-dict name or batch key); `aliases` other
+    names of a tied parameter; `data` the nested values of a constant. In the program of one
+    microbatch (`ir.microbatches.of_microbatch`) `samples` is the dim of samples of a batch tensor
+    that holds those of that microbatch.
     """
 
     value: Value
@@ -142,6 +145,19 @@ class Input:
     aliases: tuple[str, ...] = ()
     data: Arg = None
     samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What the graph of a pipeline stage knows of the other stages.
+
+    `samples` are the dims of samples of the batch; `in_time` says how values that cross between
+    stages lie in time; `flowing` are those of them whose gradient is wanted.
+    """
+
+    samples: Mapping[str, int] = field(default_factory=dict)
+    in_time: Mapping[str, Layout] = field(default_factory=dict)
+    flowing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,8 @@ class Graph:
     `loss` names a scalar value of main; `outputs` are (user's name, value) pairs for evaluation;
     `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
     that was captured; `recompute` names what the user's model checkpoints: block calls (by prefix),
-    and modules with parts of them that are no block calls.
+    and modules with parts of them that are no block calls. `leaving` are values that later pipeline
+    stages read, `boundary` what a stage knows of the others.
     """
 
     name: str
@@ -178,6 +195,8 @@ class Graph:
     updates: tuple[tuple[str, str], ...] = ()
     training: bool = True
     recompute: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    boundary: Boundary | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Function]:

@@ -123,6 +123,21 @@ def check(layout: Layout, shape: Shape, mesh: Mesh, where: str = "") -> None:
             raise LayoutError(f"bad partial {axis!r}: {reduction!r}")
 
 
+def spread(layout: Layout, shape: Shape, mesh: Mesh) -> Layout:
+    """`layout` with the axes that replicate it on contiguous parts of some dim, the last one first,
+    as far as they divide: the ranks of a group then hold no part twice.
+    """
+    for axis in mesh.axes:
+        if axis.steps or axis.name in (*layout.axes, *layout.partial_axes):
+            continue
+        for dim in reversed(range(len(shape))):
+            inner = min((s.stride for s in layout.of_dim(dim)), default=shape[dim])
+            if inner and inner % axis.size == 0:
+                layout = layout.place(Shard(axis.name, dim, inner // axis.size))
+                break
+    return layout
+
+
 def local_shape(layout: Layout, shape: Shape, mesh: Mesh) -> Shape:
     """The shape of one rank's shard (all ranks' are equal)."""
     if not layout.shards:

@@ -18,6 +18,7 @@ from itertools import count
 from parloom.errors import LayoutError
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
+    Boundary,
     Call,
     FlatNode,
     Function,
@@ -26,7 +27,7 @@ from parloom.ir.graph import (
     Value,
     node_key,
 )
-from parloom.ir.layout import Layout, Shard
+from parloom.ir.layout import Layout, Shard, spread
 from parloom.ir.lower_body import WAY_ON, Assignment, Body, Hoist
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.microbatches import divisors, expanded, nearest_counts
@@ -45,6 +46,7 @@ from parloom.ir.pcg import (
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision
 from parloom.ir.remake import Maker, remake
 from parloom.ir.samples import sample_dims
+from parloom.ir.stages import ARRIVING
 
 Homes = Mapping[str, Layout]
 
@@ -68,9 +70,14 @@ class _Lowering:
     """State of one lowering: decisions by key, parameter layouts, variants made so far."""
 
     def __init__(
-        self, graph: Graph, decisions: Decisions, factored: Factored, homes: Homes
+        self,
+        graph: Graph,
+        decisions: Decisions,
+        factored: Factored,
+        homes: Homes,
     ) -> None:
         self.graph, self.decisions, self.factored = graph, decisions, factored
+        self.boundary = graph.boundary or Boundary()
         count, axes = decisions.num_microbatches, decisions.mesh.axes
         # A program of one microbatch has nothing to cut: only its inputs and draws lie in time.
         self.steps = 1 if decisions.accumulates else count
@@ -83,7 +90,8 @@ class _Lowering:
         self.remade: dict[object, Remake | None] = {}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
-        self.samples = sample_dims(self.factored) if self.steps > 1 else {}
+        samples = graph.boundary.samples if graph.boundary else sample_dims(self.factored)
+        self.samples = samples if self.steps > 1 else {}
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
         self.parameters = _parameters(self, homes)
@@ -108,9 +116,10 @@ class _Lowering:
                     )
                 )
             else:
-                # What another stage made is an entry of the batch, and wants its gradient.
                 layout = self.layouts[value.name]
-                inputs.append(PValue(value.name, value.spec, layout, (), entry.trainable))
+                # In the hand-made plans what another stage made is an entry of the batch.
+                flows = entry.trainable or value.name in self.boundary.flowing
+                inputs.append(PValue(value.name, value.spec, layout, (), flows))
         body = Body(self, self.graph.main, "", tuple(inputs), top=True)
         body.run()
         loss = None
@@ -132,7 +141,10 @@ class _Lowering:
             )
             for n, v in self.graph.outputs
         )
+        made = (body.values[name] for name in self.graph.leaving)
+        leaving = tuple(body.move(value, self.sent(value), ()) for value in made)
         ends = {v.name for _, v in (*outputs, *updates)} | ({loss.name} if loss else set())
+        ends |= {v.name for v in leaving}
         items = _without(self.hoist.items, body.items, ends)
         main = PFunction("forward", "forward", tuple(inputs), items, ())
         return PCG(
@@ -145,12 +157,37 @@ class _Lowering:
             loss,
             outputs,
             updates,
+            leaving,
             tuple(self.hoist.items),
             tuple(self.hoist.values),
         )
 
+    def sent(self, value: PValue) -> Layout:
+        """The layout in which a value leaves for another stage: whole sums, no part twice."""
+        summed = tuple(a for a in value.layout.partial_axes if a != TIME)
+        layout = value.layout.without(summed)
+        time = self.boundary.in_time[value.name].shard(TIME)
+        if time is not None and layout.shard(TIME) is None:
+            # Readers take microbatches of it, which are outermost in their dim.
+            layout = layout.without(s.axis for s in layout.of_dim(time.dim)).place(time)
+        return spread(layout, value.spec.shape, self.mesh)
+
+    def received(self, value: Value) -> Layout:
+        """The layout in which a value arrives: as its first reader wants it, no part twice."""
+        time = self.boundary.in_time[value.name]
+        uses = self.graph.uses.get(value.name, ())
+        layout = time
+        if uses:
+            shard = time.shard(TIME)
+            flat, index = uses[0]
+            found = self.wanted(flat, index) if shard is None else self.timed(flat, index, shard)
+            layout = Layout(found.shards, time.partial)
+        return spread(layout, value.spec.shape, self.mesh)
+
     def input_layout(self, kind: str, target: str, value: Value) -> Layout:
         """Layout in which an input arrives: batch tensors as their first consumer wants them."""
+        if kind == ARRIVING:
+            return self.received(value)
         uses = self.graph.uses.get(value.name, ()) if kind == "batch" else ()
         if not uses:
             return Layout()
@@ -163,7 +200,14 @@ class _Lowering:
         axes = chosen.get(next(iter(rule.operands[index][dim]), ""), ())  # on the outermost factor
         if size % (self.steps * self.mesh.size(axes)):
             raise _indivisible(target, size, dim, self.steps, self.mesh.size(axes))
-        shard = Shard(TIME, dim, size // self.steps)
+        return self.timed(flat, index, Shard(TIME, dim, size // self.steps))
+
+    def timed(self, flat: FlatNode, index: int, shard: Shard) -> Layout:
+        """The layout in which an operator reads its operand `index`, of which it gets microbatches
+        by `shard`; that alone where the operator cannot be cut so.
+        """
+        rule = self.factored.rule(flat.function, flat.node)
+        chosen = self.chosen(flat.prefix, flat.node)
         lying = tuple(Layout((shard,) if i == index else ()) for i in range(len(rule.operands)))
         timed = {f: (TIME, *chosen.get(f, ())) for f in follow(rule, lying, self.mesh)}
         layout = rule.operand_layout(index, chosen | timed, self.mesh)

@@ -134,7 +134,8 @@ class PParameter:
 class PCG:
     """A lowered program.
 
-    `prologue` computes, per microbatch and from the batch alone, the values named `hoisted`, which
+    `leaving` are the values for later pipeline stages, as they are sent. `prologue` computes, per
+    microbatch and from the batch alone, the values named `hoisted`, which
     the executor sums over microbatches before the first forward pass.
     """
 
@@ -147,6 +148,7 @@ class PCG:
     loss: PValue | None
     outputs: tuple[tuple[str, PValue], ...]
     updates: tuple[tuple[str, PValue], ...]
+    leaving: tuple[PValue, ...] = ()
     prologue: tuple[Item, ...] = ()
     hoisted: tuple[tuple[PValue, PValue], ...] = ()
 

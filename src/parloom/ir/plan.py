@@ -58,6 +58,8 @@ def _natural(name: str) -> tuple[str | tuple[int, str], ...]:
 # computed by itself, as single-device gradient accumulation does.
 GLOBAL, MICROBATCH = BATCH_SEMANTICS = ("global", "microbatch")
 
+OF_ONE_STAGE = "this is not yet there for pipelines, which are proved, run and simulated"
+
 WIDE_DTYPES = ("float32", "float64")  # of masters and of the reduction of gradients
 
 
@@ -147,14 +149,16 @@ ONE_DEVICE = one_stage(Mesh(()))
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a schedule, printed `F0`, `B0`, `REDUCE`, `STEP`, `GATHER`."""
+    """One entry of a schedule, printed `F0`, `2B0` (of stage 2), `REDUCE`, `STEP`, `GATHER`."""
 
     kind: str
     microbatch: int | None = None
     stage: int = 0
 
     def __str__(self) -> str:
-        return self.kind if self.microbatch is None else f"{self.kind}{self.microbatch}"
+        if self.microbatch is None:
+            return self.kind
+        return f"{self.stage or ''}{self.kind}{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,11 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Everything that the search chooses."""
+    """Everything that the search chooses.
+
+    `actions` are the lists of the groups of devices that have the same stages, in the order of
+    their first stage; none where `schedule` makes them.
+    """
 
     stages: tuple[Stage, ...] = ONE_DEVICE
     nodes: tuple[NodeDecision, ...] = ()
@@ -182,6 +190,7 @@ class Decisions:
     activations: tuple[ActivationDecision, ...] = ()
     num_microbatches: int = 1
     schedule: str = "one_stage"
+    actions: tuple[tuple[Action, ...], ...] = ()
     rewrites: tuple[str, ...] = ()
     batch_semantics: str = GLOBAL
     batch_norm: str = "global"
@@ -201,8 +210,15 @@ class Decisions:
     def mesh(self) -> Mesh:
         """The mesh of the only stage; raises `NotYetError` where there are several."""
         if len(self.stages) > 1:
-            raise NotYetError("pipeline stages are not yet executable; use one stage")
+            raise NotYetError(OF_ONE_STAGE)
         return self.stages[0].mesh
+
+    @property
+    def num_ranks(self) -> int:
+        """The devices that some stage has."""
+        if len(self.stages) == 1:
+            return self.stages[0].mesh.num_ranks
+        return len({d for stage in self.stages for part in stage.devices for d in part})
 
     @property
     def accumulates(self) -> bool:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from parloom.errors import InputError, VerifyError, nearest
 from parloom.ir import plan_schema as schema
+from parloom.ir.action_lists import parse_action
 from parloom.ir.json_text import line_and_column, render, with_controls
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.pcg import TIME
@@ -21,6 +22,7 @@ from parloom.ir.plan import (
     FORMAT,
     VERSION,
     WIDE_DTYPES,
+    Action,
     ActivationDecision,
     Alternative,
     Constraint,
@@ -127,9 +129,11 @@ def _read_prediction(document: schema.PredictionDocument | None) -> Prediction |
 
 
 def _decisions(decisions: Decisions) -> dict[str, Any]:
+    lists = [" ".join(map(str, own)) for own in decisions.actions]
     return {
         "num_microbatches": decisions.num_microbatches,
         "schedule": decisions.schedule,
+        **({"actions": lists} if lists else {}),
         "batch_semantics": decisions.batch_semantics,
         "batch_norm": decisions.batch_norm,
         "master_dtype": decisions.master_dtype,
@@ -345,12 +349,21 @@ class _Reader:
             ),
             num_microbatches=document.num_microbatches,
             schedule=document.schedule,
+            actions=tuple(
+                self._actions(index, text) for index, text in enumerate(document.actions)
+            ),
             rewrites=tuple(document.rewrites),
             batch_semantics=document.batch_semantics,
             batch_norm=document.batch_norm,
             master_dtype=document.master_dtype,
             reduce_dtype=document.reduce_dtype,
         )
+
+    def _actions(self, index: int, text: str) -> tuple[Action, ...]:
+        try:
+            return tuple(map(parse_action, text.split()))
+        except InputError as error:
+            raise self.error(("decisions", "actions", index), str(error)) from None
 
     def _stage(self, index: int, document: schema.StageDocument) -> Stage:
         """A stage has as many devices as its mesh numbers."""

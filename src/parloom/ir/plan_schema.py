@@ -115,6 +115,8 @@ class DecisionsDocument(Document):
 
     num_microbatches: Microbatches
     schedule: Name
+    # One list for each group of devices that have the same stages: `F0 B0 REDUCE STEP GATHER`.
+    actions: list[Name] = []
     batch_semantics: Literal["global", "microbatch"]
     batch_norm: Literal["global", "local"]
     master_dtype: str | None

@@ -33,15 +33,15 @@ from parloom.ir.plan import (
     ParameterDecision,
     one_stage,
 )
+from parloom.ir.stages import ARRIVING, cut, of_stage
+from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators
 
-KINDS = ("parameter", "buffer", "batch", "constant")
+KINDS = ("parameter", "buffer", "batch", "constant", ARRIVING)
 POLICIES = ("keep", "recompute")
 SHOWN = 5
 MAX_OPERATORS = 1_000_000
 
-Problems = Iterator[str]
 T = TypeVar("T")
-Planned = tuple[Factored, Decisions]
 
 
 def verify_graph(graph: Graph) -> Graph:
@@ -52,7 +52,15 @@ def verify_graph(graph: Graph) -> Graph:
 
 def verify_decisions(graph: Graph, decisions: Decisions, factored: Factored | None = None) -> None:
     """Raise `VerifyError` unless `decisions` keep every invariant of `DECISIONS` for `graph`."""
-    _check("plan", DECISIONS, (factored or factorize(graph), decisions))
+    if len(decisions.stages) == 1:
+        _check("plan", DECISIONS, (factored or factorize(graph), decisions))
+        return
+    factored = factored or factorize(graph)
+    _check("plan", STAGES, (factored, decisions))
+    parts = cut(graph, [stage.items for stage in decisions.stages])
+    for index, own in enumerate(parts.graphs):
+        chosen = of_stage(decisions, parts, index)
+        _check(f"plan, stage {index}", DECISIONS, (factorize(own), chosen))
 
 
 def verify_pcg(pcg: PCG) -> PCG:
@@ -188,14 +196,6 @@ GRAPH: Mapping[str, Callable[[Graph], Problems]] = MappingProxyType(
 # Decisions
 
 
-def _known_operators(planned: Planned) -> Problems:
-    factored, decisions = planned
-    keys = {key for key, _ in factored.graph.unfolded()}
-    for node in decisions.nodes:
-        if node.key not in keys:
-            yield f"no operator {node.key!r} in the model{nearest(node.key, keys)}"
-
-
 def _legal_assignments(planned: Planned) -> Problems:
     factored, decisions = planned
     by_key = {n.key: n for n in decisions.nodes}
@@ -315,7 +315,7 @@ def _precision(planned: Planned) -> Problems:
 
 DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
     {
-        "decisions name operators of the model": _known_operators,
+        "decisions name operators of the model": known_operators,
         "axes divide their factors": _legal_assignments,
         "storage is a ZeRO level": _storage,
         "activation policies name blocks": _activations,

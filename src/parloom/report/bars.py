@@ -1,6 +1,6 @@
 """Shares as bars: names left, numbers right, and bars as long as there is room for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 LEAST = 4
+LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,11 @@ def bars(rows: Iterable[tuple[str, float, str]], width: int) -> Table:
     for name, share, said in rows:
         table.add_row(Padding(Text(name), (0, 0, 0, 2)), Bar(share, width), Text(said))
     return table
+
+
+def levels(line: Sequence[int], full: int) -> str:
+    """One character for each number, as high as its share of `full`."""
+    top = len(LEVELS) - 1
+    return "".join(
+        LEVELS[min(top, max(1, -(-top * size // full))) if size > 0 else 0] for size in line
+    )

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Alternative, Plan
+from parloom.ir.plan import Alternative, Plan, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
@@ -72,9 +72,9 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "capture_s": capture_s,
         "search_s": search_s,
         "method": plan.method,
-        "mesh": [{"axis": a.name, "size": a.size} for a in plan.decisions.mesh.axes],
+        "mesh": _mesh(plan.decisions.stages[0]) if len(plan.decisions.stages) == 1 else [],
         "stages": [
-            {"items": list(s.items), "devices": ranks_text(s.devices)}
+            {"items": list(s.items), "devices": ranks_text(s.devices), "mesh": _mesh(s)}
             for s in plan.decisions.stages
         ],
         "num_microbatches": plan.decisions.num_microbatches,
@@ -94,6 +94,10 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
     }
 
 
+def _mesh(stage: Stage) -> list[dict[str, Any]]:
+    return [{"axis": axis.name, "size": axis.size} for axis in stage.mesh.axes]
+
+
 def _facts(plan: Plan, cluster: Cluster) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
@@ -101,7 +105,7 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
     graph = parse_graph(plan.graph)
     for index, line in enumerate(words(graph, plan.decisions, cluster.levels)):
         table.add_row("" if index else "plan", Text(line))
-    used = plan.decisions.mesh.num_ranks
+    used = plan.decisions.num_ranks
     if used < cluster.num_devices:
         table.add_row("devices", Text(f"{used} of {cluster.num_devices}"))
     table.add_row("microbatches", Text(str(plan.decisions.num_microbatches)))

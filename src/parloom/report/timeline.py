@@ -11,10 +11,11 @@ from parloom.cost.measured import Source
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.timeline import Timeline, sampled
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.report.bars import levels
+from parloom.report.gantt import gantt
 from parloom.report.words import source_words
 
 COLUMNS = 48
-LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def timeline_screen(
@@ -32,6 +33,8 @@ def timeline_screen(
         Text(source_words(source.name, source.error, timeline.step_s)),
         *(Text(note) for note in source.notes),
     ]
+    if len(names) > 1:
+        return Group(*parts, Text(""), gantt(timeline, names))
     for index, name in enumerate(names):
         parts += [Text(""), Text(name, style="bold"), _streams(timeline, index)]
         exposed = timeline.exposed(index)
@@ -104,14 +107,7 @@ def _memory(timeline: Timeline, index: int) -> Table:
     lines = sampled(timeline, index, COLUMNS)
     for name, line, peak in zip(COMPONENTS, lines, memory.peaks, strict=True):
         if peak:
-            table.add_row(f"  {name}", Text(_bars(line, memory.peak)), format_bytes(peak))
+            table.add_row(f"  {name}", Text(levels(line, memory.peak)), format_bytes(peak))
     together = [sum(column) for column in zip(*lines, strict=True)]
-    table.add_row("  together", Text(_bars(together, memory.peak)), format_bytes(memory.peak))
+    table.add_row("  together", Text(levels(together, memory.peak)), format_bytes(memory.peak))
     return table
-
-
-def _bars(line: Sequence[int], full: int) -> str:
-    top = len(LEVELS) - 1
-    return "".join(
-        LEVELS[min(top, max(1, -(-top * size // full))) if size > 0 else 0] for size in line
-    )

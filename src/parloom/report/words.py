@@ -14,11 +14,14 @@ from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, FlatNode, Graph, TensorSpec
+from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.ops.rule import RING, Dims
 from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Prediction, Storage
+from parloom.ir.plan_json import ranks_text
+from parloom.ir.stages import cut, of_stage
 from parloom.rewrite.rewrites import rewritten
 
 WARNING = "warning: "
@@ -42,6 +45,8 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
     """Per mesh axis what it splits, over which links where `levels` are given, and how parameters
     are stored; `graph` as captured.
     """
+    if len(decisions.stages) > 1:
+        return tuple(_stage_words(rewritten(graph, decisions.rewrites), decisions, levels))
     ways = ways_of(graph, decisions)
     lines = [
         _axis_words(axis, ways[axis.name], links_of(axis, levels)) for axis in decisions.mesh.axes
@@ -54,7 +59,7 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
         lines.append(f"{what} of {_count(count, 'parameter')} stored {over}{where}")
     if len(stored) > MOST:
         lines.append(f"and {_count(len(stored) - MOST, 'more way')} to store parameters")
-    if not stored and decisions.mesh.num_ranks > 1:
+    if not stored and decisions.num_ranks > 1:
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
         lines.append(f"every device stores {kept}, with their gradients and optimizer state")
@@ -74,6 +79,36 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
             " computed by itself"
         )
     return tuple(lines)
+
+
+def _stage_words(graph: Graph, decisions: Decisions, levels: Sequence[Level]) -> Iterator[str]:
+    """Which items each stage has, on which devices, and what they split there."""
+    count = len(decisions.stages)
+    yield f"{count} stages, schedule {decisions.schedule}"
+    parts = cut(graph, [stage.items for stage in decisions.stages])
+    for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
+        items = " to ".join(dict.fromkeys((stage.items[0], stage.items[-1])))
+        devices = f"device{'s' * (stage.mesh.num_ranks > 1)} {ranks_text(stage.devices)}"
+        ways = ways_of(own, of_stage(decisions, parts, index))
+        axes = "; ".join(
+            _axis_words(axis, ways[axis.name], links_of(axis, levels))
+            for axis in stage.mesh.axes
+            if axis.size > 1
+        )
+        yield f"stage {index}: {items} ({devices}{axes and ': '}{axes})"
+
+
+def process_names(decisions: Decisions) -> list[str]:
+    """What stands for all devices that have the same stages, one name for each such group."""
+    ranks = decisions.num_ranks
+    if len(decisions.stages) == 1:
+        return [f"each of {ranks} devices" if ranks > 1 else "the device"]
+    names = []
+    for stages, _ in group_lists(decisions):
+        devices = ranks_text(decisions.stages[stages[0]].devices)
+        some = "s" * (len(stages) > 1)
+        names.append(f"stage{some} {', '.join(map(str, stages))} on {devices}")
+    return names
 
 
 def _stored(decision: ParameterDecision) -> Iterator[tuple[tuple[str, ...], Axes, str]]:
@@ -145,20 +180,22 @@ def idle_axes(decisions: Decisions) -> tuple[MeshAxis, ...]:
     used = {a for node in decisions.nodes for _, axes in node.factors for a in axes}
     return tuple(
         axis
-        for axis in decisions.mesh.axes
+        for axis in dict.fromkeys(axis for stage in decisions.stages for axis in stage.mesh.axes)
         if axis.size > 1 and not axis.steps and axis.name not in used
     )
 
 
 def splits(decisions: Decisions) -> bool:
     """Whether devices share the work at all."""
-    idle, ranks = idle_axes(decisions), decisions.mesh.num_ranks
+    idle, ranks = idle_axes(decisions), decisions.num_ranks
+    if len(decisions.stages) > 1:
+        return True
     return ranks == 1 or prod(axis.size for axis in idle) < ranks
 
 
 def idle_words(decisions: Decisions, why: str = "") -> tuple[str, ...]:
     """A warning where devices do the same work as others; `why` they all do."""
-    idle, ranks = idle_axes(decisions), decisions.mesh.num_ranks
+    idle, ranks = idle_axes(decisions), decisions.num_ranks
     if not splits(decisions):
         what = f"nothing is split: all {ranks} devices do all the work, no faster than one"
         return (f"{WARNING}{what}{why and '; '}{why}",)
@@ -183,7 +220,7 @@ def part_words(
     """Which devices of `cluster` a plan leaves idle, and what a plan on the `fewest` devices saves
     whose step is as long, but for a percent.
     """
-    used, there, lines = decisions.mesh.num_ranks, cluster.num_devices, []
+    used, there, lines = decisions.num_ranks, cluster.num_devices, []
     if used < there:
         lines.append(
             f"{_part(cluster, used)} will do{_share(cluster, used, there)}: {there - used} of"

@@ -4,6 +4,7 @@ from parloom.runtime.comm import Comm, DistributedComm, Group, SingleComm, Work
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.context_parallel import causal_attention, ring_attention
+from parloom.runtime.evaluation import Evaluation
 from parloom.runtime.experts import collect, dispatch, expert_rows, grouped_mm, route, unroute
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.mesh import Axis, Mesh, grid
@@ -43,12 +44,15 @@ from parloom.runtime.operators import (
     write,
 )
 from parloom.runtime.program import (
+    Crossing,
     ParameterSpec,
+    Pipeline,
     Program,
     Result,
     StepNode,
     Storage,
     TensorSpec,
+    one_stage,
 )
 from parloom.runtime.random import (
     apply_mask,
@@ -69,7 +73,7 @@ from parloom.runtime.sharding import Box, boxes, indices, put, take, untake
 from parloom.runtime.step import StepResult
 from parloom.runtime.store import Store, required_groups
 from parloom.runtime.threads import ThreadComm, run_threads
-from parloom.runtime.trainer import Evaluation, Shard, Trainer
+from parloom.runtime.trainer import Shard, Trainer
 
 __all__ = [
     "PRIMITIVES",
@@ -78,6 +82,7 @@ __all__ = [
     "Comm",
     "CompiledBlocks",
     "Context",
+    "Crossing",
     "DistributedComm",
     "Evaluation",
     "Group",
@@ -85,6 +90,7 @@ __all__ = [
     "Made",
     "Mesh",
     "ParameterSpec",
+    "Pipeline",
     "Program",
     "Result",
     "Shard",
@@ -134,6 +140,7 @@ __all__ = [
     "mask_tail",
     "mine",
     "once",
+    "one_stage",
     "partition",
     "pick",
     "put_each",

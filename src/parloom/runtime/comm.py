@@ -5,7 +5,7 @@ Tensors are contiguous. A stacked tensor `[p, ...]` has one row per member, in t
 group (first axis most significant), which need not be the order of global ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parloom.errors import LaunchError
+from parloom.errors import LaunchError, VerifyError
 from parloom.runtime.mesh import Mesh
 
 # All-reduces of at most so many bytes go by one exchange where gloo's ring would take 2 (p - 1)
@@ -28,6 +28,14 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Return when the results may be read on the current stream."""
+        ...
+
+
+class Message(Work, Protocol):
+    """A tensor on its way to another rank."""
+
+    def is_completed(self) -> bool:
+        """Whether the memory of what was sent is free again."""
         ...
 
 
@@ -89,14 +97,45 @@ class Comm(Protocol):
         """Return when every rank has come here."""
         ...
 
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        """Send `tensor` to a rank, which receives from each sender in the order of sending; `tag`
+        names it.
+        """
+        ...
+
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        """Overwrite `tensor` with the next one that a rank sends, which has this tag."""
+        ...
+
+    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+        """Prepare for what goes from one rank to another, for all (sender, receiver) of a run;
+        every rank names the same.
+        """
+        ...
+
+    def stage(
+        self,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        groups: tuple[tuple[str, ...], ...],
+        weights: tuple[tuple[str, ...], ...],
+    ) -> "Comm | None":
+        """The way of `ranks`, in the order of `mesh`, to each other; None for a rank that is not
+        one of them. Every rank asks for all stages, in one order.
+        """
+        ...
+
 
 class Done:
-    """A collective that was over when it was launched."""
+    """What was over when it was launched."""
 
     __slots__ = ()
 
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 DONE = Done()
@@ -159,6 +198,24 @@ class SingleComm:
 
     def barrier(self) -> None:
         return None
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        raise VerifyError(f"the only rank sends to rank {to}")
+
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        raise VerifyError(f"the only rank waits for rank {sender}")
+
+    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+        return None
+
+    def stage(
+        self,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        groups: tuple[tuple[str, ...], ...],
+        weights: tuple[tuple[str, ...], ...],
+    ) -> "SingleComm":
+        return SingleComm(mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +345,33 @@ class DistributedGroup:
         )
 
 
+class ProcessGroups:
+    """The process groups of torch.distributed for sets of ranks, each made once.
+
+    Making one is collective over all ranks, members or not. `timeout` is that of all; `known` are
+    groups that are there already.
+    """
+
+    def __init__(self, timeout: timedelta, known: Mapping[tuple[int, ...], Any]) -> None:
+        self.timeout = timeout
+        self._made = dict(known)
+
+    def make(self, ranks: tuple[int, ...]) -> Any:
+        """The group of `ranks`, whatever their order."""
+        members = tuple(sorted(ranks))
+        if members not in self._made:
+            self._made[members] = dist.new_group(list(members), timeout=self.timeout)
+        return self._made[members]
+
+
 class DistributedComm:
     """Process groups of torch.distributed, made for `groups` at once, for others when first asked.
 
     `timeout` is that of every group it makes; the default process group's if none is given. Those
     of `weights` are new ones: a process group runs its collectives one after the other, and a block
     that sends a few activations would wait for all weights that are gathered ahead of time.
-    Raises `LaunchError` when the default process group has another number of ranks than `mesh`.
+    `ranks` are the ranks of the default process group that the mesh numbers: all of them, but for
+    pipeline stages. Raises `LaunchError` when these are another number than `mesh` has.
     """
 
     def __init__(
@@ -302,27 +379,38 @@ class DistributedComm:
         mesh: Mesh,
         groups: tuple[tuple[str, ...], ...] = (),
         timeout: timedelta | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        made: tuple[ProcessGroups, ProcessGroups] | None = None,
     ) -> None:
         self.mesh = mesh
-        self.rank = dist.get_rank()
-        if dist.get_world_size() != mesh.num_ranks:
+        self._ranks = tuple(range(dist.get_world_size())) if ranks is None else ranks
+        if len(self._ranks) != mesh.num_ranks:
             raise LaunchError(
                 f"the program was made for {mesh.num_ranks} ranks, {dist.get_world_size()} were"
                 " started; start as many ranks as the plan has devices"
             )
-        self.timeout = timeout or default_timeout()
-        everyone = tuple(range(mesh.num_ranks))
-        self._process_groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+        self.rank = self._ranks.index(dist.get_rank())
+        if made is None:
+            timeout = timeout or default_timeout()
+            world = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+            made = ProcessGroups(timeout, world), ProcessGroups(timeout, {})
+        self._made = made
         self._groups: dict[tuple[str, ...], Group] = {}
         self._weights: DistributedComm | None = None
+        self._ways: dict[tuple[int, int], Any] = {}
         for axes in groups:
             self.group(axes)
 
     @property
+    def timeout(self) -> timedelta:
+        return self._made[0].timeout
+
+    @property
     def weights(self) -> "DistributedComm":
         if self._weights is None:
-            self._weights = type(self)(self.mesh, timeout=self.timeout)
-            self._weights._process_groups.clear()
+            own = self._made[1]
+            self._weights = DistributedComm(self.mesh, ranks=self._ranks, made=(own, own))
             self._weights._weights = self._weights
         return self._weights
 
@@ -333,21 +421,63 @@ class DistributedComm:
         return group
 
     def _make(self, axes: tuple[str, ...]) -> Group:
-        ranks = self.mesh.group(axes, self.rank)
+        _make_all(self._made[0], self.mesh, self._ranks, axes)
+        ranks = _members(self.mesh, self._ranks, axes, self.rank)
         if len(ranks) == 1:
             return SingleGroup()
-        if tuple(sorted(ranks)) not in self._process_groups:
-            # Making a group is collective over all ranks, members or not.
-            for rank in range(self.mesh.num_ranks):
-                members = tuple(sorted(self.mesh.group(axes, rank)))
-                if members not in self._process_groups:
-                    self._process_groups[members] = dist.new_group(
-                        list(members), timeout=self.timeout
-                    )
-        return DistributedGroup(self._process_groups[tuple(sorted(ranks))], ranks, self.rank)
+        return DistributedGroup(self._made[0].make(ranks), ranks, self._ranks[self.rank])
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        way = self._ways.get((self._ranks[self.rank], to))
+        sent = dist.isend(tensor, to, group=way, tag=tag)
+        assert sent is not None
+        return sent
+
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        way = self._ways.get((sender, self._ranks[self.rank]))
+        received = dist.irecv(tensor, sender, group=way, tag=tag)
+        assert received is not None
+        return received
+
+    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+        if dist.get_backend() == "nccl":
+            # What two ranks send each other is one queue in NCCL: a receive that waits for the
+            # other one would hold up what the other one waits for.
+            for way in sorted(set(ways) - self._ways.keys()):
+                self._ways[way] = dist.new_group(sorted(way), timeout=self.timeout)
+
+    def stage(
+        self,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        groups: tuple[tuple[str, ...], ...],
+        weights: tuple[tuple[str, ...], ...],
+    ) -> "DistributedComm | None":
+        for made, wanted in zip(self._made, (groups, weights), strict=True):
+            for axes in wanted:
+                _make_all(made, mesh, ranks, axes)
+        if self._ranks[self.rank] not in ranks:
+            return None
+        return DistributedComm(mesh, ranks=ranks, made=self._made)
+
+
+def _members(
+    mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...], rank: int
+) -> tuple[int, ...]:
+    """The ranks, of the default process group, that differ from a rank of the mesh along `axes`."""
+    return tuple(ranks[member] for member in mesh.group(axes, rank))
+
+
+def _make_all(
+    made: ProcessGroups, mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]
+) -> None:
+    """Make the groups of all ranks of a mesh along `axes`."""
+    if mesh.size(axes) > 1:
+        for rank in range(mesh.num_ranks):
+            made.make(_members(mesh, ranks, axes, rank))
 
 
 def default_timeout() -> timedelta:

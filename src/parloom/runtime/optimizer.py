@@ -4,7 +4,8 @@ An optimizer that treats every element alike computes on a shard what it compute
 that looks at a tensor as a matrix, or at all of them as one vector, does not.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -117,7 +118,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         parameters[names[id(parameter)]] = entry
     groups = [
         {
-            "names": [names[id(parameter)] for parameter in group["params"]],
+            "names": [names[id(p)] for p in group["params"] if id(p) in names],
             "options": {
                 key: _number(value)
                 for key, value in group.items()
@@ -129,13 +130,28 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     return {"class": type(optimizer).__name__, "parameters": parameters, "groups": groups}
 
 
+def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of ranks that have other parameters as one: groups with equal options are one."""
+    parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
+    groups: dict[str, dict[str, Any]] = {}
+    for group in (group for state in states for group in state["groups"]):
+        known = groups.setdefault(
+            json.dumps(group["options"], sort_keys=True), {**group, "names": []}
+        )
+        known["names"] += [name for name in group["names"] if name not in known["names"]]
+    return {"class": states[0]["class"], "parameters": parameters, "groups": list(groups.values())}
+
+
 def load_optimizer_state(
-    optimizer: Optimizer, owned: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+    optimizer: Optimizer,
+    owned: Mapping[str, nn.Parameter],
+    state: Mapping[str, Any],
+    others: Iterable[str] = (),
 ) -> None:
     """Take over scalars and group options, and allocate the state tensors.
 
-    Raises `InputError` when the optimizer is of another class, a saved parameter is none of
-    `owned`, or a parameter group is new.
+    This rank has the parameters `owned`; `others` are on other ranks only. Raises `InputError` when
+    the optimizer is of another class, a saved parameter is unknown, or a parameter group is new.
     """
     if state["class"] != type(optimizer).__name__:
         raise InputError(
@@ -144,11 +160,14 @@ def load_optimizer_state(
             " weights"
         )
     optimizer.state.clear()
+    known = {*owned, *others}
     for name, entry in state["parameters"].items():
-        if name not in owned:
+        if name not in known:
             raise InputError(
                 f"the checkpoint has an optimizer state of {name!r}, the model has not"
             )
+        if name not in owned:
+            continue
         parameter = owned[name]
         loaded: dict[str, Any] = {}
         for key, dtype in entry["tensors"].items():
@@ -157,9 +176,11 @@ def load_optimizer_state(
         for key, saved in entry["scalars"].items():
             loaded[key] = _scalar(key, saved, parameter, group)
         optimizer.state[parameter] = loaded
-    names = {id(parameter): name for name, parameter in owned.items()}
+    name_of = {id(parameter): name for name, parameter in owned.items()}
     for group in optimizer.param_groups:
-        mine = {names[id(parameter)] for parameter in group["params"]}
+        mine = {name_of[id(p)] for p in group["params"] if id(p) in name_of}
+        if not mine:
+            continue
         saved_group = next((g for g in state["groups"] if mine & set(g["names"])), None)
         if saved_group is None:
             raise InputError(f"the checkpoint has no parameter group with any of {sorted(mine)}")

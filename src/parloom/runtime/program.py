@@ -1,13 +1,18 @@
 """A generated program: specs of its tensors, its schedule, and the functions that compute."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from parloom.errors import VerifyError
 from parloom.runtime.context import Context
-from parloom.runtime.mesh import Mesh
+from parloom.runtime.mesh import Axis, Mesh
 from parloom.runtime.sharding import Dims
+
+ONCE = ("REDUCE", "STEP", "GATHER")
+ACTION = re.compile(r"(\d*)([FBW])(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,19 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     dims: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that goes from one pipeline stage to others, as the ranks of one stage have it.
+
+    `value` is its name in all stages, `spec.name` that under which a forward pass reads it. With
+    `flows` its gradient comes back.
+    """
+
+    value: str
+    spec: TensorSpec
+    flows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +109,8 @@ class StepNode:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one forward pass leaves: this microbatch's share of the global loss, new buffers.
+    """What one forward pass leaves: this microbatch's share of the global loss, new buffers, and
+    values for later stages.
 
     `partial` are axes over which `loss` is still a partial sum. A program that ends in `reduce` of
     the loss may leave that to the step, which does it while the backward pass runs: the gradient
@@ -102,6 +121,7 @@ class Result:
     updates: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
+    leaving: dict[str, Tensor] = field(default_factory=dict)
 
 
 Forward = Callable[[Context, dict[str, Tensor], tuple[Tensor, ...]], Result]
@@ -110,12 +130,13 @@ Prologue = Callable[[Context, dict[str, Tensor]], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's program; all ranks run the same one.
+    """The program of a pipeline stage, or of a whole step: all ranks of the mesh run the same one.
 
     `step` is the step program, in the order of one step; units stand in order of first use.
     `actions` is the schedule. `groups` are the axis tuples that the passes communicate over.
     `prologue` computes values of the inputs only, which are summed over microbatches
-    and handed to every `forward`. `unread` are entries of the planned batch that no pass reads.
+    and handed to every `forward`. `arriving` comes from other stages and `leaving` goes
+    there; one stage `has_loss`. `unread` are entries of the planned batch that no pass reads.
     With `by_microbatch` each microbatch is computed by itself, as gradient accumulation does: it
     has draws of its own and leaves its new buffers to the next.
     """
@@ -127,6 +148,9 @@ class Program:
     forward: Forward
     buffers: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    arriving: tuple[Crossing, ...] = ()
+    leaving: tuple[Crossing, ...] = ()
+    has_loss: bool = True
     step: tuple[StepNode, ...] = ()
     num_microbatches: int = 1
     by_microbatch: bool = False
@@ -153,3 +177,79 @@ class Program:
                 for name in node.parameters:
                     found[name] = (*found[name], node)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The programs of all stages, the ranks that run them, and the action list of every rank.
+
+    `ranks[s]` are those of stage s, in the order of its mesh. Actions are `F0`, `B0`, `W0` of the
+    only stage and `2F0` of stage 2: forward pass, backward pass, and where gradients of weights are
+    made apart from it, these. `shared` are the stages that have a parameter, where several do; the
+    first one owns it.
+    """
+
+    programs: tuple[Program, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[str, ...], ...]
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    loss_dtype: str = "float32"
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all ranks: that of the only stage, or one axis."""
+        if len(self.programs) == 1:
+            return self.programs[0].mesh
+        return Mesh((Axis("all", self.num_ranks, ((self.num_ranks, 1),)),))
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The entries of the batch that some stage reads, each as the first of them does."""
+        found = {spec.name: spec for p in reversed(self.programs) for spec in p.inputs}
+        return tuple(found.values())
+
+    def owner(self, parameter: str, stage: int) -> int:
+        """The stage that updates a parameter which `stage` has."""
+        return self.shared.get(parameter, (stage,))[0]
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank has."""
+        return tuple(s for s, ranks in enumerate(self.ranks) if rank in ranks)
+
+
+def one_stage(program: Program) -> Pipeline:
+    """The pipeline of a program that has the whole step."""
+    ranks = tuple(range(program.mesh.num_ranks))
+    return Pipeline((program,), (ranks,), (program.actions,) * len(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An entry of an action list; REDUCE, STEP and GATHER have no stage and no microbatch."""
+
+    kind: str
+    stage: int = 0
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        if self.kind in ONCE:
+            return self.kind
+        return f"{self.stage or ''}{self.kind}{self.microbatch}"
+
+
+def parsed(actions: tuple[str, ...]) -> tuple[Action, ...]:
+    """The entries of an action list. Raises `VerifyError` for one that is unknown."""
+    return tuple(map(_parsed, actions))
+
+
+def _parsed(text: str) -> Action:
+    if text in ONCE:
+        return Action(text)
+    found = ACTION.fullmatch(text)
+    if found is None:
+        raise VerifyError(f"unknown action {text!r}")
+    return Action(found[2], int(found[1] or 0), int(found[3]))

@@ -84,6 +84,19 @@ def check_same_batch(
                 raise InputError(f"input {name!r} {_differs(other, rank, bool(own[name]))}")
 
 
+def told_by_one(
+    mine: Tensor | None, shape: tuple[int, ...], dtype: str, comm: Comm, device: torch.device
+) -> Tensor:
+    """A tensor that one rank has, on every rank; the others pass None."""
+    told = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+    if mine is not None:
+        told.copy_(mine)
+    plain = torch.view_as_real(told) if told.is_complex() else told
+    plain = plain.view(torch.uint8) if told.dtype == torch.bool else plain
+    comm.group(comm.mesh.space).all_reduce(plain).wait()
+    return told
+
+
 def told_by_the_first(comm: Comm, text: str, device: torch.device) -> str:
     """The `text` of rank 0, on every rank; the others' is not looked at."""
     group = comm.group(comm.mesh.space)

@@ -26,8 +26,8 @@ def due(done: int) -> bool:
 
 
 def settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, str]:
-    """The optimizer's class and each parameter's options, by what an error calls them."""
-    found = {"the optimizer's class": type(optimizer).__name__}
+    """The options of the parameters of `names`, by what an error calls them."""
+    found = {}
     for group in optimizer.param_groups:
         options = {
             key: value
@@ -35,7 +35,9 @@ def settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, str
             if key not in ("params", "param_names", *IMPLEMENTATION)
         }
         for parameter in group["params"]:
-            name = names.get(id(parameter), "another parameter")
+            name = names.get(id(parameter))
+            if name is None:
+                continue
             found.update({f"{key} of {name}": _text(value) for key, value in options.items()})
     return found
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from parloom.runtime.mesh import Mesh
-from parloom.runtime.program import Program, TensorSpec
+from parloom.runtime.program import Pipeline, Program, TensorSpec
 from parloom.runtime.sharding import Dims
 
 SampleDims = Mapping[str, int]  # the dim of samples by input; none for what all samples share
 
 
-def first_dims(program: Program) -> SampleDims:
+def first_dims(program: Program | Pipeline) -> SampleDims:
     """Dim 0 of every input that is as long there as the first."""
     shaped = [spec for spec in program.inputs if spec.shape]
     return {spec.name: 0 for spec in shaped if spec.shape[0] == shaped[0].shape[0]}
@@ -52,7 +52,7 @@ def local_dims(spec: TensorSpec, dims: SampleDims, axes: tuple[str, ...]) -> Dim
     )
 
 
-def num_samples(program: Program, dims: SampleDims) -> int:
+def num_samples(program: Program | Pipeline, dims: SampleDims) -> int:
     """The samples of a global batch: of inputs with several rows for each, those with fewest."""
     sizes = [spec.shape[dims[spec.name]] for spec in program.inputs if spec.name in dims]
     return min(sizes, default=0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from parloom.errors import InputError
 from parloom.runtime.chunks import Section
 from parloom.runtime.comm import Comm
+from parloom.runtime.mesh import Mesh
 from parloom.runtime.program import ParameterSpec
 from parloom.runtime.sharding import Box, axes_of, boxes, local_shape, take, untake
 
@@ -42,7 +43,7 @@ class ShardedParameter:
 
     def section(self, comm: Comm, have: Axes, want: Axes) -> Section:
         """The chunks over `want` of this rank's chunk over `have`, with which `want` begins."""
-        return section(self.spec, self.home, comm, have, want)
+        return section(self.spec, self.home, comm.mesh, comm.rank, have, want)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -72,11 +73,7 @@ class ShardedParameter:
 
     def boxes(self, comm: Comm) -> tuple[Box, ...]:
         """The contiguous boxes of the user's tensor that `owned` holds."""
-        spec, rows = self.spec, None
-        if self.parts > 1:
-            rows = self.section(comm, (), owner_axes(spec)).range(self.index)
-        coordinates = comm.mesh.coordinates(comm.rank)
-        return boxes(spec.dims, comm.mesh, coordinates, spec.storage.dim, rows, spec.valid)
+        return boxes_of(self.spec, comm.mesh, comm.rank)
 
     def load(self, full: Tensor, comm: Comm) -> None:
         """Take this rank's part of the user's full tensor."""
@@ -111,14 +108,24 @@ def owner_axes(spec: ParameterSpec) -> tuple[str, ...]:
     return spec.storage.optimizer if spec.trainable else spec.storage.weight
 
 
+def boxes_of(spec: ParameterSpec, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+    """The contiguous boxes of the user's tensor that the optimizer owns on a rank."""
+    axes, rows = owner_axes(spec), None
+    if mesh.size(axes) > 1:
+        chunks = section(spec, local_shape(spec.dims), mesh, rank, (), axes)
+        rows = chunks.range(mesh.index(axes, rank))
+    coordinates = mesh.coordinates(rank)
+    return boxes(spec.dims, mesh, coordinates, spec.storage.dim, rows, spec.valid)
+
+
 def section(
-    spec: ParameterSpec, home: tuple[int, ...], comm: Comm, have: Axes, want: Axes
+    spec: ParameterSpec, home: tuple[int, ...], mesh: Mesh, rank: int, have: Axes, want: Axes
 ) -> Section:
-    """The chunks over `want` of this rank's chunk over `have` of a home shard.
+    """The chunks over `want` of a rank's chunk over `have` of a home shard.
 
     All larger chunks are made of those that the optimizer owns, which are ceil-chunks.
     """
-    dim, mesh = spec.storage.dim, comm.mesh
+    dim = spec.storage.dim
     parts = mesh.size(owner_axes(spec))
     finest = -(-home[dim] // parts)
 
@@ -126,7 +133,7 @@ def section(
         return finest * (parts // mesh.size(axes))
 
     whole = Section(home, dim, mesh.size(have), rows(have))
-    first, last = whole.range(mesh.index(have, comm.rank))
+    first, last = whole.range(mesh.index(have, rank))
     shape = (*home[:dim], last - first, *home[dim + 1 :])
     return Section(shape, dim, mesh.size(want) // mesh.size(have), rows(want))
 
@@ -135,7 +142,7 @@ def _rows(spec: ParameterSpec, home: Tensor, comm: Comm, axes: Axes) -> Tensor:
     """This rank's chunk over `axes` of a home shard."""
     if comm.mesh.size(axes) == 1:
         return home
-    chunks = section(spec, tuple(home.shape), comm, (), axes)
+    chunks = section(spec, tuple(home.shape), comm.mesh, comm.rank, (), axes)
     return chunks.rows(home, comm.mesh.index(axes, comm.rank))
 
 
@@ -168,7 +175,7 @@ def hold(
     assert kept is not None
     stored, have = kept, spec.storage.weight
     if parts > comm.mesh.size(have):
-        finer = section(spec, home, comm, have, axes)
+        finer = section(spec, home, comm.mesh, comm.rank, have, axes)
         stored = finer.rows(kept, index % finer.parts)
     master = spec.master_dtype if spec.trainable else None
     memory, has_master = stored, master is not None and master != spec.dtype

@@ -1,10 +1,11 @@
-"""One training step: the program's action list, run by one rank.
+"""One training step: this rank's action list.
 
 `F0 B0 F1 B1 .. REDUCE STEP GATHER`: forward and backward passes accumulate gradients over the
 microbatches; REDUCE makes them whole; STEP unscales, clips and updates the owned chunks, or leaves
 them alone where a scaled gradient overflowed; GATHER makes the weights whole again. The loss that a
 forward pass returns is its share of the global loss, so gradients and losses are summed, never
-averaged. Buffers are written once a step.
+averaged. Buffers are written once a step. In a pipeline an action names its stage (`2F0`), and
+`W0` makes the gradients of weights apart from the backward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +15,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parloom.errors import InputError, VerifyError
-from parloom.runtime.comm import Comm, Work
-from parloom.runtime.context import Context
+from parloom.errors import VerifyError
+from parloom.runtime.batches import Batches
+from parloom.runtime.comm import Comm
 from parloom.runtime.loss_scale import LossScale
-from parloom.runtime.program import Program, Result
-from parloom.runtime.same import check_same_batch
-from parloom.runtime.samples import SampleDims, local_dims
+from parloom.runtime.part import Part
+from parloom.runtime.passes import Losses, Passes
+from parloom.runtime.program import Action, Pipeline
+from parloom.runtime.same import told_by_one
 from parloom.runtime.sharded_parameter import ShardedParameter
-from parloom.runtime.sharding import global_shape, take
-from parloom.runtime.store import Store
-
-Batch = Mapping[str, Tensor]
+from parloom.runtime.shared import SharedParameters
+from parloom.runtime.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,123 +42,31 @@ class StepResult:
     skipped: bool = False
 
 
-class Batches:
-    """Cuts a batch into this rank's microbatches.
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a rank has of a pipeline for all its steps; `comm` is the way to all ranks."""
 
-    `own` are the axes along which ranks are given other samples: none for a global batch.
-    """
+    pipeline: Pipeline
+    parts: tuple[Part, ...]
+    actions: tuple[Action, ...]
+    transfers: Transfers
+    shared: SharedParameters
+    comm: Comm
+    owned: Mapping[str, tuple[ShardedParameter, Part]]
 
-    def __init__(
-        self,
-        program: Program,
-        ctx: Context,
-        batch: Batch,
-        samples: SampleDims,
-        own: tuple[str, ...] = (),
-    ) -> None:
-        _check_names(program, batch)
-        self._ctx = ctx
-        self._tensors = {
-            spec.name: batch[spec.name].to(ctx.device, non_blocking=True) for spec in program.inputs
-        }
-        self._dims = {spec.name: local_dims(spec, samples, own) for spec in program.inputs}
-        self._own = {spec.name: own if spec.name in samples else () for spec in program.inputs}
-        for spec in program.inputs:
-            given, dims = self._tensors[spec.name], self._dims[spec.name]
-            shape = global_shape(dims, ctx.mesh)
-            if tuple(given.shape) != shape or given.dtype != getattr(torch, spec.dtype):
-                raise InputError(
-                    f"input {spec.name!r} is {str(given.dtype).removeprefix('torch.')}"
-                    f"{list(given.shape)}; the plan was made for {spec.dtype}{list(shape)}"
-                    f"{_for(spec.name, own, samples)}{_way_on(given, shape, spec.dtype)}"
-                )
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].ctx.device
 
-    def check_same(self) -> None:
-        """Raise `InputError` unless ranks that work on the same samples were given the same."""
-        check_same_batch(self._ctx.comm, self._tensors, self._own, self._ctx.device)
-
-    def microbatch(self, index: int) -> dict[str, Tensor]:
-        """This rank's part of microbatch `index`."""
-        mesh = self._ctx.mesh
-        coordinates = mesh.coordinates(self._ctx.comm.rank, index)
-        return {
-            name: take(tensor, self._dims[name], mesh, coordinates)
-            for name, tensor in self._tensors.items()
-        }
-
-
-def _check_names(program: Program, batch: Batch) -> None:
-    """Raise `InputError` unless `batch` has a tensor for each of the program's inputs.
-
-    Entries that nothing reads may be given in any form, or left out.
-    """
-    names = {spec.name for spec in program.inputs}
-    if not isinstance(batch, Mapping):
-        raise InputError(
-            f"the batch is a {type(batch).__name__}; pass a dict of tensors by the names of the"
-            f" model's arguments: {sorted(names)}"
-        )
-    if names != set(batch) - set(program.unread):
-        raise InputError(
-            f"the batch has {sorted(batch)}, the program takes {sorted(names)}; they must agree"
-            f"{_leave_out(sorted(set(batch) - names - set(program.unread)))}"
-        )
-    for name in sorted(names):
-        if not isinstance(batch[name], Tensor):
-            raise InputError(f"input {name!r} is a {type(batch[name]).__name__}, not a tensor")
-
-
-def _leave_out(names: list[str]) -> str:
-    if not names:
-        return ""
-    return (
-        f": leave out what changes nothing (batch.pop({names[0]!r}), as of a mask without padding),"
-        " or plan from a factory that returns a batch with it (file.py:factory)"
-    )
-
-
-def _way_on(given: Tensor, shape: tuple[int, ...], dtype: str) -> str:
-    if tuple(given.shape) == shape:
-        return f"; cast it: .to(torch.{dtype})"
-    drop = "drop the last, smaller batch of an epoch (DataLoader(..., drop_last=True)), or "
-    smaller = given.dim() == len(shape) and given.shape[0] < shape[0]
-    return f"; {drop if smaller else ''}plan again (parloom plan --batch N, or the factory's batch)"
-
-
-def _for(name: str, own: tuple[str, ...], samples: SampleDims) -> str:
-    if not own:
-        return ""
-    if name in samples:
-        return f" on each rank, with its own samples in dim {samples[name]} and all else whole"
-    return " on each rank: all samples share it, so it is given whole"
-
-
-class Losses:
-    """The global loss from what the forward passes leave, some of it partial over mesh axes."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._totals: dict[tuple[str, ...], Tensor] = {}
-        self._works: list[Work] = []
-
-    def add(self, result: Result) -> None:
-        """Add a microbatch's share."""
-        loss = result.loss.detach()
-        total = self._totals.get(result.partial)
-        # A tensor of its own: the collective works in place.
-        self._totals[result.partial] = loss.clone() if total is None else total + loss
-
-    def launch(self) -> None:
-        """Start to reduce, when all shares are in."""
-        self._works = [
-            self._comm.group(axes).all_reduce(total) for axes, total in self._totals.items()
-        ]
-
-    def total(self) -> Tensor:
-        """The sum over microbatches and ranks."""
-        for work in self._works:
-            work.wait()
-        return torch.stack(list(self._totals.values())).sum(0)
+    def total_loss(self, pipeline: Pipeline, losses: Mapping[int, Losses]) -> Tensor:
+        """The loss of the stage that has one, on all ranks."""
+        own = [of_stage.total() for of_stage in losses.values()]
+        if len(pipeline.programs) == 1:
+            return own[0]
+        # Each rank of that stage has the whole loss: the first one tells all.
+        first = any(pipeline.ranks[stage][0] == self.comm.rank for stage in losses)
+        mine = own[0] if first else None
+        return told_by_one(mine, (), pipeline.loss_dtype, self.comm, self.device)
 
 
 class Step:
@@ -166,78 +74,65 @@ class Step:
 
     def __init__(
         self,
-        program: Program,
-        ctx: Context,
-        store: Store,
+        stages: Stages,
         optimizer: Optimizer | None,
         clip_norm: float | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self._program = program
-        self._ctx = ctx
-        self._store = store
+        self._stages = stages
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
-        self._results: dict[int, Result] = {}
-        self._hoisted: tuple[Tensor, ...] = ()
-        self._losses = Losses(ctx.comm)
         self._grad_norm: Tensor | None = None
         self._skipped = False
 
-    def train(self, batches: Batches) -> StepResult:
-        """Run the whole action list."""
+    def train(self, batches: Mapping[int, Batches]) -> StepResult:
+        """Run the whole action list; `batches` are those of each stage."""
+        stages = self._stages
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        self._store.begin_step()
-        self._hoisted = hoist(self._program, self._ctx, batches)
-        backwards = [action for action in self._program.actions if action.startswith("B")]
+        stages.transfers.begin_step()
+        passes: dict[int, Passes] = {}
+        for part in stages.parts:
+            own = [action for action in stages.actions if action.stage == part.stage]
+            part.store.begin_step(splits=any(action.kind == "W" for action in own))
+            passes[part.stage] = Passes(
+                part, batches[part.stage], stages.transfers, own, self._loss_scale
+            )
         once: dict[str, Callable[[], None]] = {
-            "REDUCE": self._store.finish_gradients,
-            "STEP": self._update,
-            "GATHER": self._store.gather_weights,
-        }
-        for action in self._program.actions:
-            self._ctx.watch(f"in action {action}, step {self._ctx.step + 1}")
-            if action in once:
-                once[action]()
-            elif action.startswith("F"):
-                self._forward(int(action[1:]), batches)
-            elif action.startswith("B"):
-                self._backward(int(action[1:]), last=action == backwards[-1])
-            else:
-                raise VerifyError(f"unknown action {action!r} in {self._program.actions}")
-        return StepResult(self._losses.total(), self._grad_norm, scale, self._skipped)
+            "REDUCE": self._reduce, "STEP": self._update, "GATHER": self._gather,
+        }  # fmt: skip
+        for action in stages.actions:
+            for part in stages.parts:
+                part.ctx.watch(f"in action {action}, step {part.ctx.step + 1}")
+            if action.kind in once:
+                once[action.kind]()
+                continue
+            own_passes = passes[action.stage]
+            run = {"F": own_passes.forward, "B": own_passes.backward, "W": own_passes.weights}
+            run[action.kind](action.microbatch)
+        stages.transfers.end_step()
+        losses = {stage: p.losses for stage, p in passes.items() if p.losses is not None}
+        loss = stages.total_loss(stages.pipeline, losses)
+        return StepResult(loss, self._grad_norm, scale, self._skipped)
 
-    def _forward(self, microbatch: int, batches: Batches) -> None:
-        self._ctx.microbatch = microbatch
-        self._store.begin_forward()
-        inputs = batches.microbatch(microbatch)
-        result = self._program.forward(self._ctx, inputs, self._hoisted)
-        self._results[microbatch] = result
-        self._losses.add(result)
+    def _reduce(self) -> None:
+        for part in self._stages.parts:
+            part.store.finish_gradients()
+        self._stages.shared.reduce()
 
-    def _backward(self, microbatch: int, last: bool) -> None:
-        self._ctx.microbatch = microbatch
-        result = self._results.pop(microbatch)
-        self._store.begin_backward(last)
-        if last:
-            self._losses.launch()
-        scale = self._loss_scale
-        torch.autograd.backward(result.loss if scale is None else scale.scaled(result.loss))
-        self._store.end_backward()
-        # Once a step, after all passes: every microbatch, and a block that is recomputed, reads
-        # the buffers of the start of the step, as one pass over the global batch would. Where each
-        # microbatch is computed by itself, after its own passes.
-        if last or self._program.by_microbatch:
-            for name, value in result.updates.items():
-                # Memory of its own: the value may be a weight, a batch or another buffer.
-                self._store.buffers[name] = value.detach().clone()
+    def _gather(self) -> None:
+        for part in self._stages.parts:
+            part.store.gather_weights()
+        self._stages.shared.publish()
 
     def _update(self) -> None:
-        kinds = [node.kind for node in self._program.nodes("STEP")]
+        stages = self._stages
+        nodes = [node for part in stages.parts for node in part.program.nodes("STEP")]
+        kinds = {node.kind for node in nodes}
         if "update" not in kinds:
-            raise VerifyError(f"{self._program.name}: the step program never updates parameters")
-        gradients = Gradients(list(self._store.helds.values()), self._ctx.comm, self._ctx.device)
+            name = stages.parts[0].program.name
+            raise VerifyError(f"{name}: the step program never updates parameters")
+        gradients = Gradients(list(stages.owned.values()), stages.comm, stages.device)
         scale = self._loss_scale
         max_norm = self._clip_norm if "gradient_norm" in kinds else None
         if scale is not None:
@@ -255,27 +150,17 @@ class Step:
             gradients.clip(max_norm)
         if self._optimizer is not None:
             self._optimizer.step()
-        self._store.publish()
-
-
-def hoist(program: Program, ctx: Context, batches: Batches) -> tuple[Tensor, ...]:
-    """The prologue's values, summed over microbatches."""
-    if program.prologue is None:
-        return ()
-    totals: tuple[Tensor, ...] = ()
-    with torch.no_grad():
-        for index in range(program.num_microbatches):
-            ctx.microbatch = index
-            values = program.prologue(ctx, batches.microbatch(index))
-            totals = tuple(a + b for a, b in zip(totals, values, strict=True)) if index else values
-    return totals
+        for part in stages.parts:
+            part.store.publish()
 
 
 class Gradients:
     """The gradients of all owned chunks, and what all ranks agree on about them."""
 
-    def __init__(self, helds: Sequence[ShardedParameter], comm: Comm, device: torch.device) -> None:
-        self._helds = [held for held in helds if held.owned.grad is not None]
+    def __init__(
+        self, held: Sequence[tuple[ShardedParameter, Part]], comm: Comm, device: torch.device
+    ) -> None:
+        self._held = [(held, part) for held, part in held if held.owned.grad is not None]
         self._comm = comm
         # The sum of squares, and the number of ranks that found a gradient that is not finite.
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -299,16 +184,16 @@ class Gradients:
 
         A chunk that n ranks hold counts 1/n on each of them.
         """
-        mesh = self._comm.mesh
         shares: dict[int, list[Tensor]] = {}
-        for held, gradient in zip(self._helds, self._all(), strict=True):
+        for (held, part), gradient in zip(self._held, self._all(), strict=True):
             if with_norm and gradient.numel():
+                mesh = part.comm.mesh
                 copies = mesh.num_ranks // mesh.size(held.axes)
                 shares.setdefault(copies, []).append(gradient)
         for copies, gradients in shares.items():
             norms = torch.stack([n.to(self._sums.dtype) for n in torch._foreach_norm(gradients)])
             self._sums[0] += norms.square().sum() / copies
-        self._comm.group(mesh.space).all_reduce(self._sums).wait()
+        self._comm.group(self._comm.mesh.space).all_reduce(self._sums).wait()
 
     def clip(self, max_norm: float) -> None:
         """Scale all gradients so that their norm is at most `max_norm`.
@@ -320,4 +205,4 @@ class Gradients:
             gradient.mul_(scale.to(gradient.dtype))
 
     def _all(self) -> list[Tensor]:
-        return [held.owned.grad for held in self._helds if held.owned.grad is not None]
+        return [held.owned.grad for held, _ in self._held if held.owned.grad is not None]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from parloom.errors import InputError, LaunchError, VerifyError
 from parloom.runtime.chunked import Traffic
@@ -26,6 +25,7 @@ from parloom.runtime.context import Context
 from parloom.runtime.leaves import LeafGradients
 from parloom.runtime.program import ParameterSpec, Program, TensorSpec
 from parloom.runtime.remake import Again, Made, Parts, Remaking
+from parloom.runtime.replay import Replay
 from parloom.runtime.same import check_same_values
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import take
@@ -122,7 +122,8 @@ class Store:
             result = self._dropping(ctx, run, inputs, again, prefix, weights)
         elif recompute and torch.is_grad_enabled():
             # Random masks are keyed, so there is no generator state to restore.
-            result = checkpoint(run, ctx, *inputs, use_reentrant=False, preserve_rng_state=False)
+            pack, unpack = self._hooks(unit)
+            result = Replay(pack, unpack, partial(run, ctx)).run(*inputs)
         elif unit is None:
             return run(ctx, *inputs)
         else:
@@ -158,19 +159,24 @@ class Store:
             tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
             return again(moment, prefix, *kept, *tensors)
 
-        pack = _as_it_is if unit is None else units.pack
-        unpack = _as_it_is if unit is None else units.unpack
-        remaking = Remaking(pack, unpack, parts)
+        remaking = Remaking(*self._hooks(unit), parts)
         with remaking.saving():
             made = run(moment, *inputs)
         remaking.drop(made, remake)
         return made.results
 
+    def _hooks(self, unit: Unit | None) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """What autograd does with what it saves in a call with the weights of `unit`."""
+        if unit is None:
+            return _as_it_is, _as_it_is
+        return self._units.pack, self._units.unpack
+
     # The passes of a step.
 
-    def begin_step(self) -> None:
-        """Forget all gradients."""
+    def begin_step(self, *, splits: bool = False) -> None:
+        """Forget all gradients; `splits` where those of weights will be made apart."""
         self._units.drop_all()
+        self._units.splits = splits
         self._outstanding = 0
         self._leaves.begin_step()
         for held in self.helds.values():
@@ -190,6 +196,20 @@ class Store:
         self._traffic.last = last
         self._units.turn(backward=True)
         self._leaves.begin_backward(last)
+
+    def begin_inputs(self) -> None:
+        """Begin a backward pass that makes no gradients of weights."""
+        self._units.turn(backward=True)
+
+    def owned_memory(self, value: Tensor) -> Tensor:
+        """`value`, copied if it lies in gathered memory."""
+        return self._units.owned_memory(value)
+
+    def write_buffers(self, updates: Mapping[str, Tensor]) -> None:
+        """Take over new buffers."""
+        for name, value in updates.items():
+            # Memory of its own: the value may be a weight, a batch or another buffer.
+            self.buffers[name] = value.detach().clone()
 
     def end_backward(self) -> None:
         self._leaves.end_backward()

@@ -5,15 +5,18 @@ needs, all wait again. Autograd runs a CPU backward pass in the thread that call
 collectives meet in the same way.
 """
 
+import queue
 import threading
-from collections.abc import Callable
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import DONE, Comm, Group, SingleGroup, Work
+from parloom.runtime.comm import DONE, Comm, Group, Message, SingleGroup, Work
 from parloom.runtime.mesh import Mesh
 
 T = TypeVar("T")
@@ -40,6 +43,9 @@ class ThreadWorld:
     mesh: Mesh
     timeout_s: float = 60.0
     tables: dict[tuple[int, ...], _Table] = field(default_factory=dict)
+    letters: dict[tuple[int, int], "queue.Queue[tuple[int, Tensor]]"] = field(
+        default_factory=lambda: defaultdict(queue.Queue)
+    )
     lock: threading.Lock = field(default_factory=threading.Lock)
     failed: bool = False
 
@@ -122,13 +128,54 @@ class ThreadGroup:
         return DONE
 
 
-class ThreadComm:
-    """One thread's way to the others."""
+@dataclass(slots=True, eq=False)
+class _Arriving:
+    """A tensor that another thread sends. Letters go to those who wait in the order in which they
+    began to, whoever looks first; a letter with another tag than was asked for is an error.
+    """
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        self.mesh = world.mesh
-        self.rank = rank
+    tensor: Tensor
+    tag: int
+    way: tuple[int, int]
+    world: ThreadWorld
+    waiting: "deque[_Arriving]"
+    there: bool = False
+
+    def wait(self) -> None:
+        end = time.monotonic() + self.world.timeout_s
+        while not self.there:
+            try:
+                letter = self.world.letters[self.way].get(timeout=0.05)
+            except queue.Empty:
+                if self.world.failed or time.monotonic() > end:
+                    raise threading.BrokenBarrierError from None
+                continue
+            self.waiting.popleft().take(*letter)
+
+    def take(self, tag: int, letter: Tensor) -> None:
+        wanted = self.tag, self.tensor.shape, self.tensor.dtype
+        if (tag, letter.shape, letter.dtype) != wanted:
+            found = f"{tag}: {letter.dtype}{tuple(letter.shape)}"
+            raise ValueError(f"rank {self.way[0]} sent {found}, not {wanted}")
+        self.tensor.copy_(letter)
+        self.there = True
+
+
+class ThreadComm:
+    """One thread's way to the others; `ranks` are the world's that the mesh numbers."""
+
+    def __init__(
+        self,
+        world: ThreadWorld,
+        rank: int,
+        mesh: Mesh | None = None,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        self.mesh = mesh or world.mesh
+        self._ranks = tuple(range(self.mesh.num_ranks)) if ranks is None else ranks
+        self.rank = self._ranks.index(rank)
         self._world = world
+        self._waiting: dict[tuple[int, int], deque[_Arriving]] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
 
     @property
@@ -139,19 +186,43 @@ class ThreadComm:
     def group(self, axes: tuple[str, ...]) -> Group:
         group = self._groups.get(axes)
         if group is None:
-            ranks = self.mesh.group(axes, self.rank)
+            ranks = tuple(self._ranks[member] for member in self.mesh.group(axes, self.rank))
             if len(ranks) == 1:
                 group = SingleGroup()
             else:
                 table = self._world.table(ranks)
-                group = ThreadGroup(table, len(ranks), ranks.index(self.rank))
+                group = ThreadGroup(table, len(ranks), ranks.index(self._ranks[self.rank]))
             self._groups[axes] = group
         return group
 
     def barrier(self) -> None:
-        everyone = tuple(range(self.mesh.num_ranks))
-        if len(everyone) > 1:
-            self._world.table(everyone).barrier.wait()
+        if len(self._ranks) > 1:
+            self._world.table(self._ranks).barrier.wait()
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        self._world.letters[self._ranks[self.rank], to].put((tag, tensor.detach().clone()))
+        return DONE
+
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        way = sender, self._ranks[self.rank]
+        waiting = self._waiting.setdefault(way, deque())
+        waiting.append(_Arriving(tensor, tag, way, self._world, waiting))
+        return waiting[-1]
+
+    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+        with self._world.lock:
+            for way in ways:
+                self._world.letters[way]
+
+    def stage(
+        self,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        groups: tuple[tuple[str, ...], ...],
+        weights: tuple[tuple[str, ...], ...],
+    ) -> "ThreadComm | None":
+        rank = self._ranks[self.rank]
+        return ThreadComm(self._world, rank, mesh, ranks) if rank in ranks else None
 
 
 def run_threads(mesh: Mesh, function: Callable[[Comm], T], timeout_s: float = 60.0) -> list[T]:

@@ -4,9 +4,10 @@ Everything that it hands out is under the user's names and in the user's shapes,
 layout: full tensors (`state_dict`), or the boxes of them that this rank holds (`shards`).
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,32 +17,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parloom.errors import InputError, VerifyError
+from parloom.runtime.batches import Batch, Batches, check_names
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
-from parloom.runtime.context import Context
+from parloom.runtime.evaluation import Evaluation, evaluate
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.optimizer import (
+    joined_states,
     load_optimizer_state,
     optimizer_state,
     state_tensors,
 )
-from parloom.runtime.program import Program, TensorSpec
+from parloom.runtime.part import make_parts, owned
+from parloom.runtime.program import Pipeline, Program, one_stage, parsed
+from parloom.runtime.same import told_by_all, told_by_one
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
-from parloom.runtime.sharding import Box, axes_of, boxes, put, untake
-from parloom.runtime.step import Batch, Batches, Losses, Step, StepResult, hoist
-from parloom.runtime.store import Source, Store
+from parloom.runtime.sharding import Box, axes_of, boxes, untake
+from parloom.runtime.shared import SharedParameters
+from parloom.runtime.step import Stages, Step, StepResult
+from parloom.runtime.store import Source
+from parloom.runtime.transfers import Transfers
 from parloom.runtime.whole_shapes import make_optimizer
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The global loss and the full output tensors of an evaluation."""
-
-    loss: Tensor
-    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Trainer:
 
     def __init__(  # noqa: PLR0913 - one argument per choice of the run
         self,
-        program: Program,
+        program: Program | Pipeline,
         tensors: Mapping[str, Tensor] | Source,
         *,
         optimizer: Callable[[NamedParameters], Optimizer],
@@ -82,7 +81,7 @@ class Trainer:
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         clip_norm: float | None = None,
         device: torch.device | None = None,
-        evaluation: Program | None = None,
+        evaluation: Program | Pipeline | None = None,
         seed: int = 0,
         exact_random: bool = False,
         sample_dims: SampleDims | None = None,
@@ -91,34 +90,48 @@ class Trainer:
         loss_scale: LossScale | None = None,
     ) -> None:
         source = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
-        self.program = program
-        self.evaluation = evaluation
+        self.pipeline = one_stage(program) if isinstance(program, Program) else program
+        self.evaluation = one_stage(evaluation) if isinstance(evaluation, Program) else evaluation
         self.comm = comm
         self.device = device or torch.device("cpu")
-        self.store = Store(program, source, comm, self.device, blocks)
-        self.optimizer, self._untouched = make_optimizer(optimizer, self.store.helds, comm)
-        self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
-        self.clip_norm = clip_norm
-        self.loss_scale = (loss_scale or LossScale()) if program.scales_loss else None
-        _check_masters(program)
-        self.samples_seen = 0
-        self._samples = first_dims(program) if sample_dims is None else sample_dims
-        self._compared = False
-        self._since_loaded = 0
-        self._ctx = Context(
+        self.parts = make_parts(
+            self.pipeline,
+            source,
             comm,
             self.device,
+            blocks,
             seed=seed,
             exact_random=exact_random,
-            own_draws=program.by_microbatch,
-            store=self.store,
             watch=watch,
         )
+        self.owned = owned(self.parts, self.pipeline)
+        self._stages = Stages(
+            self.pipeline,
+            self.parts,
+            parsed(self.pipeline.actions[comm.rank]),
+            Transfers(self.pipeline, tuple(map(parsed, self.pipeline.actions)), comm, self.device),
+            SharedParameters(self.pipeline, self.parts, comm),
+            comm,
+            self.owned,
+        )
+        self.optimizer, self._untouched = make_optimizer(optimizer, self.owned)
+        self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
+        self.clip_norm = clip_norm
+        scales = any(p.scales_loss for p in self.pipeline.programs)
+        self.loss_scale = (loss_scale or LossScale()) if scales else None
+        for of_stage in self.pipeline.programs:
+            _check_masters(of_stage)
+        self.samples_seen = 0
+        self._samples = first_dims(self.pipeline) if sample_dims is None else sample_dims
+        self._compared = False
+        self._since_loaded = 0
+        self._steps_done, self._seed = 0, seed
+        self._exact_random, self._watch = exact_random, watch
 
     @property
     def steps_done(self) -> int:
         """Finished steps; also the step number that keys the next step's random masks."""
-        return self._ctx.step
+        return self._steps_done
 
     @property
     def sampler_position(self) -> tuple[int, int]:
@@ -127,9 +140,13 @@ class Trainer:
         Ranks that share samples get the same rank. Where the plan cuts the samples of the inputs
         along different axes, that is all of them: (1, 0), and a local batch is the global one.
         """
-        mesh, position = self.comm.mesh, 0
-        coordinates = mesh.coordinates(self.comm.rank)
-        axes = sample_axes(self.program, self._samples)
+        reading = [part for part in self.parts if part.program.inputs]
+        if len(reading) != 1:
+            return 1, 0
+        (part,) = reading
+        mesh, position = part.comm.mesh, 0
+        coordinates = mesh.coordinates(part.comm.rank)
+        axes = sample_axes(part.program, self._samples)
         for axis in axes:
             position = position * mesh[axis].size + coordinates[axis]
         return mesh.size(axes), position
@@ -148,73 +165,61 @@ class Trainer:
         loss scale is left to try.
         """
         self._untouched.check(self.optimizer)
-        own = self._own(local)
-        batches = Batches(self.program, self._ctx, batch, self._samples, own)
+        batches = self._batches(self.pipeline, batch, local)
         if not self._compared:
-            batches.check_same()
+            for of_stage in batches.values():
+                of_stage.check_same()
             self._compared = True
         if due(self._since_loaded):
-            check_same_settings(self.comm, self._settings(local), self.device)
-        step = Step(
-            self.program, self._ctx, self.store, self.optimizer, self.clip_norm, self.loss_scale
-        )
+            self._check_settings(local)
+        step = Step(self._stages, self.optimizer, self.clip_norm, self.loss_scale)
         result = step.train(batches)
         if result.skipped:
             self._check_scale(result)
         elif self.scheduler is not None:
             self.scheduler.step()
-        self._ctx.step += 1
+        self._set_steps_done(self._steps_done + 1)
         self._since_loaded += 1
-        self._ctx.watch(f"between steps, after step {self._ctx.step}")
-        self.samples_seen += num_samples(self.program, self._samples)
+        self._watch(f"between steps, after step {self._steps_done}")
+        self.samples_seen += num_samples(self.pipeline, self._samples)
         return result
 
     def evaluate(self, batch: Batch, local: bool = False) -> Evaluation:
         """Loss and full outputs of the evaluation program, without gradients."""
-        program = self.evaluation
-        if program is None:
+        pipeline = self.evaluation
+        if pipeline is None:
             raise InputError("the trainer was made without an evaluation program")
-        own = self._own(local)
-        if not set(own) <= set(sample_axes(program, self._samples)):
-            raise InputError(
-                f"the plan cuts samples over {', '.join(own)} in training and not in evaluation;"
-                " pass the global batch"
-            )
-        batches = Batches(program, self._ctx, batch, self._samples, own)
-        outputs: dict[str, Tensor] = {}
-        losses = Losses(self.comm)
-        with torch.no_grad():
-            hoisted = hoist(program, self._ctx, batches)
-            for index in range(program.num_microbatches):
-                self._ctx.microbatch = index
-                self.store.begin_forward()
-                result = program.forward(self._ctx, batches.microbatch(index), hoisted)
-                losses.add(result)
-                for spec in program.outputs:
-                    if spec.name in result.outputs:
-                        self._collect(outputs, spec, result.outputs[spec.name], index)
-                self.store.end_evaluation()
-            losses.launch()
-        return Evaluation(losses.total(), outputs)
+        batches = self._batches(pipeline, batch, local)
+        return evaluate(pipeline, self._stages, batches)
 
     # Full tensors.
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) one after the other, without aliases; every rank must drain it."""
-        for held in self.store.helds.values():
-            spec = held.spec
-            full = held.whole(self.comm)
-            yield spec.name, full[tuple(slice(size) for size in spec.user_shape)]
-        for buffer in self.program.buffers:
-            yield buffer.name, untake(self.store.buffers[buffer.name], buffer.dims, self.comm)
+        for stage, program in enumerate(self.pipeline.programs):
+            part = next((p for p in self.parts if p.stage == stage), None)
+            for spec in program.parameters:
+                if self.pipeline.owner(spec.name, stage) == stage:
+                    whole = None
+                    if part is not None:
+                        whole = part.store.helds[spec.name].whole(part.comm)
+                    full = self._told(stage, whole, spec.shape, spec.dtype)
+                    yield spec.name, full[tuple(slice(size) for size in spec.user_shape)]
+            for buffer in program.buffers:
+                if buffer.name in self._buffers_before(stage):
+                    continue
+                kept = None
+                if part is not None:
+                    kept = untake(part.store.buffers[buffer.name], buffer.dims, part.comm)
+                yield buffer.name, self._told(stage, kept, buffer.shape, buffer.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers on every rank, aliases included."""
         state: dict[str, Tensor] = {}
+        aliases = {s.name: s.aliases for p in self.pipeline.programs for s in p.parameters}
         for name, full in self.full_tensors():
             state[name] = full.detach().clone()
-            held = self.store.helds.get(name)
-            for alias in held.spec.aliases if held is not None else ():
+            for alias in aliases.get(name, ()):
                 state[alias] = state[name]
         return state
 
@@ -223,7 +228,8 @@ class Trainer:
 
         Raises `InputError` for a tensor that is missing, has another shape, or differs on ranks.
         """
-        self.store.load(state.__getitem__)
+        for part in self.parts:
+            part.store.load(state.__getitem__)
 
     # Checkpoints.
 
@@ -233,36 +239,41 @@ class Trainer:
         To load: `load_extra_state` first, which allocates the optimizer's states, then write to the
         shards, then `refresh`.
         """
-        for held in self.store.helds.values():
-            found = held.boxes(self.comm)
-            primary = self._primary(held.axes)
+        for held, part in self.owned.values():
+            found = held.boxes(part.comm)
+            primary = _is_primary(part.comm, held.axes)
             shape = held.spec.user_shape
             yield Shard(held.name, shape, found, held.owned.detach(), primary)
             for key, tensor in state_tensors(self.optimizer, held.owned).items():
                 yield Shard(f"optimizer/{key}/{held.name}", shape, found, tensor, primary)
-        for spec in self.program.buffers:
-            coordinates = self.comm.mesh.coordinates(self.comm.rank)
-            yield Shard(
-                spec.name,
-                spec.shape,
-                boxes(spec.dims, self.comm.mesh, coordinates),
-                self.store.buffers[spec.name],
-                self._primary(axes_of(spec.dims)),
-            )
+        for part in self.parts:
+            for spec in part.program.buffers:
+                if spec.name in self._buffers_before(part.stage):
+                    continue
+                coordinates = part.comm.mesh.coordinates(part.comm.rank)
+                yield Shard(
+                    spec.name,
+                    spec.shape,
+                    boxes(spec.dims, part.comm.mesh, coordinates),
+                    part.store.buffers[spec.name],
+                    _is_primary(part.comm, axes_of(spec.dims)),
+                )
 
     def refresh(self) -> None:
         """Bring everything that follows from the shards up to date, after they were written."""
-        self.store.publish()
-        self.store.gather_weights()
+        for part in self.parts:
+            part.store.publish()
+            part.store.gather_weights()
+        self._stages.shared.publish()
 
     def extra_state(self) -> dict[str, Any]:
-        """All other state, as JSON values that are equal on every rank."""
-        names = {id(held.owned): held.name for held in self.store.helds.values()}
+        """All other state, as JSON values that are equal on every rank; every rank asks."""
+        names = {id(held.owned): held.name for held, _ in self.owned.values()}
         return {
-            "step": self._ctx.step,
+            "step": self._steps_done,
             "samples_seen": self.samples_seen,
-            "seed": self._ctx.seed,
-            "optimizer": optimizer_state(self.optimizer, names),
+            "seed": self._seed,
+            "optimizer": self._joined(optimizer_state(self.optimizer, names)),
             "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
         }
@@ -270,11 +281,12 @@ class Trainer:
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `extra_state` gave, under this or another plan."""
         self._since_loaded = 0
-        self._ctx.step = state["step"]
-        self._ctx.seed = state["seed"]
+        self._seed = state["seed"]
+        self._set_steps_done(state["step"])
         self.samples_seen = state["samples_seen"]
-        owned = {held.name: held.owned for held in self.store.helds.values()}
-        load_optimizer_state(self.optimizer, owned, state["optimizer"])
+        mine = {held.name: held.owned for held, _ in self.owned.values()}
+        names = [spec.name for p in self.pipeline.programs for spec in p.parameters]
+        load_optimizer_state(self.optimizer, mine, state["optimizer"], names)
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
             self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
@@ -282,35 +294,74 @@ class Trainer:
         if self.loss_scale is not None and state.get("loss_scale") is not None:
             self.loss_scale.load(state["loss_scale"])
 
-    def _own(self, local: bool) -> tuple[str, ...]:
-        """The axes along which the ranks give samples of their own."""
+    def _batches(self, pipeline: Pipeline, batch: Batch, local: bool) -> dict[int, Batches]:
+        """The batch as each stage on this rank takes it."""
         if not isinstance(local, bool):
             raise InputError(
                 f"the argument after the batch, local, is a {type(local).__name__}, not True or"
                 " False; pass one batch: a dict of tensors by the names of the model's arguments"
             )
-        return sample_axes(self.program, self._samples) if local else ()
+        check_names(pipeline.programs, batch)
+        found = {}
+        for part in self.parts:
+            program = pipeline.programs[part.stage]
+            own = sample_axes(part.program, self._samples) if local else ()
+            if not set(own) <= set(sample_axes(program, self._samples)):
+                raise InputError(
+                    f"the plan cuts samples over {', '.join(own)} in training and not in"
+                    " evaluation; pass the global batch"
+                )
+            found[part.stage] = Batches(program, part.ctx, batch, self._samples, own)
+        return found
 
-    def _settings(self, local: bool) -> dict[str, str]:
-        """All that ranks must train alike with, by what an error calls it."""
-        names = {id(held.owned): held.name for held in self.store.helds.values()}
+    def _set_steps_done(self, steps: int) -> None:
+        self._steps_done = steps
+        for part in self.parts:
+            part.ctx.step, part.ctx.seed = steps, self._seed
+
+    def _buffers_before(self, stage: int) -> frozenset[str]:
+        """The buffers that earlier stages have, too."""
+        before = self.pipeline.programs[:stage]
+        return frozenset(spec.name for program in before for spec in program.buffers)
+
+    def _joined(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state of all stages; every rank asks."""
+        if len(self.pipeline.programs) == 1:
+            return mine
+        told = told_by_all(self.comm, json.dumps(mine), self.device)
+        return joined_states([json.loads(text) for text in told])
+
+    def _told(self, stage: int, full: Tensor | None, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """A whole tensor of a stage, on all ranks."""
+        if len(self.pipeline.programs) == 1:
+            assert full is not None
+            return full
+        mine = full if self.comm.rank == self.pipeline.ranks[stage][0] else None
+        return told_by_one(mine, shape, dtype, self.comm, self.device)
+
+    def _check_settings(self, local: bool) -> None:
+        """Raise `InputError` where ranks differ in what they must train alike with."""
         own = {
             "clip_norm": self.clip_norm,
-            "seed": self._ctx.seed,
-            "exact_random": self._ctx.exact_random,
-            "the number of steps done": self._ctx.step,
+            "seed": self._seed,
+            "exact_random": self._exact_random,
+            "the number of steps done": self._steps_done,
             "local": local,
         }
         # Whatever has a `step` may be a scheduler.
         schedule: Mapping[str, Any] = getattr(self.scheduler, "state_dict", dict)()
         scale = {} if self.loss_scale is None else self.loss_scale.state()
-        return {
+        settings = {
             "the scheduler's class": type(self.scheduler).__name__,
-            **settings_of(self.optimizer, names),
+            "the optimizer's class": type(self.optimizer).__name__,
             **settings_in("", own),
             **settings_in("the scheduler's ", schedule),
             **settings_in("the loss scale's ", scale),
         }
+        check_same_settings(self.comm, settings, self.device)
+        for part in self.parts:
+            names = {id(held.owned): n for n, (held, p) in self.owned.items() if p is part}
+            check_same_settings(part.comm, settings_of(self.optimizer, names), self.device)
 
     def _check_scale(self, result: StepResult) -> None:
         """Raise `InputError` where steps would be skipped forever."""
@@ -319,13 +370,13 @@ class Trainer:
             return
         bad = (
             held.name
-            for held in self.store.helds.values()
+            for held, _ in self.owned.values()
             if held.owned.grad is not None and not held.owned.grad.isfinite().all()
         )
         name = next(bad, None)
         where = f", that of {name} on this rank," if name else ""
         raise InputError(
-            f"step {self._ctx.step + 1}: the last {scale.num_skipped} steps were skipped, because"
+            f"step {self._steps_done + 1}: the last {scale.num_skipped} steps were skipped, because"
             f" gradients{where} are infinite or NaN in float16 at every loss scale down to"
             f" {result.loss_scale:.3g} (the loss of this step is {result.loss.item():.4g}):"
             " nothing is trained any more. Numbers above 65504 overflow in float16: look for large"
@@ -333,25 +384,11 @@ class Trainer:
             " bf16)"
         )
 
-    def _primary(self, axes: tuple[str, ...]) -> bool:
-        coordinates = self.comm.mesh.coordinates(self.comm.rank)
-        return all(coordinates[axis] == 0 for axis in self.comm.mesh.space if axis not in axes)
 
-    def _collect(
-        self, outputs: dict[str, Tensor], spec: TensorSpec, local: Tensor, microbatch: int
-    ) -> None:
-        """Write every rank's shard of one microbatch's output into the full tensor."""
-        mesh, axes = (
-            self.comm.mesh,
-            tuple(a for a in axes_of(spec.dims) if a in self.comm.mesh.space),
-        )
-        group = self.comm.group(axes)
-        stacked = local.new_empty(group.size, *local.shape)
-        group.all_gather(stacked, local.contiguous()).wait()
-        if spec.name not in outputs:
-            outputs[spec.name] = local.new_empty(spec.shape)
-        for shard, rank in zip(stacked, mesh.group(axes, self.comm.rank), strict=True):
-            put(outputs[spec.name], shard, spec.dims, mesh, mesh.coordinates(rank, microbatch))
+def _is_primary(comm: Comm, axes: tuple[str, ...]) -> bool:
+    """Whether a rank is the first of those that hold the same of a tensor that `axes` shard."""
+    coordinates = comm.mesh.coordinates(comm.rank)
+    return all(coordinates[axis] == 0 for axis in comm.mesh.space if axis not in axes)
 
 
 def _stepped(scheduler: LRScheduler) -> LRScheduler:

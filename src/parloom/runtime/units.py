@@ -34,7 +34,8 @@ class Flat:
         self.group = comm.weights.group(specs[0].storage.weight)
         self.dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self.sections, self.total = layout(
-            section(spec, local_shape(spec.dims), comm, (), spec.storage.weight) for spec in specs
+            section(spec, local_shape(spec.dims), comm.mesh, comm.rank, (), spec.storage.weight)
+            for spec in specs
         )
         self.shard = torch.zeros(self.total, dtype=self.dtype, device=pool.device)
         self.helds = [
@@ -137,6 +138,8 @@ class Units:
         self._anchor = torch.empty(0, device=pool.device, requires_grad=True)
         self._current: Unit | None = None
         self._backward = False
+        # Whether gradients of weights are made apart from those of activations.
+        self.splits = False
 
     def of(self, prefix: str) -> Unit | None:
         """The unit of a block call, when it has chunked weights."""
@@ -153,6 +156,9 @@ class Units:
         """The unit's weights as new tensors of the autograd graph."""
         if unit.trainable and torch.is_grad_enabled():
             tensors = _Weights.apply(self._anchor, self, unit)  # type: ignore[no-untyped-call]
+            if self.splits:
+                # Each by a node of its own, so that its gradient can be asked for alone.
+                tensors = tuple(t.view_as(t) if t.requires_grad else t for t in tensors)
         else:
             tensors = self.homes(unit)
         return dict(zip((held.name for held in unit.helds), tensors, strict=True))

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from parloom.errors import InputError
-from parloom.runtime.comm import Comm
 from parloom.runtime.optimizer import check_elementwise, check_given
+from parloom.runtime.part import Part
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.taken import refuse_taken
 
@@ -28,15 +28,18 @@ OF_GROUP = ("params", "param_names")
 
 
 def make_optimizer(
-    maker: Maker, helds: Mapping[str, ShardedParameter], comm: Comm
+    maker: Maker, owned: Mapping[str, tuple[ShardedParameter, Part]]
 ) -> tuple[Optimizer, "Untouched"]:
     """The optimizer of this rank's parts, with the options that the whole parameters would get.
 
     Raises `InputError` where the parts get other groups than the whole parameters would, where
     `maker` reads values, and where it does to a part what it may not (see `Untouched`).
     """
+    helds = {name: held for name, (held, _) in owned.items()}
     parts = [(held.name, held.owned) for held in helds.values()]
-    sharded = _sharded(helds, comm)
+    # A stage may have no parameters, and torch's optimizers take no empty list.
+    parts = parts or [("", nn.Parameter(torch.empty(0)))]
+    sharded = _sharded(owned)
     untouched = Untouched(
         {name: (part, _hooks(part), part.requires_grad) for name, part in parts}, sharded
     )
@@ -209,10 +212,10 @@ def _whole(held: ShardedParameter) -> nn.Parameter:
     return nn.Parameter(empty, requires_grad=owned.requires_grad)
 
 
-def _sharded(helds: Mapping[str, ShardedParameter], comm: Comm) -> str:
+def _sharded(owned: Mapping[str, tuple[ShardedParameter, Part]]) -> str:
     """A parameter of which some rank holds another shape than the user's."""
-    for held in helds.values():
-        if comm.mesh.size(held.axes) > 1 or held.spec.shape != held.spec.user_shape:
+    for held, part in owned.values():
+        if part.comm.mesh.size(held.axes) > 1 or held.spec.shape != held.spec.user_shape:
             return held.name
     return ""
 

@@ -123,8 +123,10 @@ def _reasons(pin: Pin, rule: Rule, mesh: Mesh) -> Iterator[str]:
 
 def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
     """The first pin that a plan of `graph` does not hold, and where; None where it holds all."""
-    mesh = decisions.mesh
+    if pinned.pins and len(decisions.stages) > 1:
+        return f"{pinned.pins[0].text}: pins are not yet there for pipelines"
     for pin in pinned.pins:
+        mesh = decisions.mesh
         if pin.kind is Kind.MESH and not pin.allows_mesh(mesh):
             return f"{pin.text}: the mesh is {sizes_of(mesh)}"
     recomputed = {a.prefix: a.policy for a in decisions.activations}

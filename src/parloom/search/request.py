@@ -9,6 +9,7 @@ from parloom.errors import InputError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
@@ -90,6 +91,9 @@ class Request:
         """
         rewrites = decisions.rewrites
         graph = rewritten(self.graph, rewrites)
+        if len(decisions.stages) > 1:
+            lowered = lower_stages(graph, decisions, factored=None if rewrites else factored)
+            return self.machine.predict_stages(lowered, decisions, self.optimizer)
         pcg = lower(graph, decisions, factored=None if rewrites else factored)
         return self.machine.predict(pcg, decisions, self.optimizer)
 

@@ -1,0 +1,260 @@
+"""Pipelines as others plan them: GPipe's equal stages and PipeDream's dynamic program.
+
+Each item of the model is priced as a stage of its own, so what a stage costs is the sum over its
+items. Stages are ranges of items in execution order; a stage has one device, or several that
+replicate it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+
+from parloom.comparators.baselines import plain
+from parloom.cost.actions import Stage as Actions
+from parloom.cost.pipeline import play_stage, send
+from parloom.cost.simulate import Simulator
+from parloom.cost.step import priced
+from parloom.errors import InputError, LayoutError
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Call, Graph
+from parloom.ir.lower import lower
+from parloom.ir.lower_stages import staged
+from parloom.ir.mesh import Cluster, Mesh, part_of, part_sizes
+from parloom.ir.microbatch_counts import legal_microbatches
+from parloom.ir.pcg import TIME
+from parloom.ir.plan import (
+    GLOBAL,
+    ActivationDecision,
+    Decisions,
+    NodeDecision,
+    Stage,
+    one_stage,
+)
+from parloom.ir.stages import ARRIVING, Crossing, Cut, item_key, of_stage, stage_items
+from parloom.search.request import Request, Say
+
+# Microbatches for each stage beyond which a pipeline's bubble is not worth smaller products.
+MOST_FOR_EACH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What the items cost on so many devices that replicate them: picoseconds of a microbatch, and
+    to reduce their gradients once a step; `after` is what the values take that cross behind an
+    item, there and back.
+    """
+
+    decisions: Decisions
+    passes_ps: tuple[int, ...]
+    reduced_ps: tuple[int, ...]
+    after_ps: tuple[int, ...]
+
+
+def gpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+    """A stage of equally many items for each device, all forward passes before all backward passes,
+    and blocks recomputed (GPipe: Huang et al., NeurIPS'19, section 2).
+    """
+    items = stage_items(request.graph)
+    count = request.cluster.num_devices
+    if count > len(items):
+        raise InputError(f"gpipe: {len(items)} items do not make {count} stages, one each device")
+    ends = [round(index * len(items) / count) for index in range(count + 1)]
+    calls = [item.prefix for item in request.graph.main.body if isinstance(item, Call)]
+    again = tuple(ActivationDecision(prefix, "recompute") for prefix in calls)
+    for microbatches in _counts(request, base, count):
+        yield replace(
+            base,
+            stages=tuple(
+                Stage(items[first:last], (range(index, index + 1),), Mesh(()))
+                for index, (first, last) in enumerate(pairwise(ends))
+            ),
+            num_microbatches=microbatches,
+            schedule="gpipe",
+            activations=again,
+        )
+
+
+def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+    """The split into replicated stages whose slowest is the fastest, one forward and one backward
+    pass in turns (PipeDream: Narayanan et al., SOSP'19, section 3.1; flushed as in PipeDream-2BW,
+    ICML'21).
+    """
+    devices = request.cluster.num_devices
+    sizes = sorted({1, devices, *part_sizes(request.cluster)})
+    counts = _counts(request, base, devices)
+    for microbatches in counts:
+        costs = {}
+        for size in sizes:
+            found = _items(request, base, size, microbatches)
+            if found is not None:
+                costs[size] = found
+        chosen = split(costs, devices, microbatches)
+        if chosen is not None:
+            say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
+            yield _plan(request, base, costs, chosen, microbatches)
+
+
+def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
+    """Numbers of microbatches to try: that of `base` where it has one.
+
+    Raises `InputError` where samples cannot be cut so.
+    """
+    legal = request.microbatch_counts(factorize(request.graph))
+    asked = base.num_microbatches
+    if asked == 1:
+        return tuple(count for count in legal if count <= MOST_FOR_EACH * stages)
+    if request.batch_semantics == GLOBAL and asked not in (
+        legal_microbatches(factorize(request.graph)).counts
+    ):
+        raise InputError(f"no plan of {asked} microbatches: the samples do not divide into them")
+    return (asked,)
+
+
+def _items(request: Request, base: Decisions, size: int, microbatches: int) -> Items | None:
+    """Every item as a stage of its own, on `size` devices; None where samples do not divide."""
+    graph, cluster = request.graph, part_of(request.cluster, size)
+    try:
+        whole = next(plain("data_parallel", graph, cluster, microbatches), None)
+        if whole is None:
+            return None
+        keys = stage_items(graph)
+        apart = replace(
+            base,
+            stages=tuple(Stage((key,), (range(size),), whole.mesh) for key in keys),
+            nodes=whole.nodes,
+            num_microbatches=microbatches,
+        )
+        parts = staged(factorize(graph), apart)
+        costs = _Costs(request, cluster)
+        each = [costs.of(own, of_stage(apart, parts, i)) for i, own in enumerate(parts.graphs)]
+    except (LayoutError, InputError):
+        return None
+    after = [0] * len(keys)
+    for crossing in parts.crossings:
+        sent = _crossing_ps(parts, crossing, request.cluster, size, microbatches)
+        for between in range(crossing.source, max(crossing.targets)):
+            after[between] += sent
+    passes, reduced = zip(*each, strict=True)
+    return Items(whole, tuple(passes), tuple(reduced), tuple(after))
+
+
+class _Costs:
+    """What items take; calls of one block with the same layouts are priced once."""
+
+    def __init__(self, request: Request, cluster: Cluster) -> None:
+        self.request, self.cluster = request, cluster
+        self.player = Simulator()
+        self.known: dict[object, tuple[int, int]] = {}
+
+    def of(self, graph: Graph, decisions: Decisions) -> tuple[int, int]:
+        """Picoseconds of a microbatch there and back, and of reducing gradients once a step."""
+        owned = stage_items(graph)
+        (item,) = (i for i in graph.main.body if item_key(i) in owned)
+        key: object = item_key(item)
+        if isinstance(item, Call):
+            start = len(item.prefix)
+            chosen = tuple((n.key[start:], n.factors) for n in decisions.nodes)
+            key = item.function, chosen, len(graph.leaving), len(graph.of_kind(ARRIVING))
+        if key not in self.known:
+            pcg = lower(graph, decisions)
+            kernels = self.request.machine.kernels
+            found = priced(pcg, self.cluster, decisions, self.request.optimizer, kernels)
+            actions = play_stage("", Actions(pcg, self.cluster, found), self.player).actions
+            reduced = round(1e12 * sum(t.total().comm_s for t in found.reductions))
+            self.known[key] = actions["F"].ps + actions["B"].ps, reduced
+        return self.known[key]
+
+
+def _crossing_ps(
+    parts: Cut, crossing: Crossing, cluster: Cluster, size: int, microbatches: int
+) -> int:
+    """How long a value of a microbatch travels between stages, there and back."""
+    boundary = parts.graphs[crossing.source].boundary
+    assert boundary is not None
+    name, spec = crossing.value.name, crossing.value.spec
+    cut_in_time = boundary.in_time[name].shard(TIME) is not None
+    num_bytes = spec.num_bytes / (microbatches if cut_in_time else 1) / size
+    sent = send(num_bytes, len(cluster.levels) - 1, cluster).ps
+    return sent * (2 if name in boundary.flowing else 1)
+
+
+def split(
+    costs: dict[int, Items], devices: int, microbatches: int
+) -> list[tuple[int, int, int]] | None:
+    """(first item, last item + 1, devices) of the stages whose slowest takes the least.
+
+    A[j][m] = min over i, r of max(A[i][m - r], what crosses behind i, T(i, j, r)): the slowest
+    stage of the first j items on m devices.
+    """
+    if not costs:
+        return None
+    count = len(next(iter(costs.values())).passes_ps)
+    sums = {
+        size: [list(_sums(found.passes_ps)), list(_sums(found.reduced_ps))]
+        for size, found in costs.items()
+    }
+    best: dict[tuple[int, int], float] = {(0, 0): 0.0}
+    came: dict[tuple[int, int], tuple[int, int]] = {}
+    for last in range(1, count + 1):
+        for used in range(1, devices + 1):
+            for size, (passes, reduced) in sums.items():
+                for first in range(last):
+                    before = best.get((first, used - size))
+                    if before is None:
+                        continue
+                    once = (reduced[last] - reduced[first]) / microbatches
+                    own = passes[last] - passes[first] + once
+                    crossing = costs[size].after_ps[first - 1] if first else 0
+                    slowest = max(before, own, crossing)
+                    if slowest < best.get((last, used), inf):
+                        best[last, used] = slowest
+                        came[last, used] = first, size
+    if (count, devices) not in best:
+        return None
+    found, at = [], (count, devices)
+    while at != (0, 0):
+        first, size = came[at]
+        found.append((first, at[0], size))
+        at = first, at[1] - size
+    return found[::-1]
+
+
+def _sums(values: Sequence[int]) -> Iterator[int]:
+    total = 0
+    yield total
+    for value in values:
+        total += value
+        yield total
+
+
+def _plan(
+    request: Request,
+    base: Decisions,
+    costs: dict[int, Items],
+    chosen: Sequence[tuple[int, int, int]],
+    microbatches: int,
+) -> Decisions:
+    keys = stage_items(request.graph)
+    stages: list[Stage] = []
+    nodes: dict[str, NodeDecision] = {}
+    begin = 0
+    for first, last, size in chosen:
+        whole = costs[size].decisions
+        own = set(keys[first:last])
+        stages.append(Stage(keys[first:last], (range(begin, begin + size),), whole.mesh))
+        begin += size
+        prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
+        nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
+    if len(stages) == 1:
+        whole = costs[chosen[0][2]].decisions
+        return replace(
+            base, stages=one_stage(whole.mesh), nodes=whole.nodes, num_microbatches=microbatches
+        )
+    return replace(
+        base,
+        stages=tuple(stages),
+        nodes=tuple(nodes.values()),
+        num_microbatches=microbatches,
+        schedule="1f1b",
+    )

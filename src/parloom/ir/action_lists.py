@@ -1,0 +1,111 @@
+"""Action lists of a plan: read, and checked for completeness and deadlock before anything runs."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from parloom.errors import InputError
+from parloom.ir.plan import Action
+
+ONCE = ("REDUCE", "STEP", "GATHER")
+PASS = re.compile(r"(\d{0,6})([FBW])(\d{1,6})")
+
+
+def parse_action(text: str) -> Action:
+    """`F0`, `2B0`, `STEP`; raises `InputError` for anything else."""
+    if text in ONCE:
+        return Action(text)
+    found = PASS.fullmatch(text)
+    if found is None:
+        raise InputError(
+            f"no action {text!r}: an action is {', '.join(ONCE)}, or a stage (left out: 0), F, B or"
+            " W, and a microbatch, as in F0 and 2B0"
+        )
+    return Action(found[2], int(found[3]), int(found[1] or 0))
+
+
+def check_lists(
+    groups: Sequence[Sequence[int]],
+    lists: Sequence[Sequence[Action]],
+    edges: Iterable[tuple[int, int, bool]],
+    num_microbatches: int,
+) -> None:
+    """Raise `InputError` unless the lists of the groups of devices run a step.
+
+    `groups` are the stages of each; `edges` are (source, target, whether a gradient comes back).
+    Every stage runs each microbatch forward and backward once, with W for all of them or none; each
+    list ends with the step program; and no list waits for one that waits for it.
+    """
+    if len(lists) != len(groups):
+        raise InputError(f"{len(lists)} action lists for {len(groups)} groups of devices")
+    for stages, own in zip(groups, lists, strict=True):
+        _check_complete(stages, own, num_microbatches)
+    _check_order(groups, lists, list(edges))
+
+
+def _check_complete(stages: Sequence[int], own: Sequence[Action], count: int) -> None:
+    where = f"the list of stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    passes = [a for a in own if a.microbatch is not None]
+    last = [a.kind for a in own[len(passes) :]]
+    if last != list(ONCE):
+        raise InputError(f"{where} ends with {' '.join(last) or 'a pass'}, not {' '.join(ONCE)}")
+    found = Counter(passes)
+    twice = next((a for a, times in found.items() if times > 1), None)
+    if twice is not None:
+        raise InputError(f"{where} has {twice} {found[twice]} times; leave one")
+    split = {a.stage for a in passes if a.kind == "W"}
+    for stage in stages:
+        for kind in ("F", "B", *(["W"] if stage in split else [])):
+            for microbatch in range(count):
+                if Action(kind, microbatch, stage) not in found:
+                    raise InputError(
+                        f"{where} lacks {Action(kind, microbatch, stage)}: {count} microbatches"
+                        f" run {'F, B and W' if stage in split else 'F and B'} each"
+                    )
+                del found[Action(kind, microbatch, stage)]
+    if found:
+        raise InputError(f"{where} has {next(iter(found))}, which is not its to run")
+
+
+def _check_order(
+    groups: Sequence[Sequence[int]],
+    lists: Sequence[Sequence[Action]],
+    edges: Sequence[tuple[int, int, bool]],
+) -> None:
+    """Run all lists: each goes on as far as what it reads has been made."""
+    done: set[Action] = set()
+    at = [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for index, own in enumerate(lists):
+            while at[index] < len(own) and not _missing(own[at[index]], edges, done):
+                done.add(own[at[index]])
+                at[index] += 1
+                moved = True
+    stuck = [i for i, own in enumerate(lists) if at[i] < len(own)]
+    if stuck:
+        waits = (
+            f"{lists[i][at[i]]} waits for {_missing(lists[i][at[i]], edges, done)[0]}"
+            for i in stuck
+        )
+        raise InputError(f"the action lists wait for each other: {', '.join(waits)}")
+
+
+def _missing(
+    action: Action, edges: Sequence[tuple[int, int, bool]], done: set[Action]
+) -> list[Action]:
+    """What an action reads that has not been made."""
+    if action.microbatch is None:
+        return []
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "F":
+        needs = [Action("F", microbatch, source) for source, to, _ in edges if to == stage]
+    elif action.kind == "W":
+        needs = [Action("B", microbatch, stage)]
+    else:
+        needs = [Action("F", microbatch, stage)]
+        needs += [
+            Action("B", microbatch, to) for source, to, back in edges if source == stage and back
+        ]
+    return [need for need in needs if need not in done]

@@ -1,0 +1,127 @@
+"""`lower` for pipelines: the parallel computation graph of every stage.
+
+A stage is lowered as any graph, on a mesh of its own. What crosses between stages leaves as shards
+that no two ranks of the sending stage have twice, and arrives so on the receiving one: each part
+goes once over the links between them, and movements inside of the stages do the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parloom.errors import InputError, NotYetError
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import Boundary, Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Mesh
+from parloom.ir.pcg import PCG, TIME, PValue, results_of
+from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
+from parloom.ir.samples import sample_dims
+from parloom.ir.schedules import schedule
+from parloom.ir.stages import Cut, cut, of_stage
+
+ActionList = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class LoweredStages:
+    """The stages of a graph, and the parallel computation graph of each."""
+
+    cut: Cut
+    pcgs: tuple[PCG, ...]
+
+    @property
+    def only(self) -> PCG:
+        """The program of the only stage; raises `NotYetError` where there are several."""
+        if len(self.pcgs) > 1:
+            raise NotYetError(OF_ONE_STAGE)
+        return self.pcgs[0]
+
+
+def lower_stages(
+    graph: Graph,
+    decisions: Decisions,
+    *,
+    factored: Factored | None = None,
+) -> LoweredStages:
+    """Derive every layout and movement of all stages.
+
+    Raises `LayoutError` for stages that are none of `graph`, and for an illegal decision.
+    """
+    if len(decisions.stages) == 1:
+        pcg = lower(graph, decisions, factored=factored)
+        return LoweredStages(Cut((graph,), (), {}), (pcg,))
+    parts = staged(factored or factorize(graph), decisions)
+    chosen = [of_stage(decisions, parts, index) for index in range(len(parts.graphs))]
+    return LoweredStages(parts, tuple(map(lower, parts.graphs, chosen)))
+
+
+def staged(
+    factored: Factored, decisions: Decisions, stages: Sequence[Sequence[str]] | None = None
+) -> Cut:
+    """The stages of a graph, as `decisions` cut it or as `stages`, which may be empty ones; each
+    knows how what crosses lies in time: the whole graph is lowered on one device.
+    """
+    items = stages or [stage.items for stage in decisions.stages]
+    parts = cut(factored.graph, items, empty=stages is not None)
+    alone = Decisions(
+        stages=one_stage(Mesh(())),
+        num_microbatches=decisions.num_microbatches,
+        batch_semantics=decisions.batch_semantics,
+    )
+    crossing = {c.value.name for c in parts.crossings}
+    values: dict[str, PValue] = {
+        value.name: value
+        for item in lower(factored.graph, alone, factored=factored).main.body
+        for value in results_of(item)
+        if value.name in crossing
+    }
+    boundary = Boundary(
+        sample_dims(factored),
+        {name: value.layout for name, value in values.items()},
+        frozenset(name for name, value in values.items() if value.differentiable),
+    )
+    assert all({*v.axes, *v.partial_axes} <= {TIME} for v in boundary.in_time.values())
+    return replace(parts, graphs=tuple(replace(g, boundary=boundary) for g in parts.graphs))
+
+
+def stage_ranks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage, in the order of its mesh: the devices that some stage has, numbered
+    in their order.
+    """
+    devices = [[d for part in stage.devices for d in part] for stage in decisions.stages]
+    rank_of = {d: rank for rank, d in enumerate(sorted({d for own in devices for d in own}))}
+    return tuple(tuple(rank_of[d] for d in own) for own in devices)
+
+
+def action_lists(decisions: Decisions, ranks: Sequence[Sequence[int]]) -> tuple[ActionList, ...]:
+    """The action list of every rank; see `group_lists`."""
+    by_stage = {stages[0]: own for stages, own in group_lists(decisions)}
+    first: dict[int, int] = {}
+    for stage, members in enumerate(ranks):
+        for rank in members:
+            first.setdefault(rank, stage)
+    return tuple(by_stage[first[rank]] for rank in sorted(first))
+
+
+def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]]:
+    """The stages of every group of devices, and its action list.
+
+    Raises `InputError` for a schedule that does not take the stages as they are placed.
+    """
+    groups: dict[tuple[range, ...], list[int]] = {}
+    for index, stage in enumerate(decisions.stages):
+        groups.setdefault(stage.devices, []).append(index)
+    own = tuple(tuple(stages) for stages in groups.values())
+    if decisions.actions:
+        return list(zip(own, decisions.actions, strict=True))
+    count, size = len(decisions.stages), len(groups)
+    if count % size:
+        raise InputError(f"{count} stages on {size} groups of devices do not go around")
+    lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // size)
+    for stages, listed in zip(own, lists, strict=True):
+        if {action.stage for action in listed if action.microbatch is not None} != set(stages):
+            raise InputError(
+                f"{decisions.schedule} places stage s on group s % {size} of the devices; stages"
+                f" {', '.join(map(str, stages))} share theirs"
+            )
+    return list(zip(own, lists, strict=True))

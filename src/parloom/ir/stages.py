@@ -1,0 +1,305 @@
+"""Pipeline stages of a graph: each a graph of its own, and the values that cross between them.
+
+A stage has items of main's body: operators by their keys, block calls by their prefixes. Items that
+depend on no parameter, on no random number and on no buffer that a step writes (masks, tables of
+positions, counts of tokens) belong to no stage: each stage computes those that it reads. So what is
+summed over the batch before the first microbatch is known in every stage. All other items are in
+exactly one stage, and no value goes to an earlier one, so that the stages form a directed acyclic
+graph.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from parloom.errors import LayoutError, nearest
+from parloom.ir.graph import Call, Function, Graph, Input, Node, Value
+from parloom.ir.ops import op_of
+from parloom.ir.plan import Decisions, ParameterDecision, one_stage
+
+Item = Node | Call
+ARRIVING = "arriving"
+"""The kind of an input of a stage's graph that an earlier stage makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that stage `source` makes and the stages `targets` read."""
+
+    value: Value
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A graph in stages: the graph of each, what crosses between them, and parameters that several
+    stages read, by the user's name, with the stages in ascending order: the first one owns them.
+    """
+
+    graphs: tuple[Graph, ...]
+    crossings: tuple[Crossing, ...]
+    shared: Mapping[str, tuple[int, ...]]
+
+
+def item_key(item: Item) -> str:
+    """The name of an item of main: an operator's key, or the module path of a block call."""
+    return item.prefix if isinstance(item, Call) else item.key
+
+
+def stage_items(graph: Graph) -> tuple[str, ...]:
+    """The items that stages have, in execution order."""
+    return tuple(item_key(item) for item in _Items(graph).owned)
+
+
+def cut(graph: Graph, stages: Sequence[Sequence[str]], *, empty: bool = False) -> Cut:
+    """`graph` in stages of these items; with `empty` a stage may have none.
+
+    Raises `LayoutError` where an item is unknown, missing or in two stages, where a stage has none,
+    and where a value would go to an earlier stage.
+    """
+    items = _Items(graph)
+    return _Stages(items, _stage_of(items, stages, empty), len(stages)).cut()
+
+
+def like(graph: Graph, parts: Cut, stages: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The items of `graph` in stages like those of the training program that `parts` cuts.
+
+    An item that both have stays where it is; another one goes where its parameters are, or to the
+    stage that makes what it reads. A stage may end up with none.
+    """
+    known = {key: stage for stage, keys in enumerate(stages) for key in keys}
+    homes = {
+        entry.target: stage
+        for stage, own in reversed(list(enumerate(parts.graphs)))
+        for entry in own.of_kind("parameter")
+    }
+    home_of = {i.value.name: homes.get(i.target, 0) for i in graph.of_kind("parameter")}
+    made: dict[str, int] = {}
+    found: list[list[str]] = [[] for _ in stages]
+    for item in _Items(graph).owned:
+        key = item_key(item)
+        before = [made[name] for name in operands(item) if name in made]
+        own = [home_of[name] for name in operands(item) if name in home_of]
+        stage = max([known[key] if key in known else max(own, default=0), *before])
+        made.update((name, stage) for name in results(item))
+        found[stage].append(key)
+    return [tuple(keys) for keys in found]
+
+
+def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
+    """The decisions about one stage, as those of a plan with no other.
+
+    A parameter of several stages is stored as it was decided in the first of them; the others hold
+    what they compute with. An operator that several stages compute is split as decided where all
+    meshes have the same of the axes, and not at all elsewhere.
+    """
+    graph, stage = parts.graphs[index], decisions.stages[index]
+    flats = tuple(graph.flat())
+    items = set(stage.items)
+    own = {flat.key for flat in flats if (flat.prefix or flat.node.key) in items}
+    common = _common_axes(decisions) & set(stage.mesh.names)
+    free = {flat.key for flat in flats} - own
+    calls = {flat.prefix for flat in flats}
+    # Whether the stage stores a parameter as it was decided.
+    stores = {
+        entry.target: parts.shared.get(entry.target, (index,))[0] == index
+        for entry in graph.of_kind("parameter")
+    }
+    return replace(
+        decisions,
+        stages=one_stage(stage.mesh),
+        schedule="one_stage",
+        actions=(),
+        nodes=tuple(
+            n
+            for n in decisions.nodes
+            if n.key in own
+            or (n.key in free and common.issuperset(a for _, axes in n.factors for a in axes))
+        ),
+        parameters=tuple(
+            p if stores[p.name] else ParameterDecision(p.name)
+            for p in decisions.parameters
+            if p.name in stores
+        ),
+        activations=tuple(a for a in decisions.activations if a.prefix in calls),
+    )
+
+
+def _common_axes(decisions: Decisions) -> set[str]:
+    """Axes that have one size in all meshes that have them."""
+    sizes: dict[str, set[int]] = {}
+    for stage in decisions.stages:
+        for axis in stage.mesh.axes:
+            sizes.setdefault(axis.name, set()).add(axis.size)
+    return {name for name, found in sizes.items() if len(found) == 1}
+
+
+class _Items:
+    """The items of main, and which of them every stage computes for itself."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        written = {name for name, _ in graph.updates}
+        random = {f.name for f in graph.functions if any(map(_is_random, f.body))}
+        moving = {
+            i.value.name
+            for i in graph.inputs
+            if i.kind in ("parameter", ARRIVING) or (i.kind == "buffer" and i.target in written)
+        }
+        self.owned: list[Item] = []
+        for item in graph.main.body:
+            draws = item.function in random if isinstance(item, Call) else _is_random(item)
+            if draws or not moving.isdisjoint(operands(item)):
+                self.owned.append(item)
+                moving.update(results(item))
+        self.moving = moving
+
+    @cached_property
+    def keys(self) -> dict[str, Item]:
+        return {item_key(item): item for item in self.owned}
+
+
+def _is_random(item: Item) -> bool:
+    if isinstance(item, Call):
+        return False
+    dropout = item.op == "scaled_dot_product_attention" and item.arg(4, "dropout_p", 0.0)
+    return bool(op_of(item).random or dropout)
+
+
+def operands(item: Item) -> tuple[str, ...]:
+    """The values that an item reads."""
+    return item.args if isinstance(item, Call) else item.refs
+
+
+def results(item: Item) -> tuple[str, ...]:
+    """The values that an item makes."""
+    return tuple(v.name for v in item.results)
+
+
+def _stage_of(items: _Items, stages: Sequence[Sequence[str]], empty: bool) -> dict[str, int]:
+    """The stage of every item that stages have."""
+    found: dict[str, int] = {}
+    for stage, keys in enumerate(stages):
+        if not keys and not empty:
+            raise LayoutError(
+                f"stage {stage} has no items; give it some, or leave it out: there are"
+                f" {len(items.keys)} items for {len(stages)} stages"
+            )
+        for key in keys:
+            if key not in items.keys:
+                raise LayoutError(f"stage {stage}: {_unknown(items, key)}")
+            if key in found:
+                raise LayoutError(
+                    f"{key} is in stage {found[key]} and in stage {stage}; leave it in one"
+                )
+            found[key] = stage
+    missing = [key for key in items.keys if key not in found]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise LayoutError(f"{missing[0]}{others} is in no stage; add it to one")
+    return found
+
+
+def _unknown(items: _Items, key: str) -> str:
+    graph = items.graph
+    calls = [item.prefix for item in graph.main.body if isinstance(item, Call)]
+    block = next((p for p in calls if key.startswith((f"{p}.", f"{p}:"))), None)
+    if block is not None:
+        return f"{key} is inside of the block {block}, which no stage boundary cuts; name {block}"
+    if any(item_key(item) == key for item in graph.main.body):
+        return f"{key} depends on no parameter: every stage that reads it computes it; leave it out"
+    return f"the model has no item {key!r}{nearest(key, items.keys)}"
+
+
+class _Stages:
+    """Makes the graphs of stages; `stage_of` are those of items that stages have."""
+
+    def __init__(self, items: _Items, stage_of: Mapping[str, int], count: int) -> None:
+        self.graph, self.items, self.count = items.graph, items, count
+        self.specs = items.graph.main.specs()
+        self.own: list[list[Item]] = [[] for _ in range(count)]
+        self.made: dict[str, int] = {}
+        for item in items.owned:
+            stage = stage_of[item_key(item)]
+            self.own[stage].append(item)
+            self.made.update((name, stage) for name in results(item))
+        entry = self.made.get(items.graph.loss or "", count - 1)
+        # What no stage makes is computed or read where the loss is.
+        self.last = entry
+
+    def cut(self) -> Cut:
+        bodies = [self.body(stage) for stage in range(self.count)]
+        targets: dict[str, list[int]] = {}
+        for stage, body in enumerate(bodies):
+            for name in dict.fromkeys(n for item in body for n in operands(item)):
+                source = self.made.get(name, stage)
+                if source > stage:
+                    raise LayoutError(
+                        f"{name} is made in stage {source} and read in stage {stage}, which comes"
+                        " before; number stages so that values go to later ones only"
+                    )
+                if source < stage:
+                    targets.setdefault(name, []).append(stage)
+        crossings = tuple(
+            Crossing(Value(name, self.specs[name]), self.made[name], tuple(readers))
+            for name, readers in targets.items()
+        )
+        graphs = tuple(self.stage_graph(s, body, crossings) for s, body in enumerate(bodies))
+        return Cut(graphs, crossings, _shared(graphs))
+
+    def ends(self, stage: int) -> tuple[str, ...]:
+        """The values that a stage hands to the user, the loss among them."""
+        graph = self.graph
+        named = (*graph.outputs, *graph.updates, *((("loss", graph.loss),) if graph.loss else ()))
+        return tuple(name for _, name in named if self.made.get(name, self.last) == stage)
+
+    def body(self, stage: int) -> tuple[Item, ...]:
+        """A stage's items, and all that it computes for itself, in execution order."""
+        own = {id(item) for item in self.own[stage]}
+        wanted = set(self.ends(stage))
+        chosen: list[Item] = []
+        for item in reversed(self.graph.main.body):
+            free = wanted.intersection(results(item)) and not self.made.keys() & set(results(item))
+            if id(item) in own or free:
+                chosen.append(item)
+                wanted.update(operands(item))
+        return tuple(reversed(chosen))
+
+    def stage_graph(self, stage: int, body: Sequence[Item], crossings: Iterable[Crossing]) -> Graph:
+        graph, ends = self.graph, set(self.ends(stage))
+        arriving = [c.value for c in crossings if stage in c.targets]
+        leaving = tuple(c.value.name for c in crossings if c.source == stage)
+        read = {name for item in body for name in operands(item)} | ends
+        # Entries of the batch stay known to all stages: some read them, others do not.
+        inputs = [i for i in graph.inputs if i.kind == "batch" or i.value.name in read]
+        targets = {i.target for i in graph.inputs}
+        for value in arriving:
+            target = value.name
+            while target in targets:
+                target += "_"
+            inputs.append(Input(value, ARRIVING, target))
+        prefixes = {item.prefix for item in body if isinstance(item, Call)}
+        called = {item.function for item in body if isinstance(item, Call)}
+        names = tuple(dict.fromkeys(n for n in graph.main.outputs if n in ends))
+        return replace(
+            graph,
+            functions=tuple(f for f in graph.functions if f.name in called),
+            main=Function(
+                graph.main.name, tuple(i.value for i in inputs), tuple(body), (*names, *leaving)
+            ),
+            inputs=tuple(inputs),
+            loss=graph.loss if graph.loss in ends else None,
+            outputs=tuple(pair for pair in graph.outputs if pair[1] in ends),
+            updates=tuple(pair for pair in graph.updates if pair[1] in ends),
+            recompute=tuple(p for p in graph.recompute if p in prefixes),
+            leaving=leaving,
+        )
+
+
+def _shared(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
+    readers: dict[str, list[int]] = {}
+    for stage, graph in enumerate(graphs):
+        for entry in graph.of_kind("parameter"):
+            readers.setdefault(entry.target, []).append(stage)
+    return {name: tuple(stages) for name, stages in readers.items() if len(stages) > 1}

@@ -1,0 +1,70 @@
+"""Invariants of plans of several stages, one table; `ir/verify.py` raises what is broken."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from types import MappingProxyType
+
+from parloom.errors import InputError, LayoutError, nearest
+from parloom.ir.action_lists import check_lists
+from parloom.ir.factors import Factored
+from parloom.ir.lower_stages import group_lists
+from parloom.ir.plan import Decisions
+from parloom.ir.stages import cut
+
+Problems = Iterator[str]
+Planned = tuple[Factored, Decisions]
+
+
+def known_operators(planned: Planned) -> Problems:
+    """Decisions that name no operator of the model."""
+    factored, decisions = planned
+    keys = {key for key, _ in factored.graph.unfolded()}
+    for node in decisions.nodes:
+        if node.key not in keys:
+            yield f"no operator {node.key!r} in the model{nearest(node.key, keys)}"
+
+
+def _stages(planned: Planned) -> Problems:
+    """Stages are a cut of the model, on devices that the schedule goes around."""
+    factored, decisions = planned
+    groups = {stage.devices for stage in decisions.stages}
+    if decisions.actions and len(decisions.actions) != len(groups):
+        yield f"{len(decisions.actions)} action lists for {len(groups)} groups of devices"
+        return
+    try:
+        parts = cut(factored.graph, [stage.items for stage in decisions.stages])
+        listed = group_lists(decisions)
+        check_lists(
+            [stages for stages, _ in listed],
+            [own for _, own in listed],
+            # Whether a gradient comes back is known once the stages are lowered.
+            [(c.source, to, c.value.spec.is_float) for c in parts.crossings for to in c.targets],
+            decisions.num_microbatches,
+        )
+    except (LayoutError, InputError) as error:
+        yield str(error)
+    devices = {d for stage in decisions.stages for part in stage.devices for d in part}
+    if devices != set(range(len(devices))):
+        missing = min(set(range(max(devices))) - devices)
+        yield f"stages have no device {missing}, and some after it; only the first devices may be"
+    for one, other in combinations(decisions.stages, 2):
+        both = {d for part in one.devices for d in part} & {d for p in other.devices for d in p}
+        if both and one.devices != other.devices:
+            yield f"two stages share device {min(both)} and not all of theirs"
+
+
+def _known_parameters(planned: Planned) -> Problems:
+    factored, decisions = planned
+    names = {i.target for i in factored.graph.of_kind("parameter")}
+    for parameter in decisions.parameters:
+        if parameter.name not in names:
+            yield f"no parameter {parameter.name!r} in the model{nearest(parameter.name, names)}"
+
+
+STAGES: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
+    {
+        "decisions name operators of the model": known_operators,
+        "decisions name parameters of the model": _known_parameters,
+        "stages are a cut of the model": _stages,
+    }
+)

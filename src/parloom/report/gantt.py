@@ -1,0 +1,84 @@
+"""A pipeline over time in the terminal: a row for each group of devices, and what it holds."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parloom.cost.tasks import COMPUTE
+from parloom.cost.timeline import Process, Timeline, sampled
+from parloom.cost.units import format_bytes, format_seconds
+from parloom.report.bars import levels
+
+COLUMNS = 72
+IDLE = "·"
+# What a column shows: the kind that takes most of it.
+KINDS = {"F": ("F", "blue"), "B": ("B", "green"), "W": ("W", "cyan"), "U": ("U", "magenta")}
+LEGEND = "F forward, B backward, W gradients of weights apart, U reduce and update, · idle"
+
+
+def gantt(timeline: Timeline, names: Sequence[str]) -> RenderableType:
+    """Rows of stages over the step; then for each what it does, waits for, sends and holds."""
+    chart = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    chart.add_column()
+    chart.add_column(min_width=COLUMNS, no_wrap=True)
+    chart.add_column(justify="right", no_wrap=True)
+    full = timeline.peak_bytes
+    for index, (name, process) in enumerate(zip(names, timeline.processes, strict=True)):
+        chart.add_row(name, row(process, timeline.step_ps), "")
+        held = [sum(column) for column in zip(*sampled(timeline, index, COLUMNS), strict=True)]
+        chart.add_row("", Text(levels(held, full)), format_bytes(process.memory.peak))
+    end = f"0 to {format_seconds(timeline.step_s)}; below each row the memory in use"
+    return Group(chart, Text(f"{LEGEND}\n{end}", style="dim"), Text(""), _shares(timeline, names))
+
+
+def row(process: Process, step_ps: int, columns: int = COLUMNS) -> Text:
+    """One character for each equal part of the step."""
+    taken: list[dict[str, int]] = [{} for _ in range(columns)]
+    edges = [step_ps * column // columns for column in range(columns + 1)]
+    for span in process.spans:
+        kind = kind_of(span.name)
+        end = span.start_ps + span.played.ps
+        first = min(columns - 1, span.start_ps * columns // max(1, step_ps))
+        for column in range(first, columns):
+            inside = min(end, edges[column + 1]) - max(span.start_ps, edges[column])
+            if inside > 0:
+                taken[column][kind] = taken[column].get(kind, 0) + inside
+            if end <= edges[column + 1]:
+                break
+    text = Text()
+    for column, kinds in enumerate(taken):
+        idle = edges[column + 1] - edges[column] - sum(kinds.values())
+        kind, most = max(kinds.items(), key=lambda entry: entry[1], default=("", 0))
+        if most < idle or not kind:
+            text.append(IDLE, style="dim")
+        else:
+            letter, color = KINDS[kind]
+            text.append(letter, style=color)
+    return text
+
+
+def kind_of(name: str) -> str:
+    """`F`, `B` or `W` of a pass (`F3`, `2B0`), `U` of the step program."""
+    letter = name.lstrip("0123456789")[:1]
+    number = name.lstrip("0123456789")[1:]
+    return letter if letter in "FBW" and number.isdigit() else "U"
+
+
+def _shares(timeline: Timeline, names: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for title in ("computes", "waits for others", "waits for its own", "sends", "idle"):
+        table.add_column(title, justify="right")
+    step = max(1, timeline.step_ps)
+    for index, name in enumerate(names):
+        busy = timeline.busy(index)
+        exposed = timeline.exposed(index)
+        others = exposed.get("pipeline", 0)
+        own = sum(exposed.values()) - others
+        sends = sum(m.end_ps - m.start_ps for m in timeline.messages if m.sender == index)
+        idle = step - busy.get(COMPUTE, 0)
+        shares = (busy.get(COMPUTE, 0), others, own, sends, idle)
+        table.add_row(name, *(f"{share / step:.1%}" for share in shares))
+    return table

@@ -1,0 +1,90 @@
+"""A pipeline explained: what each stage has, its action lists, and the step over time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parloom.cost.measured import Source
+from parloom.cost.timeline import Timeline
+from parloom.cost.units import format_seconds
+from parloom.ir.lower_stages import group_lists
+from parloom.ir.mesh import Cluster
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import ranks_text
+from parloom.ir.text import parse_graph
+from parloom.report.timeline import timeline_document, timeline_screen
+from parloom.report.words import process_names, title_words, words
+
+SHOWN = 24  # actions of a list
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCase:
+    """A plan of several stages with its step on the cluster that it was made for."""
+
+    plan: Plan
+    cluster: Cluster
+    timeline: Timeline
+    source: Source
+
+
+def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
+    """All of it as JSON values; seconds and bytes."""
+    plan, timeline = case.plan, case.timeline
+    names = process_names(plan.decisions)
+    stages = plan.decisions.stages
+    return {
+        "title": title_words(plan, case.cluster),
+        "words": list(words(parse_graph(plan.graph), plan.decisions, case.cluster.levels)),
+        "num_microbatches": plan.decisions.num_microbatches,
+        "schedule": plan.decisions.schedule,
+        "stages": [{"items": list(s.items), "devices": ranks_text(s.devices)} for s in stages],
+        "actions": [[str(action) for action in own] for _, own in group_lists(plan.decisions)],
+        "passes": [
+            {"name": name, **{f"{k}_s": _longest(case, i, k) for k in "FB"}}
+            for i, name in enumerate(names)
+        ],
+        **timeline_document(timeline, names, None, case.source),
+    }
+
+
+def pipeline_screen(case: PipelineCase) -> RenderableType:
+    """What `parloom explain` prints of a pipeline."""
+    decisions = case.plan.decisions
+    names = process_names(decisions)
+    facts = words(parse_graph(case.plan.graph), decisions, case.cluster.levels)
+    title = title_words(case.plan, case.cluster)
+    return Group(
+        timeline_screen(case.timeline, title, names, case.source),
+        Text(""),
+        *(Text(line) for line in facts),
+        Text(f"{decisions.num_microbatches} microbatches"),
+        Text(""),
+        Text("longest passes and action lists", style="bold"),
+        _passes(case, names),
+    )
+
+
+def _passes(case: PipelineCase, names: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for title in ("forward", "backward"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("actions", overflow="fold")
+    lists = [own for _, own in group_lists(case.plan.decisions)]
+    for index, (name, own) in enumerate(zip(names, lists, strict=True)):
+        more = f" .. {own[-1]}" if len(own) > SHOWN else ""
+        times = (format_seconds(_longest(case, index, kind)) for kind in "FB")
+        table.add_row(name, *times, " ".join(map(str, own[:SHOWN])) + more)
+    return table
+
+
+def _longest(case: PipelineCase, process: int, kind: str) -> float:
+    """The longest pass of a kind on a group of devices."""
+    spans = case.timeline.processes[process].spans
+    passes = [s.played.ps for s in spans if s.name.lstrip("0123456789")[:1] == kind]
+    return max(passes, default=0) / 1e12

@@ -1,0 +1,226 @@
+"""A backward pass in two halves: gradients of what arrived, and later those of weights.
+
+An operator that reads a weight and an activation has one node in the autograd graph for both
+gradients, of which autograd computes those that are asked for. So the first half asks for the
+gradients of what arrived and for those that flow into such nodes, and keeps the latter; the second
+half begins at these nodes and asks for the weights (Qi et al., ICLR'24, section 2). Both run
+through no node twice but these.
+
+A weight's gradient comes with the first half where the halves could not be told apart: where
+several operators read it, and where a function in Python computes both gradients at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
+"""Behind these nodes are weights: a leaf, and all that a unit gathers (`runtime.units`)."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """A weight: the node behind which it is, and the nodes that read it."""
+
+    node: Node
+    number: int
+    readers: list[Node] = field(default_factory=list)
+
+
+class SplitBackward:
+    """The backward pass from `roots` to `arrived`, tensors that other stages have made."""
+
+    def __init__(self, roots: Sequence[GradientEdge], arrived: Sequence[Tensor]) -> None:
+        self._roots = list(roots)
+        self._arrived = [get_gradient_edge(tensor) for tensor in arrived]
+        self._graph = _Graph(self._roots, {edge.node for edge in self._arrived})
+        self._late: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge]]] = []
+        self._early: list[tuple[GradientEdge, Tensor]] = []
+
+    def inputs(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of what arrived, from those of the roots."""
+        graph = self._graph
+        early = graph.early()
+        readers = [node for node in graph.readers if graph.sources_of(node)]
+        entries = {node: graph.entries(node) for node in readers}
+        wanted = [*self._arrived, *early]
+        wanted += [edge for edges in entries.values() for edge in edges]
+        if not wanted:
+            return []
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(
+                self._roots, wanted, gradients, retain_graph=True, allow_unused=True
+            )
+        )
+        count = len(self._arrived)
+        own, found = found[:count], found[count:]
+        self._early = [(e, g) for e, g in zip(early, found, strict=False) if g is not None]
+        found = found[len(early) :]
+        for node, edges in entries.items():
+            mine, found = found[: len(edges)], found[len(edges) :]
+            pairs = [(e, g) for e, g in zip(edges, mine, strict=True) if g is not None]
+            if pairs:
+                begins, given = [e for e, _ in pairs], [g for _, g in pairs]
+                self._late.append((begins, given, graph.sources_of(node)))
+        return own
+
+    def weights(self) -> None:
+        """Give the gradients of weights to their leaves and units."""
+        delivery = _Delivery(
+            [edge for edge, _ in self._early] + [e for *_, edges in self._late for e in edges]
+        )
+        for edge, gradient in self._early:
+            delivery.give(edge, gradient)
+        self._early = []
+        for begins, given, edges in self._late:
+            found = torch.autograd.grad(begins, edges, given, allow_unused=True)
+            for edge, gradient in zip(edges, found, strict=True):
+                delivery.give(edge, gradient)
+        self._late = []
+        self._roots, self._arrived = [], []
+
+
+class _Graph:
+    """The nodes between roots and ends."""
+
+    def __init__(self, roots: Iterable[GradientEdge], ends: set[Node]) -> None:
+        self.ends = ends
+        self.begin = list(roots)
+        self.order = _topological([edge.node for edge in self.begin], ends)
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {}
+        self._entries: dict[Node, dict[int, None]] = {}
+        for edge in self.begin:
+            self._entries.setdefault(edge.node, {})[edge.output_nr] = None
+        for node in self.order:
+            for following, number in _next(node, ends):
+                self._entries.setdefault(following, {})[number] = None
+        # Chains of one operand behind which are weights: casts, transposes, lookups.
+        self.chains: set[Node] = set()
+        for node in reversed(self.order):
+            behind = _next(node, ends)
+            chain = len(behind) == 1 and behind[0][0] in self.chains
+            if node not in ends and (_is_weight(node) or chain):
+                self.chains.add(node)
+        self.readers = [node for node in self.order if self._reads(node)]
+        self.sources = self._find_sources()
+
+    def _reads(self, node: Node) -> bool:
+        if node in self.ends:
+            return False
+        if node in self.chains:
+            return any(edge.node is node for edge in self.begin) and not _is_weight(node)
+        return any(following in self.chains for following, _ in _next(node, self.ends))
+
+    def _find_sources(self) -> dict[tuple[Node, int], _Source]:
+        found: dict[tuple[Node, int], _Source] = {}
+        for node in self.readers:
+            for key in self._weights_behind(node):
+                found.setdefault(key, _Source(*key)).readers.append(node)
+        return found
+
+    def _weights_behind(self, node: Node) -> list[tuple[Node, int]]:
+        """The weights that a reader reads, through chains."""
+        behind: dict[tuple[Node, int], None] = {}
+        for following, number in _next(node, self.ends):
+            at, place = following, number
+            if at not in self.chains:
+                continue
+            while not _is_weight(at):
+                ((at, place),) = _next(at, self.ends)
+            behind[at, place] = None
+        return list(behind)
+
+    def early(self) -> list[GradientEdge]:
+        """The weights whose gradients come with the first half."""
+        return [GradientEdge(s.node, s.number) for s in self.sources.values() if self._is_early(s)]
+
+    def sources_of(self, reader: Node) -> list[GradientEdge]:
+        """The weights of a reader whose gradients come with the second half."""
+        return [
+            GradientEdge(s.node, s.number)
+            for s in self.sources.values()
+            if s.readers == [reader] and not self._is_early(s)
+        ]
+
+    def entries(self, node: Node) -> list[GradientEdge]:
+        """Where gradients flow into a node."""
+        return [GradientEdge(node, number) for number in self._entries[node]]
+
+    def _is_early(self, source: _Source) -> bool:
+        return len(source.readers) > 1 or _in_python(source.readers[0])
+
+
+class _Delivery:
+    """Hands leaves their gradients, and units all of theirs at once."""
+
+    def __init__(self, edges: Iterable[GradientEdge]) -> None:
+        self._missing: dict[Node, int] = {}
+        self._found: dict[Node, dict[int, Tensor]] = {}
+        for edge in edges:
+            node, _ = _home(edge.node)
+            self._missing[node] = self._missing.get(node, 0) + 1
+
+    def give(self, edge: GradientEdge, gradient: Tensor | None) -> None:
+        """Take a gradient; with the last one of a leaf or a unit they go home."""
+        node, number = _home(edge.node)
+        self._missing[node] -= 1
+        found = self._found.setdefault(node, {})
+        if gradient is not None:
+            found[number] = found[number] + gradient if number in found else gradient
+        if not self._missing[node] and found:
+            edges = [GradientEdge(node, i) for i in found]
+            torch.autograd.backward(edges, list(found.values()))
+            self._found[node] = {}
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether one weight is behind a node: a leaf, or what a unit has of it."""
+    if _name(node) == LEAF:
+        return True
+    following = node.next_functions
+    return len(following) == 1 and following[0][0] is not None and _name(following[0][0]) == UNIT
+
+
+def _home(node: Node) -> tuple[Node, int]:
+    """Where the gradient of the weight behind a node goes: a leaf, or one of those of a unit."""
+    if _name(node) == LEAF:
+        return node, 0
+    unit, number = node.next_functions[0]
+    assert unit is not None
+    return unit, number
+
+
+def _name(node: Node) -> str:
+    return node.name().rpartition("::")[2]
+
+
+def _in_python(node: Any) -> bool:
+    """Whether a function in Python is behind a node, which computes all its gradients at once."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _next(node: Node, ends: set[Node]) -> list[tuple[Node, int]]:
+    """The nodes that a node gives gradients to."""
+    if node in ends or _is_weight(node):
+        return []
+    return [(following, number) for following, number in node.next_functions if following]
+
+
+def _topological(roots: Sequence[Node], ends: set[Node]) -> list[Node]:
+    """All nodes that the roots reach, each before those that it gives gradients to."""
+    done: dict[Node, None] = {}
+    opened: set[Node] = set()
+    stack = [(node, False) for node in reversed(roots)]
+    while stack:
+        node, closes = stack.pop()
+        if closes:
+            done[node] = None
+        elif node not in opened:
+            opened.add(node)
+            stack.append((node, True))
+            stack.extend((following, False) for following, _ in _next(node, ends))
+    return list(reversed(done))

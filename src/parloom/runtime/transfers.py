@@ -1,0 +1,265 @@
+"""Values and their gradients on their way between pipeline stages.
+
+What crosses is sharded over the ranks of both stages, each in its own way; a rank sends another one
+the boxes that the other needs and it has. Of ranks that hold the same box, receivers take turns.
+Messages are received in the order in which their sender sends them, which its action list says, one
+of each sender ahead of need: so they travel while the rank computes.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parloom.runtime.comm import Comm, Message, Work
+from parloom.runtime.program import Action, Pipeline
+from parloom.runtime.sharding import Box, boxes, local_shape
+
+MICROBATCH_BITS = 16  # of a message's tag; plans have no more microbatches than that
+Slices = tuple[slice, ...]
+Held = tuple[int, tuple[Box, ...]]
+"""A rank and the boxes that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a value that goes from one rank to another, and where it lies on both."""
+
+    sender: int
+    receiver: int
+    sent: Slices
+    received: Slices
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A value between two stages; `backward` is its gradient, which goes from `end` to `begin`."""
+
+    value: str
+    begin: int
+    end: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A piece of a value of one microbatch."""
+
+    wire: Wire
+    microbatch: int
+    piece: Piece
+
+
+class Transfers:
+    """One rank's messages of a step; `actions` are the lists of all ranks."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        actions: tuple[tuple[Action, ...], ...],
+        comm: Comm,
+        device: torch.device,
+    ) -> None:
+        self._pipeline, self._comm, self._device = pipeline, comm, device
+        self._crossings = {
+            (stage, crossing.value): crossing
+            for stage, program in enumerate(pipeline.programs)
+            for crossing in (*program.arriving, *program.leaving)
+        }
+        self._pieces = {wire: tuple(self._split(wire)) for wire in wires(pipeline)}
+        self._numbers = {wire: number for number, wire in enumerate(self._pieces)}
+        self._order = {
+            sender: [m for m in self._sent_by(sender, own) if m.piece.receiver == comm.rank]
+            for sender, own in enumerate(actions)
+            if sender != comm.rank
+        }
+        comm.connect((p.sender, p.receiver) for of in self._pieces.values() for p in of)
+        self._expected: dict[int, deque[Letter]] = {}
+        self._unposted: Counter[tuple[int, Wire, int]] = Counter()
+        self._posted: dict[tuple[Wire, int], list[tuple[Work, Tensor, Piece]]] = {}
+        self._under_way: list[tuple[Message, Tensor]] = []
+        self._stays: dict[tuple[Wire, int], list[tuple[Tensor, Piece]]] = {}
+
+    def begin_step(self) -> None:
+        """Expect all messages of a step."""
+        self._expected = {s: deque(messages) for s, messages in self._order.items() if messages}
+        self._unposted = Counter(
+            (sender, m.wire, m.microbatch) for sender, of in self._order.items() for m in of
+        )
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way = []
+
+    def receive_ahead(self) -> None:
+        """Be ready for the next message of every sender."""
+        ready = {piece.sender for posted in self._posted.values() for _, _, piece in posted}
+        for sender, queue in self._expected.items():
+            if queue and sender not in ready:
+                self._post(sender)
+
+    def send(self, action: Action, tensors: Mapping[str, Tensor]) -> None:
+        """All values that leave a stage with a forward pass, or gradients with a backward pass, by
+        the names of the values.
+        """
+        for wire in sent_after(self._pipeline, action):
+            self._send(wire, action.microbatch, tensors[wire.value])
+
+    def receive(self, stage: int, value: str, microbatch: int) -> Tensor:
+        """A value from the stage that makes it."""
+        (found,) = (
+            self._receive(wire, microbatch, stage)
+            for wire in self._pieces
+            if not wire.backward and (wire.end, wire.value) == (stage, value)
+        )
+        return found
+
+    def receive_gradient(self, stage: int, value: str, microbatch: int) -> Tensor:
+        """The gradient of a value, summed over the stages that read it."""
+        found = [
+            self._receive(wire, microbatch, stage)
+            for wire in self._pieces
+            if wire.backward and (wire.begin, wire.value) == (stage, value)
+        ]
+        total = found[0]
+        for other in found[1:]:
+            total += other
+        return total
+
+    def _split(self, wire: Wire) -> Iterator[Piece]:
+        """The pieces in which a value, or its gradient, goes over."""
+        ends = (wire.begin, wire.end)
+        source, target = reversed(ends) if wire.backward else ends
+        return split(list(self._held(source, wire.value)), list(self._held(target, wire.value)))
+
+    def _held(self, stage: int, value: str) -> Iterator[Held]:
+        """The boxes of a microbatch that each rank of a stage has."""
+        mesh = self._pipeline.programs[stage].mesh
+        dims = self._crossings[stage, value].spec.dims
+        for index, rank in enumerate(self._pipeline.ranks[stage]):
+            yield rank, boxes(dims, mesh, mesh.coordinates(index, 0))
+
+    def _sent_by(self, sender: int, actions: tuple[Action, ...]) -> Iterator[Letter]:
+        """All messages of a rank, in the order in which it sends them."""
+        for action in actions:
+            for wire in sent_after(self._pipeline, action):
+                for piece in self._pieces[wire]:
+                    if piece.sender == sender:
+                        yield Letter(wire, action.microbatch, piece)
+
+    def _tag(self, wire: Wire, microbatch: int) -> int:
+        """What names a message, for back ends that compare it."""
+        return self._numbers[wire] << MICROBATCH_BITS | microbatch
+
+    def _send(self, wire: Wire, microbatch: int, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        for piece in self._pieces[wire]:
+            if piece.sender != self._comm.rank:
+                continue
+            part = tensor[piece.sent]
+            if piece.receiver == self._comm.rank:
+                self._stays.setdefault((wire, microbatch), []).append((part, piece))
+                continue
+            part = _plain(part.contiguous())
+            tag = self._tag(wire, microbatch)
+            self._under_way.append((self._comm.send(part, piece.receiver, tag), part))
+        self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
+
+    def _receive(self, wire: Wire, microbatch: int, stage: int) -> Tensor:
+        spec = self._crossings[stage, wire.value].spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        whole = torch.empty(local_shape(spec.dims), dtype=dtype, device=self._device)
+        for part, piece in self._stays.pop((wire, microbatch), []):
+            whole[piece.received] = part
+        for sender in {p.sender for p in self._pieces[wire] if p.receiver == self._comm.rank}:
+            while self._unposted[sender, wire, microbatch]:
+                self._post(sender)
+        for work, part, piece in self._posted.pop((wire, microbatch), []):
+            work.wait()
+            whole[piece.received] = part
+        return whole
+
+    def _post(self, sender: int) -> None:
+        """Be ready for the next message of a sender."""
+        message = self._expected[sender].popleft()
+        wire, piece = message.wire, message.piece
+        self._unposted[sender, wire, message.microbatch] -= 1
+        stage = wire.begin if wire.backward else wire.end
+        dtype: torch.dtype = getattr(torch, self._crossings[stage, wire.value].spec.dtype)
+        part = torch.empty(piece.shape, dtype=dtype, device=self._device)
+        work = self._comm.receive(_plain(part), sender, self._tag(wire, message.microbatch))
+        self._posted.setdefault((wire, message.microbatch), []).append((work, part, piece))
+
+
+def split(have: Iterable[Held], want: Iterable[Held]) -> Iterator[Piece]:
+    """The pieces in which the boxes that ranks have go to the ranks that want some of them."""
+    holders: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    for rank, held in have:
+        holders[held].append(rank)
+    for turn, (receiver, wanted) in enumerate(want):
+        for held, ranks in holders.items():
+            # Of ranks that have the same, one that need not send, or the next in turn.
+            sender = receiver if receiver in ranks else ranks[turn % len(ranks)]
+            for box in held:
+                for other in wanted:
+                    piece = _piece(sender, receiver, box, other)
+                    if piece is not None:
+                        yield piece
+
+
+def sent_after(pipeline: Pipeline, action: Action) -> Iterator[Wire]:
+    """What leaves a stage with an action, in order."""
+    if action.kind not in ("F", "B"):
+        return
+    program = pipeline.programs[action.stage]
+    crossings = program.leaving if action.kind == "F" else program.arriving
+    names = {crossing.value for crossing in crossings}
+    for wire in wires(pipeline):
+        end = wire.end if action.kind == "B" else wire.begin
+        if wire.backward == (action.kind == "B") and end == action.stage and wire.value in names:
+            yield wire
+
+
+def wires(pipeline: Pipeline) -> Iterator[Wire]:
+    """All ways of values between stages, there and back."""
+    made = {
+        crossing.value: stage
+        for stage, program in enumerate(pipeline.programs)
+        for crossing in program.leaving
+    }
+    for stage, program in enumerate(pipeline.programs):
+        for crossing in program.arriving:
+            for backward in (False, True) if crossing.flows else (False,):
+                yield Wire(crossing.value, made[crossing.value], stage, backward)
+
+
+def _piece(sender: int, receiver: int, have: Box, want: Box) -> Piece | None:
+    """What of a box is wanted."""
+    starts = tuple(map(max, have.offsets, want.offsets))
+    have_ends = (o + n for o, n in zip(have.offsets, have.sizes, strict=True))
+    want_ends = (o + n for o, n in zip(want.offsets, want.sizes, strict=True))
+    ends = tuple(map(min, have_ends, want_ends))
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return None
+
+    def local(box: Box) -> Slices:
+        shifts = (here - there for here, there in zip(box.local_offsets, box.offsets, strict=True))
+        return tuple(
+            slice(start + shift, end + shift)
+            for start, end, shift in zip(starts, ends, shifts, strict=True)
+        )
+
+    shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Piece(sender, receiver, local(have), local(want), shape)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A view in a dtype that every backend sends."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,216 @@
+"""Pipelines against one device: every loss, gradient, weight and buffer over three steps."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from parloom import runtime as rt
+from parloom.errors import LayoutError
+from parloom.execute.ranks import fork_ranks
+from parloom.execute.verify import assemble, compare, train_rank
+from parloom.ir.graph import Call
+from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.ir.stages import cut, item_key
+from parloom.runtime.shared import SharedParameters
+from parloom.runtime.split_backward import SplitBackward
+from parloom.runtime.transfers import Transfers
+from tests.dist import lowered, staged
+from tests.dist.staged import drawn, even, pipeline_of, randomly_cut
+
+
+
+def passed(name: str, decisions: Decisions) -> None:
+    report = staged.report(lowered.model(name), decisions, staged.reference(name))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_pipelines(seed: int) -> None:
+    """Any items in any stage as long as no value goes back, on unequal meshes, with random layouts
+    and storage: microbatches, tied weights (GPT-2), dropout (Llama), batch norm (CNN), branches.
+    """
+    rng = random.Random(seed)
+    name = rng.choice(["mlp", "gpt", "hf_gpt2", "hf_llama", "dlrm", "cnn"])
+    schedule = staged.SCHEDULES[seed % len(staged.SCHEDULES)]
+    passed(name, pipeline_of(lowered.model(name), schedule, rng.choice([2, 4, 4]), seed))
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "cnn", "hf_mixtral"])
+def test_more_stages_than_two(name: str) -> None:
+    """Skip connections over several stages; batch norm; experts that all stages' losses meet."""
+    graph = lowered.model(name).graph
+    count = 1 if name in ("cnn", "hf_mixtral") else 3
+    for seed, schedule in enumerate(("1f1b", "zb_h1")):
+        sizes = [2, 1, 2, 1]
+        passed(
+            name,
+            drawn(graph, even(graph, 4), sizes, schedule=schedule, num_microbatches=count, seed=seed),
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_gpt2"])
+def test_several_stages_on_a_rank(name: str) -> None:
+    graph = lowered.model(name).graph
+    for seed, sizes in enumerate(([1, 1], [2, 1])):
+        chosen = drawn(
+            graph, even(graph, 4), sizes, schedule="interleaved_1f1b", num_microbatches=4,
+            chunks=2, seed=seed,
+        )  # fmt: skip
+        passed(name, chosen)
+
+
+def test_several_values_for_several_stages_of_a_rank() -> None:
+    """Messages between two ranks keep one order, however many values and stages there are."""
+    graph = lowered.model("dlrm").graph
+    for seed in range(6):
+        stages = randomly_cut(graph, 4, random.Random(seed))
+        if len(stages) == 4:
+            passed("dlrm", drawn(graph, stages, [2, 1], schedule="interleaved_1f1b", chunks=2))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ["gpt", "hf_llama"])
+def test_recomputation_in_both_halves(name: str, schedule: str, whole: bool) -> None:
+    """Blocks, or half of their values, are made again; their weights are gathered again, too."""
+    graph = lowered.model(name).graph
+    calls = [item for item in graph.main.body if isinstance(item, Call)]
+    for seed in range(2):
+        rng = random.Random(seed)
+        activations = []
+        for call in calls:
+            keys = [item_key(item) for item in graph.by_name[call.function].body]
+            values = () if whole else tuple(rng.sample(keys, len(keys) // 2))
+            activations.append(ActivationDecision(call.prefix, "recompute", values))
+        plan = drawn(
+            graph, even(graph, 2), [2, 2], schedule=schedule, num_microbatches=2, seed=seed
+        )
+        passed(name, replace(plan, activations=tuple(activations)))
+
+
+def test_ranks_of_gloo() -> None:
+    model = lowered.model("hf_gpt2")
+    graph = model.graph
+    plan = drawn(graph, even(graph, 3), [1, 2, 1], schedule="zb_h1", num_microbatches=4, seed=1)
+    pipeline = staged.compiled(model, plan).pipeline
+    parts = fork_ranks(
+        4, train_rank, pipeline, staged.PLANNED, model.tensors, model.batch, timeout_s=120
+    )
+    report = compare(staged.reference("hf_gpt2"), assemble(parts), 4)
+    assert report.passed, str(report)
+
+
+def test_what_goes_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient doubled on its way, a value lost, weights' gradients left out, copies apart."""
+    model = lowered.model("hf_gpt2")
+    graph = model.graph
+    plan = drawn(graph, even(graph, 2), [1, 2], schedule="zb_h1", num_microbatches=2)
+
+    def fails(target: object, name: str, wrong: object) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, wrong)
+            assert not staged.report(model, plan, staged.reference("hf_gpt2")).passed
+
+    gradient, value = Transfers.receive_gradient, Transfers.receive
+    fails(Transfers, "receive_gradient", lambda *given: 2 * gradient(*given))
+    fails(Transfers, "receive", lambda *given: torch.zeros_like(value(*given)))
+
+    def first_only(self: SplitBackward) -> None:
+        self._late = self._late[:1]
+        weights(self)
+
+    weights = SplitBackward.weights
+    fails(SplitBackward, "weights", first_only)
+    fails(SharedParameters, "reduce", lambda self: None)
+    fails(SharedParameters, "publish", lambda self: None)
+
+
+def test_the_halves_of_a_backward_pass() -> None:
+    """The first half makes no gradient of a weight that one operator reads, the second no other."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    first, second, twice = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in "abc")
+
+    def loss() -> Tensor:
+        hidden = torch.tanh(x @ first.t()) @ twice
+        return (torch.sigmoid(hidden @ second) @ twice).square().sum()
+
+    expected = torch.autograd.grad(loss(), (x, first, second, twice))
+    made = loss()
+    halves = SplitBackward([get_gradient_edge(made)], [x])
+    (found,) = halves.inputs([torch.ones_like(made)])
+    assert found is not None
+    assert torch.equal(found, expected[0])
+    assert x.grad is first.grad is second.grad is twice.grad is None
+    halves.weights()
+    assert x.grad is None
+    for weight, gradient in zip((first, second, twice), expected[1:], strict=True):
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-14, atol=0)
+
+
+def test_hooks_of_weights_run_once_in_the_second_half() -> None:
+    weight = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    seen: list[float] = []
+    weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda w: seen.append(float(w.grad.sum()))
+    )
+    made = ((x @ weight) @ weight).sum()
+    halves = SplitBackward([get_gradient_edge(made)], [x])
+    halves.inputs([torch.ones_like(made)])
+    assert seen == []
+    halves.weights()
+    assert seen == [32.0]
+
+
+def test_clipping_and_state_are_those_of_one_stage() -> None:
+    """Norms count shared weights once, and all ranks have all tensors."""
+    model = lowered.model("hf_gpt2")
+    graph = model.graph
+    plan = drawn(graph, even(graph, 3), [1, 2, 1], num_microbatches=3, seed=2)
+    pipeline = staged.compiled(model, plan).pipeline
+    alone = staged.compiled(model, Decisions()).pipeline
+
+    def run(comm: rt.Comm) -> tuple[list[Tensor], dict[str, Tensor]]:
+        trainer = rt.Trainer(
+            pipeline if comm.mesh.num_ranks > 1 else alone,
+            model.tensors,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            comm=comm,
+            clip_norm=0.01,
+            exact_random=True,
+        )
+        norms = [trainer.step(model.batch).grad_norm for _ in range(2)]
+        assert all(norm is not None for norm in norms)
+        return [n for n in norms if n is not None], trainer.state_dict()
+
+    ((norms, state),) = rt.run_threads(alone.mesh, run)
+    for found, tensors in rt.run_threads(pipeline.mesh, run):
+        for one, other in zip(found, norms, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
+        assert tensors.keys() == state.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: [s[0]], "and .* more is in no stage|is in no stage; add it to one"),
+        (lambda s: [s[0], s[1] + s[0][:1]], "is in stage 0 and in stage 1; leave it in one"),
+        (lambda s: [s[0] + s[1], ()], "stage 1 has no items; give it some, or leave it out"),
+        (lambda s: [s[1], s[0]], "made in stage 1 and read in stage 0, which comes before"),
+        (lambda s: [s[0], (*s[1], "blocks.0.up:linear#0")], "inside of the block blocks.0"),
+        (lambda s: [s[0], (*s[1], "head:linear#7")], "the model has no item 'head:linear#7'"),
+    ],
+)  # fmt: skip
+def test_stages_that_are_no_cut(change, said: str) -> None:  # type: ignore[no-untyped-def]
+    graph = lowered.model("gpt").graph
+    with pytest.raises(LayoutError, match=said):
+        cut(graph, change(even(graph, 2)))
+

@@ -1,0 +1,35 @@
+"""Pipelines over time in the terminal."""
+
+from parloom.cost.pipeline import StageActions, chain, simulate_pipeline
+from parloom.cost.tasks import COMPUTE
+from parloom.cost.timeline import Memory, Played
+from parloom.ir.schedules import schedule
+from parloom.report.gantt import kind_of, row
+
+
+def profile(ps: int) -> Played:
+    return Played(ps, (), ((COMPUTE, ps),), (), Memory())
+
+
+def test_a_row_shows_what_takes_most_of_each_column() -> None:
+    actions = {"F": profile(10), "B": profile(20), "STEP": profile(10)}
+    stages = [StageActions(str(i), actions) for i in range(2)]
+    found = simulate_pipeline(schedule("1f1b", 2, 2), stages, chain(2))
+    assert found.step_ps == 100
+    # 0 sends two microbatches ahead of the first gradient; 1 takes them in turns.
+    first, second = (row(process, found.step_ps, 10).plain for process in found.processes)
+    assert first == "FF··BB·BBU"
+    assert second == "·FBBFBB··U"
+
+
+def test_a_column_of_several_kinds_shows_the_longest() -> None:
+    actions = {"F": profile(3), "B": profile(6), "STEP": profile(1)}
+    found = simulate_pipeline(schedule("1f1b", 1, 2), [StageActions("a", actions)], ())
+    assert found.step_ps == 19
+    assert row(found.processes[0], 19, 19).plain == "FFFBBBBBBFFFBBBBBBU"
+    assert row(found.processes[0], 19, 2).plain == "BB"
+
+
+def test_names_of_actions_and_their_kinds() -> None:
+    kinds = {"F0": "F", "2B10": "B", "W3": "W", "REDUCE": "U", "STEP": "U", "GATHER": "U"}
+    assert {name: kind_of(name) for name in kinds} == kinds

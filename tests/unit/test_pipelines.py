@@ -1,0 +1,231 @@
+"""Stages of comparators: the dynamic program against all splits, and stages of the models."""
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parloom.comparators.pipelines import Items, split
+from parloom.errors import InputError, LayoutError, VerifyError
+from parloom.ir.action_lists import check_lists, parse_action
+from parloom.ir.graph import Graph
+from parloom.ir.lower_stages import group_lists, lower_stages
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.pcg import TIME
+from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage
+from parloom.ir.plan_json import plan_from_json, plan_to_json
+from parloom.ir.schedules import schedule
+from parloom.ir.stages import cut, stage_items
+from parloom.ir.verify import verify_decisions
+from tests.dist import lowered, staged
+
+times = st.lists(st.integers(1, 50), min_size=1, max_size=5)
+others = st.lists(st.integers(0, 20), min_size=5, max_size=5)
+
+
+def costs_of(
+    passes: list[int], reduced: list[int], after: list[int], sizes: list[int]
+) -> dict[int, Items]:
+    count = len(passes)
+
+    def shared(values: list[int], size: int) -> tuple[int, ...]:
+        return tuple(-(-v // size) for v in values[:count])
+
+    return {
+        size: Items(
+            Decisions(),
+            shared(passes, size),
+            tuple(0 if size == 1 else r for r in reduced[:count]),
+            shared(after, size),
+        )
+        for size in sizes
+    }
+
+
+def slowest(costs: dict[int, Items], found: list[tuple[int, int, int]], microbatches: int) -> float:
+    worst = 0.0
+    for first, last, size in found:
+        own = costs[size]
+        worst = max(
+            worst, sum(own.passes_ps[first:last]) + sum(own.reduced_ps[first:last]) / microbatches
+        )
+        worst = max(worst, own.after_ps[first - 1] if first else 0)
+    return worst
+
+
+@given(
+    times,
+    st.lists(st.integers(0, 20), min_size=5, max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_the_split_is_the_best_of_all(
+    passes: list[int], other: list[int], devices: int, microbatches: int
+) -> None:
+    sizes = [size for size in (1, 2, 4) if size <= devices]
+    costs = costs_of(passes, other, other[::-1], sizes)
+    best = None
+    for stages in range(1, len(passes) + 1):
+        for ends in combinations(range(1, len(passes)), stages - 1):
+            bounds = [0, *ends, len(passes)]
+            for chosen in product(sizes, repeat=stages):
+                if sum(chosen) == devices:
+                    plan = [(bounds[i], bounds[i + 1], chosen[i]) for i in range(stages)]
+                    value = slowest(costs, plan, microbatches)
+                    best = value if best is None else min(best, value)
+    found = split(costs, devices, microbatches)
+    if best is None:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(size for *_, size in found) == devices
+    assert [first for first, *_ in found] == [0, *(last for _, last, _ in found[:-1])]
+    assert slowest(costs, found, microbatches) == pytest.approx(best)
+
+
+def gpt() -> Graph:
+    return lowered.model("gpt").graph
+
+
+def test_free_items_are_in_every_stage_that_reads_them() -> None:
+    """Positions and counts of tokens depend on no parameter; what crosses is made by one stage."""
+    graph = gpt()
+    items = stage_items(graph)
+    parts = cut(graph, [items[:2], items[2:]])
+    names = {item.results[0].name for item in graph.main.body if item.results}
+    made = [{v.name for i in own.main.body for v in i.results} for own in parts.graphs]
+    assert made[0] | made[1] == names
+    for crossing in parts.crossings:
+        assert crossing.value.name in made[crossing.source]
+        assert all(crossing.value.name not in made[target] for target in crossing.targets)
+
+
+def test_what_crosses_is_on_no_two_ranks_twice() -> None:
+    graph = gpt()
+    items = stage_items(graph)
+    stages = (
+        Stage(items[:2], (range(2),), grid({"x": 2})),
+        Stage(items[2:], (range(2, 6),), grid({"x": 2, "y": 2})),
+    )
+    found = lower_stages(graph, Decisions(stages, num_microbatches=3, schedule="1f1b"))
+    sender, receiver = found.pcgs
+    arriving = {v.name: v for v in receiver.main.inputs}
+    wide = [v for v in zip(sender.graph.leaving, sender.leaving, strict=True) if v[1].layout.axes]
+    assert wide
+    for name, value in wide:
+        # What is made of parameters alone is not cut in time.
+        assert set(value.layout.axes) - {TIME} == {"x"}
+        assert set(arriving[name].layout.axes) - {TIME} == {"x", "y"}
+        assert value.layout.shard(TIME) == arriving[name].layout.shard(TIME)
+
+
+def test_ranks_of_a_group_have_the_same_list() -> None:
+    graph = gpt()
+    items = stage_items(graph)
+    half = len(items) // 4
+    pieces = [items[i * half : (i + 1) * half] for i in range(3)] + [items[3 * half :]]
+    stages = tuple(Stage(p, (range(i % 2, i % 2 + 1),), Mesh(())) for i, p in enumerate(pieces))
+    plan = Decisions(stages, num_microbatches=2, schedule="interleaved_1f1b")
+    assert [group for group, _ in group_lists(plan)] == [(0, 2), (1, 3)]
+    verify_decisions(graph, plan)
+
+
+@pytest.mark.parametrize(
+    ("devices", "schedule", "said"),
+    [
+        ((range(1), range(2, 3)), "1f1b", "stages have no device 1, and some after it"),
+        ((range(1), range(1, 2)), "1f1c", "no schedule '1f1c'"),
+        ((range(1), range(1, 2)), "one_stage", "one_stage is for one stage, not 2"),
+    ],
+)
+def test_plans_of_stages_that_cannot_run(
+    devices: tuple[range, range], schedule: str, said: str
+) -> None:
+    graph = gpt()
+    items = stage_items(graph)
+    stages = tuple(
+        Stage(own, (d,), Mesh(())) for own, d in zip((items[:2], items[2:]), devices, strict=True)
+    )
+    with pytest.raises(VerifyError, match=said):
+        verify_decisions(graph, Decisions(stages, schedule=schedule))
+
+
+def test_a_cut_of_a_block_is_refused_by_the_operator_s_name() -> None:
+    graph = gpt()
+    items = stage_items(graph)
+    with pytest.raises(LayoutError, match=r"is inside of the block blocks.0, .* name blocks.0"):
+        cut(graph, [items[:2], (*items[2:], "blocks.0.attention:linear#0")])
+
+
+V_SHAPE = (
+    "F0 3F0 3B0 B0 F1 3F1 3B1 B1 REDUCE STEP GATHER",
+    "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 REDUCE STEP GATHER",
+)
+
+
+def v_shaped(*lists: str) -> Decisions:
+    """Four stages on two devices: the first and the last one share theirs."""
+    graph = gpt()
+    items = stage_items(graph)
+    quarter = len(items) // 4
+    pieces = [items[i * quarter : (i + 1) * quarter] for i in range(3)] + [items[3 * quarter :]]
+    places = (0, 1, 1, 0)
+    stages = tuple(
+        Stage(own, (range(d, d + 1),), Mesh(())) for own, d in zip(pieces, places, strict=True)
+    )
+    actions = tuple(tuple(map(parse_action, text.split())) for text in lists)
+    return Decisions(stages, num_microbatches=2, schedule="v", actions=actions)
+
+
+def test_lists_of_a_plan_are_run_wherever_stages_lie() -> None:
+    plan = v_shaped(*V_SHAPE)
+    verify_decisions(gpt(), plan)
+    assert [group for group, _ in group_lists(plan)] == [(0, 3), (1, 2)]
+    assert " ".join(map(str, group_lists(plan)[1][1])) == V_SHAPE[1]
+    report = staged.report(lowered.model("gpt"), plan, staged.reference("gpt"))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("3B1 B1", "B1 3B1", r"wait for each other: B1 waits for 1B1, 1B1 waits for 2B1, .*|wait"),
+        ("1F1 2F1", "1F1", "lacks 2F1: 2 microbatches run F and B each"),
+        ("3B0 B0", "3B0 B0 B0", "has B0 2 times; leave one"),
+        ("3B0 B0", "3B0 B0 W0", "lacks W1: 2 microbatches run F, B and W each"),
+        ("1F1 2F1", "1F1 2F1 5F1", "has 5F1, which is not its to run"),
+        ("1B1 REDUCE STEP GATHER", "1B1 REDUCE STEP", "ends with REDUCE STEP, not REDUCE STEP GA"),
+    ],
+)  # fmt: skip
+def test_lists_that_do_not_run_a_step(old: str, new: str, said: str) -> None:
+    lists = [text.replace(old, new, 1) for text in V_SHAPE]
+    assert lists != list(V_SHAPE)
+    with pytest.raises(VerifyError, match=said):
+        verify_decisions(gpt(), v_shaped(*lists))
+
+
+def test_the_lists_of_all_schedules_run_a_step() -> None:
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        for stages, count in product((1, 2, 4), (1, 3, 8)):
+            lists = schedule(name, stages, count)
+            edges = [(i, i + 1, True) for i in range(stages - 1)]
+            check_lists([[i] for i in range(stages)], lists, edges, count)
+    lists = schedule("interleaved_1f1b", 6, 4, 3)
+    check_lists([[0, 2, 4], [1, 3, 5]], lists, [(i, i + 1, True) for i in range(5)], 4)
+
+
+@pytest.mark.parametrize("text", ["F", "B-1", "X0", "2 F0", "F0.5", "step", "1234567F0"])
+def test_what_is_no_action(text: str) -> None:
+    with pytest.raises(InputError, match="no action"):
+        parse_action(text)
+
+
+def test_a_plan_of_stages_and_lists_comes_back_from_its_file() -> None:
+    plan = Plan(
+        ModelSource("zoo:gpt"), "2xcpu", "0" * 16, Optimizer(), "by hand", v_shaped(*V_SHAPE), ""
+    )
+    text = plan_to_json(plan)
+    assert plan_from_json(text, "here").decisions == plan.decisions
+    with pytest.raises(InputError, match=r"decisions\.actions\.0: no action 'F00x'"):
+        plan_from_json(text.replace('"F0 3F0', '"F00x 3F0'), "here")
