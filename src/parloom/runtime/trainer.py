@@ -20,7 +20,7 @@ from parloom.errors import InputError, VerifyError
 from parloom.runtime.batches import Batch, Batches, check_names
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
-from parloom.runtime.evaluation import Evaluation, evaluate
+from parloom.runtime.evaluation import Evaluation, Evaluator
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.optimizer import (
     joined_states,
@@ -91,7 +91,7 @@ class Trainer:
     ) -> None:
         source = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.pipeline = one_stage(program) if isinstance(program, Program) else program
-        self.evaluation = one_stage(evaluation) if isinstance(evaluation, Program) else evaluation
+        judged = one_stage(evaluation) if isinstance(evaluation, Program) else evaluation
         self.comm = comm
         self.device = device or torch.device("cpu")
         self.parts = make_parts(
@@ -114,6 +114,7 @@ class Trainer:
             comm,
             self.owned,
         )
+        self.evaluation = None if judged is None else Evaluator(judged, self._stages)
         self.optimizer, self._untouched = make_optimizer(optimizer, self.owned)
         self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
         self.clip_norm = clip_norm
@@ -186,11 +187,9 @@ class Trainer:
 
     def evaluate(self, batch: Batch, local: bool = False) -> Evaluation:
         """Loss and full outputs of the evaluation program, without gradients."""
-        pipeline = self.evaluation
-        if pipeline is None:
+        if self.evaluation is None:
             raise InputError("the trainer was made without an evaluation program")
-        batches = self._batches(pipeline, batch, local)
-        return evaluate(pipeline, self._stages, batches)
+        return self.evaluation.run(self._batches(self.evaluation.pipeline, batch, local))
 
     # Full tensors.
 
