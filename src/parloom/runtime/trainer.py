@@ -28,8 +28,8 @@ from parloom.runtime.optimizer import (
     optimizer_state,
     state_tensors,
 )
-from parloom.runtime.part import make_parts, owned
-from parloom.runtime.program import Pipeline, Program, one_stage, parsed
+from parloom.runtime.part import Part, make_parts, owned
+from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
 from parloom.runtime.same import told_by_all, told_by_one
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
@@ -245,18 +245,24 @@ class Trainer:
             yield Shard(held.name, shape, found, held.owned.detach(), primary)
             for key, tensor in state_tensors(self.optimizer, held.owned).items():
                 yield Shard(f"optimizer/{key}/{held.name}", shape, found, tensor, primary)
+        for part, spec in self._own_buffers():
+            coordinates = part.comm.mesh.coordinates(part.comm.rank)
+            first = spec.name not in self._buffers_before(part.stage)
+            yield Shard(
+                spec.name,
+                spec.shape,
+                boxes(spec.dims, part.comm.mesh, coordinates),
+                part.store.buffers[spec.name],
+                first and _is_primary(part.comm, axes_of(spec.dims)),
+            )
+
+    def _own_buffers(self) -> Iterator[tuple[Part, TensorSpec]]:
+        """The buffers of this rank, each in the first of its stages that reads it."""
+        found: dict[str, tuple[Part, TensorSpec]] = {}
         for part in self.parts:
             for spec in part.program.buffers:
-                if spec.name in self._buffers_before(part.stage):
-                    continue
-                coordinates = part.comm.mesh.coordinates(part.comm.rank)
-                yield Shard(
-                    spec.name,
-                    spec.shape,
-                    boxes(spec.dims, part.comm.mesh, coordinates),
-                    part.store.buffers[spec.name],
-                    _is_primary(part.comm, axes_of(spec.dims)),
-                )
+                found.setdefault(spec.name, (part, spec))
+        yield from found.values()
 
     def refresh(self) -> None:
         """Bring everything that follows from the shards up to date, after they were written."""
@@ -264,6 +270,12 @@ class Trainer:
             part.store.publish()
             part.store.gather_weights()
         self._stages.shared.publish()
+        for part, spec in self._own_buffers():
+            others = [p for p in self.parts if p is not part and spec.name in p.store.buffers]
+            if others:
+                whole = untake(part.store.buffers[spec.name], spec.dims, part.comm)
+                for other in others:
+                    other.store.load_buffer(spec.name, whole)
 
     def extra_state(self) -> dict[str, Any]:
         """All other state, as JSON values that are equal on every rank; every rank asks."""
@@ -300,7 +312,7 @@ class Trainer:
                 f"the argument after the batch, local, is a {type(local).__name__}, not True or"
                 " False; pass one batch: a dict of tensors by the names of the model's arguments"
             )
-        check_names(pipeline.programs, batch)
+        check_names(pipeline.programs, [pipeline.programs[p.stage] for p in self.parts], batch)
         found = {}
         for part in self.parts:
             program = pipeline.programs[part.stage]
