@@ -1,5 +1,6 @@
 """Evaluation under any plan: programs that differ from what was trained, against one device."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,7 @@ from parloom.ir.text import print_graph
 from parloom.rewrite.pad import paddings
 from parloom.rewrite.rewrites import rewritten
 from parloom.comparators.baselines import data_parallel, random_plan
+from tests.dist import staged
 
 TOLERANCE = 1e-9
 Tensors = dict[str, Tensor]
@@ -172,6 +174,17 @@ MESHES = {"2x2": grid({"x": 2, "y": 2}), "2x3": grid({"x": 2, "y": 3})}
 def test_evaluation_equals_one_device(name: str, mesh: str, seed: int) -> None:
     model = modes(name)
     plan = random_plan(model.training, factorize(model.training), MESHES[mesh], seed)
+    assert error(model, plan) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", BUILDERS)
+def test_pipelines_evaluate(name: str, seed: int) -> None:
+    """Outputs and loss of the stages that have them, on every rank."""
+    model = modes(name)
+    rng = random.Random(seed)
+    stages = staged.randomly_cut(model.training, 3, rng)
+    plan = staged.drawn(model.training, stages, [1, 2, 1][: len(stages)], seed=seed)
     assert error(model, plan) < TOLERANCE
 
 

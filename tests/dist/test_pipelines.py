@@ -2,19 +2,21 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from parloom import runtime as rt
-from parloom.errors import LayoutError
+from parloom.errors import InputError, LayoutError
+from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
-from parloom.execute.verify import assemble, compare, train_rank
+from parloom.execute.verify import assemble, compare, reference_trace, train_rank
 from parloom.ir.graph import Call
 from parloom.ir.plan import ActivationDecision, Decisions
-from parloom.ir.stages import cut, item_key
+from parloom.ir.stages import cut, item_key, stage_items
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.split_backward import SplitBackward
 from parloom.runtime.transfers import Transfers
@@ -214,3 +216,110 @@ def test_stages_that_are_no_cut(change, said: str) -> None:  # type: ignore[no-u
     with pytest.raises(LayoutError, match=said):
         cut(graph, change(even(graph, 2)))
 
+
+
+def interrupted(
+    pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path | None,
+    steps: int,
+) -> dict[str, Tensor]:
+    """Train on, from the checkpoint if there is one, and save what comes of it."""
+    trainer = rt.Trainer(
+        pipeline,
+        tensors,
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, eps=1e-4),
+        comm=rt.DistributedComm(pipeline.mesh),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        clip_norm=0.5,
+        exact_random=True,
+    )  # fmt: skip
+    if folder is not None and folder.exists():
+        checkpoint.load(trainer, folder)
+    for _ in range(steps):
+        trainer.step(batch)
+    if folder is not None and not folder.exists():
+        checkpoint.save(trainer, folder).wait()
+    return trainer.state_dict()
+
+
+def test_checkpoints_of_a_pipeline_load_under_any_plan_and_back(tmp_path: Path) -> None:
+    """Tied weights, states of AdamW, the schedule; a stage of two ranks with no parameters."""
+    model = lowered.model("hf_gpt2")
+    items = stage_items(model.graph)
+    stages = [items[:3], items[3:-1], items[-1:]]
+    plans = {
+        "pipeline": drawn(model.graph, stages, [1, 2, 2], schedule="zb_h1", num_microbatches=2),
+        "one device": Decisions(),
+        "other stages": drawn(model.graph, even(model.graph, 2), [2, 1], num_microbatches=4, seed=3),
+    }
+    pipelines = {name: staged.compiled(model, plan).pipeline for name, plan in plans.items()}
+
+    def run(name: str, folder: Path | None, steps: int) -> dict[str, Tensor]:
+        given = pipelines[name], model.tensors, model.batch, folder, steps
+        states = fork_ranks(pipelines[name].num_ranks, interrupted, *given, timeout_s=120)
+        return states[-1]
+
+    expected = run("one device", None, 3)
+    for saved in plans:
+        run(saved, tmp_path / saved, 2)
+    for saved in plans:
+        for loaded in plans:
+            found = run(loaded, tmp_path / saved, 1)
+            assert found.keys() == expected.keys()
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-10)
+
+
+def test_ranks_are_given_what_their_stages_read() -> None:
+    model = lowered.model("gpt")
+    plan = drawn(model.graph, even(model.graph, 3), [1, 1, 1], num_microbatches=2)
+    pipeline = staged.compiled(model, plan).pipeline
+    read = [{spec.name for spec in program.inputs} for program in pipeline.programs]
+    assert set() in [names & {"labels"} for names in read]
+
+    def run(comm: rt.Comm) -> Tensor:
+        trainer = rt.Trainer(
+            pipeline,
+            model.tensors,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            comm=comm,
+        )
+        mine = {name: model.batch[name] for name in read[comm.rank]}
+        loss = trainer.step(mine).loss
+        if mine:
+            with pytest.raises(InputError, match="the batch has"):
+                trainer.step({})
+        return loss
+
+    losses = rt.run_threads(pipeline.mesh, run)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+class Counts(nn.Module):
+    """A buffer that two layers read and the model writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.seen
+        out: Tensor = (self.second(hidden) * self.seen).square().mean()
+        self.seen = self.seen + 1
+        return out
+
+
+def test_buffers_that_a_step_writes_are_read_in_one_stage() -> None:
+    model = lowered.of(Counts(), {"x": torch.randn(4, 4)})
+    items = stage_items(model.graph)
+    with pytest.raises(LayoutError, match=r"seen is written in stage \d and read in stage \d"):
+        cut(model.graph, [items[:4], items[4:]])
+    for count in range(1, len(items)):
+        try:
+            plan = drawn(model.graph, [items[:count], items[count:]], [1, 2], schedule="zb_h1")
+        except LayoutError:
+            continue
+        traced = reference_trace(model.graph, staged.PLANNED, model.tensors, model.batch)
+        report = staged.report(model, plan, traced)
+        assert report.passed, str(report)

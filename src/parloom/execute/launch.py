@@ -30,6 +30,7 @@ from parloom.execute import rank as rank_module
 from parloom.execute.watch import last_record
 from parloom.ir.plan import DEVICES, Plan
 
+BETWEEN = "between steps"  # how a rank's record begins when it is in none
 TRACEBACK = "rank-{}-traceback.txt"
 # What gloo and NCCL say when a peer is no longer there.
 PEER_IS_GONE = re.compile(r"gloo|NCCL|onnection (closed|reset|refused)|Broken pipe")
@@ -187,7 +188,7 @@ def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bo
         torchrun.run(torchrun.parse_args(command[3:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         death = first_death(error)
-        ended = [rank for rank in range(ranks) if rank not in error.failures]
+        ended = [rank for rank in range(ranks) if _ended(rank, error, log_dir)]
         if death.gone and ended:
             text = _left_early(ended[0], death.rank, last_record(log_dir, ended[0]))
         else:
@@ -204,10 +205,19 @@ def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bo
     return 0
 
 
+def _ended(rank: int, error: ChildFailedError, log_dir: Path) -> bool:
+    """Whether a rank came to its end, or was stopped after its last step while it left."""
+    failure = error.failures.get(rank)
+    if failure is None:
+        return True
+    stopped = failure.exitcode == -signal.SIGTERM
+    return stopped and last_record(log_dir, rank).startswith(BETWEEN)
+
+
 def _left_early(ended: int, waiting: int, doing: str) -> str:
     """The message where `waiting` missed a rank that had simply come to its end."""
     return (
-        f"error: rank {ended} ended normally {doing.removeprefix('between steps, ') or 'early'}"
+        f"error: rank {ended} ended normally {doing.removeprefix(f'{BETWEEN}, ') or 'early'}"
         f" while rank {waiting} went on; do all ranks have the same number of batches, and do all"
         " make the same calls of the trainer (step, evaluate, save, state_dict)?"
     )

@@ -241,12 +241,25 @@ class _Stages:
                     )
                 if source < stage:
                     targets.setdefault(name, []).append(stage)
+        self.check_buffers(bodies)
         crossings = tuple(
             Crossing(Value(name, self.specs[name]), self.made[name], tuple(readers))
             for name, readers in targets.items()
         )
         graphs = tuple(self.stage_graph(s, body, crossings) for s, body in enumerate(bodies))
         return Cut(graphs, crossings, _shared(graphs))
+
+    def check_buffers(self, bodies: Sequence[Sequence[Item]]) -> None:
+        """What a step writes back is read where it is made: others would read what it was."""
+        named = {i.target: i.value.name for i in self.graph.of_kind("buffer")}
+        for target, made in self.graph.updates:
+            writer, name = self.made.get(made, self.last), named.get(target)
+            for stage, body in enumerate(bodies):
+                if stage != writer and any(name in operands(item) for item in body):
+                    raise LayoutError(
+                        f"{target} is written in stage {writer} and read in stage {stage}; put all"
+                        " that reads it into one stage"
+                    )
 
     def ends(self, stage: int) -> tuple[str, ...]:
         """The values that a stage hands to the user, the loss among them."""

@@ -27,6 +27,12 @@ def known_operators(planned: Planned) -> Problems:
 def _stages(planned: Planned) -> Problems:
     """Stages are a cut of the model, on devices that the schedule goes around."""
     factored, decisions = planned
+    if decisions.accumulates and factored.graph.updates:
+        name = factored.graph.updates[0][0]
+        yield (
+            f"each microbatch leaves {name} to the next one, and stages run several at once: not"
+            " yet there; use one stage or --batch-semantics global"
+        )
     groups = {stage.devices for stage in decisions.stages}
     if decisions.actions and len(decisions.actions) != len(groups):
         yield f"{len(decisions.actions)} action lists for {len(groups)} groups of devices"

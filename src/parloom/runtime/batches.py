@@ -59,13 +59,15 @@ class Batches:
         }
 
 
-def check_names(programs: Sequence[Program], batch: Batch) -> None:
-    """Raise `InputError` unless `batch` has a tensor for each input of the stages' programs.
+def check_names(programs: Sequence[Program], own: Sequence[Program], batch: Batch) -> None:
+    """Raise `InputError` unless `batch` has a tensor for each input of this rank's `own` programs.
 
-    Entries that nothing reads may be given in any form, or left out.
+    Entries that no program reads may be given in any form, or left out, and so may those that other
+    ranks' `programs` read.
     """
-    names = {spec.name for program in programs for spec in program.inputs}
-    unread = {name for program in programs for name in program.unread} - names
+    names = {spec.name for program in own for spec in program.inputs}
+    known = {spec.name for program in programs for spec in program.inputs}
+    unread = {name for program in programs for name in (*program.unread, *known)} - names
     if not isinstance(batch, Mapping):
         raise InputError(
             f"the batch is a {type(batch).__name__}; pass a dict of tensors by the names of the"

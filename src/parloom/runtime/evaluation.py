@@ -9,7 +9,7 @@ from torch import Tensor
 from parloom.runtime.batches import Batches
 from parloom.runtime.comm import Comm
 from parloom.runtime.passes import Losses, hoist
-from parloom.runtime.program import Action, Pipeline, TensorSpec
+from parloom.runtime.program import Action, Pipeline, Result, TensorSpec
 from parloom.runtime.same import told_by_one
 from parloom.runtime.sharding import axes_of, put
 from parloom.runtime.step import Stages
@@ -33,49 +33,55 @@ def forward_actions(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
     )
 
 
-def evaluate(pipeline: Pipeline, stages: Stages, batches: Mapping[int, Batches]) -> Evaluation:
-    """Run the evaluation programs of all stages, with the weights of `stages`."""
-    comm, device = stages.comm, stages.device
-    actions = tuple(forward_actions(pipeline, rank) for rank in range(pipeline.num_ranks))
-    transfers = Transfers(pipeline, actions, comm, device)
-    transfers.begin_step()
-    parts = {part.stage: part for part in stages.parts}
-    outputs: dict[str, Tensor] = {}
-    losses: dict[int, Losses] = {
-        part.stage: Losses(part.comm)
-        for part in stages.parts
-        if pipeline.programs[part.stage].has_loss
-    }
-    with torch.no_grad():
-        hoisted = {
-            stage: hoist(pipeline.programs[stage], part.ctx, batches[stage])
-            for stage, part in parts.items()
+class Evaluator:
+    """Runs the evaluation programs of all stages, with the weights of `stages`."""
+
+    def __init__(self, pipeline: Pipeline, stages: Stages) -> None:
+        self.pipeline, self._stages = pipeline, stages
+        lists = tuple(forward_actions(pipeline, rank) for rank in range(pipeline.num_ranks))
+        self._actions = lists[stages.comm.rank]
+        self._transfers = Transfers(pipeline, lists, stages.comm, stages.device)
+        self._parts = {part.stage: part for part in stages.parts}
+
+    def run(self, batches: Mapping[int, Batches]) -> Evaluation:
+        """Loss and full outputs of a batch, on every rank; `batches` are those of each stage."""
+        programs, outputs = self.pipeline.programs, dict[str, Tensor]()
+        losses = {s: Losses(p.comm) for s, p in self._parts.items() if programs[s].has_loss}
+        self._transfers.begin_step()
+        with torch.no_grad():
+            hoisted = {s: hoist(programs[s], p.ctx, batches[s]) for s, p in self._parts.items()}
+            for action in self._actions:
+                part, program = self._parts[action.stage], programs[action.stage]
+                result = self._forward(action, batches[action.stage], hoisted[action.stage])
+                if action.stage in losses:
+                    losses[action.stage].add(result)
+                for spec in program.outputs:
+                    if spec.name in result.outputs:
+                        local = result.outputs[spec.name]
+                        _collect(outputs, spec, local, part.comm, action.microbatch)
+                part.store.end_evaluation()
+            for of_stage in losses.values():
+                of_stage.launch()
+            self._transfers.end_step()
+        loss = self._stages.total_loss(self.pipeline, losses)
+        stages = self._stages
+        return Evaluation(loss, _told_to_all(self.pipeline, outputs, stages.comm, stages.device))
+
+    def _forward(self, action: Action, batches: Batches, hoisted: tuple[Tensor, ...]) -> Result:
+        """Compute a microbatch in a stage, and send what other stages need of it."""
+        part, program = self._parts[action.stage], self.pipeline.programs[action.stage]
+        arrived = {
+            c.spec.name: self._transfers.receive(part.stage, c.value, action.microbatch)
+            for c in program.arriving
         }
-        for action in actions[comm.rank]:
-            part, program = parts[action.stage], pipeline.programs[action.stage]
-            arrived = {
-                c.spec.name: transfers.receive(part.stage, c.value, action.microbatch)
-                for c in program.arriving
-            }
-            transfers.receive_ahead()
-            part.ctx.microbatch = action.microbatch
-            part.store.begin_forward()
-            inputs = batches[part.stage].microbatch(action.microbatch) | arrived
-            result = program.forward(part.ctx, inputs, hoisted[part.stage])
-            leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
-            transfers.send(action, leaving)
-            if part.stage in losses:
-                losses[part.stage].add(result)
-            for spec in program.outputs:
-                if spec.name in result.outputs:
-                    local = result.outputs[spec.name]
-                    _collect(outputs, spec, local, part.comm, action.microbatch)
-            part.store.end_evaluation()
-        for of_stage in losses.values():
-            of_stage.launch()
-        transfers.end_step()
-    loss = stages.total_loss(pipeline, losses)
-    return Evaluation(loss, _told_to_all(pipeline, outputs, comm, device))
+        self._transfers.receive_ahead()
+        part.ctx.microbatch = action.microbatch
+        part.store.begin_forward()
+        inputs = batches.microbatch(action.microbatch) | arrived
+        result = program.forward(part.ctx, inputs, hoisted)
+        leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
+        self._transfers.send(action, leaving)
+        return result
 
 
 def _collect(

@@ -217,6 +217,8 @@ class LeafGradients:
 
     def _agreed_order(self) -> list[int]:
         """Rank 0's order of arrival; -1 fills up for leaves that got no gradient."""
+        if not self._leaves:
+            return []
         unreached = len(self._leaves) - len(self._arrived)
         order = torch.tensor(
             [*self._arrived, *[-1] * unreached], dtype=torch.int64, device=self._pool.device

@@ -4,7 +4,7 @@ What arrives from other stages is a leaf of the stage's own autograd graph; a ba
 at the loss and at what has left for other stages, with the gradients that come back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,6 +66,7 @@ class Passes:
         backwards = [action for action in own if action.kind == "B"]
         makes_weights = [a for a in own if a.kind == ("W" if a.microbatch in self._split else "B")]
         self._last_backward, self._last = backwards[-1:], makes_weights[-1:]
+        self._updates: Mapping[str, Tensor] = {}
         self._hoisted = hoist(part.program, part.ctx, batches)
         self._results: dict[int, Result] = {}
         self._left: dict[int, dict[str, GradientEdge]] = {}
@@ -112,34 +113,42 @@ class Passes:
         flowing = [arrived[c.spec.name] for c in program.arriving if c.flows]
         if last and self.losses is not None:
             self.losses.launch()
+        if last or program.by_microbatch:
+            self._updates = result.updates
         if microbatch in self._split:
             self._halves[microbatch] = half = SplitBackward(roots, flowing)
             part.store.begin_inputs()
             found = half.inputs(gradients)
         else:
             part.store.begin_backward(last=self._last == [action])
-            torch.autograd.backward(roots, gradients)
+            if roots:
+                torch.autograd.backward(roots, gradients)
             part.store.end_backward()
             found = [tensor.grad for tensor in flowing]
+            self._write_buffers(action)
         names = [c.value for c in program.arriving if c.flows]
         gradients_of = {
             name: torch.zeros_like(tensor) if gradient is None else gradient
             for name, tensor, gradient in zip(names, flowing, found, strict=True)
         }
         self._transfers.send(action, gradients_of)
-        # Once a step, after all passes: every microbatch, and a block that is recomputed, reads
-        # the buffers of the start of the step, as one pass over the global batch would. Where each
-        # microbatch is computed by itself, after its own passes.
-        if last or program.by_microbatch:
-            part.store.write_buffers(result.updates)
 
     def weights(self, microbatch: int) -> None:
         """Compute the gradients of weights of a microbatch whose backward pass left them out."""
-        part = self._part
+        part, action = self._part, Action("W", self._part.stage, microbatch)
         part.ctx.microbatch = microbatch
-        part.store.begin_backward(last=self._last == [Action("W", part.stage, microbatch)])
+        part.store.begin_backward(last=self._last == [action])
         self._halves.pop(microbatch).weights()
         part.store.end_backward()
+        self._write_buffers(action)
+
+    def _write_buffers(self, action: Action) -> None:
+        """Once a step, after all passes: every microbatch, and a block that is recomputed, reads
+        the buffers of the start of the step, as one pass over the global batch would. Where each
+        microbatch is computed by itself, after its own passes.
+        """
+        if self._last == [action] or self._part.program.by_microbatch:
+            self._part.store.write_buffers(self._updates)
 
     def _roots(self, result: Result, microbatch: int) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward pass begins, and the gradients there."""

@@ -49,8 +49,8 @@ class SplitBackward:
         entries = {node: graph.entries(node) for node in readers}
         wanted = [*self._arrived, *early]
         wanted += [edge for edges in entries.values() for edge in edges]
-        if not wanted:
-            return []
+        if not (wanted and self._roots):
+            return [None] * len(self._arrived)
         found: list[Tensor | None] = list(
             torch.autograd.grad(
                 self._roots, wanted, gradients, retain_graph=True, allow_unused=True

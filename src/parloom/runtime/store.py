@@ -205,6 +205,12 @@ class Store:
         """`value`, copied if it lies in gathered memory."""
         return self._units.owned_memory(value)
 
+    def load_buffer(self, name: str, full: Tensor) -> None:
+        """Take this rank's part of a whole buffer."""
+        (spec,) = (spec for spec in self._program.buffers if spec.name == name)
+        device = self._pool.device
+        self.buffers[name] = _buffer(spec, lambda _: full, self._comm, device)
+
     def write_buffers(self, updates: Mapping[str, Tensor]) -> None:
         """Take over new buffers."""
         for name, value in updates.items():

@@ -20,7 +20,7 @@ from parloom.errors import InputError, VerifyError
 from parloom.runtime.batches import Batch, Batches, check_names
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
-from parloom.runtime.evaluation import Evaluation, evaluate
+from parloom.runtime.evaluation import Evaluation, Evaluator
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.optimizer import (
     joined_states,
@@ -28,8 +28,8 @@ from parloom.runtime.optimizer import (
     optimizer_state,
     state_tensors,
 )
-from parloom.runtime.part import make_parts, owned
-from parloom.runtime.program import Pipeline, Program, one_stage, parsed
+from parloom.runtime.part import Part, make_parts, owned
+from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
 from parloom.runtime.same import told_by_all, told_by_one
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
@@ -91,7 +91,7 @@ class Trainer:
     ) -> None:
         source = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.pipeline = one_stage(program) if isinstance(program, Program) else program
-        self.evaluation = one_stage(evaluation) if isinstance(evaluation, Program) else evaluation
+        judged = one_stage(evaluation) if isinstance(evaluation, Program) else evaluation
         self.comm = comm
         self.device = device or torch.device("cpu")
         self.parts = make_parts(
@@ -114,6 +114,7 @@ class Trainer:
             comm,
             self.owned,
         )
+        self.evaluation = None if judged is None else Evaluator(judged, self._stages)
         self.optimizer, self._untouched = make_optimizer(optimizer, self.owned)
         self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
         self.clip_norm = clip_norm
@@ -186,11 +187,9 @@ class Trainer:
 
     def evaluate(self, batch: Batch, local: bool = False) -> Evaluation:
         """Loss and full outputs of the evaluation program, without gradients."""
-        pipeline = self.evaluation
-        if pipeline is None:
+        if self.evaluation is None:
             raise InputError("the trainer was made without an evaluation program")
-        batches = self._batches(pipeline, batch, local)
-        return evaluate(pipeline, self._stages, batches)
+        return self.evaluation.run(self._batches(self.evaluation.pipeline, batch, local))
 
     # Full tensors.
 
@@ -246,18 +245,24 @@ class Trainer:
             yield Shard(held.name, shape, found, held.owned.detach(), primary)
             for key, tensor in state_tensors(self.optimizer, held.owned).items():
                 yield Shard(f"optimizer/{key}/{held.name}", shape, found, tensor, primary)
+        for part, spec in self._own_buffers():
+            coordinates = part.comm.mesh.coordinates(part.comm.rank)
+            first = spec.name not in self._buffers_before(part.stage)
+            yield Shard(
+                spec.name,
+                spec.shape,
+                boxes(spec.dims, part.comm.mesh, coordinates),
+                part.store.buffers[spec.name],
+                first and _is_primary(part.comm, axes_of(spec.dims)),
+            )
+
+    def _own_buffers(self) -> Iterator[tuple[Part, TensorSpec]]:
+        """The buffers of this rank, each in the first of its stages that reads it."""
+        found: dict[str, tuple[Part, TensorSpec]] = {}
         for part in self.parts:
             for spec in part.program.buffers:
-                if spec.name in self._buffers_before(part.stage):
-                    continue
-                coordinates = part.comm.mesh.coordinates(part.comm.rank)
-                yield Shard(
-                    spec.name,
-                    spec.shape,
-                    boxes(spec.dims, part.comm.mesh, coordinates),
-                    part.store.buffers[spec.name],
-                    _is_primary(part.comm, axes_of(spec.dims)),
-                )
+                found.setdefault(spec.name, (part, spec))
+        yield from found.values()
 
     def refresh(self) -> None:
         """Bring everything that follows from the shards up to date, after they were written."""
@@ -265,6 +270,12 @@ class Trainer:
             part.store.publish()
             part.store.gather_weights()
         self._stages.shared.publish()
+        for part, spec in self._own_buffers():
+            others = [p for p in self.parts if p is not part and spec.name in p.store.buffers]
+            if others:
+                whole = untake(part.store.buffers[spec.name], spec.dims, part.comm)
+                for other in others:
+                    other.store.load_buffer(spec.name, whole)
 
     def extra_state(self) -> dict[str, Any]:
         """All other state, as JSON values that are equal on every rank; every rank asks."""
@@ -301,7 +312,7 @@ class Trainer:
                 f"the argument after the batch, local, is a {type(local).__name__}, not True or"
                 " False; pass one batch: a dict of tensors by the names of the model's arguments"
             )
-        check_names(pipeline.programs, batch)
+        check_names(pipeline.programs, [pipeline.programs[p.stage] for p in self.parts], batch)
         found = {}
         for part in self.parts:
             program = pipeline.programs[part.stage]

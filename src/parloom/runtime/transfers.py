@@ -43,6 +43,16 @@ class Wire:
     end: int
     backward: bool
 
+    @property
+    def source(self) -> int:
+        """The stage that sends."""
+        return self.end if self.backward else self.begin
+
+    @property
+    def target(self) -> int:
+        """The stage that receives."""
+        return self.begin if self.backward else self.end
+
 
 @dataclass(frozen=True, slots=True)
 class Letter:
@@ -69,7 +79,14 @@ class Transfers:
             for stage, program in enumerate(pipeline.programs)
             for crossing in (*program.arriving, *program.leaving)
         }
-        self._pieces = {wire: tuple(self._split(wire)) for wire in wires(pipeline)}
+        self._pieces: dict[Wire, tuple[Piece, ...]] = {}
+        # By sending stage and direction in the order of sending; by receiving stage and value.
+        self._out: dict[tuple[int, bool], list[Wire]] = defaultdict(list)
+        self._into: dict[tuple[int, bool, str], list[Wire]] = defaultdict(list)
+        for wire in wires(pipeline):
+            self._pieces[wire] = tuple(self._split(wire))
+            self._out[wire.source, wire.backward].append(wire)
+            self._into[wire.target, wire.backward, wire.value].append(wire)
         self._numbers = {wire: number for number, wire in enumerate(self._pieces)}
         self._order = {
             sender: [m for m in self._sent_by(sender, own) if m.piece.receiver == comm.rank]
@@ -107,35 +124,25 @@ class Transfers:
         """All values that leave a stage with a forward pass, or gradients with a backward pass, by
         the names of the values.
         """
-        for wire in sent_after(self._pipeline, action):
+        for wire in self._out[action.stage, action.kind == "B"]:
             self._send(wire, action.microbatch, tensors[wire.value])
 
     def receive(self, stage: int, value: str, microbatch: int) -> Tensor:
         """A value from the stage that makes it."""
-        (found,) = (
-            self._receive(wire, microbatch, stage)
-            for wire in self._pieces
-            if not wire.backward and (wire.end, wire.value) == (stage, value)
-        )
-        return found
+        (wire,) = self._into[stage, False, value]
+        return self._receive(wire, microbatch)
 
     def receive_gradient(self, stage: int, value: str, microbatch: int) -> Tensor:
         """The gradient of a value, summed over the stages that read it."""
-        found = [
-            self._receive(wire, microbatch, stage)
-            for wire in self._pieces
-            if wire.backward and (wire.begin, wire.value) == (stage, value)
-        ]
-        total = found[0]
-        for other in found[1:]:
-            total += other
+        first, *others = self._into[stage, True, value]
+        total = self._receive(first, microbatch)
+        for wire in others:
+            total += self._receive(wire, microbatch)
         return total
 
     def _split(self, wire: Wire) -> Iterator[Piece]:
         """The pieces in which a value, or its gradient, goes over."""
-        ends = (wire.begin, wire.end)
-        source, target = reversed(ends) if wire.backward else ends
-        return split(list(self._held(source, wire.value)), list(self._held(target, wire.value)))
+        return split(self._held(wire.source, wire.value), self._held(wire.target, wire.value))
 
     def _held(self, stage: int, value: str) -> Iterator[Held]:
         """The boxes of a microbatch that each rank of a stage has."""
@@ -146,8 +153,8 @@ class Transfers:
 
     def _sent_by(self, sender: int, actions: tuple[Action, ...]) -> Iterator[Letter]:
         """All messages of a rank, in the order in which it sends them."""
-        for action in actions:
-            for wire in sent_after(self._pipeline, action):
+        for action in (a for a in actions if a.kind in ("F", "B")):
+            for wire in self._out[action.stage, action.kind == "B"]:
                 for piece in self._pieces[wire]:
                     if piece.sender == sender:
                         yield Letter(wire, action.microbatch, piece)
@@ -170,8 +177,8 @@ class Transfers:
             self._under_way.append((self._comm.send(part, piece.receiver, tag), part))
         self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
 
-    def _receive(self, wire: Wire, microbatch: int, stage: int) -> Tensor:
-        spec = self._crossings[stage, wire.value].spec
+    def _receive(self, wire: Wire, microbatch: int) -> Tensor:
+        spec = self._crossings[wire.target, wire.value].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         whole = torch.empty(local_shape(spec.dims), dtype=dtype, device=self._device)
         for part, piece in self._stays.pop((wire, microbatch), []):
@@ -189,8 +196,8 @@ class Transfers:
         message = self._expected[sender].popleft()
         wire, piece = message.wire, message.piece
         self._unposted[sender, wire, message.microbatch] -= 1
-        stage = wire.begin if wire.backward else wire.end
-        dtype: torch.dtype = getattr(torch, self._crossings[stage, wire.value].spec.dtype)
+        spec = self._crossings[wire.target, wire.value].spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
         part = torch.empty(piece.shape, dtype=dtype, device=self._device)
         work = self._comm.receive(_plain(part), sender, self._tag(wire, message.microbatch))
         self._posted.setdefault((wire, message.microbatch), []).append((work, part, piece))
@@ -210,19 +217,6 @@ def split(have: Iterable[Held], want: Iterable[Held]) -> Iterator[Piece]:
                     piece = _piece(sender, receiver, box, other)
                     if piece is not None:
                         yield piece
-
-
-def sent_after(pipeline: Pipeline, action: Action) -> Iterator[Wire]:
-    """What leaves a stage with an action, in order."""
-    if action.kind not in ("F", "B"):
-        return
-    program = pipeline.programs[action.stage]
-    crossings = program.leaving if action.kind == "F" else program.arriving
-    names = {crossing.value for crossing in crossings}
-    for wire in wires(pipeline):
-        end = wire.end if action.kind == "B" else wire.begin
-        if wire.backward == (action.kind == "B") and end == action.stage and wire.value in names:
-            yield wire
 
 
 def wires(pipeline: Pipeline) -> Iterator[Wire]:
