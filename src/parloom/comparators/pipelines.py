@@ -14,6 +14,7 @@ from parloom.comparators.baselines import plain
 from parloom.cost.actions import Stage as Actions
 from parloom.cost.pipeline import play_stage, send
 from parloom.cost.simulate import Simulator
+from parloom.cost.stages import aligned
 from parloom.cost.step import priced
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import factorize
@@ -90,9 +91,19 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             if found is not None:
                 costs[size] = found
         chosen = split(costs, devices, microbatches)
-        if chosen is not None:
+        if chosen is not None and _lies_well(chosen, request.cluster):
             say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
             yield _plan(request, base, costs, chosen, microbatches)
+
+
+def _lies_well(chosen: Sequence[tuple[int, int, int]], cluster: Cluster) -> bool:
+    """Whether no stage lies over more nodes than it needs."""
+    begin = 0
+    for *_, size in chosen:
+        if not aligned(range(begin, begin + size), cluster):
+            return False
+        begin += size
+    return True
 
 
 def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
