@@ -14,7 +14,6 @@ from parloom.comparators.baselines import plain
 from parloom.cost.actions import Stage as Actions
 from parloom.cost.pipeline import play_stage, send
 from parloom.cost.simulate import Simulator
-from parloom.cost.stages import aligned
 from parloom.cost.step import priced
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import factorize
@@ -91,19 +90,9 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             if found is not None:
                 costs[size] = found
         chosen = split(costs, devices, microbatches)
-        if chosen is not None and _lies_well(chosen, request.cluster):
+        if chosen is not None:
             say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
             yield _plan(request, base, costs, chosen, microbatches)
-
-
-def _lies_well(chosen: Sequence[tuple[int, int, int]], cluster: Cluster) -> bool:
-    """Whether no stage lies over more nodes than it needs."""
-    begin = 0
-    for *_, size in chosen:
-        if not aligned(range(begin, begin + size), cluster):
-            return False
-        begin += size
-    return True
 
 
 def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
@@ -196,7 +185,8 @@ def split(
     """(first item, last item + 1, devices) of the stages whose slowest takes the least.
 
     A[j][m] = min over i, r of max(A[i][m - r], what crosses behind i, T(i, j, r)): the slowest
-    stage of the first j items on m devices.
+    stage of the first j items on m devices, where r divides m - r, so that no stage lies over more
+    nodes than it needs.
     """
     if not costs:
         return None
@@ -210,6 +200,8 @@ def split(
     for last in range(1, count + 1):
         for used in range(1, devices + 1):
             for size, (passes, reduced) in sums.items():
+                if (used - size) % size:
+                    continue
                 for first in range(last):
                     before = best.get((first, used - size))
                     if before is None:
