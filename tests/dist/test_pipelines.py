@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from parloom import runtime as rt
+from parloom.comparators.baselines import plain
+from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LayoutError
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble, compare, reference_trace, train_rank
-from parloom.ir.graph import Call
-from parloom.ir.plan import ActivationDecision, Decisions
+from parloom.ir.graph import Call, Graph
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.plan import ActivationDecision, Decisions, ParameterDecision, Stage, Storage
 from parloom.ir.stages import cut, item_key, stage_items
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.split_backward import SplitBackward
@@ -323,3 +326,114 @@ def test_buffers_that_a_step_writes_are_read_in_one_stage() -> None:
         traced = reference_trace(model.graph, staged.PLANNED, model.tensors, model.batch)
         report = staged.report(model, plan, traced)
         assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+def test_local_batches_of_stages(sizes: tuple[int, int]) -> None:
+    """Stages that cut samples alike take local batches; where they do not, the global one."""
+    model = lowered.model("gpt")
+    graph, items = model.graph, stage_items(model.graph)
+    whole = {
+        n: next(plain("data_parallel", graph, load_cluster(f"{n}xcpu"))) for n in set(sizes)
+    }
+    begins = (0, sizes[0])
+    stages = tuple(
+        Stage(own, (range(begin, begin + n),), whole[n].mesh)
+        for own, begin, n in zip((items[:3], items[3:]), begins, sizes, strict=True)
+    )
+    pipeline = staged.compiled(
+        model, Decisions(stages, whole[2].nodes, num_microbatches=2, schedule="1f1b")
+        if sizes == (2, 2)
+        else Decisions(
+            stages, tuple(n for n in whole[2].nodes if _of(graph, n.key, items[:3])),
+            num_microbatches=2, schedule="1f1b",
+        ),
+    ).pipeline  # fmt: skip
+
+    def run(comm: rt.Comm) -> tuple[tuple[int, int], Tensor, Tensor]:
+        trainer = rt.Trainer(
+            pipeline,
+            model.tensors,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0),
+            comm=comm,
+        )
+        count, place = trainer.sampler_position
+        mine = {name: tensor[place::count] for name, tensor in model.batch.items()}
+        return (count, place), trainer.step(mine, local=True).loss, trainer.step(model.batch).loss
+
+    found = rt.run_threads(pipeline.mesh, run)
+    expected = [(2, 0), (2, 1)] * 2 if sizes == (2, 2) else [(1, 0)] * 3
+    assert [position for position, *_ in found] == expected
+    for _, local, everything in found:
+        torch.testing.assert_close(local, everything, rtol=1e-12, atol=0)
+
+
+def _of(graph: Graph, key: str, items: tuple[str, ...]) -> bool:
+    """Whether an operator belongs to some items."""
+    return any((f.prefix or f.node.key) in items for f in graph.flat() if f.key == key)
+
+
+class Frozen(nn.Module):
+    """A frozen table that two stages read, a head that nobody does, and rates by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.table(self.first(x))))
+        out: Tensor = self.table(hidden).square().mean()
+        return out
+
+
+def frozen_run(
+    pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path,
+    scale: float,
+) -> tuple[float, dict[str, Tensor], list[float]]:
+    """Save the first time; then start from other weights, load, and train."""
+    rates = {"first.weight": 0.1, "second.weight": 0.2}
+    trainer = rt.Trainer(
+        pipeline,
+        {name: tensor * scale for name, tensor in tensors.items()},
+        optimizer=lambda named: torch.optim.SGD(
+            [{"params": [p], "lr": rates.get(n, 0.3)} for n, p in named], lr=0.3
+        ),
+        comm=rt.DistributedComm(pipeline.mesh),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    if folder.exists():
+        checkpoint.load(trainer, folder)
+    else:
+        trainer.step(batch)
+        checkpoint.save(trainer, folder).wait()
+    loss = float(trainer.step(batch).loss)
+    return loss, trainer.state_dict(), [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+def test_checkpoints_have_what_nobody_trains(tmp_path: Path) -> None:
+    """Copies of frozen parameters, parameters that nobody reads, and rates of each group."""
+    model = lowered.of(Frozen(), {"x": torch.randn(8, 4)})
+    items = stage_items(model.graph)
+    storage = Storage(("x",), 0), Storage(("x",), 0), Storage(("x", "y"), 0)
+    mesh = grid({"x": 2, "y": 2})
+    plan = Decisions(
+        (Stage(items[:3], (range(1),), Mesh(())), Stage(items[3:], (range(1, 5),), mesh)),
+        parameters=(ParameterDecision("second.weight", *storage),),
+        schedule="1f1b",
+    )
+    pipelines = [staged.compiled(model, p).pipeline for p in (plan, Decisions())]
+
+    def run(pipeline: rt.Pipeline, scale: float) -> tuple[float, dict[str, Tensor], list[float]]:
+        given = pipeline, model.tensors, model.batch, tmp_path / "saved", scale
+        return fork_ranks(pipeline.num_ranks, frozen_run, *given, timeout_s=120)[-1]
+
+    loss, state, _ = run(pipelines[0], 1.0)
+    assert set(state) == set(model.tensors)
+    for pipeline in pipelines:
+        again, found, rates = run(pipeline, 3.0)
+        assert again == pytest.approx(loss, rel=1e-12)
+        assert {rate * 4 for rate in rates} <= {0.1, 0.2, 0.3}
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-12, atol=1e-14)

@@ -70,7 +70,9 @@ def test_the_split_is_the_best_of_all(
         for ends in combinations(range(1, len(passes)), stages - 1):
             bounds = [0, *ends, len(passes)]
             for chosen in product(sizes, repeat=stages):
-                if sum(chosen) == devices:
+                begins = [sum(chosen[:i]) for i in range(stages)]
+                lies_well = all(b % size == 0 for b, size in zip(begins, chosen, strict=True))
+                if sum(chosen) == devices and lies_well:
                     plan = [(bounds[i], bounds[i + 1], chosen[i]) for i in range(stages)]
                     value = slowest(costs, plan, microbatches)
                     best = value if best is None else min(best, value)

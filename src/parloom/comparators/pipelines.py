@@ -185,7 +185,8 @@ def split(
     """(first item, last item + 1, devices) of the stages whose slowest takes the least.
 
     A[j][m] = min over i, r of max(A[i][m - r], what crosses behind i, T(i, j, r)): the slowest
-    stage of the first j items on m devices.
+    stage of the first j items on m devices, where r divides m - r, so that no stage lies over more
+    nodes than it needs.
     """
     if not costs:
         return None
@@ -199,6 +200,8 @@ def split(
     for last in range(1, count + 1):
         for used in range(1, devices + 1):
             for size, (passes, reduced) in sums.items():
+                if (used - size) % size:
+                    continue
                 for first in range(last):
                     before = best.get((first, used - size))
                     if before is None:

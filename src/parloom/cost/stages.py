@@ -19,12 +19,14 @@ from parloom.cost.pipeline import (
 from parloom.cost.simulate import Simulator, simulate
 from parloom.cost.step import priced
 from parloom.cost.timeline import Timeline
+from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, group_lists
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
+from parloom.ir.plan import Stage as PlannedStage
 
 
 def simulate_stages(
@@ -43,6 +45,7 @@ def simulate_stages(
     stages: list[StageActions] = []
     parameters: list[Parameters] = []
     for index, pcg in enumerate(lowered.pcgs):
+        _check_aligned(index, decisions.stages[index], cluster)
         own = part_of(cluster, pcg.decisions.mesh.num_ranks)
         found = priced(pcg, own, pcg.decisions, optimizer, kernels)
         actions = Stage(pcg, own, found)
@@ -55,6 +58,25 @@ def simulate_stages(
         for name, holders in lowered.cut.shared.items()
     ]
     return simulate_pipeline(lists, stages, edges, shared=shared)
+
+
+def aligned(devices: Sequence[int], cluster: Cluster) -> bool:
+    """Whether as few nodes as can be have the devices: a stage is priced as such a part."""
+    below = 1
+    for level in cluster.levels:
+        below *= level.size
+        if len({device // below for device in devices}) > max(1, len(devices) // below):
+            return False
+    return True
+
+
+def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
+    devices = [device for part in stage.devices for device in part]
+    if not aligned(devices, cluster):
+        raise InputError(
+            f"stage {index} has devices {devices[0]} to {devices[-1]} of {cluster.name}, which lie"
+            " over more nodes than so many need: that is not predicted yet; begin at a multiple"
+        )
 
 
 def _edges(
@@ -109,10 +131,11 @@ def _shared(
 
 
 def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
-    """The level of links that joins the devices of two stages."""
+    """The outermost level of links that joins devices of two stages."""
     found, below = 0, 1
     for level, each in enumerate(cluster.levels):
-        if one[0] // below != other[0] // below:
+        parts = {devices[end] // below for devices in (one, other) for end in (0, -1)}
+        if len(parts) > 1:
             found = level
         below *= each.size
     return found

@@ -227,6 +227,7 @@ class _Stages:
         entry = self.made.get(items.graph.loss or "", count - 1)
         # What no stage makes is computed or read where the loss is.
         self.last = entry
+        self.unread: list[set[str]] = [set() for _ in range(count)]
 
     def cut(self) -> Cut:
         bodies = [self.body(stage) for stage in range(self.count)]
@@ -242,12 +243,25 @@ class _Stages:
                 if source < stage:
                     targets.setdefault(name, []).append(stage)
         self.check_buffers(bodies)
+        self.unread = self.nobody_reads(bodies)
         crossings = tuple(
             Crossing(Value(name, self.specs[name]), self.made[name], tuple(readers))
             for name, readers in targets.items()
         )
         graphs = tuple(self.stage_graph(s, body, crossings) for s, body in enumerate(bodies))
         return Cut(graphs, crossings, _shared(graphs))
+
+    def nobody_reads(self, bodies: Sequence[Sequence[Item]]) -> list[set[str]]:
+        """By stage, the parameters and buffers that no item reads: those that are written go where
+        they are made, the others to the first stage.
+        """
+        read = {name for body in bodies for item in body for name in operands(item)}
+        written = {target: self.made.get(value, self.last) for target, value in self.graph.updates}
+        found: list[set[str]] = [set() for _ in bodies]
+        for entry in self.graph.inputs:
+            if entry.kind in ("parameter", "buffer") and entry.value.name not in read:
+                found[written.get(entry.target, 0)].add(entry.value.name)
+        return found
 
     def check_buffers(self, bodies: Sequence[Sequence[Item]]) -> None:
         """What a step writes back is read where it is made: others would read what it was."""
@@ -283,7 +297,7 @@ class _Stages:
         graph, ends = self.graph, set(self.ends(stage))
         arriving = [c.value for c in crossings if stage in c.targets]
         leaving = tuple(c.value.name for c in crossings if c.source == stage)
-        read = {name for item in body for name in operands(item)} | ends
+        read = {name for item in body for name in operands(item)} | ends | self.unread[stage]
         # Entries of the batch stay known to all stages: some read them, others do not.
         inputs = [i for i in graph.inputs if i.kind == "batch" or i.value.name in read]
         targets = {i.target for i in graph.inputs}

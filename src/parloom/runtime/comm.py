@@ -31,14 +31,6 @@ class Work(Protocol):
         ...
 
 
-class Message(Work, Protocol):
-    """A tensor on its way to another rank."""
-
-    def is_completed(self) -> bool:
-        """Whether the memory of what was sent is free again."""
-        ...
-
-
 class Group(Protocol):
     """The ranks that differ along a tuple of mesh axes only; this rank is member `index`."""
 
@@ -97,7 +89,7 @@ class Comm(Protocol):
         """Return when every rank has come here."""
         ...
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         """Send `tensor` to a rank, which receives from each sender in the order of sending; `tag`
         names it.
         """
@@ -133,9 +125,6 @@ class Done:
 
     def wait(self) -> None:
         return None
-
-    def is_completed(self) -> bool:
-        return True
 
 
 DONE = Done()
@@ -199,7 +188,7 @@ class SingleComm:
     def barrier(self) -> None:
         return None
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         raise VerifyError(f"the only rank sends to rank {to}")
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
@@ -356,6 +345,10 @@ class ProcessGroups:
         self.timeout = timeout
         self._made = dict(known)
 
+    def has(self, ranks: tuple[int, ...]) -> bool:
+        """Whether the group of `ranks` is there."""
+        return tuple(sorted(ranks)) in self._made
+
     def make(self, ranks: tuple[int, ...]) -> Any:
         """The group of `ranks`, whatever their order."""
         members = tuple(sorted(ranks))
@@ -421,16 +414,19 @@ class DistributedComm:
         return group
 
     def _make(self, axes: tuple[str, ...]) -> Group:
-        _make_all(self._made[0], self.mesh, self._ranks, axes)
+        if len(self._ranks) == dist.get_world_size():
+            _make_all(self._made[0], self.mesh, self._ranks, axes)
         ranks = _members(self.mesh, self._ranks, axes, self.rank)
         if len(ranks) == 1:
             return SingleGroup()
+        if not self._made[0].has(ranks):
+            raise VerifyError(f"no group over {axes} was made for this stage when it began")
         return DistributedGroup(self._made[0].make(ranks), ranks, self._ranks[self.rank])
 
     def barrier(self) -> None:
         dist.barrier()
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         way = self._ways.get((self._ranks[self.rank], to))
         sent = dist.isend(tensor, to, group=way, tag=tag)
         assert sent is not None
@@ -446,8 +442,18 @@ class DistributedComm:
         if dist.get_backend() == "nccl":
             # What two ranks send each other is one queue in NCCL: a receive that waits for the
             # other one would hold up what the other one waits for.
+            mine = self._ranks[self.rank]
             for way in sorted(set(ways) - self._ways.keys()):
+                if way[0] == way[1]:
+                    continue
                 self._ways[way] = dist.new_group(sorted(way), timeout=self.timeout)
+                # The first message of a group waits on the host for the other rank: here, in one
+                # order for all, and not where each waits for what the other sends.
+                one = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+                if mine == way[0]:
+                    self.send(one, way[1], 0).wait()
+                elif mine == way[1]:
+                    self.receive(one, way[0], 0).wait()
 
     def stage(
         self,

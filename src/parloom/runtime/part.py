@@ -10,7 +10,7 @@ from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.program import Pipeline, Program
 from parloom.runtime.sharded_parameter import ShardedParameter
-from parloom.runtime.store import Source, Store, required_groups, weight_groups
+from parloom.runtime.store import Source, Store, stage_groups, weight_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Part:
 
 def make_parts(
     pipeline: Pipeline,
+    evaluation: Pipeline | None,
     source: Source,
     comm: Comm,
     device: torch.device,
@@ -40,8 +41,10 @@ def make_parts(
     for stage, (program, ranks) in enumerate(zip(pipeline.programs, pipeline.ranks, strict=True)):
         own: Comm | None = comm
         if len(pipeline.programs) > 1:
-            groups = required_groups(program), weight_groups(program)
-            own = comm.stage(program.mesh, ranks, *groups)
+            groups = stage_groups(program)
+            if evaluation is not None:
+                groups += stage_groups(evaluation.programs[stage])
+            own = comm.stage(program.mesh, ranks, groups, weight_groups(program))
         if own is None:
             continue
         store = Store(program, source, own, device, blocks)

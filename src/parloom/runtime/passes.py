@@ -119,6 +119,7 @@ class Passes:
             self._halves[microbatch] = half = SplitBackward(roots, flowing)
             part.store.begin_inputs()
             found = half.inputs(gradients)
+            part.store.end_inputs()
         else:
             part.store.begin_backward(last=self._last == [action])
             if roots:

@@ -31,6 +31,34 @@ def sample_axes(program: Program, dims: SampleDims) -> tuple[str, ...]:
     )
 
 
+def local_axes(pipeline: Pipeline, dims: SampleDims) -> tuple[tuple[str, ...], ...]:
+    """By stage, the axes over which its ranks are given other samples: those of `sample_axes`.
+
+    None in any stage, where stages that read samples cut them in other ways, or where a rank has
+    another place in each of its stages.
+    """
+    axes = tuple(sample_axes(program, dims) for program in pipeline.programs)
+    cuts, places = set(), dict[int, int]()
+    for program, own, ranks in zip(pipeline.programs, axes, pipeline.ranks, strict=True):
+        sampled = [spec for spec in program.inputs if spec.name in dims]
+        if not sampled:
+            continue
+        shares = _places(sampled[0], dims[sampled[0].name], program.mesh)
+        cuts.add(tuple((program.mesh[axis].size, shares[axis]) for axis in own))
+        for index, rank in enumerate(ranks):
+            if places.setdefault(rank, place := position(program.mesh, index, own)) != place:
+                return ((),) * len(axes)
+    return axes if len(cuts) <= 1 else ((),) * len(axes)
+
+
+def position(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
+    """The place of a rank along axes, the first of which is outermost."""
+    found, coordinates = 0, mesh.coordinates(rank)
+    for axis in axes:
+        found = found * mesh[axis].size + coordinates[axis]
+    return found
+
+
 def _places(spec: TensorSpec, dim: int, mesh: Mesh) -> dict[str, Fraction]:
     """How far apart, as a share of all, samples of neighboring coordinates are."""
     places: dict[str, Fraction] = {}

@@ -28,7 +28,6 @@ class SharedParameters:
         self._copies = [
             _Copy(name, stages[0], stage, pipeline)
             for name, stages in sorted(pipeline.shared.items())
-            if _spec(pipeline.programs[stages[0]], name).trainable
             for stage in stages[1:]
         ]
         ways = [p for copy in self._copies for p in (*copy.weights, *copy.gradients)]
@@ -36,7 +35,7 @@ class SharedParameters:
 
     def reduce(self) -> None:
         """Add the gradients of all stages up where a parameter is owned."""
-        for copy in self._copies:
+        for copy in (copy for copy in self._copies if copy.trained):
             held = self._held(copy.name, copy.stage)
             sent = None if held is None else _gradient(held.owned)
             owner = self._held(copy.name, copy.owner)
@@ -46,9 +45,9 @@ class SharedParameters:
                 gradient = owner.owned.grad
                 owner.owned.grad = received if gradient is None else gradient + received
 
-    def publish(self) -> None:
-        """Bring the copies up to date."""
-        for copy in self._copies:
+    def publish(self, *, frozen: bool = False) -> None:
+        """Bring the copies up to date, after a load those that no step changes, too."""
+        for copy in (copy for copy in self._copies if copy.trained or frozen):
             owner, held = self._held(copy.name, copy.owner), self._held(copy.name, copy.stage)
             sent = None if owner is None else owner.stored.detach()
             received = None if held is None else held.owned.detach()
@@ -97,6 +96,7 @@ class _Copy:
         self.name, self.owner, self.stage = name, owner, stage
         owned, copied = (list(_boxes(pipeline, s, name)) for s in (owner, stage))
         spec = _spec(pipeline.programs[owner], name)
+        self.trained = spec.trainable
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.gradient_dtype: torch.dtype = getattr(torch, spec.master_dtype or spec.dtype)
         self.weights = tuple(split(owned, copied))

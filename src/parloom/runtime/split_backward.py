@@ -76,11 +76,11 @@ class SplitBackward:
         for edge, gradient in self._early:
             delivery.give(edge, gradient)
         self._early = []
-        for begins, given, edges in self._late:
+        while self._late:
+            begins, given, edges = self._late.pop(0)
             found = torch.autograd.grad(begins, edges, given, allow_unused=True)
             for edge, gradient in zip(edges, found, strict=True):
                 delivery.give(edge, gradient)
-        self._late = []
         self._roots, self._arrived = [], []
 
 

@@ -28,7 +28,7 @@ from parloom.runtime.remake import Again, Made, Parts, Remaking
 from parloom.runtime.replay import Replay
 from parloom.runtime.same import check_same_values
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
-from parloom.runtime.sharding import take
+from parloom.runtime.sharding import axes_of, take
 from parloom.runtime.units import Flat, Unit, Units
 
 Source = Callable[[str], Tensor]
@@ -38,6 +38,16 @@ def required_groups(program: Program) -> tuple[tuple[str, ...], ...]:
     """Every axis tuple that the passes or a parameter's storage need a group for."""
     stored = (spec.storage.optimizer for spec in program.parameters)
     wanted = dict.fromkeys((program.mesh.space, *program.groups, *stored))
+    return tuple(axes for axes in wanted if program.mesh.size(axes) > 1)
+
+
+def stage_groups(program: Program) -> tuple[tuple[str, ...], ...]:
+    """`required_groups`, and those that whole tensors and outputs are gathered over."""
+    dims = [spec.dims for spec in program.parameters]
+    dims += [spec.dims for spec in (*program.buffers, *program.outputs)]
+    spread = (tuple(a for a in axes_of(own) if a in program.mesh.space) for own in dims)
+    stored = (spec.storage.weight for spec in program.parameters)
+    wanted = dict.fromkeys((*required_groups(program), *spread, *stored))
     return tuple(axes for axes in wanted if program.mesh.size(axes) > 1)
 
 
@@ -199,7 +209,11 @@ class Store:
 
     def begin_inputs(self) -> None:
         """Begin a backward pass that makes no gradients of weights."""
-        self._units.turn(backward=True)
+        self._units.turn(backward=True, drops=True)
+
+    def end_inputs(self) -> None:
+        """After such a pass."""
+        self._units.end_inputs()
 
     def owned_memory(self, value: Tensor) -> Tensor:
         """`value`, copied if it lies in gathered memory."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import DONE, Comm, Group, Message, SingleGroup, Work
+from parloom.runtime.comm import DONE, Comm, Group, SingleGroup, Work
 from parloom.runtime.mesh import Mesh
 
 T = TypeVar("T")
@@ -199,7 +199,7 @@ class ThreadComm:
         if len(self._ranks) > 1:
             self._world.table(self._ranks).barrier.wait()
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         self._world.letters[self._ranks[self.rank], to].put((tag, tensor.detach().clone()))
         return DONE
 

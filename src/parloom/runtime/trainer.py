@@ -32,7 +32,14 @@ from parloom.runtime.part import Part, make_parts, owned
 from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
 from parloom.runtime.same import told_by_all, told_by_one
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
-from parloom.runtime.samples import SampleDims, first_dims, num_samples, sample_axes
+from parloom.runtime.samples import (
+    SampleDims,
+    first_dims,
+    local_axes,
+    num_samples,
+    position,
+    sample_axes,
+)
 from parloom.runtime.sharding import Box, axes_of, boxes, untake
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.step import Stages, Step, StepResult
@@ -40,6 +47,8 @@ from parloom.runtime.store import Source
 from parloom.runtime.transfers import Transfers
 from parloom.runtime.whole_shapes import make_optimizer
 
+# What a scheduler keeps for each group of parameters.
+BY_GROUP = ("base_lrs", "_last_lr")
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
@@ -96,6 +105,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.parts = make_parts(
             self.pipeline,
+            judged,
             source,
             comm,
             self.device,
@@ -141,16 +151,11 @@ class Trainer:
         Ranks that share samples get the same rank. Where the plan cuts the samples of the inputs
         along different axes, that is all of them: (1, 0), and a local batch is the global one.
         """
-        reading = [part for part in self.parts if part.program.inputs]
-        if len(reading) != 1:
-            return 1, 0
-        (part,) = reading
-        mesh, position = part.comm.mesh, 0
-        coordinates = mesh.coordinates(part.comm.rank)
-        axes = sample_axes(part.program, self._samples)
-        for axis in axes:
-            position = position * mesh[axis].size + coordinates[axis]
-        return mesh.size(axes), position
+        axes = local_axes(self.pipeline, self._samples)
+        reading = [part for part in self.parts if part.program.inputs] or list(self.parts)
+        part = reading[0]
+        own = axes[part.stage]
+        return part.comm.mesh.size(own), position(part.comm.mesh, part.comm.rank, own)
 
     def step(self, batch: Batch, local: bool = False) -> StepResult:
         """Train on one batch: the global one, the same on all ranks, or this rank's own samples.
@@ -269,7 +274,7 @@ class Trainer:
         for part in self.parts:
             part.store.publish()
             part.store.gather_weights()
-        self._stages.shared.publish()
+        self._stages.shared.publish(frozen=True)
         for part, spec in self._own_buffers():
             others = [p for p in self.parts if p is not part and spec.name in p.store.buffers]
             if others:
@@ -285,7 +290,9 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "seed": self._seed,
             "optimizer": self._joined(optimizer_state(self.optimizer, names)),
-            "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+            "scheduler": None
+            if self.scheduler is None
+            else self._common(_plain(self.scheduler.state_dict())),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
         }
 
@@ -300,7 +307,13 @@ class Trainer:
         load_optimizer_state(self.optimizer, mine, state["optimizer"], names)
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
-            self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
+            saved = _with_keys_of(current, state["scheduler"])
+            # By group of parameters, which differ by stage: of this rank's own groups.
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            for key in (key for key in BY_GROUP if key in current):
+                if len(self.pipeline.programs) > 1 or key not in saved:
+                    saved[key] = rates if key == "_last_lr" else current[key]
+            self.scheduler.load_state_dict(saved)
         # Checkpoints of other dtypes, and older ones, have none.
         if self.loss_scale is not None and state.get("loss_scale") is not None:
             self.loss_scale.load(state["loss_scale"])
@@ -313,10 +326,10 @@ class Trainer:
                 " False; pass one batch: a dict of tensors by the names of the model's arguments"
             )
         check_names(pipeline.programs, [pipeline.programs[p.stage] for p in self.parts], batch)
-        found = {}
+        found, axes = {}, local_axes(self.pipeline, self._samples)
         for part in self.parts:
             program = pipeline.programs[part.stage]
-            own = sample_axes(part.program, self._samples) if local else ()
+            own = axes[part.stage] if local else ()
             if not set(own) <= set(sample_axes(program, self._samples)):
                 raise InputError(
                     f"the plan cuts samples over {', '.join(own)} in training and not in"
@@ -334,6 +347,11 @@ class Trainer:
         """The buffers that earlier stages have, too."""
         before = self.pipeline.programs[:stage]
         return frozenset(spec.name for program in before for spec in program.buffers)
+
+    def _common(self, schedule: Mapping[str, Any]) -> dict[str, Any]:
+        """What all ranks have of a scheduler's state: stages have other groups of parameters."""
+        alone = len(self.pipeline.programs) == 1
+        return {key: value for key, value in schedule.items() if alone or key not in BY_GROUP}
 
     def _joined(self, mine: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state of all stages; every rank asks."""
@@ -360,7 +378,7 @@ class Trainer:
             "local": local,
         }
         # Whatever has a `step` may be a scheduler.
-        schedule: Mapping[str, Any] = getattr(self.scheduler, "state_dict", dict)()
+        schedule = self._common(getattr(self.scheduler, "state_dict", dict)())
         scale = {} if self.loss_scale is None else self.loss_scale.state()
         settings = {
             "the scheduler's class": type(self.scheduler).__name__,

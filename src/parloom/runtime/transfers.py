@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import Comm, Message, Work
+from parloom.runtime.comm import Comm, Work
 from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.sharding import Box, boxes, local_shape
 
@@ -93,11 +93,13 @@ class Transfers:
             for sender, own in enumerate(actions)
             if sender != comm.rank
         }
+        # What a rank has done when its message arrives says which of those to it have arrived.
+        self._places = [{action: i for i, action in enumerate(own)} for own in actions]
         comm.connect((p.sender, p.receiver) for of in self._pieces.values() for p in of)
         self._expected: dict[int, deque[Letter]] = {}
         self._unposted: Counter[tuple[int, Wire, int]] = Counter()
         self._posted: dict[tuple[Wire, int], list[tuple[Work, Tensor, Piece]]] = {}
-        self._under_way: list[tuple[Message, Tensor]] = []
+        self._under_way: dict[int, deque[tuple[int, Work, Tensor]]] = defaultdict(deque)
         self._stays: dict[tuple[Wire, int], list[tuple[Tensor, Piece]]] = {}
 
     def begin_step(self) -> None:
@@ -109,9 +111,10 @@ class Transfers:
 
     def end_step(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self._under_way:
-            work.wait()
-        self._under_way = []
+        for sent in self._under_way.values():
+            for _, work, _ in sent:
+                work.wait()
+        self._under_way.clear()
 
     def receive_ahead(self) -> None:
         """Be ready for the next message of every sender."""
@@ -173,9 +176,9 @@ class Transfers:
                 self._stays.setdefault((wire, microbatch), []).append((part, piece))
                 continue
             part = _plain(part.contiguous())
-            tag = self._tag(wire, microbatch)
-            self._under_way.append((self._comm.send(part, piece.receiver, tag), part))
-        self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
+            work = self._comm.send(part, piece.receiver, self._tag(wire, microbatch))
+            read = self._places[piece.receiver][_action(wire, wire.target, microbatch)]
+            self._under_way[piece.receiver].append((read, work, part))
 
     def _receive(self, wire: Wire, microbatch: int) -> Tensor:
         spec = self._crossings[wire.target, wire.value].spec
@@ -189,7 +192,18 @@ class Transfers:
         for work, part, piece in self._posted.pop((wire, microbatch), []):
             work.wait()
             whole[piece.received] = part
+            self._let_go(piece.sender, _action(wire, wire.source, microbatch))
         return whole
+
+    def _let_go(self, receiver: int, done: Action) -> None:
+        """Free what a rank has read, which has done this: back ends keep it until it is waited for.
+
+        Messages to a rank are read in about the order of sending; those behind one that was not
+        read yet stay.
+        """
+        at, sent = self._places[receiver][done], self._under_way[receiver]
+        while sent and sent[0][0] <= at:
+            sent.popleft()[1].wait()
 
     def _post(self, sender: int) -> None:
         """Be ready for the next message of a sender."""
@@ -201,6 +215,11 @@ class Transfers:
         part = torch.empty(piece.shape, dtype=dtype, device=self._device)
         work = self._comm.receive(_plain(part), sender, self._tag(wire, message.microbatch))
         self._posted.setdefault((wire, message.microbatch), []).append((work, part, piece))
+
+
+def _action(wire: Wire, stage: int, microbatch: int) -> Action:
+    """The pass in which a stage sends or reads a value."""
+    return Action("B" if wire.backward else "F", stage, microbatch)
 
 
 def split(have: Iterable[Held], want: Iterable[Held]) -> Iterator[Piece]:

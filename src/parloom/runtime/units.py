@@ -137,7 +137,7 @@ class Units:
         self._memories: dict[int, tuple[Unit, Flat]] = {}
         self._anchor = torch.empty(0, device=pool.device, requires_grad=True)
         self._current: Unit | None = None
-        self._backward = False
+        self._backward = self._drops = False
         # Whether gradients of weights are made apart from those of activations.
         self.splits = False
 
@@ -206,13 +206,22 @@ class Units:
         inside = value.untyped_storage().data_ptr() in self._memories
         return value.clone() if inside else value
 
-    def turn(self, backward: bool) -> None:
-        """Begin a forward or a backward pass."""
-        self._backward = backward
+    def turn(self, backward: bool, drops: bool = False) -> None:
+        """Begin a forward or a backward pass; with `drops`, one that reduces no gradients, after
+        which a unit that was passed is gathered again.
+        """
+        self._backward, self._drops = backward, drops
         self._current = None
         for unit in self._units:
             if not backward:
                 unit.open = {}
+
+    def end_inputs(self) -> None:
+        """After a backward pass that reduces no gradients."""
+        for unit in self._units:
+            if not unit.open:
+                self._drop(unit)
+        self._current = None
 
     def drop_all(self) -> None:
         """Drop every unit: nothing that was saved is needed any more."""
@@ -233,7 +242,9 @@ class Units:
     def _gather(self, unit: Unit) -> None:
         if unit is not self._current:
             # In this order: the unit at hand is ahead of the next one on the wire.
-            self._current = unit
+            passed, self._current = self._current, unit
+            if self._drops and passed is not None and not passed.open:
+                self._drop(passed)
             unit.launch()
             neighbor = unit.index + (-1 if self._backward else 1)
             if 0 <= neighbor < len(self._units):
