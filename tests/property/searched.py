@@ -27,7 +27,7 @@ from parloom.search.pinned import NONE, Pinned
 from parloom.search.prices import KEPT, PARTS, Known
 from parloom.search.program import last_reduced, program_of, reached
 from parloom.search.request import Request
-from parloom.search.step_rows import NUM_ROWS, step_sums
+from parloom.search.step_rows import NUM_ROWS, Passes, step_sums
 from parloom.search.storage import Level, StoragePrices, WeightPrice
 from parloom.search.storage import StoredWeight as Weight
 from parloom.search.work import Work
@@ -95,7 +95,7 @@ def context_of(
     assert program is not None
     request = Request(graph, DataSheets(cluster), ADAM, limit, count, pinned=pinned)
     base = Decisions(one_stage(mesh))
-    return ContextSearch(program, mesh, count, request, base, Known(), Work(), menus)
+    return ContextSearch(program, mesh, Passes(count), request, base, Known(), Work(), menus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,14 @@ def counted_bytes(kept: int, weights: WeightPrice, count: int) -> int:
     """What the model counts where activations of so many bytes are kept."""
     rows = np.zeros(NUM_ROWS)
     rows[KEPT], rows[PARTS:] = kept, weights
-    return int(step_sums(rows, count).held_bytes)
+    return int(step_sums(rows, Passes(count)).held_bytes)
 
 
 def passes_bytes(kept: int, weights: WeightPrice, count: int) -> int:
     """The same between the passes alone."""
     rows = np.zeros(NUM_ROWS)
     rows[KEPT], rows[PARTS:] = kept, weights
-    return int(step_sums(rows, count).pass_bytes)
+    return int(step_sums(rows, Passes(count)).pass_bytes)
 
 
 def least_step_ps(plans: list[Enumerated], limit: float = PLENTY) -> int:

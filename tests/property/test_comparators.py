@@ -277,7 +277,7 @@ def lowered_ps(search: Search, graph: Graph, cluster: Cluster) -> int:
         delta.nodes(delta.assignments()),
         (),
         asked,
-        delta.num_microbatches,
+        delta.passes.num_microbatches,
     )
     pcg = lower(graph, plan)
     return estimate(pcg, Walker(pcg.by_name, pcg.mesh, cluster), ADAM).step_ps

@@ -30,7 +30,7 @@ from parloom.search.optimize import search
 from parloom.search.program import program_of
 from parloom.search.redistribution import redistributions
 from parloom.search.request import Request, Wanted
-from parloom.search.step_rows import ShadowPrices, row_prices
+from parloom.search.step_rows import Passes, ShadowPrices, row_prices
 from parloom.search.storage import COLLECTED, STORED
 from tests.examples import examples
 from tests.property.estimate import estimate
@@ -183,7 +183,7 @@ def test_what_readers_pay_of_a_shared_movement_is_never_above_the_truth(
     rng = Random(seed)
     graph, mesh = random_graph(rng, num_operators=5), rng.choice(list(logical_meshes(FOUR)))
     layouts = context_of(graph, FOUR, mesh).layouts
-    prices = row_prices(ShadowPrices(hidden, hidden, hidden, byte_ps), 1)
+    prices = row_prices(ShadowPrices(hidden, hidden, hidden, byte_ps), Passes(1))
     flows, edges = layouts.flows, layouts.flows.edges
     shared = [number for number, some in enumerate(edges) if len(some) > 1]
     for _ in range(40):

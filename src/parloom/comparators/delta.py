@@ -11,7 +11,7 @@ from parloom.comparators.call_costs import Assignment, CallCosts, Rows, Term
 from parloom.ir.ops import op_of
 from parloom.ir.plan import NodeDecision
 from parloom.search.choices import Choice
-from parloom.search.step_rows import NUM_ROWS, StepSums, step_sums
+from parloom.search.step_rows import NUM_ROWS, Passes, StepSums, step_sums
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Delta:
     """A plan and what it costs, for steps of `num_microbatches`."""
 
     def __init__(self, costs: CallCosts, num_microbatches: int) -> None:
-        self.costs, self.num_microbatches = costs, num_microbatches
+        self.costs, self.passes = costs, Passes(num_microbatches)
         self.program, self.choices = costs.program, costs.choices
         self.terms: dict[Term, Rows] = {}
         self.rows = np.zeros(NUM_ROWS, np.int64)
@@ -119,7 +119,7 @@ class Delta:
 
     def sums(self, change: Change | None = None) -> StepSums:
         """Time of the step and bytes, after a change."""
-        return step_sums((change or self).rows.astype(float), self.num_microbatches)
+        return step_sums((change or self).rows.astype(float), self.passes)
 
     def assignments(self) -> tuple[Assignment, ...]:
         """What every operator does."""

@@ -23,6 +23,7 @@ from parloom.search.program import Axes, Operator, Program
 from parloom.search.request import Request, Say
 from parloom.search.single import Single
 from parloom.search.solve.columns import ColumnGeneration
+from parloom.search.step_rows import Passes
 from parloom.search.storage import Level, StoragePrices, StoredWeight, stored_of
 
 Chosen = Mapping[str, Axes]
@@ -111,7 +112,7 @@ def cut(
         ]
         storage, fates = _Parts(walker, base, optimizer), AskedFates(program)
         layouts = LayoutModel(program, walker, base, optimizer, shared, given, storage, fates)
-        solver = ColumnGeneration(layouts, base.num_microbatches)
+        solver = ColumnGeneration(layouts, Passes(base.num_microbatches))
         sent_bytes, values = solver.minimum(prices, EXACT)
         if values:
             break

@@ -31,6 +31,7 @@ from parloom.search.step_rows import (
     EXPOSED,
     INSTANTS,
     NUM_ROWS,
+    Passes,
     ShadowPrices,
     StepSums,
     row_prices,
@@ -113,8 +114,8 @@ def recomputed(
 class Composer:
     """Composes candidates of one layout model."""
 
-    def __init__(self, layouts: LayoutModel, num_microbatches: int, work: Work) -> None:
-        self.layouts, self.num_microbatches, self.work = layouts, num_microbatches, work
+    def __init__(self, layouts: LayoutModel, passes: Passes, work: Work) -> None:
+        self.layouts, self.passes, self.work = layouts, passes, work
         self.program = layouts.program
         storage = layouts.storage
         self.apart = StoragePrices(
@@ -144,7 +145,7 @@ class Composer:
             found: dict[Values, None] = {}
             for factor in SPREAD:
                 byte_ps = max(duals.byte_ps, LEAST_BYTE_PS) * factor
-                prices = row_prices(duals.with_byte(byte_ps), self.num_microbatches)
+                prices = row_prices(duals.with_byte(byte_ps), self.passes)
                 _, some = exact.minimum(prices)
                 if some:
                     found[tuple(int(k[v]) for k, v in zip(kept, some, strict=True))] = None
@@ -161,7 +162,7 @@ class Composer:
         """The fastest candidate with the layouts that `solutions` share, of at most `limit_bytes`
         as the model counts it; None where there is none. Each byte held costs `byte_ps` besides.
         """
-        prices = row_prices(duals, self.num_microbatches)
+        prices = row_prices(duals, self.passes)
         if not duals.byte_ps and not byte_ps:  # nothing is made again that need not be
             found = _Composition(self, solutions, prices).solve(limit_bytes, 0.0)
             if found is not None:
@@ -186,8 +187,8 @@ class _Composition:
         calls, main = self._calls()
         weights = [self._weight(index) for index in range(len(self.composer.program.weights))]
         self._messages(weights)
-        count = self.composer.num_microbatches
-        sums = {column: step_sums(rows, count) for column, rows in self.rows.items()}
+        passes = self.composer.passes
+        sums = {column: step_sums(rows, passes) for column, rows in self.rows.items()}
         for column, name in zip(exposed, EXPOSED, strict=True):
             terms = {i: -getattr(some, name) / MS for i, some in sums.items()}
             self.program.row({column: 1.0, **terms}, low=0.0)
@@ -197,7 +198,8 @@ class _Composition:
         for name in INSTANTS:
             held = {i: getattr(some, name) / unit for i, some in sums.items()}
             self.program.row({most: -1.0, **held}, high=0.0)
-        stored = {i: some.pass_bytes - self.rows[i][KEPT] for i, some in sums.items()}
+        in_flight = passes.in_flight
+        stored = {i: some.pass_bytes - in_flight * self.rows[i][KEPT] for i, some in sums.items()}
         limit_remade(self.program, self.remaking, stored, most, unit)
         work = self.composer.work
         answer = self.program.solve(GAP, work.left, NODES)
@@ -206,7 +208,7 @@ class _Composition:
             return None
         counts = picked(answer.values)
         total = np.sum([counts[i] * rows for i, rows in self.rows.items()], axis=0)
-        found, remade = step_sums(total, count), remade_bytes(self.remaking, counts)
+        found, remade = step_sums(total, passes), remade_bytes(self.remaking, counts)
         return Candidate(
             next(values for column, values in main if counts[column]),
             tuple(tuple((level, counts[c]) for c, level in w if counts[c]) for w in weights),
@@ -215,12 +217,12 @@ class _Composition:
                 for block in calls
             ),
             total,
-            replace(found, remade_bytes=found.pass_bytes - total[KEPT] + remade),
+            replace(found, remade_bytes=found.pass_bytes - in_flight * total[KEPT] + remade),
         )
 
     def _column(self, rows: Floats, most: int) -> int:
         """A column that counts how often something with these rows is taken."""
-        cost = step_sums(rows, self.composer.num_microbatches).plain_ps / MS
+        cost = step_sums(rows, self.composer.passes).plain_ps / MS
         column = self.program.column(cost, 0, most, integer=True)
         self.rows[column] = rows
         return column
@@ -265,7 +267,8 @@ class _Composition:
             ]
             self._all_of((column for column, _ in columns), count)
             found += columns
-        self.remaking.append(remaking(block, {c: self.rows[c] for c, _ in found}, fast))
+        kept = {c: self.rows[c] for c, _ in found}
+        self.remaking.append(remaking(block, kept, fast, self.composer.passes.in_flight))
         return found
 
     def _follows(self, block: Block, variant: Variant, policy: str) -> bool:

@@ -27,7 +27,7 @@ from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
-from parloom.search.step_rows import INSTANTS, ShadowPrices, row_prices
+from parloom.search.step_rows import INSTANTS, Passes, ShadowPrices, row_prices
 from parloom.search.storage import WEIGHT_PARTS, Level, StoredWeight, stored_of
 from parloom.search.work import Work
 
@@ -118,25 +118,25 @@ class EstimateErrors:
 
 
 class ContextSearch:
-    """Searches `program`, that of one microbatch, on `mesh`."""
+    """Searches `program`, that of one microbatch, on `mesh`, for steps of `passes`."""
 
     def __init__(
         self,
         program: Program,
         mesh: Mesh,
-        num_microbatches: int,
+        passes: Passes,
         request: Request,
         base: Decisions,
         shared: Known,
         work: Work,
         menus: Sequence[Menu] = (),
     ) -> None:
-        self.mesh, self.num_microbatches, self.request = mesh, num_microbatches, request
+        self.mesh, self.passes, self.request = mesh, passes, request
         self.base, self.work = base, work
         walker = Walker({}, mesh, request.cluster, request.machine.kernels)
         self.layouts = LayoutModel(program, walker, base, request.optimizer, shared, menus)
-        self.columns = ColumnGeneration(self.layouts, num_microbatches, work)
-        self.composer = Composer(self.layouts, num_microbatches, work)
+        self.columns = ColumnGeneration(self.layouts, passes, work)
+        self.composer = Composer(self.layouts, passes, work)
         self.duals = ShadowPrices()
         self.judged: dict[Decisions, SimulatedCandidate] = {}
         # By weight, and the option of the variable that says where it lies.
@@ -145,6 +145,18 @@ class ContextSearch:
         self.limit = float(request.limit_bytes)
         # What a byte that is held costs beside the limit.
         self.held_ps = 0.0
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.passes.num_microbatches
+
+    def with_passes(self, passes: Passes) -> "ContextSearch":
+        """The same layouts, with nothing known of them, in steps of other passes."""
+        found = copy(self)
+        found.passes, found.duals, found.judged = passes, ShadowPrices(), {}
+        found.columns = ColumnGeneration(self.layouts, passes, self.work)
+        found.composer = Composer(self.layouts, passes, self.work)
+        return found
 
     def run(self, duals: ShadowPrices, enough: float = inf) -> None:
         """Columns under the present limit; a bound of `enough` ends it."""
@@ -180,11 +192,11 @@ class ContextSearch:
         return self.composer.compose(solutions, self.duals, self.limit, self.held_ps)
 
     def _lagrangian(self, column: Column) -> float:
-        return float(column.rows @ row_prices(self.duals, self.num_microbatches))
+        return float(column.rows @ row_prices(self.duals, self.passes))
 
     def judge(self, candidate: Candidate) -> SimulatedCandidate:
         """The candidate simulated."""
-        prices = row_prices(self.duals, self.num_microbatches)
+        prices = row_prices(self.duals, self.passes)
         plan = decisions_of(self.layouts, candidate, self.num_microbatches, self.base, prices)
         if plan not in self.judged:
             self.work.spend()
@@ -313,6 +325,7 @@ class Contexts:
         self, program: Program, mesh: Mesh, count: int, menus: Sequence[Menu] = ()
     ) -> ContextSearch:
         """A search of its own in one context."""
+        passes = Passes(count)
         return ContextSearch(
-            program, mesh, count, self.request, self.base, self.shared, self.work, menus
+            program, mesh, passes, self.request, self.base, self.shared, self.work, menus
         )

@@ -195,7 +195,7 @@ class _LocalSearch:
 
     def _composed(self, context: ContextSearch, forced: Forced) -> Candidate | None:
         """The best candidate with some options, which may be the same as with others."""
-        prices = row_prices(context.duals, context.num_microbatches)
+        prices = row_prices(context.duals, context.passes)
         key = id(context), tuple(sorted(forced))
         if key not in self.solved:
             self.solved[key] = context.columns.minimum_with(dict(forced), prices)
@@ -243,7 +243,7 @@ def _options(
     cheapest first.
     """
     columns, composer = context.columns, context.composer
-    prices = row_prices(context.duals, context.num_microbatches)
+    prices = row_prices(context.duals, context.passes)
     bound, _ = columns.minimum(prices, NEAR)
     layout = composer.layout_of(candidate.values)
     fixed = {variable for variable, _ in forced}
@@ -294,7 +294,7 @@ def _stored_otherwise(
                 rows.append(others + weight.count * part)
     passes = np.broadcast_to(candidate.rows[:PARTS], (len(rows), PARTS))
     every = np.hstack((passes, np.array(rows).reshape(len(rows), len(candidate.rows) - PARTS)))
-    sums = all_step_sums(every, context.num_microbatches)
+    sums = all_step_sums(every, context.passes)
     for number in sorted(range(len(changes)), key=lambda i: aim.estimated(sums[i])):
         index, changed = changes[number]
         stored = (*candidate.levels[:index], changed, *candidate.levels[index + 1 :])
@@ -317,5 +317,5 @@ def _restored(
     each = (context.stored_parts(i, candidate.values, some) for i, some in enumerate(stored))
     parts = np.add.reduce(list(each))
     rows = np.concatenate((candidate.rows[:PARTS], parts))
-    sums = step_sums(rows, context.num_microbatches)
+    sums = step_sums(rows, context.passes)
     return replace(candidate, levels=stored, rows=rows, sums=sums)

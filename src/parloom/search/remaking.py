@@ -28,11 +28,17 @@ Blocks = Sequence[Sequence[Remaking]]
 """The variants that recompute of each block."""
 
 
-def remaking(block: Block, rows: Mapping[int, Floats], fast: Floats) -> list[Remaking]:
-    """Of columns of a block with these rows those that recompute: they keep less than `fast`."""
+def remaking(
+    block: Block, rows: Mapping[int, Floats], fast: Floats, in_flight: float
+) -> list[Remaking]:
+    """Of columns of a block with these rows those that recompute: they keep less than `fast`, of
+    each microbatch in flight.
+    """
     kept = {column: float(some[KEPT]) for column, some in rows.items()}
     most, calls = float(fast[KEPT]), len(block.prefixes)
-    return [Remaking(c, calls, size, most - size) for c, size in kept.items() if size < most]
+    return [
+        Remaking(c, calls, in_flight * size, most - size) for c, size in kept.items() if size < most
+    ]
 
 
 def limit_remade(

@@ -10,6 +10,9 @@ has three instants, each with what is stored: between the passes what is kept, a
 weights have their gradients these, both with what earlier microbatches left of gradients; during
 the update all gradients and what the optimizer needs beside its states. Compositions know a fourth
 one: as the last of the calls that recompute runs backward.
+
+A pipeline keeps the activations of several microbatches, and where its stages have few blocks,
+weights that are gathered and gradients in chunks hide behind nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -35,6 +38,17 @@ from parloom.search.storage import (
 
 NUM_ROWS = PARTS + WEIGHT_PARTS
 COMPUTE_AND_SENT = [FORWARD, FORWARD_SENT, BACKWARD, BACKWARD_SENT]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of a step: of so many microbatches, of which `in_flight` are kept at once; whether
+    weights and gradients on the move hide behind them.
+    """
+
+    num_microbatches: int
+    in_flight: float = 1.0
+    hides: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +80,11 @@ class ShadowPrices:
         )
 
 
-def row_prices(duals: ShadowPrices, num_microbatches: int) -> Floats:
+def row_prices(duals: ShadowPrices, passes: Passes) -> Floats:
     """The Lagrangian's price of each row."""
-    n, found = float(num_microbatches), np.zeros(NUM_ROWS)
+    if not passes.hides:
+        duals = replace(duals, forward=0.0, between=0.0, last=0.0)
+    n, found = float(passes.num_microbatches), np.zeros(NUM_ROWS)
     hidden = (n - 1) * duals.between + duals.last
     found[FORWARD] = n * (1 - duals.forward)
     found[[FORWARD_SENT, BACKWARD_SENT]] = n
@@ -78,9 +94,13 @@ def row_prices(duals: ShadowPrices, num_microbatches: int) -> Floats:
     found[PARTS + REDUCED] = duals.last
     found[PARTS + ALONE] = n
     found[PARTS + AFTER] = 1.0
-    found[KEPT], found[PARTS + MOVING] = duals.pass_byte_ps, duals.whole_byte_ps
+    if not passes.hides:
+        found[[PARTS + GATHERED, PARTS + AGAIN, PARTS + CHUNKED]] = n
+        found[PARTS + REDUCED] = 1.0
+    found[KEPT] = passes.in_flight * duals.pass_byte_ps
+    found[PARTS + MOVING] = duals.whole_byte_ps
     found[PARTS + STORED] = duals.byte_ps
-    if num_microbatches > 1:
+    if passes.num_microbatches > 1:
         found[PARTS + COLLECTED] = duals.pass_byte_ps + duals.whole_byte_ps
     found[PARTS + UPDATING] = duals.update_byte_ps
     return found
@@ -117,28 +137,34 @@ class StepSums:
         return self.plain_ps + sum(max(0.0, ps) for ps in exposed)
 
 
-def step_sums(rows: Floats, num_microbatches: int) -> StepSums:
+def step_sums(rows: Floats, passes: Passes) -> StepSums:
     """The sums of a solution with these totals."""
-    return StepSums(*(_terms(num_microbatches) @ rows).tolist())
+    return StepSums(*(_terms(passes) @ rows).tolist())
 
 
-def all_step_sums(rows: Floats, num_microbatches: int) -> list[StepSums]:
+def all_step_sums(rows: Floats, passes: Passes) -> list[StepSums]:
     """The sums of several solutions, [solution, row]."""
-    return [StepSums(*sums) for sums in (rows @ _terms(num_microbatches).T).tolist()]
+    return [StepSums(*sums) for sums in (rows @ _terms(passes).T).tolist()]
 
 
 @lru_cache
-def _terms(num_microbatches: int) -> Floats:
+def _terms(passes: Passes) -> Floats:
     """How often each row counts in each of the sums: [sum, row]."""
-    n, found = num_microbatches, np.zeros((7, NUM_ROWS))
-    plain, forward, between, last, passes, whole, update = found
+    n, found = passes.num_microbatches, np.zeros((7, NUM_ROWS))
+    plain, forward, between, last, kept, whole, update = found
     plain[COMPUTE_AND_SENT] = plain[PARTS + ALONE] = n
     plain[PARTS + AFTER] = 1
     forward[PARTS + GATHERED], forward[FORWARD] = n, -n
     last[[PARTS + AGAIN, PARTS + CHUNKED, BACKWARD]] = 1, 1, -1
     between[:] = (n - 1) * last
     last[PARTS + REDUCED] = 1
-    passes[[KEPT, PARTS + STORED]] = whole[[PARTS + STORED, PARTS + MOVING]] = 1
-    passes[PARTS + COLLECTED] = whole[PARTS + COLLECTED] = n > 1
+    if not passes.hides:
+        plain[[PARTS + GATHERED, PARTS + AGAIN, PARTS + CHUNKED]] = n
+        plain[PARTS + REDUCED] = 1
+        forward[:] = between[:] = last[:] = 0
+    kept[KEPT] = passes.in_flight
+    kept[PARTS + STORED] = 1
+    whole[[PARTS + STORED, PARTS + MOVING]] = 1
+    kept[PARTS + COLLECTED] = whole[PARTS + COLLECTED] = n > 1
     update[[PARTS + STORED, PARTS + UPDATING]] = 1
     return found

@@ -14,6 +14,7 @@ from parloom.search.solve.minimum import Minimizer
 from parloom.search.step_rows import (
     EXPOSED,
     INSTANTS,
+    Passes,
     ShadowPrices,
     StepSums,
     row_prices,
@@ -57,14 +58,14 @@ class Column:
 
 @dataclass(eq=False)
 class ColumnGeneration:
-    """Solves one problem for `num_microbatches` under limits on memory.
+    """Solves one problem for the `passes` of a step under limits on memory.
 
     Some terms bound what they price from below: the problem evaluates solutions, says where terms
     were too low, and gives a model that is exact there.
     """
 
     problem: Problem
-    num_microbatches: int
+    passes: Passes
     work: Work = field(default_factory=Work)
     columns: dict[tuple[tuple[int, ...], bytes], Column] = field(default_factory=dict)
     bounds: dict[ShadowPrices, float] = field(default_factory=dict)
@@ -99,7 +100,7 @@ class ColumnGeneration:
 
     def least(self, duals: ShadowPrices, tolerance: float) -> Sequence[Floats]:
         """What solutions with each option of each variable cost at least under `duals`."""
-        prices = row_prices(duals, self.num_microbatches)
+        prices = row_prices(duals, self.passes)
         self.minimum(prices, tolerance)
         return self.minimizer.least(prices, tolerance / 2)[: self.size]
 
@@ -121,7 +122,7 @@ class ColumnGeneration:
 
     def prove(self, duals: ShadowPrices, tolerance: float = 1e-3) -> Column | None:
         """Add the solution and the bound of one price vector."""
-        prices = row_prices(duals, self.num_microbatches)
+        prices = row_prices(duals, self.passes)
         bound, values = self.minimum(prices, tolerance)
         self.bounds[duals] = max(bound, self.bounds.get(duals, bound))
         if not values:
@@ -129,7 +130,7 @@ class ColumnGeneration:
         rows = self.problem.evaluate(values, prices)
         key = values, rows.tobytes()  # alternatives differ by prices
         if key not in self.columns:
-            self.columns[key] = Column(values, rows, step_sums(rows, self.num_microbatches))
+            self.columns[key] = Column(values, rows, step_sums(rows, self.passes))
         return self.columns[key]
 
     def run(
