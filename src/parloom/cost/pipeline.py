@@ -145,18 +145,20 @@ def action_lists(
     """
     if name not in AUTOMATIC or chunks > 1:
         return schedule(name, len(stages), num_microbatches, chunks)
-    times = [_times(stage, index, edges) for index, stage in enumerate(stages)]
+    times = [pass_times(stage, index, edges) for index, stage in enumerate(stages)]
     return zero_bubble(times, num_microbatches, AUTOMATIC[name])
 
 
-def _times(stage: StageActions, index: int, edges: Sequence[Edge]) -> PassTimes:
-    forward, backward, weights = (stage.actions[kind] for kind in "FBW")
+def pass_times(stage: StageActions, index: int, edges: Sequence[Edge] = ()) -> PassTimes:
+    """The passes of stage `index` as schedules see them."""
+    forward, backward = stage.actions["F"], stage.actions["B"]
+    weights = stage.actions.get("W")
     held = sum(forward.memory.net)
-    kept = held + sum(backward.memory.net)
+    kept = held + sum(backward.memory.net) if weights else 0
     return PassTimes(
         forward.ps,
         backward.ps,
-        weights.ps,
+        weights.ps if weights else 0,
         max((e.forward.ps for e in edges if e.source == index), default=0),
         max((e.backward.ps for e in edges if e.target == index and e.backward), default=0),
         # A stage that keeps nothing counts its microbatches.
@@ -198,6 +200,14 @@ class _Pipeline:
         self.rank_of = _placed(lists, len(stages))
         # Between stages on one rank nothing is sent.
         self.edges = [e for e in edges if self.rank_of[e.source] != self.rank_of[e.target]]
+        self.into: list[list[Edge]] = [[] for _ in stages]
+        self.out_of: list[list[Edge]] = [[] for _ in stages]
+        for edge in self.edges:
+            self.into[edge.target].append(edge)
+            self.out_of[edge.source].append(edge)
+        self.on: list[list[StageActions]] = [[] for _ in lists]
+        for stage, rank in zip(stages, self.rank_of, strict=True):
+            self.on[rank].append(stage)
         self.ways: dict[str, tuple[int, int]] = {}
         rings = [(dict.fromkeys(self.rank_of[s] for s in e.stages), e.sent) for e in shared]
         self.shared = [(tuple(ring), sent) for ring, sent in rings if len(ring) > 1]
@@ -250,7 +260,7 @@ class _Pipeline:
         waited: dict[str, int] = {}
         for _, key, ps in outcome.waited[rank.index]:
             waited[kind_of(key)] = waited.get(kind_of(key), 0) + ps
-        mine = self._on(rank.index)
+        mine = self.on[rank.index]
         base = tuple(map(sum, zip(*(stage.base for stage in mine), strict=True)))
         name = ", ".join(stage.name for stage in mine)
         return Process(name, spans, base, tuple(waited.items()), tuple(left))
@@ -282,14 +292,14 @@ class _Pipeline:
         played = stage.actions[action.kind]
         if place:
             played = stage.actions.get(f"{action.kind} {place}", played)
-        alone = len(self._on(rank.index)) == 1
+        alone = len(self.on[rank.index]) == 1
         name = f"{action.kind}{action.microbatch}" if alone else str(action)
         self._run(rank, name, played, self._needs(action))
-        for edge in self.edges:
-            back = action.kind == "B"
-            end = edge.target if back else edge.source
+        back = action.kind == "B"
+        sides = {"F": self.out_of, "B": self.into}.get(action.kind)
+        for edge in sides[action.stage] if sides else ():
             sent = edge.backward if back else edge.forward
-            if action.kind not in "FB" or end != action.stage or sent is None:
+            if sent is None:
                 continue
             peer = self.rank_of[edge.source if back else edge.target]
             key = _key(action.kind, action.microbatch or 0, edge)
@@ -325,7 +335,7 @@ class _Pipeline:
             channel = f"{rank.index} {NORM}"
             rank.instructions.append(Launch(f"{NORM}|{rank.index}", channel))
             rank.under_way += (f"{NORM}|{other}" for other in range(len(self.lists)))
-        for stage in self._on(rank.index):
+        for stage in self.on[rank.index]:
             if kind in stage.actions:
                 waits, rank.under_way = tuple(rank.under_way), []
                 self._run(rank, kind, stage.actions[kind], waits)
@@ -347,16 +357,12 @@ class _Pipeline:
         """The messages that an action reads."""
         microbatch = action.microbatch or 0
         if action.kind == "F":
-            mine = [edge for edge in self.edges if edge.target == action.stage]
+            mine = self.into[action.stage]
         elif action.kind == "B":
-            mine = [edge for edge in self.edges if edge.source == action.stage and edge.backward]
+            mine = [edge for edge in self.out_of[action.stage] if edge.backward]
         else:
             return ()
         return tuple(_key(action.kind, microbatch, edge) for edge in mine)
-
-    def _on(self, rank: int) -> list[StageActions]:
-        """The stages of a rank."""
-        return [s for s, own in zip(self.stages, self.rank_of, strict=True) if own == rank]
 
     def _link(self, rank: int, level: int, inward: bool = False) -> int:
         return (rank * self.levels + level) * 2 + inward

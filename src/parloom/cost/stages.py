@@ -3,11 +3,11 @@ as their schedule says.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
-from parloom.cost.parameters import Parameters
 from parloom.cost.pipeline import (
     Edge,
     Shared,
@@ -17,7 +17,7 @@ from parloom.cost.pipeline import (
     simulate_pipeline,
 )
 from parloom.cost.simulate import Simulator, simulate
-from parloom.cost.step import priced
+from parloom.cost.step import Priced, priced
 from parloom.cost.timeline import Timeline
 from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
@@ -27,6 +27,7 @@ from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
+from parloom.ir.schedules import Lists
 
 
 def simulate_stages(
@@ -39,25 +40,73 @@ def simulate_stages(
     """Play one step of all stages, which were lowered from `decisions`, on `cluster`."""
     if len(lowered.pcgs) == 1:
         return simulate(lowered.only, cluster, decisions, optimizer, kernels)
-    player = Simulator()
-    lists = tuple(own for _, own in group_lists(decisions))
-    split = {action.stage for own in lists for action in own if action.kind == "W"}
-    stages: list[StageActions] = []
-    parameters: list[Parameters] = []
-    for index, pcg in enumerate(lowered.pcgs):
-        _check_aligned(index, decisions.stages[index], cluster)
-        own = part_of(cluster, pcg.decisions.mesh.num_ranks)
-        found = priced(pcg, own, pcg.decisions, optimizer, kernels)
-        actions = Stage(pcg, own, found)
-        stages.append(play_stage(f"stage {index}", actions, player, split=index in split))
-        parameters.append(found.parameters)
-    devices = [[d for part in stage.devices for d in part] for stage in decisions.stages]
-    edges = _edges(lowered, devices, cluster)
-    shared = [
-        _shared(name, holders, parameters, devices, cluster)
-        for name, holders in lowered.cut.shared.items()
-    ]
-    return simulate_pipeline(lists, stages, edges, shared=shared)
+    stages = PricedStages(lowered, decisions.stages, cluster, optimizer, kernels)
+    return stages.play(tuple(own for _, own in group_lists(decisions)))
+
+
+class PricedStages:
+    """Stages that are priced once, to be played under any action lists; equal programs (one object
+    in `lowered`) are played once, too.
+    """
+
+    def __init__(
+        self,
+        lowered: LoweredStages,
+        planned: Sequence[PlannedStage],
+        cluster: Cluster,
+        optimizer: Optimizer | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
+        for index, stage in enumerate(planned):
+            _check_aligned(index, stage, cluster)
+        self.lowered, self.cluster, self.player = lowered, cluster, Simulator()
+        self.priced: dict[int, Priced] = {}
+        for pcg in lowered.pcgs:
+            if id(pcg) not in self.priced:
+                own = part_of(cluster, pcg.decisions.mesh.num_ranks)
+                found = priced(pcg, own, pcg.decisions, optimizer, kernels)
+                self.priced[id(pcg)] = found
+        devices = [[d for part in stage.devices for d in part] for stage in planned]
+        self.edges = tuple(_edges(lowered, devices, cluster))
+        self.shared = tuple(
+            self._shared(name, holders, devices) for name, holders in lowered.cut.shared.items()
+        )
+        self._played: dict[tuple[int, bool], StageActions] = {}
+
+    def actions(self, index: int, *, split: bool) -> StageActions:
+        """The actions of a stage, with gradients of weights apart where its passes are `split`."""
+        pcg = self.lowered.pcgs[index]
+        key = id(pcg), split
+        if key not in self._played:
+            own = part_of(self.cluster, pcg.decisions.mesh.num_ranks)
+            stage = Stage(pcg, own, self.priced[id(pcg)])
+            self._played[key] = play_stage("", stage, self.player, split=split)
+        return replace(self._played[key], name=f"stage {index}")
+
+    def play(self, lists: Lists) -> Timeline:
+        """One step as the lists of all ranks say."""
+        split = {action.stage for own in lists for action in own if action.kind == "W"}
+        stages = [self.actions(i, split=i in split) for i in range(len(self.lowered.pcgs))]
+        return simulate_pipeline(lists, stages, self.edges, shared=self.shared)
+
+    def _shared(
+        self, name: str, holders: Sequence[int], devices: Sequence[Sequence[int]]
+    ) -> Shared:
+        """Gradients go to the stage that owns a parameter, and weights come back: twice its bytes
+        between two stages, as around a ring.
+        """
+        sizes = []
+        for stage in holders:
+            pcg, graph = self.lowered.pcgs[stage], self.lowered.cut.graphs[stage]
+            position = next(i for i, entry in enumerate(graph.inputs) if entry.target == name)
+            held = self.priced[id(pcg)].parameters
+            own = held.by_name[pcg.graph.inputs[position].value.name]
+            sizes.append(held.stored_of(own).get("gradients", 0))
+        level = max(
+            crossed(devices[holders[0]], devices[other], self.cluster) for other in holders[1:]
+        )
+        ring = len(holders)
+        return Shared(tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.cluster))
 
 
 def aligned(devices: Sequence[int], cluster: Cluster) -> bool:
@@ -85,10 +134,15 @@ def _edges(
     """What crosses between stages: all values of two of them together."""
     found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
     for crossing in lowered.cut.crossings:
-        name, sender = crossing.value.name, lowered.pcgs[crossing.source]
-        sent = sender.leaving[sender.graph.leaving.index(name)]
+        # By position: equal stages have one program, in which values have the names of one of them.
+        name, graphs = crossing.value.name, lowered.cut.graphs
+        position = graphs[crossing.source].leaving.index(name)
+        sent = lowered.pcgs[crossing.source].leaving[position]
         for target in crossing.targets:
-            received = next(v for v in lowered.pcgs[target].main.inputs if v.name == name)
+            position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
+            pcg = lowered.pcgs[target]
+            own = pcg.graph.inputs[position].value.name
+            received = next(v for v in pcg.main.inputs if v.name == own)
             found.setdefault((crossing.source, target), []).append((sent, received))
     edges = []
     for (source, target), values in sorted(found.items()):
@@ -106,28 +160,6 @@ def _sent_bytes(sent: PValue, received: PValue, source: PCG, target: PCG) -> flo
     each = prod(local_shape(received.layout, received.spec.shape, target.mesh))
     ranks = target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks
     return each * max(1.0, ranks) * DTYPE_BYTES[sent.spec.dtype]
-
-
-def _shared(
-    name: str,
-    holders: Sequence[int],
-    parameters: Sequence[Parameters],
-    devices: Sequence[Sequence[int]],
-    cluster: Cluster,
-) -> Shared:
-    """Gradients go to the stage that owns a parameter, and weights come back: twice its bytes
-    between two stages, as around a ring.
-    """
-    entries = [
-        (held, p)
-        for held in (parameters[stage] for stage in holders)
-        for p in held.by_name.values()
-        if p.input.target == name
-    ]
-    size = max(held.stored_of(p).get("gradients", 0) for held, p in entries)
-    level = max(crossed(devices[holders[0]], devices[other], cluster) for other in holders[1:])
-    ring = len(holders)
-    return Shared(tuple(holders), send(2 * (ring - 1) / ring * size, level, cluster))
 
 
 def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
