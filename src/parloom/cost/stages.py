@@ -2,7 +2,7 @@
 as their schedule says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -29,6 +29,9 @@ from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
 from parloom.ir.schedules import Lists
 
+LevelOf = Callable[[int, int], int]
+"""The level of links between two stages."""
+
 
 def simulate_stages(
     lowered: LoweredStages,
@@ -46,7 +49,8 @@ def simulate_stages(
 
 class PricedStages:
     """Stages that are priced once, to be played under any action lists; equal programs (one object
-    in `lowered`) are played once, too.
+    in `lowered`) are played once, too. `level_of` says over which level of links two stages send,
+    where that is not the one between their devices.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class PricedStages:
         cluster: Cluster,
         optimizer: Optimizer | None = None,
         kernels: Kernels | None = None,
+        level_of: LevelOf | None = None,
     ) -> None:
         for index, stage in enumerate(planned):
             _check_aligned(index, stage, cluster)
@@ -67,10 +72,9 @@ class PricedStages:
                 found = priced(pcg, own, pcg.decisions, optimizer, kernels)
                 self.priced[id(pcg)] = found
         devices = [[d for part in stage.devices for d in part] for stage in planned]
-        self.edges = tuple(_edges(lowered, devices, cluster))
-        self.shared = tuple(
-            self._shared(name, holders, devices) for name, holders in lowered.cut.shared.items()
-        )
+        self.level_of = level_of or (lambda a, b: crossed(devices[a], devices[b], cluster))
+        self.edges = tuple(_edges(lowered, self.level_of, cluster))
+        self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
         self._played: dict[tuple[int, bool], StageActions] = {}
 
     def actions(self, index: int, *, split: bool) -> StageActions:
@@ -89,9 +93,7 @@ class PricedStages:
         stages = [self.actions(i, split=i in split) for i in range(len(self.lowered.pcgs))]
         return simulate_pipeline(lists, stages, self.edges, shared=self.shared)
 
-    def _shared(
-        self, name: str, holders: Sequence[int], devices: Sequence[Sequence[int]]
-    ) -> Shared:
+    def _shared(self, name: str, holders: Sequence[int]) -> Shared:
         """Gradients go to the stage that owns a parameter, and weights come back: twice its bytes
         between two stages, as around a ring.
         """
@@ -102,9 +104,7 @@ class PricedStages:
             held = self.priced[id(pcg)].parameters
             own = held.by_name[pcg.graph.inputs[position].value.name]
             sizes.append(held.stored_of(own).get("gradients", 0))
-        level = max(
-            crossed(devices[holders[0]], devices[other], self.cluster) for other in holders[1:]
-        )
+        level = max(self.level_of(holders[0], other) for other in holders[1:])
         ring = len(holders)
         return Shared(tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.cluster))
 
@@ -128,10 +128,8 @@ def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
         )
 
 
-def _edges(
-    lowered: LoweredStages, devices: Sequence[Sequence[int]], cluster: Cluster
-) -> list[Edge]:
-    """What crosses between stages: all values of two of them together."""
+def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[Edge]:
+    """What crosses between stages: all values of two of them together, over a level of links."""
     found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
     for crossing in lowered.cut.crossings:
         # By position: equal stages have one program, in which values have the names of one of them.
@@ -146,7 +144,7 @@ def _edges(
             found.setdefault((crossing.source, target), []).append((sent, received))
     edges = []
     for (source, target), values in sorted(found.items()):
-        level = crossed(devices[source], devices[target], cluster)
+        level = level_of(source, target)
         ends = lowered.pcgs[source], lowered.pcgs[target]
         forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), level, cluster)
         back = [pair[::-1] for pair in values if pair[1].differentiable]

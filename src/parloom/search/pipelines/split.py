@@ -1,0 +1,226 @@
+"""Splits of a model's items into stages on groups of devices.
+
+Groups of one size take stages in turns (as interleaved 1F1B places them), one more than a multiple
+of them (the first group then has both ends of the model, which may share a weight), or there and
+back (the V of ZB-V: Qi et al., NeurIPS'24). Boundaries are those of a dynamic program that brings
+each stage near a target; targets follow what their groups have too much or too little of. Groups of
+several sizes have one stage each, by the dynamic program of Alpa (Zheng et al., OSDI'22, section
+5.2): the least sum of all stages, under a limit on the slowest, for several limits.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.search.pipelines.costs import ItemCosts
+
+Floats = NDArray[np.float64]
+# Places that are looked at as ends of stages, where a model has more items.
+PLACES = 257
+PLACES_OF_UNEVEN = 97
+# Stages of each group, at most.
+CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
+# How often targets follow loads, and the share of a difference by which they do.
+ROUNDS, SHARE = 8, 0.7
+# What a value that crosses costs beside computing that hides it.
+EXPOSED = 0.3
+# Limits on the slowest stage, as multiples of an equal share.
+LIMITS = np.geomspace(1.0, 4.0, 25)
+# Groups of several sizes are at most so many.
+GROUPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Stages as ranges of items, `ends` behind each, with the group of devices that each has;
+    `costs` are those of items by group.
+    """
+
+    ends: tuple[int, ...]
+    groups: tuple[int, ...]
+    costs: tuple[ItemCosts, ...]
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First and last item + 1 of each stage."""
+        return tuple(pairwise((0, *self.ends)))
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.costs[0].num_microbatches
+
+    def loads_ps(self) -> list[int]:
+        """What each group computes and reduces in a step."""
+        found = [0] * len(self.costs)
+        for (first, last), group in zip(self.ranges, self.groups, strict=True):
+            found[group] += int(self.costs[group].loads_ps[first:last].sum())
+        return found
+
+    def step_ps(self) -> float:
+        """A closed form of the step: what the busiest group takes, and the other stages once for
+        the first microbatch.
+        """
+        loads, passes = self.loads_ps(), 0.0
+        busiest = max(range(len(loads)), key=loads.__getitem__)
+        for (first, last), group in zip(self.ranges, self.groups, strict=True):
+            if group != busiest:
+                passes += float(self.costs[group].passes_ps[first:last].sum())
+        sent = sum(float(self.costs[0].sent_ps[end - 1]) for end in self.ends[:-1])
+        # With several stages on each group, the busiest one waits for others only at the ends.
+        chunks = len(self.groups) / len(self.costs)
+        return loads[busiest] + passes / chunks + sent + self._shared_ps()
+
+    def stored_bytes(self) -> int:
+        """What the group that stores most has all along."""
+        found = [0] * len(self.costs)
+        for (first, last), group in zip(self.ranges, self.groups, strict=True):
+            found[group] += int(self.costs[group].stored_bytes[first:last].sum())
+        return max(found)
+
+    def _shared_ps(self) -> int:
+        places = dict(zip(self.ranges, self.groups, strict=True))
+
+        def group_of(item: int) -> int:
+            return next(g for (first, last), g in places.items() if first <= item < last)
+
+        shared = self.costs[0].shared_ps
+        return sum(ps for one, other, ps in shared if group_of(one) != group_of(other))
+
+
+def even_splits(costs: ItemCosts, count: int) -> Iterator[Split]:
+    """Splits over `count` groups with the same layouts."""
+    places = _places(costs.loads_ps, PLACES)
+    for groups in _placements(count, len(places) - 1):
+        ends = _ends(costs, places, groups, count)
+        if ends is not None:
+            yield Split(ends, groups, (costs,) * count)
+
+
+def _placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
+    """The group of each stage."""
+    for chunks in CHUNKS:
+        for num_stages in (chunks * count, chunks * count + 1):
+            if num_stages <= most:
+                yield tuple(stage % count for stage in range(num_stages))
+        if chunks == 2 and 2 * count <= most:
+            yield (*range(count), *reversed(range(count)))
+
+
+def _places(loads: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Where stages may end: everywhere, or at about equal shares of the load."""
+    total = np.concatenate([[0], np.cumsum(loads)])
+    if len(total) <= most:
+        return np.arange(len(total))
+    wanted = np.linspace(0, total[-1], most)
+    return np.unique(np.searchsorted(total, wanted).clip(0, len(total) - 1))
+
+
+def _ends(
+    costs: ItemCosts, places: NDArray[np.int64], groups: Sequence[int], count: int
+) -> tuple[int, ...] | None:
+    """The boundaries whose busiest group has the least, of those that targets lead to."""
+    total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
+    between = total[None, :] - total[:, None]
+    between[np.tril_indices(len(places))] = np.inf  # each stage has items
+    crossing = EXPOSED * costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
+    crossing[-1] = 0
+    owner = np.array(groups)
+    held = np.bincount(owner, minlength=count)
+    share = total[-1] / count
+    targets = share / held[owner]
+    best: tuple[float, NDArray[np.int64]] | None = None
+    for _ in range(ROUNDS):
+        cuts = _nearest(between, crossing, targets)
+        if cuts is None:
+            return None
+        loads = np.bincount(owner, weights=np.diff(total[cuts]), minlength=count)
+        if best is None or loads.max() < best[0]:
+            best = float(loads.max()), cuts
+        targets = targets - SHARE * ((loads - share) / held)[owner]
+    assert best is not None
+    return tuple(int(places[cut]) for cut in best[1][1:])
+
+
+def _nearest(between: Floats, crossing: Floats, targets: Floats) -> NDArray[np.int64] | None:
+    """The cuts (the first and the last place included) whose stages are nearest to their targets,
+    by squares; None where there are fewer places than stages.
+    """
+    size = len(between)
+    best = np.full(size, np.inf)
+    best[0] = 0.0
+    came = np.zeros((len(targets), size), dtype=np.int64)
+    for stage, target in enumerate(targets):
+        with np.errstate(invalid="ignore"):
+            costs = best[:, None] + np.square(between - target)
+        came[stage] = np.argmin(costs, axis=0)
+        best = costs[came[stage], np.arange(size)] + np.square(crossing)
+    if not np.isfinite(best[-1]):
+        return None
+    cuts = [size - 1]
+    for stage in reversed(range(len(targets))):
+        cuts.append(int(came[stage][cuts[-1]]))
+    return np.array(cuts[::-1])
+
+
+def uneven_splits(costs: Mapping[int, ItemCosts], devices: int) -> Iterator[Split]:
+    """Splits over groups of several sizes, all devices used; `costs` by the devices of a group.
+
+    A group begins at a multiple of its size, so that it lies over as few nodes as it can.
+    """
+    unit = min(costs)
+    if len(costs) < 2 or devices % unit or devices // unit > GROUPS:
+        return
+    (any_costs, *_) = costs.values()
+    places = _places(any_costs.loads_ps, PLACES_OF_UNEVEN)
+    loads: dict[int, Floats] = {}
+    for size, own in costs.items():
+        total = np.concatenate([[0], np.cumsum(own.loads_ps)])[places].astype(float)
+        loads[size] = total[None, :] - total[:, None]
+        loads[size][np.tril_indices(len(places))] = np.inf
+    least = min(own[0, -1] * size for size, own in loads.items()) / devices
+    known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for limit in least * LIMITS:
+        found = _within(loads, devices, unit, limit)
+        if found is None or found in known:
+            continue
+        known.add(found)
+        cuts, sizes = found
+        if len(set(sizes)) > 1:
+            ends = tuple(int(places[cut]) for cut in cuts)
+            yield Split(ends, tuple(range(len(ends))), tuple(costs[size] for size in sizes))
+
+
+def _within(
+    loads: Mapping[int, Floats], devices: int, unit: int, limit: float
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The ends and sizes of the stages of least sum, none of which takes longer than `limit`."""
+    (some, *_) = loads.values()
+    width = len(some)
+    best = np.full((devices // unit + 1, width), np.inf)
+    best[0, 0] = 0.0
+    came: dict[tuple[int, int], tuple[int, int]] = {}
+    allowed = {size: np.where(own <= limit, own, np.inf) for size, own in loads.items()}
+    for used in range(1, devices // unit + 1):
+        for size, own in allowed.items():
+            begin = used - size // unit
+            if begin < 0 or begin % (size // unit) or not np.isfinite(best[begin]).any():
+                continue
+            costs = best[begin][:, None] + own
+            first = np.argmin(costs, axis=0)
+            sums = costs[first, np.arange(width)]
+            for last in np.flatnonzero(sums < best[used]):
+                best[used, last] = sums[last]
+                came[used, int(last)] = int(first[last]), size
+    at = devices // unit, width - 1
+    if not np.isfinite(best[at]):
+        return None
+    ends, sizes = [], []
+    while at != (0, 0):
+        first_place, size = came[at]
+        ends.append(at[1])
+        sizes.append(size)
+        at = at[0] - size // unit, first_place
+    return tuple(reversed(ends)), tuple(reversed(sizes))
