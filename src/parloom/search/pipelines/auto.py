@@ -1,0 +1,294 @@
+"""Pipelines beside the plans of one stage.
+
+A context is a size of the groups of devices and a number of microbatches: the whole model is laid
+out on one group by the column search, where it may hold as much as all groups together. Its items
+are priced as stages of their own and split over the groups. Splits are ranked by a closed form, the
+first ones are simulated, and boundaries of the best are moved.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
+
+from parloom.errors import InputError, LayoutError
+from parloom.ir.mesh import part_sizes
+from parloom.ir.plan import GLOBAL, Decisions, Status
+from parloom.ir.stages import stage_items
+from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan
+from parloom.search.decide import decisions_of
+from parloom.search.least import batch_bytes
+from parloom.search.optimize import Searched, least_work_ps
+from parloom.search.pipelines.costs import ItemCosts, Pricer
+from parloom.search.pipelines.judge import Judge, JudgedSplit
+from parloom.search.pipelines.split import Split, even_splits, uneven_splits
+from parloom.search.request import Request, Say, Wanted
+from parloom.search.step_rows import Passes, ShadowPrices, row_prices
+from parloom.search.work import OutOfWorkError
+
+# Meshes of a group that are searched: of one axis, and cut between levels.
+MESHES = 2
+# A number of microbatches is looked at while those before it were no further from the best.
+NEARBY = 0.05
+# Microbatches that a group has in flight for each of its stages, by 1F1B, and more for other lists.
+SLACK = 1.25
+# Shares of the memory that layouts are made for: what a stage holds beyond what is counted differs.
+MARGINS = (0.9, 0.7)
+# How near the first bound of a context is to the least Lagrangian.
+ROUGH = 0.01
+# Splits that are simulated, and moves of boundaries around the best of them.
+JUDGED, MOVED = 12, 16
+# The share by which a pipeline may be better for it to be looked for.
+WORTH = 0.005
+BESIDE_PINS = "pipelines are not searched beside pins"
+APART = "pipelines are not searched for microbatches that are computed by themselves"
+
+
+def with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
+    """The answer with pipelines among its proposals, and a bound that holds for them, too.
+
+    No step is shorter than an equal share of what one device computes that does all the work.
+    """
+    devices = request.cluster.num_devices
+    if devices == 1 or request.wanted is Wanted.PRICE or not searched.bound_ps:
+        return searched
+    if request.pinned.pins or request.batch_semantics != GLOBAL:
+        reason = BESIDE_PINS if request.pinned.pins else APART
+        words = f"{searched.left_out}; {reason}" if searched.left_out else reason
+        return replace(searched, left_out=words)
+    contexts = Contexts(replace(request, budget=searched.work_left), base)
+    least_ps = least_work_ps(contexts) / devices
+    searched = replace(searched, bound_ps=min(searched.bound_ps, least_ps))
+    best = min((p.step_ps for p in searched.proposals), default=inf)
+    if searched.status is not Status.COMPLETE or least_ps > best * (1 - WORTH):
+        return searched
+    search = PipelineSearch(contexts, best, least_ps, say)
+    status = Status.COMPLETE
+    try:
+        search.run()
+    except OutOfWorkError:
+        status = Status.OUT_OF_BUDGET
+    except KeyboardInterrupt:
+        status = Status.INTERRUPTED
+    found = sorted((*searched.proposals, *search.plans()), key=lambda p: p.step_ps)
+    bound_ps = 0.0 if status is Status.INTERRUPTED else searched.bound_ps
+    return replace(
+        searched,
+        proposals=tuple(found),
+        status=status,
+        bound_ps=bound_ps,
+        work_left=contexts.work.left,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A layout of the whole model on one group, in which its items are priced."""
+
+    context: ContextSearch
+    margin: float
+    costs: ItemCosts
+
+
+class PipelineSearch:
+    """Searches pipelines that are faster than `best_ps`; no plan takes less than `least_ps`."""
+
+    def __init__(self, contexts: Contexts, best_ps: float, least_ps: float, say: Say) -> None:
+        self.contexts, self.request, self.say = contexts, contexts.request, say
+        self.best_ps, self.least_ps = best_ps, least_ps
+        self.devices = self.request.cluster.num_devices
+        items, factored = stage_items(self.request.graph), contexts.whole.factored
+        self.items = items
+        self.pricer = Pricer(self.request, factored, items)
+        self.judge = Judge(self.request, factored, items)
+        self.layouts: dict[tuple[int, int], list[_Layout]] = {}
+        self.splits: list[Split] = []
+        self.judged: list[JudgedSplit] = []
+        # The least share of its closed form that a step took.
+        self.ratio = 1.0
+
+    def run(self) -> None:
+        """All sizes of groups, the numbers of microbatches that promise most."""
+        for size in part_sizes(self.request.cluster):
+            if 2 <= self.devices // size <= len(self.items):
+                self._look_on(size)
+        self._add_uneven()
+        self._judge_best()
+        self._move()
+
+    def plans(self) -> Iterator[SimulatedPlan]:
+        """The plans that fit, as they are predicted; where none fits, none."""
+        limit = self.request.limit_bytes
+        fitting = [one for one in self.judged if one.timeline.peak_bytes <= limit]
+        for one in sorted(fitting, key=lambda one: one.timeline.step_ps)[:2]:
+            yield one.predicted(self.request)
+
+    def _look_on(self, size: int) -> None:
+        """Numbers of microbatches around the one that makes bubbles small, as long as they promise
+        something.
+        """
+        groups, counts = self.devices // size, self.contexts.counts
+        start = min(range(len(counts)), key=lambda i: abs(counts[i] - 2 * groups))
+        nearest = inf
+        for some in (range(start, -1, -1), range(start + 1, len(counts))):
+            for index in some:
+                if counts[index] == 1:
+                    continue
+                step_ps = self._look(size, counts[index])
+                if step_ps > min(nearest, self._enough_ps()) * (1 + NEARBY):
+                    break
+                nearest = min(nearest, step_ps)
+
+    def _enough_ps(self) -> float:
+        return self.best_ps * (1 - WORTH)
+
+    def _look(self, size: int, count: int) -> float:
+        """Add the splits of one context: the least closed form, infinite where it has none."""
+        known = len(self.splits)
+        for layout in self._layouts_of(size, count):
+            self.splits += self._promising(even_splits(layout.costs, self.devices // size))
+        found = [split.step_ps() for split in self.splits[known:]]
+        least = min(found, default=inf)
+        if found:
+            self.say(
+                f"pipelines of groups of {size}, {count} microbatches: about {least / 1e12:.3g} s"
+            )
+        return least
+
+    def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
+        for split in splits:
+            if split.stored_bytes() <= self.request.limit_bytes:
+                yield split
+
+    def _layouts_of(self, size: int, count: int) -> list[_Layout]:
+        """Layouts on one group that may be worth it."""
+        if (size, count) not in self.layouts:
+            part = self.contexts.on_part(self.request.on(size))
+            found = []
+            for mesh in part.meshes[:MESHES]:
+                program = part.on(mesh, count)
+                if program is None:
+                    continue
+                context = part.search(program, mesh, count)
+                free = ShadowPrices()
+                context.columns.prove(free, ROUGH)
+                if context.columns.bounds[free] / (self.devices // size) > self._enough_ps():
+                    continue
+                found += [
+                    layout
+                    for hides in (True, False)
+                    for layout in self._laid_out(context, hides, MARGINS[0])
+                ]
+            self.layouts[size, count] = found
+        return self.layouts[size, count]
+
+    def _laid_out(self, context: ContextSearch, hides: bool, margin: float) -> Iterator[_Layout]:
+        """The layout of a context whose estimate is the least in its share of the memory."""
+        size, count = context.mesh.num_ranks, context.num_microbatches
+        groups = self.devices // size
+        in_flight = max(1.0, min(count, SLACK * groups))
+        pipelined = context.with_passes(Passes(count, in_flight, hides))
+        room = self.request.limit_bytes - batch_bytes(self.request.graph)
+        pipelined.limit = max(1.0, margin * groups * room)
+        pipelined.run(context.duals)
+        candidate = next(pipelined.candidates(), None)
+        if candidate is None:
+            return
+        prices = row_prices(pipelined.duals, pipelined.passes)
+        base = self.contexts.base
+        whole = decisions_of(pipelined.layouts, candidate, count, base, prices)
+        self.contexts.work.spend()
+        try:
+            yield _Layout(pipelined, margin, self.pricer.price(whole))
+        except (LayoutError, InputError):
+            return  # as where a buffer would be written in one stage and read in another
+
+    def _add_uneven(self) -> None:
+        """Splits over groups of several sizes, with the microbatches of the best even ones."""
+        nearest = sorted(self.splits, key=Split.step_ps)[:JUDGED]
+        for count in dict.fromkeys(split.num_microbatches for split in nearest):
+            sizes = {split.costs[0].num_devices for split in nearest}
+            sizes |= {other for size in sizes for other in (size // 2, 2 * size)}
+            parts = set(part_sizes(self.request.cluster))
+            costs: dict[int, ItemCosts] = {}
+            for size in sorted(sizes & parts):
+                layouts = self._layouts_of(size, count)
+                if layouts:
+                    costs[size] = min(
+                        (layout.costs for layout in layouts), key=lambda c: int(c.loads_ps.sum())
+                    )
+            self.splits += self._promising(uneven_splits(costs, self.devices))
+
+    def _judge_best(self) -> None:
+        """Simulate the splits with the least closed forms; layouts of those that do not fit are
+        made for less memory.
+        """
+        for split in sorted(self.splits, key=Split.step_ps)[:JUDGED]:
+            if split.step_ps() * self.ratio > self._enough_ps():
+                break
+            self._judge(split)
+        fitting = any(self._fits(one) for one in self.judged)
+        if fitting or not self.judged:
+            return
+        tight = []
+        for layout in chain.from_iterable(self.layouts.values()):
+            near = any(one.split.costs[0] is layout.costs for one in self.judged)
+            if near:
+                context, hides = layout.context, layout.context.passes.hides
+                for other in self._laid_out(context, hides, MARGINS[1]):
+                    groups = self.devices // context.mesh.num_ranks
+                    tight += list(self._promising(even_splits(other.costs, groups)))
+        for split in sorted(tight, key=Split.step_ps)[:JUDGED]:
+            if split.step_ps() * self.ratio <= self._enough_ps():
+                self._judge(split)
+
+    def _fits(self, one: JudgedSplit) -> bool:
+        return one.timeline.peak_bytes <= self.request.limit_bytes
+
+    def _judge(self, split: Split) -> JudgedSplit | None:
+        self.contexts.work.spend()
+        try:
+            found = self.judge.judge(split)
+        except (LayoutError, InputError):
+            return None
+        self.judged.append(found)
+        self.ratio = min(self.ratio, found.timeline.step_ps / split.step_ps())
+        if self._fits(found):
+            self.best_ps = min(self.best_ps, float(found.timeline.step_ps))
+        return found
+
+    def _move(self) -> None:
+        """Move one boundary of the best split at a time, as long as that helps."""
+        fitting = [one for one in self.judged if self._fits(one)]
+        best = min(fitting, key=lambda one: one.timeline.step_ps, default=None)
+        if best is None:
+            return
+        tried = {best.split.ends}
+        left = MOVED
+        improved = True
+        while improved and left:
+            improved = False
+            for split in _moves(best.split):
+                if split.ends in tried or not left:
+                    continue
+                tried.add(split.ends)
+                left -= 1
+                found = self._judge(split)
+                if found and self._fits(found) and found.timeline.step_ps < best.timeline.step_ps:
+                    best, improved = found, True
+                    break
+
+
+def _moves(split: Split) -> Iterator[Split]:
+    """Splits with one boundary moved by an item, those first whose busiest group has less."""
+    found: list[tuple[float, Split]] = []
+    ends = split.ends
+    for index in range(len(ends) - 1):
+        for change in (-1, 1):
+            moved = (*ends[:index], ends[index] + change, *ends[index + 1 :])
+            before = moved[index - 1] if index else 0
+            if before < moved[index] < moved[index + 1]:
+                other = replace(split, ends=moved)
+                found.append((other.step_ps(), other))
+    for _, other in sorted(found, key=lambda entry: entry[0]):
+        yield other

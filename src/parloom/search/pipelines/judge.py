@@ -1,0 +1,191 @@
+"""Splits as plans: their stages lowered, their passes ordered by several schedules, and the fastest
+that fits as the simulator plays it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from parloom.cost.pipeline import Edge, StageActions, pass_times
+from parloom.cost.stages import PricedStages
+from parloom.cost.timeline import Timeline
+from parloom.ir.factors import Factored
+from parloom.ir.list_schedule import Link, list_schedule
+from parloom.ir.lower_stages import LoweredStages, staged
+from parloom.ir.plan import Decisions, ParameterDecision, Stage
+from parloom.ir.schedules import Lists, schedule
+from parloom.search.contexts import SimulatedPlan
+from parloom.search.pipelines.alike import AlikeStages
+from parloom.search.pipelines.split import Split
+from parloom.search.request import Request
+
+SEARCHED = "searched"
+"""The schedule of plans whose action lists were made for the times of their stages."""
+# Schedules by name are taken where searched lists are faster by less than this share.
+SIMPLER = 0.002
+# Passes of a plan beyond which lists are not searched.
+MOST_PASSES = 30_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgedSplit:
+    """A split as a plan, and its step."""
+
+    split: Split
+    decisions: Decisions
+    lowered: LoweredStages
+    timeline: Timeline
+
+    def predicted(self, request: Request) -> SimulatedPlan:
+        """The plan as it is predicted with the bands of the machine."""
+        found = request.machine.predict_stages(self.lowered, self.decisions, request.optimizer)
+        return SimulatedPlan(self.decisions, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    name: str
+    lists: Lists
+    timeline: Timeline
+
+    @property
+    def step_ps(self) -> float:
+        return self.timeline.step_ps * (1.0 if self.name == SEARCHED else 1 - SIMPLER)
+
+
+class Judge:
+    """Simulates splits of one request's model; `items` are those that stages have."""
+
+    def __init__(self, request: Request, factored: Factored, items: Sequence[str]) -> None:
+        self.request, self.factored, self.items = request, factored, items
+        self.calls = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
+        self.alike = AlikeStages()
+
+    def judge(self, split: Split) -> JudgedSplit:
+        """The split as a plan with its fastest schedule that fits; with the one that holds least
+        where none fits.
+
+        Raises `LayoutError` where its stages cannot be lowered, `InputError` where a group lies
+        over more nodes than it needs.
+        """
+        decisions = self.decisions(split)
+        lowered = self.alike.lower(staged(self.factored, decisions), decisions)
+        request = self.request
+        stages = PricedStages(
+            lowered,
+            decisions.stages,
+            request.cluster,
+            request.optimizer,
+            request.machine.kernels,
+        )
+        count = decisions.num_microbatches
+        played = [
+            _Played(name, lists, stages.play(lists))
+            for name, lists in self._lists(stages, split, count)
+        ]
+        limit = request.limit_bytes
+        fitting = [one for one in played if one.timeline.peak_bytes <= limit]
+        best = min(fitting, key=lambda one: one.step_ps, default=None)
+        if best is None:
+            best = min(played, key=lambda one: one.timeline.peak_bytes)
+        actions = best.lists if best.name == SEARCHED else ()
+        found = replace(decisions, schedule=best.name, actions=actions)
+        return JudgedSplit(split, found, lowered, best.timeline)
+
+    def decisions(self, split: Split) -> Decisions:
+        """The split as a plan without a schedule."""
+        begins, at = [], 0
+        for costs in split.costs:
+            begins.append(at)
+            at += costs.num_devices
+        stages, own = [], {}
+        for (first, last), group in zip(split.ranges, split.groups, strict=True):
+            whole, items = split.costs[group].whole, tuple(self.items[first:last])
+            devices = range(begins[group], begins[group] + whole.num_ranks)
+            stages.append(Stage(items, (devices,), whole.mesh))
+            own.update(dict.fromkeys(items, group))
+        wholes = [costs.whole for costs in split.costs]
+        # Items that no stage owns are computed where they are read, as the first group has them.
+        nodes = [
+            n
+            for group, whole in enumerate(wholes)
+            for n in whole.nodes
+            if own.get(self.calls[n.key], 0) == group
+        ]
+        return replace(
+            wholes[0],
+            stages=tuple(stages),
+            nodes=tuple(nodes),
+            parameters=tuple(self._parameters(split, own)),
+            activations=tuple(
+                a
+                for group, whole in enumerate(wholes)
+                for a in whole.activations
+                if own.get(a.prefix, 0) == group
+            ),
+        )
+
+    def _parameters(self, split: Split, own: dict[str, int]) -> Iterator[ParameterDecision]:
+        """Each parameter as the group stores it that reads it first."""
+        if len({id(costs) for costs in split.costs}) == 1:
+            yield from split.costs[0].whole.parameters
+            return
+        graph = self.request.graph
+        reader: dict[str, int] = {}
+        names = {i.value.name: i.target for i in graph.of_kind("parameter")}
+        for flat in graph.flat():
+            for operand in flat.operands:
+                if operand in names:
+                    reader.setdefault(names[operand], own.get(flat.prefix or flat.node.key, 0))
+        for group, costs in enumerate(split.costs):
+            for parameter in costs.whole.parameters:
+                if reader.get(parameter.name, 0) == group:
+                    yield parameter
+
+    def _lists(self, stages: PricedStages, split: Split, count: int) -> Iterator[tuple[str, Lists]]:
+        """Named schedules that take the stages as they are placed, and searched ones."""
+        num_stages, num_groups = len(split.groups), len(split.costs)
+        chunks, left = divmod(num_stages, num_groups)
+        edges = stages.edges
+        if not left and split.groups == tuple(s % num_groups for s in range(num_stages)):
+            chain = all(e.target == e.source + 1 for e in edges)
+            names = ("1f1b", "zb_h1") if chunks == 1 else ("interleaved_1f1b",)
+            for name in names if chain else ():
+                yield name, schedule(name, num_stages, count, chunks)
+        if num_stages * count > MOST_PASSES:
+            return
+        ranks = _numbered(split.groups)
+        for apart in (False, True):
+            own = [stages.actions(i, split=apart) for i in range(num_stages)]
+            times = [pass_times(actions, i) for i, actions in enumerate(own)]
+            links = [_link(e) for e in edges]
+            room = _room(own, ranks, self.request.limit_bytes)
+            if min(room) <= 0:
+                continue
+            found = list_schedule(times, links, ranks, count, split=apart, limits_bytes=room)
+            if found is not None:
+                yield SEARCHED, found.lists
+
+
+def _numbered(groups: Sequence[int]) -> list[int]:
+    """Groups numbered by their first stage."""
+    order = {group: rank for rank, group in enumerate(dict.fromkeys(groups))}
+    return [order[group] for group in groups]
+
+
+def _link(edge: Edge) -> Link:
+    """Floating-point values count as if a gradient came back: plans are checked so."""
+    back = edge.backward.ps if edge.backward else 0
+    return Link(edge.source, edge.target, edge.forward.ps, back)
+
+
+def _room(stages: Sequence[StageActions], ranks: Sequence[int], limit: int) -> list[int]:
+    """What activations in flight may take on each rank: the limit less what is there all along, and
+    what the largest action holds for a while.
+    """
+    base, passing = [0] * (max(ranks) + 1), [0] * (max(ranks) + 1)
+    for stage, rank in zip(stages, ranks, strict=True):
+        base[rank] += sum(stage.base)
+        for played in stage.actions.values():
+            memory = played.memory
+            passing[rank] = max(passing[rank], memory.peak - max(0, sum(memory.net)))
+    return [limit - a - b for a, b in zip(base, passing, strict=True)]
