@@ -28,8 +28,8 @@ from parloom.search.work import OutOfWorkError
 
 # Meshes of a group that are searched: of one axis, and cut between levels.
 MESHES = 2
-# A number of microbatches is looked at while those before it were no further from the best.
-NEARBY = 0.05
+# The share by which closed forms may become longer from one number of microbatches to the next.
+NEARBY = 0.02
 # Microbatches that a group has in flight for each of its stages, by 1F1B, and more for other lists.
 SLACK = 1.25
 # Shares of the memory that layouts are made for: what a stage holds beyond what is counted differs.
@@ -124,20 +124,26 @@ class PipelineSearch:
             yield one.predicted(self.request)
 
     def _look_on(self, size: int) -> None:
-        """Numbers of microbatches around the one that makes bubbles small, as long as they promise
-        something.
+        """Numbers of microbatches from one for each group, downwards and upwards as
+        long as closed forms become less.
         """
-        groups, counts = self.devices // size, self.contexts.counts
-        start = min(range(len(counts)), key=lambda i: abs(counts[i] - 2 * groups))
-        nearest = inf
-        for some in (range(start, -1, -1), range(start + 1, len(counts))):
-            for index in some:
-                if counts[index] == 1:
-                    continue
-                step_ps = self._look(size, counts[index])
-                if step_ps > min(nearest, self._enough_ps()) * (1 + NEARBY):
-                    break
-                nearest = min(nearest, step_ps)
+        groups = self.devices // size
+        counts = [count for count in self.contexts.counts if count > 1]
+        if not counts:
+            return
+        start = min(range(len(counts)), key=lambda i: abs(counts[i] - groups))
+        first = before = self._look(size, counts[start])
+        for count in reversed(counts[:start]):
+            step_ps = self._look(size, count)
+            if before < inf and step_ps > before * (1 + NEARBY):
+                break
+            before = min(before, step_ps)
+        before = min(first, before)
+        for count in counts[start + 1 :]:
+            step_ps = self._look(size, count)
+            if step_ps > before * (1 + NEARBY) or step_ps == inf:
+                break
+            before = min(before, step_ps)
 
     def _enough_ps(self) -> float:
         return self.best_ps * (1 - WORTH)
