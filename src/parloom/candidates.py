@@ -32,6 +32,7 @@ from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.optimize import SAME, Searched, least_work_ps
+from parloom.search.pipelines.auto import with_pipelines
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.stripes import with_stripes
 
@@ -95,7 +96,8 @@ def candidates(request: Request, say: Say) -> Candidates:
     refused += [f"{name}: not as asked: {reason}" for name, reason in against]
     searched: Searched | None = None
     if method == AUTO and not proposed.stopped:
-        searched = search_with_blocks(request, base_of(request), say)
+        base = base_of(request)
+        searched = with_pipelines(request, base, search_with_blocks(request, base, say), say)
     found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
@@ -127,7 +129,8 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
         name = _on(request, _name(AUTO, own), own)
         found = ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
         yield found
-        yield from _with_stripes(request, found)
+        if len(own.stages) == 1:
+            yield from _with_stripes(request, found)
 
 
 def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:
@@ -283,8 +286,11 @@ def _plans(
 def _name(method: str, decisions: Decisions) -> str:
     title = TITLES.get(method, method)
     if len(decisions.stages) > 1:
-        sizes = "+".join(str(stage.mesh.num_ranks) for stage in decisions.stages)
-        return f"{title} (stages of {sizes} devices, {decisions.num_microbatches} microbatches)"
+        stages, count = len(decisions.stages), decisions.num_microbatches
+        groups = {stage.devices: stage.mesh.num_ranks for stage in decisions.stages}.values()
+        even = len(set(groups)) == 1
+        sizes = f"{len(groups)} x {max(groups)}" if even else "+".join(map(str, groups))
+        return f"{title} ({stages} stages on {sizes} devices, {count} microbatches)"
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 
 

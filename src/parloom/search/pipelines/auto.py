@@ -6,11 +6,12 @@ are priced as stages of their own and split over the groups. Splits are ranked b
 first ones are simulated, and boundaries of the best are moved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
+from parloom.cost.units import format_seconds
 from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
@@ -28,14 +29,17 @@ from parloom.search.work import OutOfWorkError
 
 # Meshes of a group that are searched: of one axis, and cut between levels.
 MESHES = 2
-# The share by which closed forms may become longer from one number of microbatches to the next.
-NEARBY = 0.02
+# The shares by which closed forms may become longer from one number of microbatches to the next,
+# and be above the least of all that is simulated.
+NEARBY, FORMS = 0.02, 0.1
 # Microbatches that a group has in flight for each of its stages, by 1F1B, and more for other lists.
 SLACK = 1.25
 # Shares of the memory that layouts are made for: what a stage holds beyond what is counted differs.
 MARGINS = (0.9, 0.7)
 # How near the first bound of a context is to the least Lagrangian.
 ROUGH = 0.01
+# Groups of several sizes are at most so many times larger and smaller than the best even ones.
+AROUND = 2
 # Splits that are simulated, and moves of boundaries around the best of them.
 JUDGED, MOVED = 12, 16
 # The share by which a pipeline may be better for it to be looked for.
@@ -124,8 +128,8 @@ class PipelineSearch:
             yield one.predicted(self.request)
 
     def _look_on(self, size: int) -> None:
-        """Numbers of microbatches from one for each group, downwards and upwards as
-        long as closed forms become less.
+        """Numbers of microbatches from one for each group, downwards and upwards as long as closed
+        forms become less and there is something to win.
         """
         groups = self.devices // size
         counts = [count for count in self.contexts.counts if count > 1]
@@ -134,32 +138,41 @@ class PipelineSearch:
         start = min(range(len(counts)), key=lambda i: abs(counts[i] - groups))
         first = before = self._look(size, counts[start])
         for count in reversed(counts[:start]):
-            step_ps = self._look(size, count)
-            if before < inf and step_ps > before * (1 + NEARBY):
+            # What groups wait for each other grows as microbatches do.
+            waits_ps = before.step_ps() - max(before.loads_ps()) if before else 0.0
+            known = before.num_microbatches / count if before else 1.0
+            if self.least_ps + waits_ps * known > self._enough_ps():
                 break
-            before = min(before, step_ps)
-        before = min(first, before)
+            found = self._look(size, count)
+            if before and (not found or found.step_ps() > before.step_ps() * (1 + NEARBY)):
+                break
+            before = found or before
+        before = first
         for count in counts[start + 1 :]:
-            step_ps = self._look(size, count)
-            if step_ps > before * (1 + NEARBY) or step_ps == inf:
+            # More microbatches compute no less.
+            if before is None or max(before.loads_ps()) > self._enough_ps():
                 break
-            before = min(before, step_ps)
+            found = self._look(size, count)
+            if not found or found.step_ps() > before.step_ps() * (1 + NEARBY):
+                break
+            before = found
 
     def _enough_ps(self) -> float:
-        return self.best_ps * (1 - WORTH)
+        """The closed form beyond which a split is not simulated."""
+        least = min((split.step_ps() for split in self.splits), default=inf)
+        return min(self.best_ps * (1 - WORTH), least * (1 + FORMS))
 
-    def _look(self, size: int, count: int) -> float:
-        """Add the splits of one context: the least closed form, infinite where it has none."""
-        known = len(self.splits)
+    def _look(self, size: int, count: int) -> Split | None:
+        """Add the splits of one context: the one with the least closed form."""
+        found: list[Split] = []
         for layout in self._layouts_of(size, count):
-            self.splits += self._promising(even_splits(layout.costs, self.devices // size))
-        found = [split.step_ps() for split in self.splits[known:]]
-        least = min(found, default=inf)
-        if found:
-            self.say(
-                f"pipelines of groups of {size}, {count} microbatches: about {least / 1e12:.3g} s"
-            )
-        return least
+            found += self._promising(even_splits(layout.costs, self.devices // size))
+        self.splits += found
+        best = min(found, key=Split.step_ps, default=None)
+        if best is not None:
+            seconds = format_seconds(best.step_ps() / 1e12)
+            self.say(f"pipelines on groups of {size}, {count} microbatches: about {seconds}")
+        return best
 
     def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
         for split in splits:
@@ -170,7 +183,7 @@ class PipelineSearch:
         """Layouts on one group that may be worth it."""
         if (size, count) not in self.layouts:
             part = self.contexts.on_part(self.request.on(size))
-            found = []
+            found: list[_Layout] = []
             for mesh in part.meshes[:MESHES]:
                 program = part.on(mesh, count)
                 if program is None:
@@ -180,16 +193,18 @@ class PipelineSearch:
                 context.columns.prove(free, ROUGH)
                 if context.columns.bounds[free] / (self.devices // size) > self._enough_ps():
                     continue
-                found += [
-                    layout
-                    for hides in (True, False)
-                    for layout in self._laid_out(context, hides, MARGINS[0])
-                ]
+                for hides in (True, False):
+                    known = {layout.costs.whole for layout in found}
+                    found += self._laid_out(context, hides, MARGINS[0], known)
             self.layouts[size, count] = found
         return self.layouts[size, count]
 
-    def _laid_out(self, context: ContextSearch, hides: bool, margin: float) -> Iterator[_Layout]:
-        """The layout of a context whose estimate is the least in its share of the memory."""
+    def _laid_out(
+        self, context: ContextSearch, hides: bool, margin: float, known: Collection[Decisions] = ()
+    ) -> Iterator[_Layout]:
+        """The layout of a context whose estimate is the least in its share of the memory, unless
+        it is known.
+        """
         size, count = context.mesh.num_ranks, context.num_microbatches
         groups = self.devices // size
         in_flight = max(1.0, min(count, SLACK * groups))
@@ -204,26 +219,30 @@ class PipelineSearch:
         base = self.contexts.base
         whole = decisions_of(pipelined.layouts, candidate, count, base, prices)
         self.contexts.work.spend()
+        if whole in known:
+            return
         try:
             yield _Layout(pipelined, margin, self.pricer.price(whole))
         except (LayoutError, InputError):
             return  # as where a buffer would be written in one stage and read in another
 
     def _add_uneven(self) -> None:
-        """Splits over groups of several sizes, with the microbatches of the best even ones."""
-        nearest = sorted(self.splits, key=Split.step_ps)[:JUDGED]
-        for count in dict.fromkeys(split.num_microbatches for split in nearest):
-            sizes = {split.costs[0].num_devices for split in nearest}
-            sizes |= {other for size in sizes for other in (size // 2, 2 * size)}
-            parts = set(part_sizes(self.request.cluster))
-            costs: dict[int, ItemCosts] = {}
-            for size in sorted(sizes & parts):
-                layouts = self._layouts_of(size, count)
-                if layouts:
-                    costs[size] = min(
-                        (layout.costs for layout in layouts), key=lambda c: int(c.loads_ps.sum())
-                    )
-            self.splits += self._promising(uneven_splits(costs, self.devices))
+        """Splits over groups of several sizes around those of the best split, with as many
+        microbatches.
+        """
+        best = min(self.splits, key=Split.step_ps, default=None)
+        if best is None:
+            return
+        size, parts = best.costs[0].num_devices, part_sizes(self.request.cluster)
+        costs: dict[int, ItemCosts] = {}
+        for other in parts:
+            if size / AROUND <= other <= size * AROUND:
+                layouts = self._layouts_of(other, best.num_microbatches)
+                each = (layout.costs for layout in layouts)
+                found = min(each, key=lambda c: int(c.loads_ps.sum()), default=None)
+                if found is not None:
+                    costs[other] = found
+        self.splits += self._promising(uneven_splits(costs, self.devices))
 
     def _judge_best(self) -> None:
         """Simulate the splits with the least closed forms; layouts of those that do not fit are

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from parloom.search.pipelines.costs import ItemCosts
 
 Floats = NDArray[np.float64]
+Cuts = NDArray[np.int64]
 # Places that are looked at as ends of stages, where a model has more items.
 PLACES = 257
 PLACES_OF_UNEVEN = 97
@@ -25,6 +26,8 @@ PLACES_OF_UNEVEN = 97
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
 # How often targets follow loads, and the share of a difference by which they do.
 ROUNDS, SHARE = 8, 0.7
+# Sums are of floating-point numbers.
+ROUNDING = 1e-9
 # What a value that crosses costs beside computing that hides it.
 EXPOSED = 0.3
 # Limits on the slowest stage, as multiples of an equal share.
@@ -109,7 +112,7 @@ def _placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
             yield (*range(count), *reversed(range(count)))
 
 
-def _places(loads: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def _places(loads: Cuts, most: int) -> Cuts:
     """Where stages may end: everywhere, or at about equal shares of the load."""
     total = np.concatenate([[0], np.cumsum(loads)])
     if len(total) <= most:
@@ -119,7 +122,7 @@ def _places(loads: NDArray[np.int64], most: int) -> NDArray[np.int64]:
 
 
 def _ends(
-    costs: ItemCosts, places: NDArray[np.int64], groups: Sequence[int], count: int
+    costs: ItemCosts, places: Cuts, groups: Sequence[int], count: int
 ) -> tuple[int, ...] | None:
     """The boundaries whose busiest group has the least, of those that targets lead to."""
     total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
@@ -131,7 +134,7 @@ def _ends(
     held = np.bincount(owner, minlength=count)
     share = total[-1] / count
     targets = share / held[owner]
-    best: tuple[float, NDArray[np.int64]] | None = None
+    best: tuple[float, Cuts] | None = None
     for _ in range(ROUNDS):
         cuts = _nearest(between, crossing, targets)
         if cuts is None:
@@ -141,10 +144,36 @@ def _ends(
             best = float(loads.max()), cuts
         targets = targets - SHARE * ((loads - share) / held)[owner]
     assert best is not None
-    return tuple(int(places[cut]) for cut in best[1][1:])
+    cuts = _leveled(best[1], total, owner)
+    return tuple(int(places[cut]) for cut in cuts[1:])
 
 
-def _nearest(between: Floats, crossing: Floats, targets: Floats) -> NDArray[np.int64] | None:
+def _leveled(cuts: Cuts, total: Floats, owner: Cuts) -> Cuts:
+    """Cuts in which the busiest group gives a place to another one, and the stages between them
+    pass one on, as long as the squares of loads become less.
+    """
+    loads = np.bincount(owner, weights=np.diff(total[cuts]))
+    while True:
+        best: tuple[float, Cuts] | None = None
+        for giver in np.flatnonzero(owner == np.argmax(loads)):
+            for taker in np.flatnonzero(owner != owner[giver]):
+                moved = cuts.copy()
+                if taker > giver:
+                    moved[giver + 1 : taker + 1] -= 1
+                else:
+                    moved[taker + 1 : giver + 1] += 1
+                if (np.diff(moved) < 1).any():
+                    continue
+                squares = float(np.square(np.bincount(owner, np.diff(total[moved]))).sum())
+                if best is None or squares < best[0]:
+                    best = squares, moved
+        if best is None or best[0] >= float(np.square(loads).sum()) * (1 - ROUNDING):
+            return cuts
+        cuts = best[1]
+        loads = np.bincount(owner, weights=np.diff(total[cuts]))
+
+
+def _nearest(between: Floats, crossing: Floats, targets: Floats) -> Cuts | None:
     """The cuts (the first and the last place included) whose stages are nearest to their targets,
     by squares; None where there are fewer places than stages.
     """
