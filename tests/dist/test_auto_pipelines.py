@@ -1,0 +1,116 @@
+"""Pipelines that `auto` proposes: equal to one device, within bounds, limits and budgets."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from parloom import api
+from parloom.api import Captured
+from parloom.cost.stages import simulate_stages
+from parloom.execute.machine import machine_for
+from parloom.ir.factors import factorize
+from parloom.ir.lower_stages import lower_stages, staged
+from parloom.ir.plan import Plan, Status
+from parloom.search.contexts import Contexts
+from parloom.search.optimize import least_work_ps
+from parloom.search.pipelines.alike import AlikeStages
+from parloom.search.pipelines.auto import BESIDE_PINS
+from parloom.search.request import Request, base_of
+
+# Four slow processors over a slow network: only stages keep what is sent small.
+CLUSTER = """
+name: slow
+device:
+  name: core
+  memory: 2GiB
+  memory_bandwidth: 5GB/s
+  rates: {fp32: 12GFLOP/s, fp64: 6GFLOP/s, bf16: 12GFLOP/s, fp16: 12GFLOP/s}
+  price_per_hour: 0.01USD
+backend: gloo
+levels:
+  - {name: net, size: 4, bandwidth: 100Mbit/s, latency: 200us, efficiency: 0.96}
+"""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("cluster") / "slow.yaml"
+    path.write_text(CLUSTER)
+    return str(path)
+
+
+@cache
+def captured() -> Captured:
+    return api.capture("zoo:gpt", batch=16, seq=32, optimizer="sgd")
+
+
+@pytest.fixture(scope="module")
+def found(slow: str) -> Plan:
+    return api.search(captured(), cluster=slow)
+
+
+def test_a_pipeline_is_the_fastest_over_slow_links(found: Plan, slow: str) -> None:
+    """Faster than all plans of one stage, and not below the bound, which is of pipelines, too."""
+    assert found.prediction is not None
+    assert found.bound_s is not None
+    assert len(found.decisions.stages) > 1
+    assert found.bound_s <= found.prediction.step_s
+    alone = [a.step_s for a in found.alternatives if "stages on" not in a.name]
+    assert found.prediction.step_s < min(alone)
+    machine = machine_for(slow, None)
+    memory = machine.cluster.device.memory_bytes
+    request = Request(captured().graph, machine, captured().optimizer, memory, all_devices=False)
+    least_s = least_work_ps(Contexts(request, base_of(request))) / 4 / 1e12
+    assert found.bound_s <= least_s * (1 + 1e-9)
+
+
+def test_it_is_equal_to_one_device(found: Plan) -> None:
+    report = api.verify(found)
+    assert report.passed, str(report)
+
+
+def test_equal_stages_that_are_lowered_once_take_as_long(found: Plan, slow: str) -> None:
+    """What the search plays is what the plan says, to the picosecond."""
+    graph, decisions = captured().graph, found.decisions
+    machine = machine_for(slow, None)
+    factored = factorize(graph)
+    shared = AlikeStages().lower(staged(factored, decisions), decisions)
+    assert len({id(pcg) for pcg in shared.pcgs}) < len(shared.pcgs)
+    apart = lower_stages(graph, decisions, factored=factored)
+    assert len({id(pcg) for pcg in apart.pcgs}) == len(apart.pcgs)
+    one, other = (
+        simulate_stages(lowered, machine.cluster, decisions, captured().optimizer, machine.kernels)
+        for lowered in (shared, apart)
+    )
+    assert one.step_ps == other.step_ps
+    assert one.peak_bytes == other.peak_bytes
+
+
+def test_limits_are_kept(found: Plan, slow: str) -> None:
+    assert found.prediction is not None
+    limit = int(found.prediction.peak_bytes * 0.8)
+    tight = api.search(captured(), cluster=slow, memory=limit)
+    assert tight.prediction is not None
+    assert tight.prediction.peak_bytes <= limit
+    assert tight.prediction.step_s >= found.prediction.step_s
+
+
+def test_the_same_question_has_the_same_answer(found: Plan, slow: str) -> None:
+    again = api.search(captured(), cluster=slow)
+    assert again.decisions == found.decisions
+
+
+def test_a_budget_ends_it(slow: str) -> None:
+    whole = api.search(captured(), cluster=slow, budget=40)
+    assert whole.status is Status.OUT_OF_BUDGET
+    assert whole.bound_s is not None
+    assert whole.prediction is not None
+    assert whole.bound_s <= whole.prediction.step_s
+
+
+def test_pins_leave_pipelines_out(slow: str) -> None:
+    """And a note says so."""
+    pinned = api.search(captured(), cluster=slow, pin=["mesh=x:4"])
+    assert len(pinned.decisions.stages) == 1
+    assert any(BESIDE_PINS in note for note in pinned.notes), pinned.notes
