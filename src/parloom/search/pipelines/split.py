@@ -10,7 +10,8 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ PLACES = 257
 PLACES_OF_UNEVEN = 97
 # Stages of each group, at most.
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Cuts that are all looked at, where there are no more.
+ENUMERATED = 5_000
 # How often targets follow loads, and the share of a difference by which they do.
 ROUNDS, SHARE = 8, 0.7
 # Sums are of floating-point numbers.
@@ -126,11 +129,14 @@ def _ends(
 ) -> tuple[int, ...] | None:
     """The boundaries whose busiest group has the least, of those that targets lead to."""
     total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
+    owner = np.array(groups)
+    if comb(len(places) - 2, len(groups) - 1) <= ENUMERATED:
+        sent = costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
+        return tuple(int(places[cut]) for cut in _best_of_all(total, sent, owner)[1:])
     between = total[None, :] - total[:, None]
     between[np.tril_indices(len(places))] = np.inf  # each stage has items
     crossing = EXPOSED * costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
     crossing[-1] = 0
-    owner = np.array(groups)
     held = np.bincount(owner, minlength=count)
     share = total[-1] / count
     targets = share / held[owner]
@@ -146,6 +152,21 @@ def _ends(
     assert best is not None
     cuts = _leveled(best[1], total, owner)
     return tuple(int(places[cut]) for cut in cuts[1:])
+
+
+def _best_of_all(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
+    """The cuts whose busiest group, or boundary, has the least; of these those with the least
+    squares.
+    """
+    inner = np.array(list(combinations(range(1, len(total) - 1), len(owner) - 1)), dtype=np.int64)
+    ends = np.full((len(inner), 1), len(total) - 1)
+    cuts = np.hstack([np.zeros_like(ends), inner, ends])
+    stages = np.diff(total[cuts], axis=1)
+    loads = np.stack([stages[:, owner == group].sum(axis=1) for group in np.unique(owner)], axis=1)
+    busiest = np.maximum(loads.max(axis=1), sent[inner].max(axis=1, initial=0))
+    order = np.lexsort((np.square(loads).sum(axis=1), busiest))
+    found: Cuts = cuts[order[0]]
+    return found
 
 
 def _leveled(cuts: Cuts, total: Floats, owner: Cuts) -> Cuts:

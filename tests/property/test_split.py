@@ -1,0 +1,129 @@
+"""Splits into stages against all of them, on small models with any costs."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from parloom.ir.mesh import grid
+from parloom.ir.plan import Decisions, one_stage
+from parloom.search.pipelines import split as split_module
+from parloom.search.pipelines.costs import ItemCosts
+from parloom.search.pipelines.split import Split, even_splits, uneven_splits
+
+# Where there are too many cuts, boundaries come from targets: the busiest group is at most so much
+# above the least.
+ABOVE = 1.35
+
+
+def _costs(rng: random.Random, count: int, size: int = 1, scale: float = 1.0) -> ItemCosts:
+    mesh = grid({"x": size})
+    whole = Decisions(stages=one_stage(mesh), num_microbatches=4)
+    passes = np.array([max(1, int(scale * rng.randint(1, 100))) for _ in range(count)])
+    nothing = np.zeros(count, dtype=np.int64)
+    return ItemCosts(whole, passes, nothing, nothing, nothing, nothing, ())
+
+
+def _cuts(items: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for ends in combinations(range(1, items), stages - 1):
+        yield (*ends, items)
+
+
+def _slowest(costs: ItemCosts, groups: tuple[int, ...], ends: tuple[int, ...]) -> int:
+    loads: dict[int, int] = {}
+    for (first, last), group in zip(pairwise((0, *ends)), groups, strict=True):
+        loads[group] = loads.get(group, 0) + int(costs.loads_ps[first:last].sum())
+    return max(loads.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("enumerated", [split_module.ENUMERATED, 0])
+def test_even_splits_are_the_best_of_all(
+    seed: int, enumerated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every placement that they propose; near it where cuts are not enumerated."""
+    monkeypatch.setattr(split_module, "ENUMERATED", enumerated)
+    rng = random.Random(seed)
+    costs, groups = _costs(rng, rng.randint(6, 11)), rng.randint(2, 4)
+    found = list(even_splits(costs, groups))
+    items, above = len(costs.passes_ps), []
+    for split in found:
+        assert split.ends[-1] == items
+        assert all(first < last for first, last in split.ranges)
+        own = max(split.loads_ps())
+        assert own == _slowest(costs, split.groups, split.ends)
+        least = min(_slowest(costs, split.groups, e) for e in _cuts(items, len(split.ends)))
+        above.append(own / least)
+    assert min(above) >= 1
+    assert max(above) <= (1 if enumerated else ABOVE)
+    assert {len(split.ends) for split in found} >= {groups, groups + 1}
+
+
+def _alpa(costs: dict[int, ItemCosts], ends: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """The sum of all stages."""
+    return sum(
+        int(costs[size].loads_ps[first:last].sum())
+        for (first, last), size in zip(pairwise((0, *ends)), sizes, strict=True)
+    )
+
+
+def _all_sizes(devices: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
+    def visit(used: int, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if used == devices:
+            yield chosen
+        for size in sizes:
+            if used + size <= devices and used % size == 0:
+                yield from visit(used + size, (*chosen, size))
+
+    yield from visit(0, ())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_uneven_splits_have_the_least_sum_of_their_slowest(seed: int) -> None:
+    """No split whose slowest stage takes no longer has a smaller sum."""
+    rng = random.Random(seed)
+    items, devices = rng.randint(3, 6), rng.choice([4, 8])
+    first = _costs(rng, items)
+    costs = {1: first, 2: _scaled(first, 2, 0.6), 4: _scaled(first, 4, 0.35)}
+    every = [
+        (ends, sizes)
+        for sizes in _all_sizes(devices, [1, 2, 4])
+        if len(sizes) <= items
+        for ends in _cuts(items, len(sizes))
+    ]
+    for split in uneven_splits(costs, devices):
+        sizes = tuple(c.num_devices for c in split.costs)
+        assert sum(sizes) == devices
+        assert len(set(sizes)) > 1
+        slowest, own = max(split.loads_ps()), _alpa(costs, split.ends, sizes)
+        least = min(
+            _alpa(costs, ends, other)
+            for ends, other in every
+            if _slowest_of(costs, ends, other) <= slowest
+        )
+        assert own == least
+
+
+def _scaled(costs: ItemCosts, size: int, share: float) -> ItemCosts:
+    passes = np.maximum(1, (costs.passes_ps * share).astype(np.int64))
+    return replace(costs, whole=_costs(random.Random(0), 1, size).whole, passes_ps=passes)
+
+
+def _slowest_of(costs: dict[int, ItemCosts], ends: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    return max(
+        int(costs[size].loads_ps[first:last].sum())
+        for (first, last), size in zip(pairwise((0, *ends)), sizes, strict=True)
+    )
+
+
+def test_a_worse_cut_is_seen() -> None:
+    """The oracle of the tests above can fail."""
+    costs = _costs(random.Random(1), 8)
+    split = next(iter(even_splits(costs, 2)))
+    worse = replace(split, ends=(1, 8))
+    assert isinstance(worse, Split)
+    least = min(_slowest(costs, split.groups, e) for e in _cuts(8, 2))
+    assert max(worse.loads_ps()) > ABOVE * least
