@@ -6,7 +6,8 @@ are priced as stages of their own and split over the groups. Splits are ranked b
 first ones are simulated, and boundaries of the best are moved.
 """
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -40,8 +41,8 @@ MARGINS = (0.9, 0.7)
 ROUGH = 0.01
 # Groups of several sizes are at most so many times larger and smaller than the best even ones.
 AROUND = 2
-# Splits that are simulated, and moves of boundaries around the best of them.
-JUDGED, MOVED = 12, 16
+# Splits that are simulated, of each placement, and moves of boundaries around the best of them.
+JUDGED, EACH, MOVED = 12, 2, 12
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 BESIDE_PINS = "pipelines are not searched beside pins"
@@ -108,8 +109,6 @@ class PipelineSearch:
         self.layouts: dict[tuple[int, int], list[_Layout]] = {}
         self.splits: list[Split] = []
         self.judged: list[JudgedSplit] = []
-        # The least share of its closed form that a step took.
-        self.ratio = 1.0
 
     def run(self) -> None:
         """All sizes of groups, the numbers of microbatches that promise most."""
@@ -160,7 +159,7 @@ class PipelineSearch:
     def _enough_ps(self) -> float:
         """The closed form beyond which a split is not simulated."""
         least = min((split.step_ps() for split in self.splits), default=inf)
-        return min(self.best_ps * (1 - WORTH), least * (1 + FORMS))
+        return min(self.best_ps, least) * (1 + FORMS)
 
     def _look(self, size: int, count: int) -> Split | None:
         """Add the splits of one context: the one with the least closed form."""
@@ -248,23 +247,30 @@ class PipelineSearch:
         """Simulate the splits with the least closed forms; layouts of those that do not fit are
         made for less memory.
         """
-        for split in sorted(self.splits, key=Split.step_ps)[:JUDGED]:
-            if split.step_ps() * self.ratio > self._enough_ps():
-                break
-            self._judge(split)
-        fitting = any(self._fits(one) for one in self.judged)
-        if fitting or not self.judged:
+        self._judge_of(self.splits)
+        if any(map(self._fits, self.judged)):
             return
-        tight = []
+        judged = {id(one.split.costs[0]) for one in self.judged}
+        tight: list[Split] = []
         for layout in chain.from_iterable(self.layouts.values()):
-            near = any(one.split.costs[0] is layout.costs for one in self.judged)
-            if near:
-                context, hides = layout.context, layout.context.passes.hides
-                for other in self._laid_out(context, hides, MARGINS[1]):
-                    groups = self.devices // context.mesh.num_ranks
-                    tight += list(self._promising(even_splits(other.costs, groups)))
-        for split in sorted(tight, key=Split.step_ps)[:JUDGED]:
-            if split.step_ps() * self.ratio <= self._enough_ps():
+            if id(layout.costs) in judged:
+                context, groups = layout.context, self.devices // layout.costs.num_devices
+                for other in self._laid_out(context, context.passes.hides, MARGINS[1]):
+                    tight += self._promising(even_splits(other.costs, groups))
+        self._judge_of(tight)
+
+    def _judge_of(self, splits: Sequence[Split]) -> None:
+        """Simulate the best of each placement and number of microbatches: closed forms of one
+        placement differ less from each other than from what the simulator says.
+        """
+        ranked = sorted(splits, key=Split.step_ps)
+        known: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        for split in ranked:
+            if sum(known.values()) >= JUDGED or split.step_ps() > self._enough_ps():
+                return
+            kind = split.num_microbatches, split.groups
+            if known[kind] < EACH:
+                known[kind] += 1
                 self._judge(split)
 
     def _fits(self, one: JudgedSplit) -> bool:
@@ -277,7 +283,6 @@ class PipelineSearch:
         except (LayoutError, InputError):
             return None
         self.judged.append(found)
-        self.ratio = min(self.ratio, found.timeline.step_ps / split.step_ps())
         if self._fits(found):
             self.best_ps = min(self.best_ps, float(found.timeline.step_ps))
         return found

@@ -8,7 +8,7 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 5.2): the least sum of all stages, under a limit on the slowest, for several limits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb
@@ -100,8 +100,7 @@ def even_splits(costs: ItemCosts, count: int) -> Iterator[Split]:
     """Splits over `count` groups with the same layouts."""
     places = _places(costs.loads_ps, PLACES)
     for groups in _placements(count, len(places) - 1):
-        ends = _ends(costs, places, groups, count)
-        if ends is not None:
+        for ends in dict.fromkeys(_ends(costs, places, np.array(groups))):
             yield Split(ends, groups, (costs,) * count)
 
 
@@ -124,34 +123,36 @@ def _places(loads: Cuts, most: int) -> Cuts:
     return np.unique(np.searchsorted(total, wanted).clip(0, len(total) - 1))
 
 
-def _ends(
-    costs: ItemCosts, places: Cuts, groups: Sequence[int], count: int
-) -> tuple[int, ...] | None:
-    """The boundaries whose busiest group has the least, of those that targets lead to."""
+def _ends(costs: ItemCosts, places: Cuts, owner: Cuts) -> Iterator[tuple[int, ...]]:
+    """Boundaries whose busiest group has the least: of those that targets lead to, and of all where
+    there are few.
+    """
     total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
-    owner = np.array(groups)
-    if comb(len(places) - 2, len(groups) - 1) <= ENUMERATED:
-        sent = costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
-        return tuple(int(places[cut]) for cut in _best_of_all(total, sent, owner)[1:])
+    sent = costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
+    cuts = _near_targets(total, sent, owner)
+    yield tuple(int(places[cut]) for cut in _leveled(cuts, total, owner)[1:])
+    if comb(len(places) - 2, len(owner) - 1) <= ENUMERATED:
+        yield tuple(int(places[cut]) for cut in _best_of_all(total, sent, owner)[1:])
+
+
+def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
+    """Cuts whose stages are near targets that follow what groups have too much or too little of."""
     between = total[None, :] - total[:, None]
-    between[np.tril_indices(len(places))] = np.inf  # each stage has items
-    crossing = EXPOSED * costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
+    between[np.tril_indices(len(total))] = np.inf  # each stage has items
+    crossing = EXPOSED * sent
     crossing[-1] = 0
-    held = np.bincount(owner, minlength=count)
-    share = total[-1] / count
-    targets = share / held[owner]
-    best: tuple[float, Cuts] | None = None
+    held = np.bincount(owner)
+    share = total[-1] / len(held)
+    targets: Floats = share / held[owner]
+    best, least = None, np.inf
     for _ in range(ROUNDS):
         cuts = _nearest(between, crossing, targets)
-        if cuts is None:
-            return None
-        loads = np.bincount(owner, weights=np.diff(total[cuts]), minlength=count)
-        if best is None or loads.max() < best[0]:
-            best = float(loads.max()), cuts
+        loads = np.bincount(owner, weights=np.diff(total[cuts]))
+        if best is None or loads.max() < least:
+            best, least = cuts, loads.max()
         targets = targets - SHARE * ((loads - share) / held)[owner]
     assert best is not None
-    cuts = _leveled(best[1], total, owner)
-    return tuple(int(places[cut]) for cut in cuts[1:])
+    return best
 
 
 def _best_of_all(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
@@ -194,9 +195,9 @@ def _leveled(cuts: Cuts, total: Floats, owner: Cuts) -> Cuts:
         loads = np.bincount(owner, weights=np.diff(total[cuts]))
 
 
-def _nearest(between: Floats, crossing: Floats, targets: Floats) -> Cuts | None:
+def _nearest(between: Floats, crossing: Floats, targets: Floats) -> Cuts:
     """The cuts (the first and the last place included) whose stages are nearest to their targets,
-    by squares; None where there are fewer places than stages.
+    by squares.
     """
     size = len(between)
     best = np.full(size, np.inf)
@@ -207,8 +208,7 @@ def _nearest(between: Floats, crossing: Floats, targets: Floats) -> Cuts | None:
             costs = best[:, None] + np.square(between - target)
         came[stage] = np.argmin(costs, axis=0)
         best = costs[came[stage], np.arange(size)] + np.square(crossing)
-    if not np.isfinite(best[-1]):
-        return None
+    assert np.isfinite(best[-1]), "there are no more stages than items"
     cuts = [size - 1]
     for stage in reversed(range(len(targets))):
         cuts.append(int(came[stage][cuts[-1]]))
