@@ -420,12 +420,21 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
 
 
 def run(
-    path: str | Path, script: Sequence[str], *, progress: Say = _silent, verbose: bool = False
+    path: str | Path,
+    script: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    progress: Say = _silent,
+    verbose: bool = False,
 ) -> int:
-    """Start a training script on every rank of the plan; the exit code."""
+    """Start a training script on every rank of the plan; the exit code. The run ends where a rank
+    waits for another one longer than `timeout_s`, by default ten minutes.
+    """
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path
-    return launch.run(load(file), script, plan_path=file, say=progress, verbose=verbose)
+    return launch.run(
+        load(file), script, plan_path=file, say=progress, verbose=verbose, timeout_s=timeout_s
+    )
 
 
 def parallelize(  # noqa: PLR0913 - one argument per choice of the run

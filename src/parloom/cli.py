@@ -101,6 +101,7 @@ FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
 DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
 BUDGET = "End the search after so many solved programs and simulated steps."
+TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
 GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[
     Path | None, typer.Option(metavar="F", help="Measured rates, as `parloom calibrate` writes.")
@@ -232,6 +233,9 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
     ],
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.1, help=TIMEOUT)
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Start a training script on every rank of the plan with torchrun."""
@@ -241,7 +245,7 @@ def run(
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    raise typer.Exit(api.run(path, script, progress=_say, verbose=verbose))
+    raise typer.Exit(api.run(path, script, timeout_s=timeout, progress=_say, verbose=verbose))
 
 
 @cluster_app.command("show")

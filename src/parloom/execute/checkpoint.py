@@ -41,7 +41,7 @@ from parloom.execute.manifest import (
     stale_folders,
 )
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
-from parloom.runtime.comm import default_timeout
+from parloom.runtime.process_groups import default_timeout
 
 T = TypeVar("T")
 Folder = str | os.PathLike[str]
