@@ -101,6 +101,9 @@ FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
 DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
 BUDGET = "End the search after so many solved programs and simulated steps."
+RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
+CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
+THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
 TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
 GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[
@@ -233,19 +236,28 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
     ],
-    timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.1, help=TIMEOUT)
-    ] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, help=TIMEOUT)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help=CHECKPOINT)] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="C", help=THERE)] = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help=DEVICES)] = None,
     verbose: Verbose = False,
 ) -> None:
     """Start a training script on every rank of the plan with torchrun."""
+    of_resume: Asked = {"checkpoint": checkpoint, "cluster": cluster, "devices": devices}
+    if not resume and any(given is not None for given in of_resume.values()):
+        raise InputError("--checkpoint, --cluster and --devices go with --resume")
     from parloom import api
+    from parloom.resume import resume as go_on
 
     # Below torchrun this process is a rank: the script sees Ctrl-C as in any other program.
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    raise typer.Exit(api.run(path, script, timeout_s=timeout, progress=_say, verbose=verbose))
+    usual: Asked = {"timeout_s": timeout, "progress": _say, "verbose": verbose}
+    if resume:
+        raise typer.Exit(go_on(path, script, **of_resume, **usual))
+    raise typer.Exit(api.run(path, script, **usual))
 
 
 @cluster_app.command("show")

@@ -30,7 +30,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.silent import TIMED_OUT, Wait, silent_rank
-from parloom.execute.watch import DEFAULT_TIMEOUT_S, TIMEOUT_S, Seen, seen
+from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, TIMEOUT_S, Seen, seen
 from parloom.ir.lower_stages import stage_ranks
 from parloom.ir.plan import DEVICES, Plan
 from parloom.runtime.program import rank_name
@@ -68,17 +68,20 @@ def run(
     say: Say = lambda text: print(visible(text), file=sys.stderr, flush=True),
     verbose: bool = False,
     timeout_s: float | None = None,
+    checkpoint: Path | None = None,
 ) -> int:
     """Run `argv` (a script or `-m module`, and its arguments) on every rank; the exit code.
 
-    The script finds the plan's path in `PARLOOM_PLAN`. A rank that others wait for longer than
-    `timeout_s` ends the run. Raises `LaunchError` where this machine or
-    the surrounding torchrun has not the plan's ranks, `InputError` where there is no such script.
+    The script finds the plan's path in `PARLOOM_PLAN`; its trainer begins at `checkpoint`. A rank
+    that others wait for longer than `timeout_s` ends the run. Raises `LaunchError` where this
+    machine or the surrounding torchrun has not the plan's ranks, `InputError` where there is no
+    such script.
     """
     _check_script(argv)
     ranks = plan.decisions.num_ranks
     backend = load_cluster(plan.cluster).backend
     given = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
+    given |= {} if checkpoint is None else {CHECKPOINT: str(checkpoint)}
     given |= {} if timeout_s is None else {TIMEOUT_S: f"{timeout_s:g}"}
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         check_world_size(plan, int(os.environ["WORLD_SIZE"]))

@@ -31,7 +31,7 @@ from parloom.execute.program import NO_EVALUATION, evaluation_program, training_
 from parloom.execute.same_model import agreed, check_again, check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.unchanged import Unchanged
-from parloom.execute.watch import DEFAULT_TIMEOUT_S, Watch, timeout, watcher
+from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
 from parloom.ir.microbatches import with_whole_batch
@@ -286,6 +286,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         evaluation=evaluation.pipeline if evaluation else None,
     )
     trainer.take_over(model, loss)
+    if last := os.environ.get(CHECKPOINT):
+        trainer.load(last)
     return trainer
 
 

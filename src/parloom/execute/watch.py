@@ -20,6 +20,7 @@ from parloom.execute.rank import ERROR_FILE
 NAME = "doing.txt"
 WIDTH, RANKS_WIDTH = 64, 448
 BEAT_S = 0.5
+CHECKPOINT = "PARLOOM_CHECKPOINT"  # set by `parloom run --resume`
 TIMEOUT_S = "PARLOOM_TIMEOUT_S"  # set by `parloom run --timeout`
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -57,7 +58,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a rank left: its action, whom it waited for, and when it ran last (0 if it said none)."""
+    """What a rank left: its action, whom it waited for, and when it ran last (0: it left nothing)."""
 
     doing: str = ""
     waits_for: tuple[int, ...] = ()
