@@ -141,9 +141,8 @@ def resumed(folder: Path, plan: Path, reference: dict[int, float], row: Row) -> 
     wrong = [] if process.returncode == 0 else [f"resumed with {process.returncode}: {said[-300:]}"]
     if {step for step, _ in found} != set(reference):
         wrong.append("steps are missing")
-    if [step for step, _ in found[-(STEPS - row["resumed_after"]) :]][0] != row[
-        "resumed_after"
-    ] + 1:
+    first, _ = found[row["resumed_after"] - STEPS]
+    if first != row["resumed_after"] + 1:
         wrong.append("not from the checkpoint")
     return wrong + (["losses"] if row["error"] > TOLERANCE else [])
 

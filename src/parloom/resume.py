@@ -106,7 +106,7 @@ def devices_there(plan: Plan, cluster: str | None, devices: int | None) -> Devic
         if 0 < left < ranks and "RANK" not in os.environ:
             sizes = part_sizes(loaded.cluster)
             return Devices(loaded.spec, max(size for size in sizes if size <= left))
-    same = loaded.spec == plan.cluster and devices in (None, ranks)
+    same = loaded.spec == resolve_cluster(plan.cluster).spec and devices in (None, ranks)
     return None if same else Devices(loaded.spec, devices)
 
 

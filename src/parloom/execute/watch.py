@@ -58,7 +58,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a rank left: its action, whom it waited for, and when it ran last (0: it left nothing)."""
+    """What a rank left: its action, whom it waited for, and when it last ran (0: it left none)."""
 
     doing: str = ""
     waits_for: tuple[int, ...] = ()
