@@ -454,7 +454,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     """A trainer for this rank of `plan`, a `Plan` or its path, with `model`'s current values.
 
     Call it alike on every rank, under `parloom run` or torchrun; `model` is built as it was when it
-    was planned. A plan for one device needs no launcher.
+    was planned. A plan for one device needs no launcher. Below `parloom run --resume` the trainer
+    has loaded the checkpoint: its `steps_done` and `samples_seen` say where the data goes on.
 
     - `optimizer` makes the optimizer, of the planned class, from (name, parameter) pairs under the
       model's names: `lambda named: torch.optim.AdamW(named, lr=1e-3)`.

@@ -5,11 +5,9 @@ model, 6 gap not reached, 7 numbers differ, 8 environment unusable, 130 interrup
 imported by the commands that need it, when they run.
 """
 
-import hashlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -180,7 +178,7 @@ def _plan(
     cluster = searched["cluster"]
     loaded = resolve_cluster(cluster)
     from parloom import api
-    from parloom.execute.files import check_folder
+    from parloom.execute.files import check_folder, default_folder
     from parloom.report import terminal
 
     api.check_asked(model, captured | searched)
@@ -196,7 +194,7 @@ def _plan(
         raise
     capture_s, search_s = between - started, time.monotonic() - between
     _say(f"captured in {capture_s:.1f} s, searched in {search_s:.1f} s")
-    paths = api.save(found, out or _folder(model, cluster, found))
+    paths = api.save(found, out or default_folder(model, cluster, found))
     if as_json:
         show_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
     else:
@@ -491,16 +489,6 @@ def _quiet(verbose: bool) -> None:
 def _not_yet(what: str) -> NotYetError:
     """What is documented but still to come."""
     return NotYetError(f"not yet: {what} is still to come; parloom {__version__} is without")
-
-
-def _folder(model: str, cluster: str, found: Any) -> Path:
-    """`runs/<model>-<cluster>-<method>-<id>`: the same plan has the same folder."""
-    from parloom.ir.plan_json import plan_to_json
-
-    digest = hashlib.sha256(plan_to_json(found).encode("utf-8")).hexdigest()[:8]
-    names = (Path(model).name, Path(cluster).stem if "/" in cluster else cluster, found.method)
-    words = [re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") for name in names]
-    return Path("runs") / "-".join([*words, digest])
 
 
 def _say(text: str, *, laid_out: bool = False) -> None:

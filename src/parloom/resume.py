@@ -1,7 +1,5 @@
 """A run goes on from its last checkpoint, on the devices that are there: `parloom run --resume`."""
 
-import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +12,11 @@ from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InfeasibleError, InputError, LaunchError
 from parloom.execute import launch
 from parloom.execute.checkpoint import latest
+from parloom.execute.files import short_digest
 from parloom.execute.manifest import MANIFEST, read_manifest, resolve
 from parloom.execute.program import NO_EVALUATION
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import MICROBATCH, Plan
-from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import parse_graph
 from parloom.report.words import WARNING
 from parloom.search.request import AUTO
@@ -59,14 +57,13 @@ def resume(
     last = last_checkpoint(file.parent if checkpoint is None else Path(checkpoint))
     there = devices_there(plan, cluster, devices)
     if there is not None:
-        if "RANK" in os.environ:
+        if launch.inside_a_job():
             raise LaunchError(
                 f"--resume makes a new plan for {there.cluster}, and this process is a rank"
                 " already: start `parloom run --resume` without torchrun, or plan first"
             )
         plan = replanned(plan, there, progress)
-        digest = hashlib.sha256(plan_to_json(plan).encode("utf-8")).hexdigest()[:8]
-        file = api.save(plan, file.parent / f"replanned-{digest}")["plan"]
+        file = api.save(plan, file.parent / f"replanned-{short_digest(plan)}")["plan"]
         progress(f"{file}: {plan.method} on {plan.decisions.num_ranks} devices of {there.cluster}")
     progress(f"going on from {last}, after step {read_manifest(last).step}")
     return launch.run(
@@ -103,7 +100,7 @@ def devices_there(plan: Plan, cluster: str | None, devices: int | None) -> Devic
     ranks = plan.decisions.num_ranks
     if cluster is None and devices is None and loaded.cluster.device.name != "cpu":
         left = torch.cuda.device_count()
-        if 0 < left < ranks and "RANK" not in os.environ:
+        if 0 < left < ranks and not launch.inside_a_job():
             sizes = part_sizes(loaded.cluster)
             return Devices(loaded.spec, max(size for size in sizes if size <= left))
     same = loaded.spec == resolve_cluster(plan.cluster).spec and devices in (None, ranks)

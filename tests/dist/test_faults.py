@@ -299,6 +299,7 @@ def test_the_command_goes_on_under_a_new_plan(
     assert api.load(given["plan_path"]) == given["plan"]
     assert "after step 2" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert cli.main([*run, *asked, "--", "train.py"]) == 8
     assert "is a rank already" in capsys.readouterr().err
 

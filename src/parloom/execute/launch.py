@@ -83,7 +83,7 @@ def run(
     given = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
     given |= {} if checkpoint is None else {CHECKPOINT: str(checkpoint)}
     given |= {} if timeout_s is None else {TIMEOUT_S: f"{timeout_s:g}"}
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if inside_a_job():
         check_world_size(plan, int(os.environ["WORLD_SIZE"]))
         with _environment(given):
             rank_module.run_script(argv)
@@ -102,6 +102,11 @@ def run(
         if not any(log_dir.glob(TRACEBACK.format("*"))):  # what the message points to
             shutil.rmtree(log_dir, ignore_errors=True)
     return code
+
+
+def inside_a_job() -> bool:
+    """Whether this process is a rank already, of somebody else's torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
