@@ -66,6 +66,16 @@ def start(folder: Path, plan: Path, *flags: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def until_end(process: subprocess.Popen[str]) -> str:
+    """The stderr of a run; one that does not end is stopped."""
+    try:
+        _, said = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        _, said = process.communicate()
+    return said
+
+
 def losses(folder: Path) -> list[tuple[int, float]]:
     """(step, loss) of all steps that were logged, of every run; a line may be half written."""
     log = folder / "log.jsonl"
@@ -108,7 +118,7 @@ def judged(plan: Plan, index: int, reference: dict[int, float], step_s: float, c
         process = start(folder, file, "--timeout", f"{TIMEOUT_S[sign]:g}")
         pid = hurt(folder, after, rng.random() * step_s, rank, sign)
         began = time.monotonic()
-        _, said = process.communicate(timeout=300)
+        said = until_end(process)
         row["ended_s"] = round(time.monotonic() - began, 1)
         messages = [line for line in said.splitlines() if line.startswith("error: ")]
         row["message"] = messages[0] if messages else ""
@@ -133,7 +143,7 @@ def resumed(folder: Path, plan: Path, reference: dict[int, float], row: Row) -> 
     """Go on with three devices; what is wrong with it."""
     flags = ("--resume", "--checkpoint", str(folder / "checkpoints"))
     process = start(folder, plan, *flags, "--cluster", "3xcpu", "--devices", "3")
-    _, said = process.communicate(timeout=300)
+    said = until_end(process)
     found = losses(folder)
     row["error"] = max(abs(loss / reference[step] - 1) for step, loss in found)
     (new,) = folder.glob("replanned-*/plan.json")
@@ -152,7 +162,7 @@ def undisturbed(plan: Plan) -> tuple[dict[int, float], float]:
     with tempfile.TemporaryDirectory(prefix="parloom-faults-") as name:
         folder = Path(name)
         process = start(folder, api.save(plan, folder)["plan"])
-        _, said = process.communicate(timeout=300)
+        said = until_end(process)
         if process.returncode:
             raise RuntimeError(said)
         lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()

@@ -18,10 +18,10 @@ from torch import Tensor
 from parloom import api, cli, resume
 from parloom import runtime as rt
 from parloom.errors import InputError, LaunchError, SilentRankError
-from parloom.execute import launch
+from parloom.execute import checkpoint, launch
 from parloom.execute.rank import ERROR_FILE
 from parloom.execute.ranks import RankError, fork_ranks
-from parloom.execute.silent import Wait, silent_rank
+from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
 from parloom.execute.watch import CHECKPOINT, TIMEOUT_S, Seen, seen, timeout, watcher
 from parloom.ir.plan import Plan
 from parloom.ir.schedules import schedule
@@ -118,7 +118,7 @@ def test_a_rank_that_hangs_is_named(
     first = failed.value.rank
     assert int(said[3]) == first != where[0]
     waits = {first: Wait(left[first].waits_for, LIMIT_S, time.time())}
-    assert silent_rank(waits, left)[0] == where[0]
+    assert silent_ranks(waits, left)[0] == (where[0],)
 
 
 def test_ranks_that_answer_train_on(
@@ -173,25 +173,33 @@ def hangs() -> Iterator[tuple[int, list[tuple[int, ...]], bool]]:
                 yield hung, *_waits_of(name, 4, 4, hung, done)
 
 
-def blamed(hung: int, waits: list[tuple[int, ...]], age_s: float) -> set[int]:
+def blamed(hung: int, waits: list[tuple[int, ...]], age_s: float) -> set[tuple[int, ...]]:
     """Who is named, whichever of the other ranks gives up first."""
     left = [Seen("F0", own, 100.0 - age_s * (rank == hung)) for rank, own in enumerate(waits)]
     first = [rank for rank in range(4) if rank != hung]
-    return {silent_rank({r: Wait(waits[r], 4.0, 100.0)}, left)[0] for r in first}
+    return {silent_ranks({r: Wait(waits[r], 4.0, 100.0)}, left)[0] for r in first}
 
 
 def test_the_rank_that_hangs_is_found_at_every_moment() -> None:
     """One that computes for ever runs; one that was stopped, also while it waited, does not."""
     for hung, waits, waiting in hangs():
-        assert blamed(hung, waits, 10.0) == {hung}
+        assert blamed(hung, waits, 10.0) == {(hung,)}
         if not waiting:
-            assert blamed(hung, waits, 0.0) == {hung}
+            assert blamed(hung, waits, 0.0) == {(hung,)}
 
 
 def test_without_signs_of_life_a_wait_that_is_over_misleads() -> None:
     """Why ranks touch their files: a rank that is stopped while it waits still names another."""
-    wrong = [blamed(hung, waits, 0.0) != {hung} for hung, waits, waiting in hangs() if waiting]
+    wrong = [blamed(hung, waits, 0.0) != {(hung,)} for hung, waits, waiting in hangs() if waiting]
     assert any(wrong)
+
+
+def test_where_nobody_said_whom_it_waits_for_all_others_may_be_it() -> None:
+    """In a checkpoint's own group; unless one has stopped."""
+    left = [Seen("saving, after step 3", (), alive_s) for alive_s in (100.0, 99.9, 99.8)]
+    waits = {1: Wait((), 4.0, 100.0)}
+    assert silent_ranks(waits, left) == ((0, 2), 1)
+    assert silent_ranks(waits, [*left[:2], replace(left[2], alive_s=90.0)]) == ((2,), 1)
 
 
 def test_the_error_names_stages_and_action() -> None:
@@ -221,6 +229,24 @@ STEPS, SAVED = 4, 2
 
 def sgd(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1, momentum=0.9)
+
+
+def stopped_in_a_save(plan: Plan, folder: Path) -> None:
+    """Rank 2 stops when torch's own part of the save begins."""
+    os.environ[TIMEOUT_S] = f"{LIMIT_S:g}"
+    trainer = api.parallelize(build()[0], plan, optimizer=sgd)
+    if dist.get_rank() == 2:
+        checkpoint.dcp_save = lambda *given, **named: stop()  # type: ignore[assignment]
+    trainer.save(folder / "saved")
+
+
+def test_a_save_waits_no_longer_than_a_step(four: Plan, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as failed:
+        fork_ranks(4, stopped_in_a_save, four, tmp_path)
+    assert TIMED_OUT.search(str(failed.value).partition("failed: ")[2]), str(failed.value)
+    assert time.monotonic() - began < LIMIT_S + 20
+    assert not (tmp_path / "saved").exists()
 
 
 def losses(plan: Plan, folder: Path | None, last: Path | None) -> list[float]:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
-from parloom.execute.silent import TIMED_OUT, Wait, silent_rank
+from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, TIMEOUT_S, Seen, seen
 from parloom.ir.lower_stages import stage_ranks
 from parloom.ir.plan import DEVICES, Plan
@@ -243,14 +243,16 @@ def _waits(error: ChildFailedError) -> dict[int, Wait]:
 
 def _silent(plan: Plan, waits: Mapping[int, Wait], left: Sequence[Seen]) -> str:
     """The message where ranks waited in vain."""
-    blamed, by = silent_rank(waits, left)
+    blamed, by = silent_ranks(waits, left)
     timeout_s = min(wait.timeout_s for wait in waits.values())
     during = f" in {_doing(left[by])}" if left[by].doing else ""
-    last = left[blamed].doing or "before it began to train"
+    last = left[blamed[0]].doing or "before it began to train"
+    seen_last = f"it was last seen {last}; " if len(blamed) == 1 else ""
+    names = " or ".join(_named(plan, rank) for rank in blamed)
     return (
-        f"error: {_named(plan, blamed)} did not answer within {timeout_s:g} s:"
-        f" {_named(plan, by)} waited for it{during}; it was last seen {last};"
-        " the other ranks were stopped (a longer wait: --timeout)"
+        f"error: {names} did not answer within {timeout_s:g} s:"
+        f" {_named(plan, by)} waited for it{during}; {seen_last}"
+        "the other ranks were stopped (a longer wait: --timeout)"
     )
 
 

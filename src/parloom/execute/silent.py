@@ -22,11 +22,12 @@ class Wait:
     time_s: float
 
 
-def silent_rank(waits: Mapping[int, Wait], seen: Sequence[Seen]) -> tuple[int, int]:
+def silent_ranks(waits: Mapping[int, Wait], seen: Sequence[Seen]) -> tuple[tuple[int, ...], int]:
     """The rank that kept the others waiting, and one that waited for it.
 
     That is the rank whose process has not run for the longest, if there is one; otherwise a rank
-    that waits for nobody, among those that the first wait led to.
+    that waits for nobody, among those that the first wait led to. Where it is not known whom that
+    wait was for, all that may be: those that did not give up.
     """
     first = min(waits, key=lambda rank: waits[rank].time_s)
     last_s = max(own.alive_s for own in seen)
@@ -34,21 +35,17 @@ def silent_rank(waits: Mapping[int, Wait], seen: Sequence[Seen]) -> tuple[int, i
     stopped = [
         rank for rank in others if 0 < seen[rank].alive_s < last_s - waits[first].timeout_s / 2
     ]
+    waited = [
+        waits[rank].ranks if rank in waits else own.waits_for for rank, own in enumerate(seen)
+    ]
     if stopped:
         blamed = min(stopped, key=lambda rank: seen[rank].alive_s)
+    elif waited[first]:
+        blamed = _end_of_waits(first, waited)
     else:
-        blamed = _end_of_waits(first, _waited_for(waits, seen))
-    waited = _waited_for(waits, seen)
+        return tuple(others) or (first,), first
     by = [rank for rank in (first, *waits, *others) if blamed in waited[rank] and rank != blamed]
-    return blamed, (by or [first])[0]
-
-
-def _waited_for(waits: Mapping[int, Wait], seen: Sequence[Seen]) -> list[tuple[int, ...]]:
-    """The ranks that each rank waits for; all others where that is not known."""
-    found = [own.waits_for for own in seen]
-    for rank, wait in waits.items():
-        found[rank] = wait.ranks or tuple(r for r in range(len(seen)) if r != rank)
-    return found
+    return (blamed,), (by or [first])[0]
 
 
 def _end_of_waits(first: int, waited: Sequence[tuple[int, ...]]) -> int:

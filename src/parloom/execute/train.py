@@ -5,8 +5,8 @@ import os
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -201,11 +201,20 @@ class Trainer(RuntimeTrainer):
         """Write a checkpoint that loads under any other plan of the same model."""
         self.log.flush()
         plan_hash = _hash(self.run.plan)
-        return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=plan_hash)
+        with self._seen("saving"):
+            return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=plan_hash)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, whatever plan it was saved under."""
-        checkpoint.load(self, folder)
+        with self._seen("loading"):
+            checkpoint.load(self, folder)
+
+    @contextmanager
+    def _seen(self, doing: str) -> Iterator[None]:
+        """Say what this rank does between steps."""
+        self.run.watch(f"{doing}, after step {self.steps_done}")
+        yield
+        self.run.watch(f"between steps, after step {self.steps_done}")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers, as the model's own `state_dict` names and orders them."""
