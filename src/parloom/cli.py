@@ -234,7 +234,7 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
     ],
-    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, help=TIMEOUT)] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=TIMEOUT)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help=CHECKPOINT)] = None,
     cluster: Annotated[str | None, typer.Option(metavar="C", help=THERE)] = None,

@@ -198,6 +198,12 @@ def test_a_rank_that_hangs_is_one_message_and_ends(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_no_timeout(timeout_s: float, tmp_path: Path, said: Said) -> None:
+    with pytest.raises(InputError, match="timeout: must be a number of seconds above 0"):
+        launch.run(PLAN, [script(tmp_path, "")], say=said, timeout_s=timeout_s)
+
+
 def test_a_users_own_timeout_is_an_error_like_others(tmp_path: Path, said: Said) -> None:
     text = "if RANK == 1:\n    raise RuntimeError('Read timed out.')\ntime.sleep(100)\n"
     assert run(script(tmp_path, text), said) == 1

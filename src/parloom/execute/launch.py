@@ -6,6 +6,7 @@ somebody else's torchrun started works as well.
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shlex
@@ -75,9 +76,11 @@ def run(
     The script finds the plan's path in `PARLOOM_PLAN`; its trainer begins at `checkpoint`. A rank
     that others wait for longer than `timeout_s` ends the run. Raises `LaunchError` where this
     machine or the surrounding torchrun has not the plan's ranks, `InputError` where there is no
-    such script.
+    such script, or the timeout is none.
     """
     _check_script(argv)
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InputError(f"timeout: must be a number of seconds above 0, got {timeout_s!r}")
     ranks = plan.decisions.num_ranks
     backend = load_cluster(plan.cluster).backend
     given = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
