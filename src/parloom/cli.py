@@ -251,7 +251,6 @@ def run(
     # Below torchrun this process is a rank: the script sees Ctrl-C as in any other program.
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
     usual: Asked = {"timeout_s": timeout, "progress": _say, "verbose": verbose}
     if resume:
         raise typer.Exit(go_on(path, script, **of_resume, **usual))
