@@ -236,7 +236,7 @@ def stopped_in_a_save(plan: Plan, folder: Path) -> None:
     os.environ[TIMEOUT_S] = f"{LIMIT_S:g}"
     trainer = api.parallelize(build()[0], plan, optimizer=sgd)
     if dist.get_rank() == 2:
-        checkpoint.dcp_save = lambda *given, **named: stop()  # type: ignore[assignment]
+        checkpoint.dcp_save = lambda *given, **named: stop()  # type: ignore[attr-defined]
     trainer.save(folder / "saved")
 
 
