@@ -40,8 +40,9 @@ from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import DistributedComm, Program, Trainer, required_groups
-from parloom.runtime.comm import Group, Work
+from parloom.runtime.comm import Group
 from parloom.runtime.optimizer import OPTIMIZERS
+from parloom.runtime.work import Work
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 LIMIT = 0.1

@@ -420,12 +420,21 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
 
 
 def run(
-    path: str | Path, script: Sequence[str], *, progress: Say = _silent, verbose: bool = False
+    path: str | Path,
+    script: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    progress: Say = _silent,
+    verbose: bool = False,
 ) -> int:
-    """Start a training script on every rank of the plan; the exit code."""
+    """Start a training script on every rank of the plan; the exit code. The run ends where a rank
+    waits for another one longer than `timeout_s`, by default ten minutes.
+    """
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path
-    return launch.run(load(file), script, plan_path=file, say=progress, verbose=verbose)
+    return launch.run(
+        load(file), script, plan_path=file, say=progress, verbose=verbose, timeout_s=timeout_s
+    )
 
 
 def parallelize(  # noqa: PLR0913 - one argument per choice of the run
@@ -445,7 +454,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     """A trainer for this rank of `plan`, a `Plan` or its path, with `model`'s current values.
 
     Call it alike on every rank, under `parloom run` or torchrun; `model` is built as it was when it
-    was planned. A plan for one device needs no launcher.
+    was planned. A plan for one device needs no launcher. Below `parloom run --resume` the trainer
+    has loaded the checkpoint: its `steps_done` and `samples_seen` say where the data goes on.
 
     - `optimizer` makes the optimizer, of the planned class, from (name, parameter) pairs under the
       model's names: `lambda named: torch.optim.AdamW(named, lr=1e-3)`.

@@ -5,11 +5,9 @@ model, 6 gap not reached, 7 numbers differ, 8 environment unusable, 130 interrup
 imported by the commands that need it, when they run.
 """
 
-import hashlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -101,6 +99,10 @@ FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
 DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
 BUDGET = "End the search after so many solved programs and simulated steps."
+RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
+CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
+THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
+TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
 GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[
     Path | None, typer.Option(metavar="F", help="Measured rates, as `parloom calibrate` writes.")
@@ -176,7 +178,7 @@ def _plan(
     cluster = searched["cluster"]
     loaded = resolve_cluster(cluster)
     from parloom import api
-    from parloom.execute.files import check_folder
+    from parloom.execute.files import check_folder, default_folder
     from parloom.report import terminal
 
     api.check_asked(model, captured | searched)
@@ -192,7 +194,7 @@ def _plan(
         raise
     capture_s, search_s = between - started, time.monotonic() - between
     _say(f"captured in {capture_s:.1f} s, searched in {search_s:.1f} s")
-    paths = api.save(found, out or _folder(model, cluster, found))
+    paths = api.save(found, out or default_folder(model, cluster, found))
     if as_json:
         show_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
     else:
@@ -232,16 +234,27 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
     ],
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=TIMEOUT)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help=CHECKPOINT)] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="C", help=THERE)] = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help=DEVICES)] = None,
     verbose: Verbose = False,
 ) -> None:
     """Start a training script on every rank of the plan with torchrun."""
+    of_resume: Asked = {"checkpoint": checkpoint, "cluster": cluster, "devices": devices}
+    if not resume and any(given is not None for given in of_resume.values()):
+        raise InputError("--checkpoint, --cluster and --devices go with --resume")
     from parloom import api
+    from parloom.resume import resume as go_on
 
     # Below torchrun this process is a rank: the script sees Ctrl-C as in any other program.
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    raise typer.Exit(api.run(path, script, progress=_say, verbose=verbose))
+    usual: Asked = {"timeout_s": timeout, "progress": _say, "verbose": verbose}
+    if resume:
+        raise typer.Exit(go_on(path, script, **of_resume, **usual))
+    raise typer.Exit(api.run(path, script, **usual))
 
 
 @cluster_app.command("show")
@@ -475,16 +488,6 @@ def _quiet(verbose: bool) -> None:
 def _not_yet(what: str) -> NotYetError:
     """What is documented but still to come."""
     return NotYetError(f"not yet: {what} is still to come; parloom {__version__} is without")
-
-
-def _folder(model: str, cluster: str, found: Any) -> Path:
-    """`runs/<model>-<cluster>-<method>-<id>`: the same plan has the same folder."""
-    from parloom.ir.plan_json import plan_to_json
-
-    digest = hashlib.sha256(plan_to_json(found).encode("utf-8")).hexdigest()[:8]
-    names = (Path(model).name, Path(cluster).stem if "/" in cluster else cluster, found.method)
-    words = [re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") for name in names]
-    return Path("runs") / "-".join([*words, digest])
 
 
 def _say(text: str, *, laid_out: bool = False) -> None:

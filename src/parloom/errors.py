@@ -5,7 +5,7 @@ why, and what to try next. Anything that is not a `ParloomError` is a bug and ex
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from unicodedata import category
 
@@ -105,6 +105,24 @@ class LaunchError(ParloomError):
     """The environment cannot run the plan: world size, backend, a rank that died."""
 
     exit_code = 8
+
+
+class SilentRankError(LaunchError):
+    """One of `ranks` did not do in time what rank `waiting` needed of it, in an action if any."""
+
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        waiting: int,
+        timeout_s: float,
+        action: str = "",
+        named: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        self.ranks, self.waiting, self.timeout_s = tuple(ranks), waiting, timeout_s
+        silent = " or ".join(named(rank) for rank in self.ranks)
+        during = f" in {action}" if action else ""
+        waited = f"{named(waiting)} waited for it{during}"
+        super().__init__(f"{silent} did not answer within {timeout_s:g} s: {waited}")
 
 
 class VerifyError(ParloomError):

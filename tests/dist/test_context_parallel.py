@@ -18,6 +18,7 @@ from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
 from parloom.runtime import context_parallel
+from parloom.runtime.work import DONE
 from parloom.search.stripes import with_stripes
 from parloom.runtime.context_parallel import ALL, BEFORE, COMPARED, UP_TO, Blocks
 
@@ -116,7 +117,7 @@ def test_stripes_of_a_plan_that_was_found_equal_one_device() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_that_does_not_turn_is_seen(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_parallel, "_shift", lambda flat, group: (flat, rt.comm.DONE))
+    monkeypatch.setattr(context_parallel, "_shift", lambda flat, group: (flat, DONE))
     report = verified("gpt", Configuration(context=ranks, microbatch=4, ring=True, striped=True))
     assert not report.passed
 

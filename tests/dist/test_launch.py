@@ -17,8 +17,8 @@ import torch
 
 from parloom.errors import FingerprintError, InputError, LaunchError
 from parloom.execute import launch
-from parloom.ir.mesh import grid
-from parloom.ir.plan import one_stage, Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage, one_stage
 from parloom.ir.plan_json import plan_to_json
 
 PLAN = Plan(
@@ -149,6 +149,66 @@ def test_a_killed_rank_names_the_signal(
         "error: rank 2 of 3 died (last seen in action F1, step 7): killed by SIGKILL"
     )
     assert folders_of_runs(tmp_path) == []
+
+
+STAGES = tuple(
+    Stage((name,), (range(begin, begin + 1),), Mesh(())) for begin, name in enumerate("abc")
+)
+PIPELINE = replace(PLAN, decisions=Decisions(STAGES, schedule="1f1b"))
+
+
+def test_a_killed_rank_of_a_pipeline_names_its_stage(tmp_path: Path, said: Said) -> None:
+    text = (
+        "from parloom.execute.watch import watcher\nwatcher()('in action 1F4, step 7')\n"
+        "if RANK == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)\n"
+    )
+    assert launch.run(PIPELINE, [script(tmp_path, text)], say=said) == 128 + signal.SIGKILL
+    assert len(said) == 2
+    assert said[1].startswith(
+        "error: rank 1 of 3 (stage 1) died (last seen in action 1F4, step 7): killed by SIGKILL"
+    )
+
+
+def test_a_rank_that_hangs_is_one_message_and_ends(
+    tmp_path: Path, said: Said, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is stopped while it waits for rank 0, which is the first to give up."""
+    text = (
+        "from parloom.errors import SilentRankError\n"
+        "from parloom.execute.watch import watcher\nwatch = watcher()\n"
+        "action = {0: 'B0', 1: '1F4', 2: '2F4'}[RANK]\n"
+        "watch(f'in action {action}, step 7')\nwatch.waiting([(RANK + 1) % 2])\n"
+        "open(sys.argv[1] + str(RANK), 'w').write(str(os.getpid()))\n"
+        "while not all(os.path.exists(sys.argv[1] + r) for r in '012'):\n    time.sleep(0.05)\n"
+        "if RANK == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(3.5 + RANK)\n"
+        "raise SilentRankError([1], RANK, float(os.environ['PARLOOM_TIMEOUT_S']), action)\n"
+    )
+    prefix = str(tmp_path / "pid-")
+    began = time.monotonic()
+    argv = [script(tmp_path, text), prefix]
+    assert launch.run(PIPELINE, argv, say=said, timeout_s=4) == LaunchError.exit_code == 8
+    assert time.monotonic() - began < 30, "torchrun alone would wait 30 s for it"
+    assert said[1:] == [
+        "error: rank 1 (stage 1) did not answer within 4 s: rank 0 (stage 0) waited for it in B0,"
+        " step 7; it was last seen in action 1F4, step 7; the other ranks were stopped (a longer"
+        " wait: --timeout)"
+    ]
+    assert not any(_alive(int(Path(prefix + str(rank)).read_text())) for rank in range(3))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_no_timeout(timeout_s: float, tmp_path: Path, said: Said) -> None:
+    with pytest.raises(InputError, match="timeout: must be a number of seconds above 0"):
+        launch.run(PLAN, [script(tmp_path, "")], say=said, timeout_s=timeout_s)
+
+
+def test_a_users_own_timeout_is_an_error_like_others(tmp_path: Path, said: Said) -> None:
+    text = "if RANK == 1:\n    raise RuntimeError('Read timed out.')\ntime.sleep(100)\n"
+    assert run(script(tmp_path, text), said) == 1
+    assert "rank 1 of 3 died" in said[1]
+    assert "Read timed out" in said[1]
 
 
 def test_a_rank_that_ends_early_is_named_and_not_the_one_that_misses_it(

@@ -41,7 +41,8 @@ from parloom.execute.manifest import (
     stale_folders,
 )
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
-from parloom.runtime.comm import default_timeout
+from parloom.execute.watch import timeout
+from parloom.runtime.process_groups import default_timeout
 
 T = TypeVar("T")
 Folder = str | os.PathLike[str]
@@ -264,7 +265,7 @@ def _copied(shard: Shard) -> _Copy:
 def _new_group() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    group = dist.new_group(backend="gloo", timeout=default_timeout())
+    group = dist.new_group(backend="gloo", timeout=timeout() or default_timeout())
     assert isinstance(group, dist.ProcessGroup)
     return group
 

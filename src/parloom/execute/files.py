@@ -1,7 +1,9 @@
 """Files on disk: whole or not at all."""
 
 import contextlib
+import hashlib
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -15,7 +17,7 @@ from parloom.execute.optimizers import named_optimizer
 from parloom.input_files import MIB, read_input
 from parloom.ir.mesh import check_part
 from parloom.ir.plan import Plan
-from parloom.ir.plan_json import plan_from_json
+from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
 
@@ -44,6 +46,18 @@ def check_folder(folder: Path) -> None:
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def default_folder(model: str, cluster: str, plan: Plan) -> Path:
+    """`runs/<model>-<cluster>-<method>-<id>`: the same plan has the same folder."""
+    names = (Path(model).name, Path(cluster).stem if "/" in cluster else cluster, plan.method)
+    words = [re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") for name in names]
+    return Path("runs") / "-".join([*words, short_digest(plan)])
+
+
+def short_digest(plan: Plan) -> str:
+    """What tells the folders of plans apart."""
+    return hashlib.sha256(plan_to_json(plan).encode("utf-8")).hexdigest()[:8]
 
 
 def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> Path:

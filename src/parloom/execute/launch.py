@@ -6,6 +6,7 @@ somebody else's torchrun started works as well.
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shlex
@@ -13,12 +14,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -27,9 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
-from parloom.execute.watch import last_record
+from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
+from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, TIMEOUT_S, Seen, seen
+from parloom.ir.lower_stages import stage_ranks
 from parloom.ir.plan import DEVICES, Plan
+from parloom.runtime.program import rank_name
 
+POLL_S, GRACE_S = 0.2, 3.0  # to see that a rank has failed; for the others to end by themselves
 BETWEEN = "between steps"  # how a rank's record begins when it is in none
 TRACEBACK = "rank-{}-traceback.txt"
 # What gloo and NCCL say when a peer is no longer there.
@@ -61,35 +68,48 @@ def run(
     plan_path: Path | None = None,
     say: Say = lambda text: print(visible(text), file=sys.stderr, flush=True),
     verbose: bool = False,
+    timeout_s: float | None = None,
+    checkpoint: Path | None = None,
 ) -> int:
     """Run `argv` (a script or `-m module`, and its arguments) on every rank; the exit code.
 
-    The script finds the plan's path in `PARLOOM_PLAN`. Raises `LaunchError` where this machine or
-    the surrounding torchrun has not the plan's ranks, `InputError` where there is no such script.
+    The script finds the plan's path in `PARLOOM_PLAN`; its trainer begins at `checkpoint`. A rank
+    that others wait for longer than `timeout_s` ends the run. Raises `LaunchError` where this
+    machine or the surrounding torchrun has not the plan's ranks, `InputError` where there is no
+    such script, or the timeout is none.
     """
     _check_script(argv)
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InputError(f"timeout: must be a number of seconds above 0, got {timeout_s!r}")
     ranks = plan.decisions.num_ranks
     backend = load_cluster(plan.cluster).backend
-    path = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    given = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
+    given |= {} if checkpoint is None else {CHECKPOINT: str(checkpoint)}
+    given |= {} if timeout_s is None else {TIMEOUT_S: f"{timeout_s:g}"}
+    if inside_a_job():
         check_world_size(plan, int(os.environ["WORLD_SIZE"]))
-        with _environment(path):
+        with _environment(given):
             rank_module.run_script(argv)
         return 0
     if backend == "nccl":
         _check_devices(plan, ranks)
     log_dir = Path(tempfile.mkdtemp(prefix="parloom-run-"))
     command = launch_command(ranks, argv, log_dir)
-    settings = path | _defaults(backend, ranks)
+    settings = given | _defaults(backend, ranks)
     said = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     say(f"{said} {shlex.join(command)}".strip())
     try:
-        with _environment(settings), _quiet(verbose):
-            code = _launch(command, ranks, log_dir, say, verbose)
+        with _environment(settings), _quiet(verbose), _ending(log_dir):
+            code = _launch(command, plan, log_dir, say, verbose)
     finally:
         if not any(log_dir.glob(TRACEBACK.format("*"))):  # what the message points to
             shutil.rmtree(log_dir, ignore_errors=True)
     return code
+
+
+def inside_a_job() -> bool:
+    """Whether this process is a rank already, of somebody else's torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
@@ -182,19 +202,25 @@ def _not_theirs() -> tuple[str, ...]:
     return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
-def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bool) -> int:
+def _launch(command: list[str], plan: Plan, log_dir: Path, say: Say, verbose: bool) -> int:
+    ranks = plan.decisions.num_ranks
     try:
         # torch.distributed.run has no annotations.
         torchrun.run(torchrun.parse_args(command[3:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
+        left = [seen(log_dir, rank) for rank in range(ranks)]
+        waits = _waits(error)
+        if waits:
+            say(_silent(plan, waits, left))
+            return LaunchError.exit_code
         death = first_death(error)
-        ended = [rank for rank in range(ranks) if _ended(rank, error, log_dir)]
+        ended = [rank for rank in range(ranks) if _ended(rank, error, left[rank])]
         if death.gone and ended:
-            text = _left_early(ended[0], death.rank, last_record(log_dir, ended[0]))
+            text = _left_early(ended[0], death.rank, left[ended[0]].doing)
         else:
-            doing = last_record(log_dir, death.rank)
+            doing = left[death.rank].doing
             notes = (f"last seen {doing}", *death.notes) if doing else death.notes
-            text = _death(replace(death, notes=notes), ranks)
+            text = _death(replace(death, notes=notes), plan)
         say(text + _trace(death, log_dir, verbose))
         return death.exit_code
     except SignalException as stop:
@@ -205,13 +231,52 @@ def _launch(command: list[str], ranks: int, log_dir: Path, say: Say, verbose: bo
     return 0
 
 
-def _ended(rank: int, error: ChildFailedError, log_dir: Path) -> bool:
+def _waits(error: ChildFailedError) -> dict[int, Wait]:
+    """The ranks that gave up to wait for another one."""
+    found: dict[int, Wait] = {}
+    for rank, failure in error.failures.items():
+        extra = _extra(failure)
+        waited, time_s = extra.get("waited"), float(extra.get("time_s", failure.timestamp))
+        if waited is not None:
+            found[rank] = Wait(tuple(waited["ranks"]), waited["timeout_s"], time_s)
+        elif TIMED_OUT.search(_cause(failure)):
+            found[rank] = Wait((), float(os.environ.get(TIMEOUT_S, DEFAULT_TIMEOUT_S)), time_s)
+    return found
+
+
+def _silent(plan: Plan, waits: Mapping[int, Wait], left: Sequence[Seen]) -> str:
+    """The message where ranks waited in vain."""
+    blamed, by = silent_ranks(waits, left)
+    timeout_s = min(wait.timeout_s for wait in waits.values())
+    during = f" in {_doing(left[by])}" if left[by].doing else ""
+    last = left[blamed[0]].doing or "before it began to train"
+    seen_last = f"it was last seen {last}; " if len(blamed) == 1 else ""
+    names = " or ".join(_named(plan, rank) for rank in blamed)
+    return (
+        f"error: {names} did not answer within {timeout_s:g} s:"
+        f" {_named(plan, by)} waited for it{during}; {seen_last}"
+        "the other ranks were stopped (a longer wait: --timeout)"
+    )
+
+
+def _doing(own: Seen) -> str:
+    """`2F4, step 7`."""
+    return own.doing.removeprefix("in action ")
+
+
+def _named(plan: Plan, rank: int) -> str:
+    """A rank, and its stages where the plan has several."""
+    places = stage_ranks(plan.decisions) if len(plan.decisions.stages) > 1 else ()
+    return rank_name(rank, [stage for stage, ranks in enumerate(places) if rank in ranks])
+
+
+def _ended(rank: int, error: ChildFailedError, left: Seen) -> bool:
     """Whether a rank came to its end, or was stopped after its last step while it left."""
     failure = error.failures.get(rank)
     if failure is None:
         return True
     stopped = failure.exitcode == -signal.SIGTERM
-    return stopped and last_record(log_dir, rank).startswith(BETWEEN)
+    return stopped and left.doing.startswith(BETWEEN)
 
 
 def _left_early(ended: int, waiting: int, doing: str) -> str:
@@ -223,12 +288,15 @@ def _left_early(ended: int, waiting: int, doing: str) -> str:
     )
 
 
-def _death(death: Death, ranks: int) -> str:
+def _death(death: Death, plan: Plan) -> str:
+    ranks = plan.decisions.num_ranks
     line = user_line(death.traceback)
     where = f" at {line}" if line else ""
     doing = f" ({'; '.join(death.notes)})" if death.notes else ""
     others = "; the other ranks were stopped" if ranks > 1 else ""
-    return f"error: rank {death.rank} of {ranks} died{where}{doing}: {death.cause}{others}"
+    name, _, stage = _named(plan, death.rank).partition(" (")
+    whole = f"{name} of {ranks}" + (f" ({stage}" if stage else "")
+    return f"error: {whole} died{where}{doing}: {death.cause}{others}"
 
 
 def _trace(death: Death, log_dir: Path, verbose: bool) -> str:
@@ -307,6 +375,31 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _ending(log_dir: Path) -> Iterator[None]:
+    """End ranks that outlive one that failed: torchrun leaves 30 s to those that do not react."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not any(log_dir.glob("*/attempt_0/*/error.json")):
+            if over.wait(POLL_S):
+                return
+        if over.wait(GRACE_S):
+            return
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if rank_module.__name__ in child.cmdline():
+                    child.kill()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextlib.contextmanager

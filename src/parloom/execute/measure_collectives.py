@@ -17,7 +17,8 @@ from parloom.cost.calibration import TimedCollective
 from parloom.cost.collectives import Group, group_of
 from parloom.execute.measure import WINDOWS
 from parloom.ir.mesh import Cluster, MeshAxis
-from parloom.runtime.comm import DistributedGroup, Work
+from parloom.runtime.comm import DistributedGroup
+from parloom.runtime.work import Work
 
 SIZES = {
     "cpu": (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22),

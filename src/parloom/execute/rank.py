@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from parloom.errors import InputError, ParloomError
+from parloom.errors import InputError, ParloomError, SilentRankError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PR_SET_PDEATHSIG = 1
@@ -86,6 +86,9 @@ def _record(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     code = error.exit_code if isinstance(error, ParloomError) else 1
     if isinstance(error, KeyboardInterrupt):
         code = 130
+    waited = None
+    if isinstance(error, SilentRankError):
+        waited = {"ranks": error.ranks, "timeout_s": error.timeout_s}
     message = {
         "message": f"{kind.__name__}: {error}",
         "errorCode": code,
@@ -94,6 +97,7 @@ def _record(kind: type[BaseException], error: BaseException, trace: TracebackTyp
             "timestamp": str(int(time.time())),
             "time_s": time.time(),
             "notes": list(getattr(error, "__notes__", ())),
+            "waited": waited,
         },
     }
     Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -5,8 +5,8 @@ import os
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from parloom.execute.program import NO_EVALUATION, evaluation_program, training_
 from parloom.execute.same_model import agreed, check_again, check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.unchanged import Unchanged
-from parloom.execute.watch import watcher
+from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
 from parloom.ir.microbatches import with_whole_batch
@@ -56,7 +56,6 @@ from parloom.runtime import (
 from parloom.runtime import Trainer as RuntimeTrainer
 from parloom.runtime.store import Source
 
-TIMEOUT = timedelta(minutes=10)
 DRAWS_DEPEND = (
     "dropout masks and other random draws depend on the plan: each rank draws its own part;"
     " parallelize(..., exact_random=True) draws alike under every plan, more slowly"
@@ -202,11 +201,20 @@ class Trainer(RuntimeTrainer):
         """Write a checkpoint that loads under any other plan of the same model."""
         self.log.flush()
         plan_hash = _hash(self.run.plan)
-        return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=plan_hash)
+        with self._seen("saving"):
+            return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=plan_hash)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, whatever plan it was saved under."""
-        checkpoint.load(self, folder)
+        with self._seen("loading"):
+            checkpoint.load(self, folder)
+
+    @contextmanager
+    def _seen(self, doing: str) -> Iterator[None]:
+        """Say what this rank does between steps."""
+        self.run.watch(f"{doing}, after step {self.steps_done}")
+        yield
+        self.run.watch(f"between steps, after step {self.steps_done}")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers, as the model's own `state_dict` names and orders them."""
@@ -240,11 +248,13 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
 ) -> Trainer:
     """A trainer for this rank of `plan`; `parloom.parallelize` says what the arguments are."""
     graph = parse_graph(plan.graph)
-    device = _device(plan)
+    device, watch = _device(plan), watcher()
     ranks = plan.decisions.num_ranks
     if ranks > 1 or "RANK" in os.environ:
         _join(plan, device)
-    with agreed(_comm(Mesh((Axis("all", ranks, ((ranks, 1),)),))), device):
+    # Rank 0 alone captures the model again: how long ranks may wait counts from the first step on.
+    together = _comm(Mesh((Axis("all", ranks, ((ranks, 1),)),)), _set_up_timeout(), watch)
+    with agreed(together, device):
         refuse_handed_over(model)
         optimizer = optimizers.checked(plan, optimizer)
         _check_functions(scheduler, loss)
@@ -252,13 +262,13 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     training = training_program(plan, graph)
     evaluation = evaluation_program(plan, training)
     pipeline = training.pipeline
-    comm = _comm(pipeline.mesh)
-    check_on_ranks(model, loss, plan, comm, device)
-    with agreed(comm, device):
+    comm = _comm(pipeline.mesh, timeout(), watch)
+    check_on_ranks(model, loss, plan, together, device)
+    with agreed(together, device):
         source = _values(model, graph, weights_path)
         names = [i.target for i in graph.inputs if i.kind in ("parameter", "buffer")]
         values = [] if weights_path else [(name, source(name)) for name in names]
-    check_same_values(comm, values, device)
+    check_same_values(together, values, device)
     del values
     say_of_draws(graph, comm, exact_random)
     samples = graph.sample_dims or sample_dims(factorize(graph))
@@ -273,7 +283,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         exact_random=exact_random,
         sample_dims=samples,
         log_path=log_path,
-        watch=watcher(),
+        watch=watch,
     )
     trainer = Trainer(
         pipeline,
@@ -285,6 +295,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         evaluation=evaluation.pipeline if evaluation else None,
     )
     trainer.take_over(model, loss)
+    if last := os.environ.get(CHECKPOINT):
+        trainer.load(last)
     return trainer
 
 
@@ -332,9 +344,16 @@ def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str]
     return read
 
 
-def _comm(mesh: Mesh, groups: tuple[tuple[str, ...], ...] = ()) -> Comm:
+def _set_up_timeout() -> timedelta:
+    """How long ranks wait for each other before they train."""
+    return max(timedelta(seconds=DEFAULT_TIMEOUT_S), timeout() or timedelta())
+
+
+def _comm(mesh: Mesh, longest: timedelta | None, watch: Watch) -> Comm:
     """The ranks that were started, or this one alone."""
-    return DistributedComm(mesh, groups) if dist.is_initialized() else SingleComm(mesh)
+    if not dist.is_initialized():
+        return SingleComm(mesh)
+    return DistributedComm(mesh, timeout=longest, tell=watch.waiting)
 
 
 def _device(plan: Plan) -> torch.device:
@@ -359,7 +378,8 @@ def _join(plan: Plan, device: torch.device) -> None:
                 " use `parloom run PLAN -- script.py` or torchrun"
             )
         check_world_size(plan, int(os.environ["WORLD_SIZE"]))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=_set_up_timeout())
     check_world_size(plan, dist.get_world_size())
 
 

@@ -1,6 +1,6 @@
 """All that a generated program imports: `from parloom import runtime as rt`."""
 
-from parloom.runtime.comm import Comm, DistributedComm, Group, SingleComm, Work
+from parloom.runtime.comm import Comm, DistributedComm, Group, SingleComm
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.context_parallel import causal_attention, ring_attention
@@ -74,6 +74,7 @@ from parloom.runtime.step import StepResult
 from parloom.runtime.store import Store, required_groups
 from parloom.runtime.threads import ThreadComm, run_threads
 from parloom.runtime.trainer import Shard, Trainer
+from parloom.runtime.work import Work
 
 __all__ = [
     "PRIMITIVES",

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from parloom.runtime.chunks import Pool, layout
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.program import StepNode
 from parloom.runtime.sharded_parameter import ShardedParameter, owner_axes
+from parloom.runtime.work import Work
 
 Path = tuple[StepNode, ...]
 Axes = tuple[str, ...]

@@ -5,7 +5,7 @@ Tensors are contiguous. A stacked tensor `[p, ...]` has one row per member, in t
 group (first axis most significant), which need not be the order of global ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,19 +16,13 @@ from torch import Tensor
 
 from parloom.errors import LaunchError, VerifyError
 from parloom.runtime.mesh import Mesh
+from parloom.runtime.process_groups import ProcessGroups, default_timeout
+from parloom.runtime.work import DONE, Awaited, Then, Waiting, Work
 
 # All-reduces of at most so many bytes go by one exchange where gloo's ring would take 2 (p - 1)
 # rounds: 3 to 6 against 11 to 14 ms among four ranks of 0.25 core over 100 Mbit/s, 2 against 4 to 7
 # ms between two, most of it their processors' (64 B to 16 KiB, torch 2.13).
 EXCHANGED_BYTES = 1 << 14
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object:
-        """Return when the results may be read on the current stream."""
-        ...
 
 
 class Group(Protocol):
@@ -118,18 +112,6 @@ class Comm(Protocol):
         ...
 
 
-class Done:
-    """What was over when it was launched."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = Done()
-
-
 class SingleGroup:
     """A group of one rank: reductions are identities, exchanges are copies."""
 
@@ -207,18 +189,6 @@ class SingleComm:
         return SingleComm(mesh)
 
 
-@dataclass(frozen=True, slots=True)
-class _Then:
-    """A collective followed by a local copy."""
-
-    work: Work
-    copy: Callable[[], object]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.copy()
-
-
 class DistributedGroup:
     """A group on top of a torch.distributed process group.
 
@@ -227,11 +197,18 @@ class DistributedGroup:
     """
 
     __slots__ = (
-        *("_by_exchange", "_ops", "index", "members", "order", "process_group", "rank", "size"),
+        *("_by_exchange", "_ops", "_waiting", "index", "members", "order", "process_group"),
+        *("rank", "size"),
     )
 
-    def __init__(self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
-        self.process_group = process_group
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        rank: int,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self.process_group, self._waiting = process_group, waiting
         self.size = len(ranks)
         self.rank = rank
         self.index = ranks.index(rank)
@@ -257,7 +234,7 @@ class DistributedGroup:
         small = tensor.numel() >= self.size and tensor.nbytes <= EXCHANGED_BYTES
         if small and self._by_exchange and tensor.is_cpu:
             return self._exchange(tensor, op)
-        return _started(
+        return self._started(
             dist.all_reduce(tensor, self._ops[op], group=self.process_group, async_op=True)
         )
 
@@ -270,18 +247,18 @@ class DistributedGroup:
             whole = received.sum(0, dtype=tensor.dtype) if op == "sum" else _extreme(received, op)
             tensor.copy_(whole)
 
-        return _Then(self._all_to_all(received, rows, None, None), reduce)
+        return Then(self._all_to_all(received, rows, None, None), reduce)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.order is None:
             return self._all_gather(output, tensor)
         order, received = self.order, torch.empty_like(output)
         work = self._all_gather(received, tensor)
-        return _Then(work, lambda: output.copy_(received[order]))
+        return Then(work, lambda: output.copy_(received[order]))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         # Flat tensors: gloo concatenates along dim 0 and refuses a stacked output.
-        return _started(
+        return self._started(
             dist.all_gather_single(
                 output.view(-1), tensor.view(-1), group=self.process_group, async_op=True
             )
@@ -289,7 +266,7 @@ class DistributedGroup:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         rows = tensor if self.order is None else tensor[_inverse(self.order)]
-        return _started(
+        return self._started(
             dist.reduce_scatter_single(
                 output.view(-1), rows.view(-1), group=self.process_group, async_op=True
             )
@@ -317,44 +294,29 @@ class DistributedGroup:
         )
         arrived = torch.split(received, [incoming[member] for member in inverse])
         order = self.order
-        return _Then(work, lambda: torch.cat([arrived[rank] for rank in order], out=output))
+        return Then(work, lambda: torch.cat([arrived[rank] for rank in order], out=output))
 
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, output_rows: list[int] | None, rows: list[int] | None
     ) -> Work:
-        return _started(
+        return self._started(
             dist.all_to_all_single(
                 output, tensor, output_rows, rows, group=self.process_group, async_op=True
             )
         )
 
     def broadcast(self, tensor: Tensor) -> Work:
-        return _started(
+        return self._started(
             dist.broadcast(tensor, src=self.members[0], group=self.process_group, async_op=True)
         )
 
-
-class ProcessGroups:
-    """The process groups of torch.distributed for sets of ranks, each made once.
-
-    Making one is collective over all ranks, members or not. `timeout` is that of all; `known` are
-    groups that are there already.
-    """
-
-    def __init__(self, timeout: timedelta, known: Mapping[tuple[int, ...], Any]) -> None:
-        self.timeout = timeout
-        self._made = dict(known)
-
-    def has(self, ranks: tuple[int, ...]) -> bool:
-        """Whether the group of `ranks` is there."""
-        return tuple(sorted(ranks)) in self._made
-
-    def make(self, ranks: tuple[int, ...]) -> Any:
-        """The group of `ranks`, whatever their order."""
-        members = tuple(sorted(ranks))
-        if members not in self._made:
-            self._made[members] = dist.new_group(list(members), timeout=self.timeout)
-        return self._made[members]
+    def _started(self, work: dist.Work | None) -> Work:
+        if work is None:
+            return DONE
+        if self._waiting is None:
+            return work
+        others = tuple(member for member in self.members if member != self.rank)
+        return Awaited(work, others, self._waiting)
 
 
 class DistributedComm:
@@ -364,7 +326,9 @@ class DistributedComm:
     of `weights` are new ones: a process group runs its collectives one after the other, and a block
     that sends a few activations would wait for all weights that are gathered ahead of time.
     `ranks` are the ranks of the default process group that the mesh numbers: all of them, but for
-    pipeline stages. Raises `LaunchError` when these are another number than `mesh` has.
+    pipeline stages. Raises `LaunchError` when these are another number than `mesh` has. `tell` is
+    given the ranks that this one waits for, and none when they have answered; gloo alone waits on
+    the host.
     """
 
     def __init__(
@@ -375,6 +339,7 @@ class DistributedComm:
         *,
         ranks: tuple[int, ...] | None = None,
         made: tuple[ProcessGroups, ProcessGroups] | None = None,
+        tell: Callable[[tuple[int, ...]], None] = lambda ranks: None,
     ) -> None:
         self.mesh = mesh
         self._ranks = tuple(range(dist.get_world_size())) if ranks is None else ranks
@@ -388,7 +353,10 @@ class DistributedComm:
             timeout = timeout or default_timeout()
             world = {tuple(range(dist.get_world_size())): dist.group.WORLD}
             made = ProcessGroups(timeout, world), ProcessGroups(timeout, {})
-        self._made = made
+        self._made, self._tell = made, tell
+        self._waiting: Waiting | None = None
+        if dist.get_backend() == "gloo":
+            self._waiting = Waiting(dist.get_rank(), self.timeout, tell)
         self._groups: dict[tuple[str, ...], Group] = {}
         self._weights: DistributedComm | None = None
         self._ways: dict[tuple[int, int], Any] = {}
@@ -403,7 +371,9 @@ class DistributedComm:
     def weights(self) -> "DistributedComm":
         if self._weights is None:
             own = self._made[1]
-            self._weights = DistributedComm(self.mesh, ranks=self._ranks, made=(own, own))
+            self._weights = DistributedComm(
+                self.mesh, ranks=self._ranks, made=(own, own), tell=self._tell
+            )
             self._weights._weights = self._weights
         return self._weights
 
@@ -421,7 +391,8 @@ class DistributedComm:
             return SingleGroup()
         if not self._made[0].has(ranks):
             raise VerifyError(f"no group over {axes} was made for this stage when it began")
-        return DistributedGroup(self._made[0].make(ranks), ranks, self._ranks[self.rank])
+        made = self._made[0].make(ranks)
+        return DistributedGroup(made, ranks, self._ranks[self.rank], self._waiting)
 
     def barrier(self) -> None:
         dist.barrier()
@@ -430,13 +401,13 @@ class DistributedComm:
         way = self._ways.get((self._ranks[self.rank], to))
         sent = dist.isend(tensor, to, group=way, tag=tag)
         assert sent is not None
-        return sent
+        return sent if self._waiting is None else Awaited(sent, (to,), self._waiting)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
         way = self._ways.get((sender, self._ranks[self.rank]))
         received = dist.irecv(tensor, sender, group=way, tag=tag)
         assert received is not None
-        return received
+        return received if self._waiting is None else Awaited(received, (sender,), self._waiting)
 
     def connect(self, ways: Iterable[tuple[int, int]]) -> None:
         if dist.get_backend() == "nccl":
@@ -467,7 +438,7 @@ class DistributedComm:
                 _make_all(made, mesh, ranks, axes)
         if self._ranks[self.rank] not in ranks:
             return None
-        return DistributedComm(mesh, ranks=ranks, made=self._made)
+        return DistributedComm(mesh, ranks=ranks, made=self._made, tell=self._tell)
 
 
 def _members(
@@ -486,16 +457,6 @@ def _make_all(
             made.make(_members(mesh, ranks, axes, rank))
 
 
-def default_timeout() -> timedelta:
-    """The timeout of the default process group: the shortest of its backends'.
-
-    `new_group` does not inherit it, and torch has no public way to ask for it.
-    """
-    group = dist.group.WORLD
-    assert group is not None
-    return min(group._get_backend(device).options._timeout for device in group._device_types)
-
-
 def _extreme(stacked: Tensor, op: str) -> Tensor:
     """The largest or smallest of the rows."""
     return stacked.amax(0) if op == "max" else stacked.amin(0)
@@ -506,7 +467,3 @@ def _inverse(order: list[int]) -> list[int]:
     for member, rank in enumerate(order):
         inverse[rank] = member
     return inverse
-
-
-def _started(work: Work | None) -> Work:
-    return work if work is not None else DONE

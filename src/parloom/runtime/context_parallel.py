@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from parloom.runtime.comm import DONE, DistributedGroup, Group, SingleGroup, Work
+from parloom.runtime.comm import DistributedGroup, Group, SingleGroup
 from parloom.runtime.context import Context
 from parloom.runtime.moves import named_group
 from parloom.runtime.sharding import Digit, global_shape, indices, take
+from parloom.runtime.work import DONE, Work
 
 Digits = tuple[Digit, ...]
 

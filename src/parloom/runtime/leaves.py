@@ -22,8 +22,9 @@ from torch import Tensor
 from parloom.errors import VerifyError
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.sharded_parameter import ShardedParameter
+from parloom.runtime.work import Work
 
 FIRST_BUCKET_BYTES = 1 << 20  # as torch's DDP: a small one first, to start early
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parloom.runtime.batches import Batches
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.context import Context
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.part import Part
 from parloom.runtime.program import Action, Program, Result
 from parloom.runtime.split_backward import SplitBackward
 from parloom.runtime.transfers import Transfers
+from parloom.runtime.work import Work
 
 
 class Losses:

@@ -1,7 +1,7 @@
 """A generated program: specs of its tensors, its schedule, and the functions that compute."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -219,6 +219,16 @@ class Pipeline:
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank has."""
         return tuple(s for s, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def named(self, rank: int) -> str:
+        """`rank 2 (stage 1)`; without stages where there is one only."""
+        return rank_name(rank, self.stages_on(rank) if len(self.programs) > 1 else ())
+
+
+def rank_name(rank: int, stages: Sequence[int]) -> str:
+    """`rank 2 (stage 1)`, `rank 2 (stages 1, 3)`."""
+    several = "s" if len(stages) > 1 else ""
+    return f"rank {rank}" + (f" (stage{several} {', '.join(map(str, stages))})" if stages else "")
 
 
 def one_stage(program: Program) -> Pipeline:

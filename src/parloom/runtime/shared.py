@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.part import Part
 from parloom.runtime.program import ParameterSpec, Pipeline, Program
 from parloom.runtime.sharded_parameter import ShardedParameter, boxes_of
 from parloom.runtime.sharding import Box
 from parloom.runtime.transfers import Piece, split
+from parloom.runtime.work import Work
 
 SHARED = 1 << 30  # the tag of their messages, which no value of a microbatch has
 

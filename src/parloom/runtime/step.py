@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parloom.errors import VerifyError
+from parloom.errors import SilentRankError, VerifyError
 from parloom.runtime.batches import Batches
 from parloom.runtime.comm import Comm
 from parloom.runtime.loss_scale import LossScale
@@ -98,22 +98,31 @@ class Step:
             passes[part.stage] = Passes(
                 part, batches[part.stage], stages.transfers, own, self._loss_scale
             )
-        once: dict[str, Callable[[], None]] = {
-            "REDUCE": self._reduce, "STEP": self._update, "GATHER": self._gather,
-        }  # fmt: skip
         for action in stages.actions:
             for part in stages.parts:
                 part.ctx.watch(f"in action {action}, step {part.ctx.step + 1}")
-            if action.kind in once:
-                once[action.kind]()
-                continue
-            own_passes = passes[action.stage]
-            run = {"F": own_passes.forward, "B": own_passes.backward, "W": own_passes.weights}
-            run[action.kind](action.microbatch)
+            try:
+                self._run(action, passes)
+            except SilentRankError as error:
+                named = stages.pipeline.named
+                raise SilentRankError(
+                    error.ranks, error.waiting, error.timeout_s, str(action), named
+                ) from error
         stages.transfers.end_step()
         losses = {stage: p.losses for stage, p in passes.items() if p.losses is not None}
         loss = stages.total_loss(stages.pipeline, losses)
         return StepResult(loss, self._grad_norm, scale, self._skipped)
+
+    def _run(self, action: Action, passes: Mapping[int, Passes]) -> None:
+        once: dict[str, Callable[[], None]] = {
+            "REDUCE": self._reduce, "STEP": self._update, "GATHER": self._gather,
+        }  # fmt: skip
+        if action.kind in once:
+            once[action.kind]()
+            return
+        own = passes[action.stage]
+        run = {"F": own.forward, "B": own.backward, "W": own.weights}
+        run[action.kind](action.microbatch)
 
     def _reduce(self) -> None:
         for part in self._stages.parts:

@@ -19,7 +19,7 @@ from torch import Tensor
 from parloom.errors import InputError, LaunchError, VerifyError
 from parloom.runtime.chunked import Traffic
 from parloom.runtime.chunks import Pool, layout
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
 from parloom.runtime.leaves import LeafGradients
@@ -30,6 +30,7 @@ from parloom.runtime.same import check_same_values
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import axes_of, take
 from parloom.runtime.units import Flat, Unit, Units
+from parloom.runtime.work import Work
 
 Source = Callable[[str], Tensor]
 

@@ -16,8 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import DONE, Comm, Group, SingleGroup, Work
+from parloom.runtime.comm import Comm, Group, SingleGroup
 from parloom.runtime.mesh import Mesh
+from parloom.runtime.work import DONE, Work
 
 T = TypeVar("T")
 

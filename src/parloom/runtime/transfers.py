@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.sharding import Box, boxes, local_shape
+from parloom.runtime.work import Work
 
 MICROBATCH_BITS = 16  # of a message's tag; plans have no more microbatches than that
 Slices = tuple[slice, ...]

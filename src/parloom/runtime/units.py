@@ -15,10 +15,11 @@ from torch import Tensor
 
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool, layout
-from parloom.runtime.comm import Comm, Work
+from parloom.runtime.comm import Comm
 from parloom.runtime.program import ParameterSpec
 from parloom.runtime.sharded_parameter import ShardedParameter, hold, section
 from parloom.runtime.sharding import local_shape
+from parloom.runtime.work import Work
 
 
 class Flat:
