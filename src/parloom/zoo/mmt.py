@@ -51,9 +51,7 @@ class MultiModalTransformer(nn.Module):
         self, text: Tensor, image: Tensor, audio: Tensor, video: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         ends = []
-        for layers, x_BSD in zip(
-            self.branches.values(), (text, image, audio, video), strict=True
-        ):
+        for layers, x_BSD in zip(self.branches.values(), (text, image, audio, video), strict=True):
             for layer in layers:  # type: ignore[attr-defined]
                 x_BSD = layer(x_BSD)
             ends.append(x_BSD)
