@@ -1,12 +1,13 @@
 """Stages from the series and parallel parts of a model, the slowest of which is the fastest.
 
 A stage has parts of the tree that are next to each other: a range of the parts of a series, or of
-parallel ones. Its devices replicate it. Under 1F1B it has as many microbatches in flight as there
-are stages on the longest path from it to the end (its depth).
+parallel ones; and what joins parallel parts may be in a stage with the ends of the last of them.
+Its devices replicate it. Under 1F1B it has as many microbatches in flight as there are stages on
+the longest path from it to the end (its depth).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, inf
 
@@ -15,21 +16,28 @@ from parloom.ir.series_parallel import Parallel, Series, Tree, items_in
 
 # Halving ends where the slowest stage is known to this share.
 PRECISION = 1e-3
+Stop = tuple[int, int]
+"""Parts of a node that are left, and parts of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Parts `first` to `last` - 1 of one node of the tree as a stage on `size` devices: what it
-    takes for a microbatch, and the bytes that `Items` tells apart.
+    takes for a microbatch, and the bytes that `Items` tells apart. Of parallel parts `first` those
+    of `front` are left in front of it. With `cut` it has only the first parts of its last one: it
+    is for parallel parts that end there.
     """
 
     first: int
     last: int
     size: int
+    items: tuple[int, ...]
     ps: float
     held_bytes: int
     kept_bytes: int
     passing_bytes: int
+    front: Stop | None = None
+    cut: Stop | None = None
 
     def peak_bytes(self, in_flight: int) -> int:
         """What each device holds with so many microbatches in flight."""
@@ -37,20 +45,19 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A part `first` that is split further, with so many devices, in front of `behind` stages."""
+class _Choice:
+    """Parts from a first one to `last` - 1 on `size` devices: a stage, behind parts `front` of the
+    first one that have `behind` stages behind them; one of both at least.
+    """
 
-    first: int
+    last: int
     size: int
+    block: Block | None
+    front: Stop | None
     behind: int
 
-    @property
-    def last(self) -> int:
-        return self.first + 1
 
-
-Choice = Block | _Part
-Table = dict[tuple[int, int], tuple[int, Choice | None]]
+Table = dict[tuple[int, int], tuple[int, _Choice | None]]
 """(first part, devices) -> the least depth of these parts and all behind them, and its choice."""
 
 
@@ -67,21 +74,21 @@ def tree_split(
     """
     search = _Search(tree, costs, devices, microbatches, limit_bytes)
     low = high = search.least_ps
-    found: list[tuple[tuple[int, ...], Block]] | None = None
+    found: list[Block] | None = None
     while found is None:
         if high > search.most_ps:
             return None
         low, high = high, 2 * high
         found = search.within(high)
-    high = max(block.ps for _, block in found)
+    high = max(block.ps for block in found)
     while high - low > PRECISION * high:
         middle = (low + high) / 2
         better = search.within(middle)
         if better is None:
             low = middle
         else:
-            found, high = better, max(block.ps for _, block in better)
-    return [(items, block.size) for items, block in found]
+            found, high = better, max(block.ps for block in better)
+    return [(block.items, block.size) for block in found]
 
 
 class _Search:
@@ -96,20 +103,23 @@ class _Search:
         limit_bytes: int,
     ) -> None:
         self.devices, self.microbatches, self.limit_bytes = devices, microbatches, limit_bytes
-        self.costs = dict(costs)
+        self.costs = costs
+        self.touched = {size: _touched(own) for size, own in costs.items()}
         self.nodes: list[Series | Parallel] = []
         # The node that a part of a node is, None for an item.
         self.inner: list[list[int | None]] = []
         self._add(Series((tree,)) if isinstance(tree, int) else tree)
         # Devices times time that the items take at least.
-        least = [min(size * own.passes_ps[i] for size, own in costs.items()) for i in self._all()]
+        count = len(items_in(self.nodes[0]))
+        least = [min(size * own.passes_ps[i] for size, own in costs.items()) for i in range(count)]
         self.work = [[sum(least[i] for i in items_in(p)) for p in n.parts] for n in self.nodes]
-        self.blocks = [list(self._blocks(node)) for node in self.nodes]
+        blocks = [list(self._blocks(number)) for number in range(len(self.nodes))]
+        self.blocks = blocks
         self.least_ps = max(1.0, sum(self.work[0]) / devices)
-        self.most_ps = max(block.ps for own in self.blocks for block in own)
+        self.most_ps = max(block.ps for own in blocks for block in own)
         self.within_ps = inf
         self.fast: list[list[list[Block]]] = []
-        self.tables: dict[tuple[int, int], Table] = {}
+        self.tables: dict[tuple[int, Stop, int], Table] = {}
 
     def _add(self, node: Series | Parallel) -> int:
         number = len(self.nodes)
@@ -119,28 +129,40 @@ class _Search:
             self.inner[number].append(None if isinstance(part, int) else self._add(part))
         return number
 
-    def _all(self) -> range:
-        return range(len(items_in(self.nodes[0])))
-
-    def _blocks(self, node: Series | Parallel) -> Iterator[Block]:
-        """All stages that parts of a node can be, by their first parts."""
+    def _blocks(self, number: int) -> Iterator[Block]:
+        """All stages that parts of a node can be."""
+        node = self.nodes[number]
         parts = [items_in(part) for part in node.parts]
-        for size, own in self.costs.items():
-            read = _read_by(own, len(self._all()))
-            for first in range(len(parts)):
-                border = _Border(own, read)
-                passes = reduced = held = kept = passing = 0
-                for last, items in enumerate(parts[first:], first + 1):
-                    border.take(items)
-                    passes += sum(own.passes_ps[i] for i in items)
-                    reduced += sum(own.reduced_ps[i] for i in items)
-                    held += sum(own.held_bytes[i] for i in items)
-                    kept += sum(own.kept_bytes[i] for i in items)
-                    passing = max(passing, *(own.passing_bytes[i] for i in items))
-                    ps = max(passes + reduced / self.microbatches, border.in_ps, border.out_ps)
-                    yield Block(first, last, size, ps, held, kept, passing)
+        for size in self.costs:
+            for first, part in enumerate(node.parts):
+                yield from self._grown(size, first, parts[first:])
+                if isinstance(node, Series) and isinstance(part, Parallel):
+                    for front, ends in _ends(part):
+                        grown = self._grown(size, first, [ends, *parts[first + 1 :]])
+                        yield from (replace(b, front=front) for b in grown if b.last > first + 1)
+                if isinstance(node, Parallel):
+                    for cut, begins in _begins(node, first):
+                        grown = self._grown(size, first, [*parts[first : cut[0]], begins])
+                        yield from (replace(b, cut=cut) for b in grown if b.last > cut[0])
 
-    def within(self, ps: float) -> list[tuple[tuple[int, ...], Block]] | None:
+    def _grown(self, size: int, first: int, parts: Sequence[tuple[int, ...]]) -> Iterator[Block]:
+        """Stages of parts from `first` on, of which one is there more each time."""
+        own = self.costs[size]
+        border = _Border(own, self.touched[size])
+        items: tuple[int, ...] = ()
+        passes = reduced = held = kept = passing = 0
+        for last, new in enumerate(parts, first + 1):
+            border.take(new)
+            items += new
+            passes += sum(own.passes_ps[i] for i in new)
+            reduced += sum(own.reduced_ps[i] for i in new)
+            held += sum(own.held_bytes[i] for i in new)
+            kept += sum(own.kept_bytes[i] for i in new)
+            passing = max(passing, *(own.passing_bytes[i] for i in new))
+            ps = max(passes + reduced / self.microbatches, border.in_ps, border.out_ps)
+            yield Block(first, last, size, items, ps, held, kept, passing)
+
+    def within(self, ps: float) -> list[Block] | None:
         """Stages of which each takes at most `ps`, or None."""
         self.within_ps = ps
         self.tables.clear()
@@ -151,85 +173,145 @@ class _Search:
                 if block.ps <= ps:
                     by_first[block.first].append(block)
             self.fast.append(by_first)
-        table = self.table(0, 0)
-        return list(self._stages(0, 0, self.devices)) if (0, self.devices) in table else None
+        whole = len(self.nodes[0].parts), 0
+        if (0, self.devices) not in self.table(0, whole, 0):
+            return None
+        return list(self._stages(0, whole, 0, self.devices))
 
-    def table(self, number: int, behind: int) -> Table:
-        """The least depth of a node with `behind` stages behind it, from its last parts on."""
-        if (number, behind) in self.tables:
-            return self.tables[number, behind]
-        in_series = isinstance(self.nodes[number], Series)
-        work = self.work[number]
-        count, before = len(work), list(accumulate(work, initial=0))
+    def table(self, number: int, stop: Stop, behind: int) -> Table:
+        """The least depth of parts of a node with `behind` stages behind them, from the last ones
+        on.
+        """
+        key = number, stop, behind
+        if key in self.tables:
+            return self.tables[key]
+        whole, more = stop
+        work = self.work[number][:whole]
+        if more:
+            inner = self.inner[number][whole]
+            assert inner is not None
+            work = [*work, sum(self.work[inner][:more])]
+        before = list(accumulate(work, initial=0))
         others = sum(self.work[0]) - before[-1]
-        found: Table = {(count, 0): (behind, None)}
-        for first in reversed(range(count)):
+        found: Table = {(len(work), 0): (behind, None)}
+        for first in reversed(range(len(work))):
             needed = self._needed(before[-1] - before[first])
             most = self.devices - self._needed(others + before[first])
             for used in range(max(1, needed), most + 1):
-                best: tuple[int, Choice | None] | None = None
-                for choice in self._choices(number, first, used):
-                    rest = found.get((choice.last, used - choice.size))
-                    if rest is None or (best is not None and rest[0] >= best[0]):
-                        continue
-                    depth = self._depth(number, choice, rest[0] if in_series else behind)
-                    if depth is None:
-                        continue
-                    if not in_series:
-                        depth = max(depth, rest[0])
-                    if best is None or depth < best[0]:
-                        best = depth, self._placed(choice, rest[0] if in_series else behind)
+                best = self._best(key, first, used, found)
                 if best is not None:
                     found[first, used] = best
-        self.tables[number, behind] = found
+        self.tables[key] = found
         return found
 
-    def _choices(self, number: int, first: int, used: int) -> Iterator[Choice]:
-        """The stages that begin with a part, and the part itself with some of the devices."""
-        yield from (block for block in self.fast[number][first] if block.size <= used)
-        if self.inner[number][first] is not None:
-            yield from (_Part(first, size, 0) for size in range(1, used + 1))
+    def _best(
+        self, key: tuple[int, Stop, int], first: int, used: int, found: Table
+    ) -> tuple[int, _Choice | None] | None:
+        """The choice with the least depth for parts from `first` on, on all of `used` devices."""
+        number, stop, behind = key
+        in_series = isinstance(self.nodes[number], Series)
+        best: tuple[int, _Choice | None] | None = None
+        for last, size, block, front in self._choices(number, stop, first, used):
+            rest = found.get((last, used - size))
+            if rest is None or (best is not None and rest[0] >= best[0]):
+                continue
+            depth: int | None = rest[0] if in_series else behind
+            after = depth
+            if block is not None:
+                depth = after = self._in_front(block, depth)
+            if front is not None and depth is not None:
+                inner = self.inner[number][first]
+                assert inner is not None
+                left = size - (block.size if block is not None else 0)
+                depth, _ = self.table(inner, front, depth).get((0, left), (None, None))
+            if depth is None or after is None:
+                continue
+            depth = depth if in_series else max(depth, rest[0])
+            if best is None or depth < best[0]:
+                best = depth, _Choice(last, size, block, front, after)
+        return best
 
-    def _depth(self, number: int, choice: Choice, behind: int) -> int | None:
-        """The depth of what is chosen in front of `behind` stages; None where it does not fit."""
-        if isinstance(choice, Block):
-            in_flight = min(behind + 1, self.microbatches)
-            return behind + 1 if choice.peak_bytes(in_flight) <= self.limit_bytes else None
-        inner = self.inner[number][choice.first]
-        assert inner is not None
-        found = self.table(inner, behind).get((0, choice.size))
-        return None if found is None else found[0]
+    def _choices(
+        self, number: int, stop: Stop, first: int, used: int
+    ) -> Iterator[tuple[int, int, Block | None, Stop | None]]:
+        """(last part + 1, devices, stage, parts in front of it) of all that may begin with a part
+        on at most so many devices.
+        """
+        whole, more = stop
+        for block in self.fast[number][first]:
+            there = block.last <= whole if block.cut is None else block.cut == stop
+            if block.size > used or not there:
+                continue
+            if block.front is None:
+                yield block.last, block.size, block, None
+            else:
+                for size in range(block.size + 1, used + 1):
+                    yield block.last, size, block, block.front
+        inner = self.inner[number][first]
+        if inner is not None:
+            front = (len(self.nodes[inner].parts), 0) if first < whole else (more, 0)
+            for size in range(1, used + 1):
+                yield first + 1, size, None, front
 
-    @staticmethod
-    def _placed(choice: Choice, behind: int) -> Choice:
-        return choice if isinstance(choice, Block) else _Part(choice.first, choice.size, behind)
+    def _in_front(self, block: Block, behind: int | None) -> int | None:
+        """The depth of a stage in front of so many; None where it does not fit."""
+        if behind is None:
+            return None
+        in_flight = min(behind + 1, self.microbatches)
+        return behind + 1 if block.peak_bytes(in_flight) <= self.limit_bytes else None
 
     def _needed(self, work: int) -> int:
         """Devices that so much work needs at least."""
         return ceil(work / self.within_ps * (1 - 1e-12))
 
-    def _stages(
-        self, number: int, behind: int, used: int
-    ) -> Iterator[tuple[tuple[int, ...], Block]]:
-        """The stages that were chosen for a node, with their items."""
-        table, first = self.table(number, behind), 0
+    def _stages(self, number: int, stop: Stop, behind: int, used: int) -> Iterator[Block]:
+        """The stages that were chosen for parts of a node."""
+        table, first = self.table(number, stop, behind), 0
         while True:
             choice = table[first, used][1]
             if choice is None:
                 return
-            if isinstance(choice, Block):
-                parts = self.nodes[number].parts[choice.first : choice.last]
-                yield tuple(i for part in parts for i in items_in(part)), choice
-            else:
-                inner = self.inner[number][choice.first]
+            block, left = choice.block, choice.size
+            if choice.front is not None:
+                inner = self.inner[number][first]
                 assert inner is not None
-                yield from self._stages(inner, choice.behind, choice.size)
+                left -= block.size if block is not None else 0
+                yield from self._stages(inner, choice.front, choice.behind, left)
+            if block is not None:
+                yield block
             first, used = choice.last, used - choice.size
 
 
-def _read_by(costs: Items, count: int) -> list[list[int]]:
+def _ends(node: Parallel) -> Iterator[tuple[Stop, tuple[int, ...]]]:
+    """What may be in a stage with all that joins parallel parts: the last of them, and of the one
+    before these the last parts; with what is left in front.
+    """
+    behind: tuple[int, ...] = ()
+    for index in reversed(range(len(node.parts))):
+        part = node.parts[index]
+        if isinstance(part, Series):
+            for more in reversed(range(1, len(part.parts))):
+                own = (i for inner in part.parts[more:] for i in items_in(inner))
+                yield (index, more), (*own, *behind)
+        behind = (*items_in(part), *behind)
+        if index:
+            yield (index, 0), behind
+
+
+def _begins(node: Parallel, first: int) -> Iterator[tuple[Stop, tuple[int, ...]]]:
+    """The first parts of all parallel parts from `first` on, with where these parts end then."""
+    for index, part in enumerate(node.parts[first:], first):
+        if isinstance(part, Series):
+            for more in range(1, len(part.parts)):
+                yield (
+                    (index, more),
+                    tuple(i for inner in part.parts[:more] for i in items_in(inner)),
+                )
+
+
+def _touched(costs: Items) -> list[list[int]]:
     """By item, the values that it makes or reads."""
-    found: list[list[int]] = [[] for _ in range(count)]
+    found: list[list[int]] = [[] for _ in costs.passes_ps]
     for index, value in enumerate(costs.sent):
         for item in (value.source, *value.targets):
             found[item].append(index)
