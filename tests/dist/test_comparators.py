@@ -5,19 +5,22 @@ import torch
 
 from parloom.cost.hardware import DataSheets
 from parloom.cost.clusters import load_cluster
+from parloom.execute.verify import reference_trace
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.candidates import COMPARATORS
 from parloom.search.request import Request
 from tests.dist import lowered, staged
 from tests.equality import TOLERANCE
+from tests.zoo_sizes import small
 
 torch.set_num_threads(1)
 
 CLUSTER = "2x2xH100"
 
 
-PIPELINES = ("gpipe", "pipedream")
+PIPELINES = ("gpipe", "graphpipe", "pipedream")
 
 
 def plans(method: str, name: str, cluster: str = CLUSTER) -> list[Decisions]:
@@ -57,3 +60,24 @@ def test_plans_over_axes_of_other_primes_equal_one_device(method: str) -> None:
     for plan in plans(method, "mlp", "1x3xH100" if method == "gpipe" else "2x3xH100"):
         error, where = error_of("mlp", plan)
         assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize(
+    ("name", "branches"), [("mmt", 3), ("candle_uno", 2), ("dlrm", 1), ("mlp_unify", 2)]
+)
+def test_branches_run_beside_each_other(name: str, branches: int) -> None:
+    """Some of GraphPipe's stages wait for no other one; its lists, checked, predicted and run."""
+    model = lowered.of(*small(name))
+    there = load_cluster("4xH100")
+    asked = Request(
+        model.graph, DataSheets(there), Optimizer("adamw"), there.device.memory_bytes, 4
+    )
+    (plan,) = COMPARATORS["graphpipe"](asked, Decisions(), lambda text: None)
+    parts = lower_stages(model.graph, plan).cut
+    begin = set(range(len(plan.stages))) - {t for c in parts.crossings for t in c.targets}
+    assert len(begin) == branches
+    assert bool(plan.actions) == (branches > 1)
+    assert asked.predict(plan).step_s > 0
+    expected = reference_trace(model.graph, staged.PLANNED, model.tensors, model.batch)
+    report = staged.report(model, plan, expected)
+    assert report.passed, str(report)

@@ -34,7 +34,8 @@ def case(seed: int) -> tuple[Tree, Costs, int, int, int]:
     """A tree of at most six items, what they cost, devices, microbatches and a limit of memory."""
     rng = Random(seed)
     size, devices = rng.randint(1, 6), rng.randint(1, 4)
-    tree = numbered(shape(size, rng.choice([Series, Series, Parallel]), rng), count())
+    kinds: list[Kind] = [Series, Series, Parallel]
+    tree = numbered(shape(size, rng.choice(kinds), rng), count())
 
     def numbers(most: int) -> list[int]:
         return [rng.randint(1, most) for _ in range(size)]
