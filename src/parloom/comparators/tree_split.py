@@ -23,7 +23,8 @@ Stop = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Block:
     """Parts `first` to `last` - 1 of one node of the tree as a stage on `size` devices: what it
-    takes for a microbatch, and the bytes that `Items` tells apart. Of parallel parts `first` those
+    takes for a microbatch, and the bytes that `Items` tells apart. `items` are places in the order
+    of the tree. Of parallel parts `first` those
     of `front` are left in front of it. With `cut` it has only the first parts of its last one: it
     is for parallel parts that end there.
     """
@@ -31,7 +32,7 @@ class Block:
     first: int
     last: int
     size: int
-    items: tuple[int, ...]
+    items: range
     ps: float
     held_bytes: int
     kept_bytes: int
@@ -88,7 +89,8 @@ def tree_split(
             low = middle
         else:
             found, high = better, max(block.ps for block in better)
-    return [(block.items, block.size) for block in found]
+    order = items_in(tree)
+    return [(tuple(order[i] for i in block.items), block.size) for block in found]
 
 
 class _Search:
@@ -110,13 +112,13 @@ class _Search:
         self.inner: list[list[int | None]] = []
         self._add(Series((tree,)) if isinstance(tree, int) else tree)
         # Devices times time that the items take at least.
-        count = len(items_in(self.nodes[0]))
+        self.place = {item: place for place, item in enumerate(items_in(tree))}
+        count = len(self.place)
         least = [min(size * own.passes_ps[i] for size, own in costs.items()) for i in range(count)]
         self.work = [[sum(least[i] for i in items_in(p)) for p in n.parts] for n in self.nodes]
-        blocks = [list(self._blocks(number)) for number in range(len(self.nodes))]
-        self.blocks = blocks
+        self.blocks = [list(self._blocks(number)) for number in range(len(self.nodes))]
         self.least_ps = max(1.0, sum(self.work[0]) / devices)
-        self.most_ps = max(block.ps for own in blocks for block in own)
+        self.most_ps = max(block.ps for own in self.blocks for block in own)
         self.within_ps = inf
         self.fast: list[list[list[Block]]] = []
         self.tables: dict[tuple[int, Stop, int], Table] = {}
@@ -149,18 +151,18 @@ class _Search:
         """Stages of parts from `first` on, of which one is there more each time."""
         own = self.costs[size]
         border = _Border(own, self.touched[size])
-        items: tuple[int, ...] = ()
+        begin = end = self.place[parts[0][0]]
         passes = reduced = held = kept = passing = 0
         for last, new in enumerate(parts, first + 1):
             border.take(new)
-            items += new
+            end += len(new)
             passes += sum(own.passes_ps[i] for i in new)
             reduced += sum(own.reduced_ps[i] for i in new)
             held += sum(own.held_bytes[i] for i in new)
             kept += sum(own.kept_bytes[i] for i in new)
             passing = max(passing, *(own.passing_bytes[i] for i in new))
             ps = max(passes + reduced / self.microbatches, border.in_ps, border.out_ps)
-            yield Block(first, last, size, items, ps, held, kept, passing)
+            yield Block(first, last, size, range(begin, end), ps, held, kept, passing)
 
     def within(self, ps: float) -> list[Block] | None:
         """Stages of which each takes at most `ps`, or None."""
