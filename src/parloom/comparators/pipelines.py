@@ -201,7 +201,8 @@ class _Costs:
                 reduced,
                 sum(found.parameters.stored_bytes().values()),
                 kept,
-                max(0, most - kept),
+                # Every stage has the whole batch among its buffers.
+                max(0, most - kept) + found.parameters.held_bytes(),
             )
         return self.known[key]
 
