@@ -93,47 +93,16 @@ def tree_split(
     return [(tuple(order[i] for i in block.items), block.size) for block in found]
 
 
-class _Search:
-    """The dynamic program; nodes of the tree are those that have parts, by their numbers."""
+class _Blocks:
+    """Makes the stages that there may be."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        costs: Mapping[int, Items],
-        devices: int,
-        microbatches: int,
-        limit_bytes: int,
-    ) -> None:
-        self.devices, self.microbatches, self.limit_bytes = devices, microbatches, limit_bytes
-        self.costs = costs
+    def __init__(self, tree: Tree, costs: Mapping[int, Items], microbatches: int) -> None:
+        self.costs, self.microbatches = costs, microbatches
         self.touched = {size: _touched(own) for size, own in costs.items()}
-        self.nodes: list[Series | Parallel] = []
-        # The node that a part of a node is, None for an item.
-        self.inner: list[list[int | None]] = []
-        self._add(Series((tree,)) if isinstance(tree, int) else tree)
-        # Devices times time that the items take at least.
         self.place = {item: place for place, item in enumerate(items_in(tree))}
-        count = len(self.place)
-        least = [min(size * own.passes_ps[i] for size, own in costs.items()) for i in range(count)]
-        self.work = [[sum(least[i] for i in items_in(p)) for p in n.parts] for n in self.nodes]
-        self.blocks = [list(self._blocks(number)) for number in range(len(self.nodes))]
-        self.least_ps = max(1.0, sum(self.work[0]) / devices)
-        self.most_ps = max(block.ps for own in self.blocks for block in own)
-        self.within_ps = inf
-        self.fast: list[list[list[Block]]] = []
-        self.tables: dict[tuple[int, Stop, int], Table] = {}
 
-    def _add(self, node: Series | Parallel) -> int:
-        number = len(self.nodes)
-        self.nodes.append(node)
-        self.inner.append([])
-        for part in node.parts:
-            self.inner[number].append(None if isinstance(part, int) else self._add(part))
-        return number
-
-    def _blocks(self, number: int) -> Iterator[Block]:
+    def of(self, node: Series | Parallel) -> Iterator[Block]:
         """All stages that parts of a node can be."""
-        node = self.nodes[number]
         parts = [items_in(part) for part in node.parts]
         for size in self.costs:
             for first, part in enumerate(node.parts):
@@ -163,6 +132,34 @@ class _Search:
             passing = max(passing, *(own.passing_bytes[i] for i in new))
             ps = max(passes + reduced / self.microbatches, border.in_ps, border.out_ps)
             yield Block(first, last, size, range(begin, end), ps, held, kept, passing)
+
+
+class _Search:
+    """The dynamic program; nodes of the tree are those that have parts, by their numbers."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        costs: Mapping[int, Items],
+        devices: int,
+        microbatches: int,
+        limit_bytes: int,
+    ) -> None:
+        self.devices, self.microbatches, self.limit_bytes = devices, microbatches, limit_bytes
+        self.nodes: list[Series | Parallel] = []
+        self.inner: list[list[int | None]] = []
+        _number(Series((tree,)) if isinstance(tree, int) else tree, self.nodes, self.inner)
+        # Devices times time that the items take at least.
+        count = len(items_in(tree))
+        least = [min(size * own.passes_ps[i] for size, own in costs.items()) for i in range(count)]
+        self.work = [[sum(least[i] for i in items_in(p)) for p in n.parts] for n in self.nodes]
+        possible = _Blocks(tree, costs, microbatches)
+        self.blocks = [list(possible.of(node)) for node in self.nodes]
+        self.least_ps = max(1.0, sum(self.work[0]) / devices)
+        self.most_ps = max(block.ps for own in self.blocks for block in own)
+        self.within_ps = inf
+        self.fast: list[list[list[Block]]] = []
+        self.tables: dict[tuple[int, Stop, int], Table] = {}
 
     def within(self, ps: float) -> list[Block] | None:
         """Stages of which each takes at most `ps`, or None."""
@@ -282,6 +279,20 @@ class _Search:
             if block is not None:
                 yield block
             first, used = choice.last, used - choice.size
+
+
+def _number(
+    node: Series | Parallel, nodes: list[Series | Parallel], inner: list[list[int | None]]
+) -> int:
+    """Append a node and those in it to `nodes`, and to `inner` the node that each of its parts is,
+    None for an item; return its number.
+    """
+    number = len(nodes)
+    nodes.append(node)
+    inner.append([])
+    for part in node.parts:
+        inner[number].append(None if isinstance(part, int) else _number(part, nodes, inner))
+    return number
 
 
 def _ends(node: Parallel) -> Iterator[tuple[Stop, tuple[int, ...]]]:
