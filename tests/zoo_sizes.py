@@ -42,6 +42,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "mlp": {"features": 8, "hidden": 16, "depth": 2, "classes": 8},
         "mlp_unify": {"features": 8, "hidden": 16, "depth": 2},
+        "mmt": {"seq": 4, "width": 16, "depth": 2, "heads": 4, "inner": 32},
         "resnext50": {**STAGES, "cardinality": 2},
         "resnext50_artifact": {**STAGES, "cardinality": 2},
         "unet": {

@@ -14,6 +14,7 @@ from parloom.comparators.alpa import alpa
 from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
+from parloom.comparators.graphpipe import graphpipe
 from parloom.comparators.grid import MOST, Grid
 from parloom.comparators.pipelines import gpipe, pipedream
 from parloom.comparators.plans import on_one_device
@@ -47,7 +48,14 @@ STEP_APART, PEAK_APART = 0.01, 0.05
 Comparator = Callable[[Request, Decisions, Say], Iterator[Decisions]]
 """Plans for a request with the dtypes and recomputation of the decisions given."""
 COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
-    {"alpa": alpa, "flexflow": flexflow, "gpipe": gpipe, "pipedream": pipedream, "tofu": tofu}
+    {
+        "alpa": alpa,
+        "flexflow": flexflow,
+        "gpipe": gpipe,
+        "graphpipe": graphpipe,
+        "pipedream": pipedream,
+        "tofu": tofu,
+    }
 )
 # What plans are called where that is not the method's name: Alpa's inter-operator part is left out.
 TITLES: Mapping[str, str] = MappingProxyType({"alpa": "alpa, intra-operator part"})

@@ -5,19 +5,25 @@ import torch
 
 from parloom.cost.hardware import DataSheets
 from parloom.cost.clusters import load_cluster
+from parloom.execute.verify import reference_trace
+from parloom.ir.lower_stages import lower_stages
+from parloom.ir.schedules import stage_depths
+from parloom.ir.stages import stage_items
+from parloom.comparators.pipelines import item_costs
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.candidates import COMPARATORS
 from parloom.search.request import Request
 from tests.dist import lowered, staged
 from tests.equality import TOLERANCE
+from tests.zoo_sizes import small
 
 torch.set_num_threads(1)
 
 CLUSTER = "2x2xH100"
 
 
-PIPELINES = ("gpipe", "pipedream")
+PIPELINES = ("gpipe", "graphpipe", "pipedream")
 
 
 def plans(method: str, name: str, cluster: str = CLUSTER) -> list[Decisions]:
@@ -57,3 +63,46 @@ def test_plans_over_axes_of_other_primes_equal_one_device(method: str) -> None:
     for plan in plans(method, "mlp", "1x3xH100" if method == "gpipe" else "2x3xH100"):
         error, where = error_of("mlp", plan)
         assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize(
+    ("name", "branches"), [("mmt", 3), ("candle_uno", 2), ("dlrm", 1), ("mlp_unify", 2)]
+)
+def test_branches_run_beside_each_other(name: str, branches: int) -> None:
+    """Some of GraphPipe's stages wait for no other one; its lists, checked, predicted and run."""
+    model = lowered.of(*small(name))
+    there = load_cluster("4xH100")
+    asked = Request(
+        model.graph, DataSheets(there), Optimizer("adamw"), there.device.memory_bytes, 4
+    )
+    (plan,) = COMPARATORS["graphpipe"](asked, Decisions(), lambda text: None)
+    parts = lower_stages(model.graph, plan).cut
+    begin = set(range(len(plan.stages))) - {t for c in parts.crossings for t in c.targets}
+    assert len(begin) == branches
+    assert bool(plan.actions) == (branches > 1)
+    assert asked.predict(plan).step_s > 0
+    expected = reference_trace(model.graph, staged.PLANNED, model.tensors, model.batch)
+    report = staged.report(model, plan, expected)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer("sgd", 0), Optimizer("adamw")])
+def test_stages_hold_what_their_items_hold(optimizer: Optimizer) -> None:
+    """The memory that a split into stages counts is that of the simulator."""
+    graph, there = lowered.small_graph("mmt"), load_cluster("4xH100")
+    asked = Request(graph, DataSheets(there), optimizer, there.device.memory_bytes, 4)
+    base = Decisions(num_microbatches=4)
+    (plan,) = COMPARATORS["graphpipe"](asked, base, lambda text: None)
+    ((_, costs),) = item_costs(asked, base)
+    place = {key: index for index, key in enumerate(stage_items(graph))}
+    edges = {
+        (c.source, t) for c in lower_stages(graph, plan).cut.crossings for t in c.targets
+    }
+    depths = stage_depths(len(plan.stages), edges)
+    found = []
+    for stage, depth in zip(plan.stages, depths, strict=True):
+        own, items = costs[stage.mesh.num_ranks], [place[key] for key in stage.items]
+        held = sum(own.held_bytes[i] for i in items)
+        kept = depth * sum(own.kept_bytes[i] for i in items)
+        found.append(held + kept + max(own.passing_bytes[i] for i in items))
+    assert asked.predict(plan).peak_bytes == pytest.approx(max(found), rel=0.1)

@@ -189,7 +189,8 @@ def test_comparators_are_methods_and_named_in_their_plans() -> None:
         found = candidates(asked, lambda text: None).found
         assert found
         title = "alpa, intra-operator part" if method == "alpa" else method
-        where = "2 stages on 2 x 1 devices" if method in ("gpipe", "pipedream") else "x=2"
+        piped = ("gpipe", "graphpipe", "pipedream")
+        where = "2 stages on 2 x 1 devices" if method in piped else "x=2"
         assert found[0].name.startswith(f"{title} ({where}")
 
 

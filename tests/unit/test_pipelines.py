@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parloom.comparators.pipelines import Items, split
+from parloom.comparators.pipelines import Items, Sent, split
 from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.ir.action_lists import check_lists, parse_action
 from parloom.ir.graph import Graph
@@ -15,7 +15,7 @@ from parloom.ir.mesh import Mesh, grid
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage
 from parloom.ir.plan_json import plan_from_json, plan_to_json
-from parloom.ir.schedules import schedule
+from parloom.ir.schedules import schedule, stage_depths
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions
 from tests.dist import lowered, staged
@@ -32,12 +32,17 @@ def costs_of(
     def shared(values: list[int], size: int) -> tuple[int, ...]:
         return tuple(-(-v // size) for v in values[:count])
 
+    nothing = (0,) * count
+
     return {
         size: Items(
             Decisions(),
             shared(passes, size),
             tuple(0 if size == 1 else r for r in reduced[:count]),
-            shared(after, size),
+            nothing,
+            nothing,
+            nothing,
+            tuple(Sent(i, (i + 1,), ps) for i, ps in enumerate(shared(after, size)[: count - 1])),
         )
         for size in sizes
     }
@@ -50,7 +55,7 @@ def slowest(costs: dict[int, Items], found: list[tuple[int, int, int]], microbat
         worst = max(
             worst, sum(own.passes_ps[first:last]) + sum(own.reduced_ps[first:last]) / microbatches
         )
-        worst = max(worst, own.after_ps[first - 1] if first else 0)
+        worst = max(worst, own.after_ps()[first - 1] if first else 0)
     return worst
 
 
@@ -205,6 +210,33 @@ def test_lists_that_do_not_run_a_step(old: str, new: str, said: str) -> None:
     assert lists != list(V_SHAPE)
     with pytest.raises(VerifyError, match=said):
         verify_decisions(gpt(), v_shaped(*lists))
+
+
+@given(st.integers(1, 6), st.integers(1, 7), st.data())
+def test_lists_of_stages_that_are_no_chain(stages: int, count: int, data: st.DataObject) -> None:
+    """Each warms up by its depth: it holds no more microbatches than are needed."""
+    pairs = list(combinations(range(stages), 2))
+    edges = data.draw(st.sets(st.sampled_from(pairs))) if pairs else set()
+    depths = stage_depths(stages, edges)
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        lists = schedule(name, stages, count, edges=edges)
+        check_lists([[i] for i in range(stages)], lists, [(a, b, True) for a, b in edges], count)
+        if name == "1f1b":
+            warm = [[a.kind for a in own].index("B") for own in lists]
+            assert warm == [min(depth, count) for depth in depths]
+
+
+def test_branches_warm_up_less_than_a_row() -> None:
+    """A chain has the lists that it has without edges; branches warm up less than in a row."""
+    chain = [(i, i + 1) for i in range(3)]
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        assert schedule(name, 4, 5, edges=chain) == schedule(name, 4, 5)
+    branches = schedule("1f1b", 4, 5, edges=[(0, 3), (1, 3), (2, 3)])
+    assert [" ".join(map(str, own[:3])) for own in branches] == [
+        "F0 F1 B0", "1F0 1F1 1B0", "2F0 2F1 2B0", "3F0 3B0 3F1",
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="interleaved_1f1b is for chains"):
+        schedule("interleaved_1f1b", 4, 4, 2, edges=chain)
 
 
 def test_the_lists_of_all_schedules_run_a_step() -> None:

@@ -93,6 +93,8 @@ PUBLISHED = {
     # norm, and 10 classes.
     "inception_v3_artifact": 23_834_568 - 17_216 - 990 * 2049,
     "mlp_unify": 2 * (1024 * 8192 + 7 * 8192**2),
+    # Four branches of eight layers: attention, a perceptron and two norms; a head.
+    "mmt": 4 * 8 * (4 * 1024 * 1025 + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024) + 4 * 1024 + 1,
     # torchvision's resnext50_32x4d; "25.0 x 10^6" in table 1 of the paper.
     "resnext50": 25_028_904,
     # A bias for each of 30,272 pairs of batch norm, and no skips: 2,768,896 and 7,680 weights.

@@ -7,7 +7,7 @@ replicate it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from parloom.comparators.baselines import plain
@@ -41,14 +41,36 @@ MOST_FOR_EACH = 8
 @dataclass(frozen=True, slots=True)
 class Items:
     """What the items cost on so many devices that replicate them: picoseconds of a microbatch, and
-    to reduce their gradients once a step; `after` is what the values take that cross behind an
-    item, there and back.
+    to reduce their gradients once a step; on each device bytes that are held all the time, that are
+    kept for a microbatch in flight, and that are there beside them while it runs.
     """
 
     decisions: Decisions
     passes_ps: tuple[int, ...]
     reduced_ps: tuple[int, ...]
-    after_ps: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+    passing_bytes: tuple[int, ...]
+    sent: tuple["Sent", ...]
+
+    def after_ps(self) -> list[int]:
+        """What the values take that cross behind each item where all are in a row."""
+        found = [0] * len(self.passes_ps)
+        for value in self.sent:
+            for between in range(value.source, max(value.targets)):
+                found[between] += value.ps
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A value that item `source` makes and others read: how long it takes to send a microbatch of
+    it to another stage, and its gradient back.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    ps: int
 
 
 def gpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
@@ -81,18 +103,28 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
     ICML'21).
     """
     devices = request.cluster.num_devices
-    sizes = sorted({1, devices, *part_sizes(request.cluster)})
-    counts = _counts(request, base, devices)
-    for microbatches in counts:
-        costs = {}
-        for size in sizes:
-            found = _items(request, base, size, microbatches)
-            if found is not None:
-                costs[size] = found
+    for microbatches, costs in item_costs(request, base):
         chosen = split(costs, devices, microbatches)
         if chosen is not None:
             say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
-            yield _plan(request, base, costs, chosen, microbatches)
+            keys = stage_items(request.graph)
+            ends = accumulate(size for *_, size in chosen)
+            stages = [
+                (keys[first:last], range(end - size, end))
+                for (first, last, size), end in zip(chosen, ends, strict=True)
+            ]
+            yield replicated(request, base, costs, stages, microbatches)
+
+
+def item_costs(request: Request, base: Decisions) -> Iterator[tuple[int, dict[int, Items]]]:
+    """What the items cost by numbers of microbatches and sizes of stages, as far as the samples
+    divide so.
+    """
+    devices = request.cluster.num_devices
+    sizes = sorted({1, devices, *part_sizes(request.cluster)})
+    for microbatches in _counts(request, base, devices):
+        costs = {size: _items(request, base, size, microbatches) for size in sizes}
+        yield microbatches, {size: found for size, found in costs.items() if found is not None}
 
 
 def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
@@ -130,13 +162,12 @@ def _items(request: Request, base: Decisions, size: int, microbatches: int) -> I
         each = [costs.of(own, of_stage(apart, parts, i)) for i, own in enumerate(parts.graphs)]
     except (LayoutError, InputError):
         return None
-    after = [0] * len(keys)
-    for crossing in parts.crossings:
-        sent = _crossing_ps(parts, crossing, request.cluster, size, microbatches)
-        for between in range(crossing.source, max(crossing.targets)):
-            after[between] += sent
-    passes, reduced = zip(*each, strict=True)
-    return Items(whole, tuple(passes), tuple(reduced), tuple(after))
+    sent = tuple(
+        Sent(c.source, c.targets, _crossing_ps(parts, c, request.cluster, size, microbatches))
+        for c in parts.crossings
+    )
+    passes, reduced, held, kept, passing = zip(*each, strict=True)
+    return Items(whole, passes, reduced, held, kept, passing, sent)
 
 
 class _Costs:
@@ -145,10 +176,10 @@ class _Costs:
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self.request, self.cluster = request, cluster
         self.player = Simulator()
-        self.known: dict[object, tuple[int, int]] = {}
+        self.known: dict[object, tuple[int, ...]] = {}
 
-    def of(self, graph: Graph, decisions: Decisions) -> tuple[int, int]:
-        """Picoseconds of a microbatch there and back, and of reducing gradients once a step."""
+    def of(self, graph: Graph, decisions: Decisions) -> tuple[int, ...]:
+        """The numbers of `Items`, in their order."""
         owned = stage_items(graph)
         (item,) = (i for i in graph.main.body if item_key(i) in owned)
         key: object = item_key(item)
@@ -161,8 +192,18 @@ class _Costs:
             kernels = self.request.machine.kernels
             found = priced(pcg, self.cluster, decisions, self.request.optimizer, kernels)
             actions = play_stage("", Actions(pcg, self.cluster, found), self.player).actions
+            forward, backward = actions["F"], actions["B"]
             reduced = round(1e12 * sum(t.total().comm_s for t in found.reductions))
-            self.known[key] = actions["F"].ps + actions["B"].ps, reduced
+            kept = max(0, sum(forward.memory.net))
+            most = max(forward.memory.peak, sum(forward.memory.net) + backward.memory.peak)
+            self.known[key] = (
+                forward.ps + backward.ps,
+                reduced,
+                sum(found.parameters.stored_bytes().values()),
+                kept,
+                # Every stage has the whole batch among its buffers.
+                max(0, most - kept) + found.parameters.held_bytes(),
+            )
         return self.known[key]
 
 
@@ -192,14 +233,14 @@ def split(
         return None
     count = len(next(iter(costs.values())).passes_ps)
     sums = {
-        size: [list(_sums(found.passes_ps)), list(_sums(found.reduced_ps))]
+        size: [list(_sums(found.passes_ps)), list(_sums(found.reduced_ps)), found.after_ps()]
         for size, found in costs.items()
     }
     best: dict[tuple[int, int], float] = {(0, 0): 0.0}
     came: dict[tuple[int, int], tuple[int, int]] = {}
     for last in range(1, count + 1):
         for used in range(1, devices + 1):
-            for size, (passes, reduced) in sums.items():
+            for size, (passes, reduced, after) in sums.items():
                 if (used - size) % size:
                     continue
                 for first in range(last):
@@ -208,7 +249,7 @@ def split(
                         continue
                     once = (reduced[last] - reduced[first]) / microbatches
                     own = passes[last] - passes[first] + once
-                    crossing = costs[size].after_ps[first - 1] if first else 0
+                    crossing = after[first - 1] if first else 0
                     slowest = max(before, own, crossing)
                     if slowest < best.get((last, used), inf):
                         best[last, used] = slowest
@@ -231,26 +272,22 @@ def _sums(values: Sequence[int]) -> Iterator[int]:
         yield total
 
 
-def _plan(
+def replicated(
     request: Request,
     base: Decisions,
     costs: dict[int, Items],
-    chosen: Sequence[tuple[int, int, int]],
+    chosen: Sequence[tuple[Sequence[str], range]],
     microbatches: int,
 ) -> Decisions:
-    keys = stage_items(request.graph)
+    """The plan of stages of these items that their devices replicate, by 1F1B."""
     stages: list[Stage] = []
     nodes: dict[str, NodeDecision] = {}
-    begin = 0
-    for first, last, size in chosen:
-        whole = costs[size].decisions
-        own = set(keys[first:last])
-        stages.append(Stage(keys[first:last], (range(begin, begin + size),), whole.mesh))
-        begin += size
-        prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
+    prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
+    for items, devices in chosen:
+        whole, own = costs[len(devices)].decisions, set(items)
+        stages.append(Stage(tuple(items), (devices,), whole.mesh))
         nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
     if len(stages) == 1:
-        whole = costs[chosen[0][2]].decisions
         return replace(
             base, stages=one_stage(whole.mesh), nodes=whole.nodes, num_microbatches=microbatches
         )

@@ -8,7 +8,8 @@ the inputs, with `W` the gradient of the weights. Stage s of a pipeline over r r
 s % r, so that with more stages than ranks each rank holds `chunks` of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from parloom.errors import InputError, nearest
@@ -21,10 +22,18 @@ STEP = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
 """The step program, which ends every list."""
 
 
-def schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1) -> Lists:
+def schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    chunks: int = 1,
+    edges: Collection[tuple[int, int]] | None = None,
+) -> Lists:
     """The action list of every rank, first stage's rank first; each ends with the step program.
 
-    Raises `InputError` for an unknown schedule and for numbers that it cannot take.
+    Stages are a chain, or have the `edges` (source, later target); then each warms up by its depth,
+    as a stage of a chain that is so far from the end. Raises `InputError` for an unknown schedule
+    and for numbers that it cannot take.
     """
     if name in AUTOMATIC:
         raise InputError(f"{name} is made for the times of stages, which are not known here")
@@ -44,7 +53,26 @@ def schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1)
     if name == "one_stage" and num_stages > 1:
         raise InputError(f"one_stage is for one stage, not {num_stages}")
     order = ORDERS[name]
-    return tuple((*order(rank, ranks, num_microbatches, chunks), *STEP) for rank in range(ranks))
+    if edges is None:
+        ranked = range(ranks)
+        return tuple((*order(rank, ranks, num_microbatches, chunks), *STEP) for rank in ranked)
+    if chunks > 1:
+        raise InputError(f"{name} is for chains; stages that are none have one chunk a rank")
+    depths = stage_depths(num_stages, edges)
+    longest = max(depths)
+    alike = (order(longest - depth, longest, num_microbatches, 1) for depth in depths)
+    return tuple(
+        (*(replace(action, stage=stage) for action in own), *STEP)
+        for stage, own in enumerate(alike)
+    )
+
+
+def stage_depths(num_stages: int, edges: Collection[tuple[int, int]]) -> tuple[int, ...]:
+    """The number of stages on the longest path from each stage to an end, itself included."""
+    found = [1] * num_stages
+    for source, target in sorted(edges, reverse=True):
+        found[source] = max(found[source], 1 + found[target])
+    return tuple(found)
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:

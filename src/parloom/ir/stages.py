@@ -52,6 +52,18 @@ def stage_items(graph: Graph) -> tuple[str, ...]:
     return tuple(item_key(item) for item in _Items(graph).owned)
 
 
+def item_edges(graph: Graph) -> tuple[tuple[int, int], ...]:
+    """Which of the stages' items reads a value of which other one, by their places in
+    `stage_items`: (that makes it, that reads it).
+    """
+    made: dict[str, int] = {}
+    found: dict[tuple[int, int], None] = {}
+    for index, item in enumerate(_Items(graph).owned):
+        found.update(((made[name], index), None) for name in operands(item) if name in made)
+        made.update((name, index) for name in results(item))
+    return tuple(found)
+
+
 def cut(graph: Graph, stages: Sequence[Sequence[str]], *, empty: bool = False) -> Cut:
     """`graph` in stages of these items; with `empty` a stage may have none.
 

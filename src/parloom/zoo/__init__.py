@@ -40,6 +40,7 @@ _BUILDERS = MappingProxyType(
         "llama": ("llama", "build"),
         "mlp": ("mlp", "build"),
         "mlp_unify": ("mlp_unify", "build"),
+        "mmt": ("mmt", "build"),
         "resnext50": ("resnet", "build_resnext50"),
         "resnext50_artifact": ("resnet", "build_resnext50_artifact"),
         "unet": ("unet", "build"),
