@@ -99,6 +99,7 @@ class Configuration:
             "ring attention" if self.ring and self.context > 1 else "",
             "striped positions" if self.striped and self.context > 1 else "",
             f"{self.num_microbatches} microbatches" if self.num_microbatches > 1 else "",
+            f"{self.interleave} chunks" if self.interleave > 1 else "",
             f"{self.recompute} recomputation" if self.recompute != "none" else "",
             self.schedule,
         )

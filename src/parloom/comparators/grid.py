@@ -6,12 +6,13 @@ recomputation hold less and take no less time. So of a layout the fewest microba
 looked for, more is recomputed only where more microbatches were needed, and whatever takes longer
 than the best plan so far even with the fewest microbatches is left. Mixtures of experts are tried
 after that with their experts over all numbers of ranks, so that they are never worse for it.
+Pipelines come last, by their estimates (`equal_stages`), as long as these are better than the best.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, inf
 
 from parloom.comparators.baselines import Rule, layouts
 from parloom.comparators.configuration import (
@@ -21,6 +22,7 @@ from parloom.comparators.configuration import (
     laid_out,
     num_experts,
 )
+from parloom.comparators.equal_stages import PER_SAMPLE, EqualStages
 from parloom.errors import InputError, LayoutError, ParloomError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
@@ -33,10 +35,11 @@ MOST = 20
 LEVELS = ("none", SELECTIVE, "full")
 # After so many degrees in a row that are no better, others are left.
 IN_VAIN = 2
-# Components of memory that are as large with any number of microbatches, and that are in proportion
-# to their samples; what is received (`communication`) is of both kinds.
+# Components of memory that are as large with any number of microbatches; what is received
+# (`communication`) is so in part.
 STORED = frozenset({"weights", "gradients", "optimizer"})
-PER_SAMPLE = frozenset({"activations", "recomputation", "buffers"})
+# Of the plans that are simulated, as many pipelines beside them.
+PIPELINES = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Grid:
         self.refused: ParloomError | None = None
         self.tried: list[Configuration] = []
         self.best: Point | None = None
+        self.pipelines: EqualStages | None = None
 
     def run(self) -> Iterator[Point]:
         """Points that fit, each faster than those before; where none does, the smallest.
@@ -95,6 +99,7 @@ class Grid:
         plain = self.best or self._smallest(self.tried)
         yield from self._varied(plain)
         yield from self._with_experts(plain.chosen)
+        yield from self._in_stages()
         if self.best is None:
             yield self._smallest(())
 
@@ -126,6 +131,27 @@ class Grid:
                 break
         if self.best is not None and self.best is not known:
             yield from self._varied(self.best)
+
+    def _in_stages(self) -> Iterator[Point]:
+        """Pipelines that are faster than the best plan, those with the best estimates first."""
+        if not self.rule.stages:
+            return
+        like = replace(_least(self.rule, self.counts[0], self.base), zero=1)
+        self.pipelines = EqualStages(self.request, self.rule, like, self.levels, self.most)
+        self.left = max(1, round(self.most * PIPELINES))
+        queue = self.pipelines.ranked(self.best.prediction.step_s if self.best else inf)
+        while queue and self.left > 0:
+            one = queue.pop(0)
+            if self.best is not None and one.step_s >= self.best.prediction.step_s:
+                break
+            point = self._point(one.chosen)
+            if point is None or not self._is_better(point):
+                continue
+            if self._fits(point):
+                self.best = point
+                yield point
+            elif (again := self.pipelines.deeper(one.chosen)) is not None:
+                insort(queue, again, key=lambda estimate: estimate.step_s)
 
     def _fastest(self, chosen: Configuration) -> Point | None:
         """The fastest plan of a layout that fits; None where it is no faster than the best."""
@@ -197,6 +223,10 @@ class Grid:
 
     def _simulated(self, chosen: Configuration) -> Point:
         request, layout = self.request, _layout(chosen)
+        if chosen.pipeline > 1:
+            assert self.pipelines is not None, "who estimated it"
+            decisions = self.pipelines.decisions(chosen)
+            return Point(chosen, decisions, request.predict(decisions, self.factored))
         if layout not in self.laid:
             self.laid[layout] = laid_out(request.graph, chosen, request.cluster, self.factored)
         decisions = self.laid[layout].decisions(chosen)
