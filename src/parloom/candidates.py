@@ -43,6 +43,8 @@ PROPOSED = 4
 # On one mesh there are dozens of plans that differ in a weight or two: who chooses among proposals
 # wants another mesh, or a step or a peak that differ by more than these shares.
 STEP_APART, PEAK_APART = 0.01, 0.05
+# Of more stages that are equal only the number is named.
+MOST_NAMED = 4
 Comparator = Callable[[Request, Decisions, Say], Iterator[Decisions]]
 """Plans for a request with the dtypes and recomputation of the decisions given."""
 COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
@@ -283,8 +285,10 @@ def _plans(
 def _name(method: str, decisions: Decisions) -> str:
     title = TITLES.get(method, method)
     if len(decisions.stages) > 1:
-        sizes = "+".join(str(stage.mesh.num_ranks) for stage in decisions.stages)
-        return f"{title} (stages of {sizes} devices, {decisions.num_microbatches} microbatches)"
+        each = [stage.mesh.num_ranks for stage in decisions.stages]
+        many = len(each) > MOST_NAMED and len(set(each)) == 1
+        stages = f"{len(each)} stages of {each[0]}" if many else f"stages of {'+'.join(map(str, each))}"
+        return f"{title} ({stages} devices, {decisions.num_microbatches} microbatches)"
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 
 

@@ -21,6 +21,9 @@ UNBOUND = (
     "the model is padded, or ranks have stripes of its positions, which the search does not look"
     " at: what it proved is not of this plan"
 )
+UNBOUND_STAGES = (
+    "it has several stages, which the search does not look at: what it proved is not of this plan"
+)
 
 
 class NothingFitsError(InfeasibleError):
@@ -137,8 +140,9 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     choice = Choice(
         best, proposed.found, limit, notes, proposed.bound_s, proposed.solver_gap, proposed.status
     )
-    if choice.bound_s and changes_tensors(best.decisions.rewrites):
-        notes = (f"{best.name}: {UNBOUND}", *notes)
+    stages = len(best.decisions.stages) > 1
+    if choice.bound_s and (stages or changes_tensors(best.decisions.rewrites)):
+        notes = (f"{best.name}: {UNBOUND_STAGES if stages else UNBOUND}", *notes)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes)
     return choice
 

@@ -92,13 +92,14 @@ class Configuration:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What no mesh says, for tables: "ZeRO-1", "2 microbatches"."""
+        """What neither a mesh nor stages say, for tables: "ZeRO-1", "2 microbatches"."""
+        several = self.num_microbatches > 1 and self.pipeline == 1
         said = (
             f"ZeRO-{self.zero}" if self.zero and self.data * self.context * self.copies > 1 else "",
             "sequence parallel" if self.sequence_parallel else "",
             "ring attention" if self.ring and self.context > 1 else "",
             "striped positions" if self.striped and self.context > 1 else "",
-            f"{self.num_microbatches} microbatches" if self.num_microbatches > 1 else "",
+            f"{self.num_microbatches} microbatches" if several else "",
             f"{self.interleave} chunks" if self.interleave > 1 else "",
             f"{self.recompute} recomputation" if self.recompute != "none" else "",
             self.schedule,

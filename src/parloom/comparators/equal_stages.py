@@ -105,8 +105,8 @@ class EqualStages:
         self.whole: dict[Configuration, Prediction | None] = {}
         specs = [entry.value.spec for entry in request.graph.of_kind("parameter")]
         width = DTYPE_BYTES[like.reduce_dtype] if like.reduce_dtype else 0
-        # Weights and gradients, which no stage shares with another.
-        self.stored_bytes = sum(
+        # What all ranks that hold the model once hold at least: weights and gradients.
+        self.held_bytes: float = sum(
             spec.num_bytes + max(spec.num_bytes, spec.num_bytes // DTYPE_BYTES[spec.dtype] * width)
             for spec in specs
         )
@@ -163,11 +163,14 @@ class EqualStages:
         ):
             if layout.tensor > self.request.cluster.levels[0].size:
                 return
-            if self.stored_bytes > self.request.limit_bytes * count * layout.tensor:
+            if self.held_bytes > self.request.limit_bytes * count * layout.tensor:
                 continue
             self.laid[count, layout.tensor] = laid
             each = list(self._of_layout(replace(layout, pipeline=count), best_s))
             yield from each
+            ranks = count * layout.tensor
+            least = min((e.least_bytes * ranks for e in each), default=0.0)
+            self.held_bytes = max(self.held_bytes, least)
             fitting = [e.step_s for e in each if e.peak_bytes <= self.request.limit_bytes]
             # Where only memory is in the way, more ranks may help.
             in_vain = in_vain + 1 if fitting and min(fitting) >= best_s else 0

@@ -38,8 +38,8 @@ IN_VAIN = 2
 # Components of memory that are as large with any number of microbatches; what is received
 # (`communication`) is so in part.
 STORED = frozenset({"weights", "gradients", "optimizer"})
-# Of the plans that are simulated, as many pipelines beside them.
-PIPELINES = 1 / 4
+# Beside so many plans that are simulated, pipelines, and plans of which these are estimated.
+PIPELINES, ESTIMATED = 1 / 4, 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Grid:
         if not self.rule.stages:
             return
         like = replace(_least(self.rule, self.counts[0], self.base), zero=1)
-        self.pipelines = EqualStages(self.request, self.rule, like, self.levels, self.most)
+        left = round(self.most * ESTIMATED)
+        self.pipelines = EqualStages(self.request, self.rule, like, self.levels, left)
         self.left = max(1, round(self.most * PIPELINES))
         queue = self.pipelines.ranked(self.best.prediction.step_s if self.best else inf)
         while queue and self.left > 0:
