@@ -287,7 +287,9 @@ def _name(method: str, decisions: Decisions) -> str:
     if len(decisions.stages) > 1:
         each = [stage.mesh.num_ranks for stage in decisions.stages]
         many = len(each) > MOST_NAMED and len(set(each)) == 1
-        stages = f"{len(each)} stages of {each[0]}" if many else f"stages of {'+'.join(map(str, each))}"
+        stages = (
+            f"{len(each)} stages of {each[0]}" if many else f"stages of {'+'.join(map(str, each))}"
+        )
         return f"{title} ({stages} devices, {decisions.num_microbatches} microbatches)"
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 

@@ -285,7 +285,8 @@ def test_pipelines_are_few_of_the_simulations() -> None:
     looked = grid("megatron", asked(DEEP, machine=DataSheets(HOSTS)), 8)
     assert list(looked.run())
     assert sum(chosen.pipeline > 1 for chosen in looked.points) <= 2
-    assert looked.pipelines is not None and len(looked.pipelines.whole) <= 4
+    assert looked.pipelines is not None
+    assert len(looked.pipelines.whole) <= 4
 
 
 def test_padded_rows_are_for_tensor_cores() -> None:
