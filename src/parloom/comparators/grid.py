@@ -99,7 +99,8 @@ class Grid:
         plain = self.best or self._smallest(self.tried)
         yield from self._varied(plain)
         yield from self._with_experts(plain.chosen)
-        yield from self._in_stages()
+        if self.rule.stages:
+            yield from _in_stages(self)
         if self.best is None:
             yield self._smallest(())
 
@@ -131,28 +132,6 @@ class Grid:
                 break
         if self.best is not None and self.best is not known:
             yield from self._varied(self.best)
-
-    def _in_stages(self) -> Iterator[Point]:
-        """Pipelines that are faster than the best plan, those with the best estimates first."""
-        if not self.rule.stages:
-            return
-        like = replace(_least(self.rule, self.counts[0], self.base), zero=1)
-        left = round(self.most * ESTIMATED)
-        self.pipelines = EqualStages(self.request, self.rule, like, self.levels, left)
-        self.left = max(1, round(self.most * PIPELINES))
-        queue = self.pipelines.ranked(self.best.prediction.step_s if self.best else inf)
-        while queue and self.left > 0:
-            one = queue.pop(0)
-            if self.best is not None and one.step_s >= self.best.prediction.step_s:
-                break
-            point = self._point(one.chosen)
-            if point is None or not self._is_better(point):
-                continue
-            if self._fits(point):
-                self.best = point
-                yield point
-            elif (again := self.pipelines.deeper(one.chosen)) is not None:
-                insort(queue, again, key=lambda estimate: estimate.step_s)
 
     def _fastest(self, chosen: Configuration) -> Point | None:
         """The fastest plan of a layout that fits; None where it is no faster than the best."""
@@ -233,6 +212,27 @@ class Grid:
         decisions = self.laid[layout].decisions(chosen)
         decisions = replace(decisions, batch_semantics=self.base.batch_semantics)
         return Point(chosen, decisions, request.predict(decisions, self.factored))
+
+
+def _in_stages(grid: Grid) -> Iterator[Point]:
+    """Pipelines that are faster than the best plan, those with the best estimates first."""
+    like = replace(_least(grid.rule, grid.counts[0], grid.base), zero=1)
+    left = round(grid.most * ESTIMATED)
+    grid.pipelines = EqualStages(grid.request, grid.rule, like, grid.levels, left)
+    grid.left = max(1, round(grid.most * PIPELINES))
+    queue = grid.pipelines.ranked(grid.best.prediction.step_s if grid.best else inf)
+    while queue and grid.left > 0:
+        one = queue.pop(0)
+        if grid.best is not None and one.step_s >= grid.best.prediction.step_s:
+            return
+        point = grid._point(one.chosen)
+        if point is None or not grid._is_better(point):
+            continue
+        if grid._fits(point):
+            grid.best = point
+            yield point
+        elif (again := grid.pipelines.deeper(one.chosen)) is not None:
+            insort(queue, again, key=lambda estimate: estimate.step_s)
 
 
 def _least(rule: Rule, num_microbatches: int, base: Decisions) -> Configuration:
