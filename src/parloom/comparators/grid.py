@@ -203,8 +203,7 @@ class Grid:
 
     def _simulated(self, chosen: Configuration) -> Point:
         request, layout = self.request, _layout(chosen)
-        if chosen.pipeline > 1:
-            assert self.pipelines is not None, "who estimated it"
+        if chosen.pipeline > 1 and self.pipelines is not None:
             decisions = self.pipelines.decisions(chosen)
             return Point(chosen, decisions, request.predict(decisions, self.factored))
         if layout not in self.laid:
