@@ -298,7 +298,8 @@ def _name(method: str, decisions: Decisions) -> str:
         groups = {stage.devices: stage.mesh.num_ranks for stage in decisions.stages}.values()
         even = len(set(groups)) == 1
         sizes = f"{len(groups)} x {max(groups)}" if even else "+".join(map(str, groups))
-        return f"{title} ({stages} stages on {sizes} devices, {count} microbatches)"
+        parts = f"{count} microbatch{'es' * (count > 1)}"
+        return f"{title} ({stages} stages on {sizes} devices, {parts})"
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 
 

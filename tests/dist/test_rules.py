@@ -13,6 +13,7 @@ from parloom import zoo
 from parloom.capture import capture, parameters_of
 from parloom.comparators.baselines import RULES
 from parloom.comparators.configuration import Configuration, laid_out
+from parloom.comparators.equal_stages import EqualStages
 from parloom.comparators.grid import Grid
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
@@ -23,7 +24,7 @@ from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
 from parloom.ir.text import print_graph
 from parloom.ir.verify import verify_pcg
 from parloom.search.request import Request
-from tests.dist import lowered
+from tests.dist import lowered, staged
 from tests.equality import TOLERANCE
 from tests.zoo_sizes import small
 
@@ -141,6 +142,24 @@ def test_what_is_found_in_little_memory_equals_one_device(rule: str) -> None:
     assert found[-1].decisions.num_microbatches > 1 or found[-1].decisions.activations
     error, where = model.error(found[-1].decisions)
     assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_gpt2"])
+def test_pipelines_of_megatron_equal_one_device(name: str) -> None:
+    """Tied embeddings, padded vocabularies, tensor parallelism inside of a stage, ZeRO-1."""
+    model = lowered.model(name)
+    asked = Request(model.graph, DataSheets(load_cluster("2x2xcpu")), Optimizer(), 2**40)
+    like = Configuration(zero=1, master_dtype=None, sequence_parallel=True)
+    levels = ("none", "selective", "full")
+    looked = EqualStages(asked, RULES["megatron"], like, levels, 100)
+    found = looked.ranked(float("inf"))
+    stages = {(e.chosen.pipeline, e.chosen.tensor): e.chosen for e in reversed(found)}
+    assert {(2, 1), (2, 2)} <= stages.keys()
+    for chosen in stages.values():
+        plan = looked.decisions(replace(chosen, recompute="selective"))
+        assert len(plan.stages) == chosen.pipeline * chosen.interleave
+        report = staged.report(model, plan, staged.reference(name))
+        assert report.passed, str(report)
 
 
 def test_microbatches_recomputation_and_zero_1_are_verified() -> None:

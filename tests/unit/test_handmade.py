@@ -173,6 +173,24 @@ def test_flops_of_a_step(chosen: Configuration) -> None:
     assert flops(built(chosen)) < every_other <= again
 
 
+@pytest.mark.parametrize(("pipeline", "interleave"), [(1, 1), (4, 1), (2, 2), (4, 2), (2, 1)])
+def test_every_other_block_is_recomputed_however_many_a_chunk_has(
+    pipeline: int, interleave: int
+) -> None:
+    """Of the model, and of each rank that has several; a chunk of one block alone is not all."""
+    depth = 8
+    chosen = Configuration(
+        pipeline=pipeline, interleave=interleave, num_microbatches=BATCH, recompute="alternate"
+    )
+    parts = plan(model(depth), chosen, machine(chosen))
+    each = [0] * pipeline
+    for index, part in enumerate(parts):
+        each[index % pipeline] += len(part.decisions.activations)
+    assert each == [depth // pipeline // 2] * pipeline
+    four = plan(model(4), replace(chosen, pipeline=4, interleave=1), part_of(CLUSTER, 4))
+    assert [len(part.decisions.activations) for part in four] == [1, 0, 1, 0]
+
+
 def moved(found: Program, kind: str, least: float) -> float:
     """Bytes that a rank sends in collectives of a kind, of at least `least` bytes each, in a
     microbatch's two passes.

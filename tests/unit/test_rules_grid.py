@@ -11,6 +11,7 @@ from parloom.candidates import candidates
 from parloom.comparators.baselines import RULES, layouts
 from parloom.comparators.configuration import Configuration, cheap_operators, laid_out
 from parloom.comparators.drawn import drawn
+from parloom.comparators.equal_stages import EqualStages, blocks_of, bubble, in_flight
 from parloom.comparators.grid import LEVELS, MOST, Grid, Point, _divided
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
@@ -18,8 +19,11 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import MICROBATCH, Decisions, Optimizer
-from parloom.ir.text import parse_graph
+from parloom.ir.schedules import schedule
+from parloom.ir.stages import stage_items
+from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.rewrite.pad import paddings
 from parloom.search.request import Request, base_of
 from tests.unit.graphs import perceptron, stack
 
@@ -100,7 +104,7 @@ def test_a_batch_of_twelve_on_eight_devices(method: str, made: Graph) -> None:
     found = candidates(request, lambda text: None).found
     assert found
     for candidate in found:
-        assert candidate.decisions.mesh.num_ranks == 8
+        assert candidate.decisions.num_ranks == 8
         assert candidate.prediction is not None
     nodes = [node for candidate in found for node in candidate.decisions.nodes]
     assert any(axes for node in nodes for _, axes in node.factors)
@@ -198,3 +202,97 @@ def test_more_draws_are_no_worse() -> None:
     assert steps[-1] <= few[-1].prediction.step_s
     assert steps == sorted(steps, reverse=True)
     assert list(drawn(asked(stack(1), budget=12, seed=1), Decisions())) != many
+
+
+# Pipelines of megatron.
+
+DEEP = stack(4, batch=16, seq=64, width=256, vocab=512)
+HOSTS = load_cluster("4x1xcpu")
+
+
+def pipelines(made: Graph = DEEP, limit: float = 1e12) -> EqualStages:
+    """With all layouts of all sizes looked at."""
+    request = asked(made, limit, machine=DataSheets(HOSTS))
+    like = Configuration(zero=1, master_dtype=None)
+    return EqualStages(request, RULES["megatron"], like, LEVELS, 10**6)
+
+
+def test_stages_have_equally_many_blocks_and_lie_side_by_side() -> None:
+    looked = pipelines()
+    found = looked.ranked(float("inf"))
+    shapes = {(e.chosen.pipeline, e.chosen.interleave) for e in found}
+    assert shapes == {(2, 1), (2, 2), (4, 1)}
+    for one in found:
+        plan = looked.decisions(one.chosen)
+        verify_decisions(DEEP, plan, looked.factored)
+        keys = [key for stage in plan.stages for key in stage.items]
+        assert tuple(keys) == stage_items(DEEP)
+        count, size = one.chosen.pipeline, 4 // one.chosen.pipeline
+        each = 4 // len(plan.stages)
+        for index, stage in enumerate(plan.stages):
+            assert sum(key.startswith("blocks.") for key in stage.items) == each
+            begin = index % count * size
+            assert stage.devices == (range(begin, begin + size),)
+        assert any("tokens" in key for key in plan.stages[0].items)
+        assert any("head" in key for key in plan.stages[-1].items)
+
+
+@pytest.mark.parametrize(
+    ("depth", "stages", "blocks"),
+    [(4, 2, (2, 2)), (6, 4, (1, 2, 2, 1)), (6, 8, None), (5, 2, None), (2, 4, None), (0, 2, None)],
+)
+def test_blocks_that_divide(depth: int, stages: int, blocks: tuple[int, ...] | None) -> None:
+    made = stack(depth) if depth else perceptron(batch=12)
+    assert blocks_of(made, stages) == blocks
+
+
+def test_a_model_without_blocks_has_no_pipelines() -> None:
+    found = grid("megatron", asked(perceptron(batch=12), machine=DataSheets(HOSTS)))
+    assert all(point.chosen.pipeline == 1 for point in found.run())
+    assert pipelines(perceptron(batch=12)).ranked(float("inf")) == []
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "count"), [(2, 1, 1), (4, 1, 8), (4, 2, 8), (4, 4, 4)])
+def test_the_closed_forms_are_those_of_the_schedule(ranks: int, chunks: int, count: int) -> None:
+    """Passes that take one unit each: what the first rank holds, and how long it takes."""
+    chosen = Configuration(pipeline=ranks, interleave=chunks, num_microbatches=count)
+    lists = schedule(chosen.schedule_name, ranks * chunks, count, chunks)
+    held = most = 0
+    for action in lists[0]:
+        held += {"F": 1, "B": -1}.get(action.kind, 0)
+        most = max(most, held)
+    assert in_flight(chosen) == most / (ranks * chunks)
+    assert bubble(chosen) == 1 + (ranks - 1) / (chunks * count)
+
+
+def test_pipelines_make_no_plan_slower() -> None:
+    """On links that are slow a pipeline is far faster; it is the plan that its estimate said."""
+    rule = RULES["megatron"]
+    for made, cluster in ((DEEP, HOSTS), (DEEP, CLUSTER), (MODEL, CLUSTER)):
+        request = asked(made, machine=DataSheets(cluster))
+        whole = list(Grid(request, replace(rule, stages=False), base_of(request), MOST).run())
+        found = list(grid("megatron", request, MOST).run())
+        limit = request.limit_bytes
+        assert fastest(found, limit) <= fastest(whole, limit)
+        assert all(point.chosen.pipeline == 1 for point in whole)
+        if cluster is HOSTS:
+            assert found[-1].chosen.pipeline > 1
+            assert fastest(found, limit) < 0.8 * fastest(whole, limit)
+            assert request.predict(found[-1].decisions) == found[-1].prediction
+
+
+def test_pipelines_are_few_of_the_simulations() -> None:
+    looked = grid("megatron", asked(DEEP, machine=DataSheets(HOSTS)), 8)
+    assert list(looked.run())
+    assert sum(chosen.pipeline > 1 for chosen in looked.points) <= 2
+    assert looked.pipelines is not None
+    assert len(looked.pipelines.whole) <= 4
+
+
+def test_padded_rows_are_for_tensor_cores() -> None:
+    """Of half precision, on several ranks each of which has a multiple of 16 bytes."""
+    half = parse_graph(print_graph(stack(1, vocab=66)).replace("float32", "bfloat16"))
+    assert {p.padded for p in paddings(half, 2)} == {80}
+    assert not paddings(half, 1)
+    assert not paddings(stack(1, vocab=66), 2)
+    assert {p.padded for p in paddings(stack(1, vocab=63), 2)} == {64}

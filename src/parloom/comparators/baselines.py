@@ -38,12 +38,13 @@ Method = Callable[[Graph, Cluster, int, int], Iterator[Decisions]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule of thumb: the levels of ZeRO that it tries, of which the first stores least, and
-    whether it splits weights over the fastest links.
+    """A rule of thumb: the levels of ZeRO that it tries, of which the first stores least, whether
+    it splits weights over the fastest links, and whether it cuts the model into `stages`.
     """
 
     zeros: tuple[int, ...]
     splits_weights: bool = False
+    stages: bool = False
 
     def degrees(self, cluster: Cluster) -> tuple[int, ...]:
         """Over how many ranks weights may be split."""
@@ -70,7 +71,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "data_parallel": Rule((1, 0)),
         "fsdp": Rule((3, 2)),
-        "megatron": Rule((3, 1, 0), splits_weights=True),
+        "megatron": Rule((3, 1, 0), splits_weights=True, stages=True),
     }
 )
 

@@ -92,13 +92,15 @@ class Configuration:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What no mesh says, for tables: "ZeRO-1", "2 microbatches"."""
+        """What neither a mesh nor stages say, for tables: "ZeRO-1", "2 microbatches"."""
+        several = self.num_microbatches > 1 and self.pipeline == 1
         said = (
             f"ZeRO-{self.zero}" if self.zero and self.data * self.context * self.copies > 1 else "",
             "sequence parallel" if self.sequence_parallel else "",
             "ring attention" if self.ring and self.context > 1 else "",
             "striped positions" if self.striped and self.context > 1 else "",
-            f"{self.num_microbatches} microbatches" if self.num_microbatches > 1 else "",
+            f"{self.num_microbatches} microbatches" if several else "",
+            f"{self.interleave} chunks" if self.interleave > 1 else "",
             f"{self.recompute} recomputation" if self.recompute != "none" else "",
             self.schedule,
         )
@@ -128,8 +130,10 @@ class LaidOut:
     assignments: tuple[Assignment, ...]
     rewrites: tuple[str, ...]
 
-    def decisions(self, chosen: Configuration) -> Decisions:
-        """The plan for `chosen`, of which this is the layout."""
+    def decisions(self, chosen: Configuration, first: int = 0) -> Decisions:
+        """The plan for `chosen`, of which this is the layout; the first block counts as number
+        `first` where not all are recomputed.
+        """
         modules = regions(self.graph) if chosen.recompute != "none" else ()
         blocks = tuple(f"block {module}" for module in modules)
         graph = rewritten(self.graph, blocks)
@@ -137,7 +141,7 @@ class LaidOut:
             one_stage(self.program.mesh),
             decisions(self.program, list(self.assignments)),
             tuple(_storage(self.program, self.assignments, chosen)),
-            tuple(_activations(graph, chosen.recompute)),
+            tuple(_activations(graph, chosen.recompute, first)),
             num_microbatches=chosen.num_microbatches,
             rewrites=(*self.rewrites, *blocks),
             master_dtype=chosen.master_dtype,
@@ -284,13 +288,13 @@ def _storage(
             yield ParameterDecision(entry.target, weight, gradient, shared)
 
 
-def _activations(graph: Graph, recompute: str) -> Iterator[ActivationDecision]:
+def _activations(graph: Graph, recompute: str, first: int) -> Iterator[ActivationDecision]:
     """What blocks recompute; those that the user's model checkpoints do in any case."""
     asked = frozenset(graph.recomputed_calls)
     calls = [item for item in graph.main.body if isinstance(item, Call)]
     every = RECOMPUTE[recompute]
     cheap: dict[str, tuple[str, ...]] = {}
-    for index, call in enumerate(calls):
+    for index, call in enumerate(calls, first):
         if call.prefix in asked or (every and index % every == 0):
             yield ActivationDecision(call.prefix, "recompute")
         elif recompute == SELECTIVE:

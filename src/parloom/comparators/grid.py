@@ -6,12 +6,13 @@ recomputation hold less and take no less time. So of a layout the fewest microba
 looked for, more is recomputed only where more microbatches were needed, and whatever takes longer
 than the best plan so far even with the fewest microbatches is left. Mixtures of experts are tried
 after that with their experts over all numbers of ranks, so that they are never worse for it.
+Pipelines come last, by their estimates (`equal_stages`), as long as these are better than the best.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, inf
 
 from parloom.comparators.baselines import Rule, layouts
 from parloom.comparators.configuration import (
@@ -21,6 +22,7 @@ from parloom.comparators.configuration import (
     laid_out,
     num_experts,
 )
+from parloom.comparators.equal_stages import PER_SAMPLE, EqualStages
 from parloom.errors import InputError, LayoutError, ParloomError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
@@ -33,10 +35,11 @@ MOST = 20
 LEVELS = ("none", SELECTIVE, "full")
 # After so many degrees in a row that are no better, others are left.
 IN_VAIN = 2
-# Components of memory that are as large with any number of microbatches, and that are in proportion
-# to their samples; what is received (`communication`) is of both kinds.
+# Components of memory that are as large with any number of microbatches; what is received
+# (`communication`) is so in part.
 STORED = frozenset({"weights", "gradients", "optimizer"})
-PER_SAMPLE = frozenset({"activations", "recomputation", "buffers"})
+# Beside so many plans that are simulated, pipelines, and plans of which these are estimated.
+PIPELINES, ESTIMATED = 1 / 4, 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Grid:
         self.refused: ParloomError | None = None
         self.tried: list[Configuration] = []
         self.best: Point | None = None
+        self.pipelines: EqualStages | None = None
 
     def run(self) -> Iterator[Point]:
         """Points that fit, each faster than those before; where none does, the smallest.
@@ -95,6 +99,8 @@ class Grid:
         plain = self.best or self._smallest(self.tried)
         yield from self._varied(plain)
         yield from self._with_experts(plain.chosen)
+        if self.rule.stages:
+            yield from _in_stages(self)
         if self.best is None:
             yield self._smallest(())
 
@@ -197,11 +203,35 @@ class Grid:
 
     def _simulated(self, chosen: Configuration) -> Point:
         request, layout = self.request, _layout(chosen)
+        if chosen.pipeline > 1 and self.pipelines is not None:
+            decisions = self.pipelines.decisions(chosen)
+            return Point(chosen, decisions, request.predict(decisions, self.factored))
         if layout not in self.laid:
             self.laid[layout] = laid_out(request.graph, chosen, request.cluster, self.factored)
         decisions = self.laid[layout].decisions(chosen)
         decisions = replace(decisions, batch_semantics=self.base.batch_semantics)
         return Point(chosen, decisions, request.predict(decisions, self.factored))
+
+
+def _in_stages(grid: Grid) -> Iterator[Point]:
+    """Pipelines that are faster than the best plan, those with the best estimates first."""
+    like = replace(_least(grid.rule, grid.counts[0], grid.base), zero=1)
+    left = round(grid.most * ESTIMATED)
+    grid.pipelines = EqualStages(grid.request, grid.rule, like, grid.levels, left)
+    grid.left = max(1, round(grid.most * PIPELINES))
+    queue = grid.pipelines.ranked(grid.best.prediction.step_s if grid.best else inf)
+    while queue and grid.left > 0:
+        one = queue.pop(0)
+        if grid.best is not None and one.step_s >= grid.best.prediction.step_s:
+            return
+        point = grid._point(one.chosen)
+        if point is None or not grid._is_better(point):
+            continue
+        if grid._fits(point):
+            grid.best = point
+            yield point
+        elif (again := grid.pipelines.deeper(one.chosen)) is not None:
+            insort(queue, again, key=lambda estimate: estimate.step_s)
 
 
 def _least(rule: Rule, num_microbatches: int, base: Decisions) -> Configuration:

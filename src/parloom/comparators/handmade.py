@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from parloom.comparators.configuration import Configuration, laid_out
+from parloom.comparators.configuration import RECOMPUTE, Configuration, laid_out
 from parloom.comparators.tensor_parallel import TENSOR
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
@@ -67,23 +67,32 @@ def plan(graph: Graph, chosen: Configuration, cluster: Cluster) -> tuple[Part, .
     parts = []
     begin = 0
     stages = chosen.pipeline * chosen.interleave
-    for index, count in enumerate(_divided(run.last - run.first + 1, stages)):
+    every = RECOMPUTE[chosen.recompute] or 1
+    # A rank counts the blocks of its chunks together, from those of the ranks before it on.
+    counted: list[int] = []
+    for index, count in enumerate(divided(run.last - run.first + 1, stages)):
         ends = index == 0, index == stages - 1
-        key = ends, count
+        counted.append(begin if index < chosen.pipeline else counted[index - chosen.pipeline])
+        first = counted[index] % every
+        key = ends, count, first
         if key not in known:
-            known[key] = _part(stage(graph, range(begin, begin + count), ends), chosen, own)
+            calls = range(begin, begin + count)
+            known[key] = _part(stage(graph, calls, ends), chosen, own, first)
         parts.append(known[key])
+        counted[index] += count
         begin += count
     return tuple(parts)
 
 
-def _part(graph: Graph, chosen: Configuration, cluster: Cluster) -> Part:
-    return Part(graph, laid_out(graph, chosen, cluster).decisions(chosen))
+def _part(graph: Graph, chosen: Configuration, cluster: Cluster, first: int = 0) -> Part:
+    return Part(graph, laid_out(graph, chosen, cluster).decisions(chosen, first))
 
 
-def _divided(blocks: int, stages: int) -> list[int]:
+def divided(blocks: int, stages: int) -> list[int]:
     """Blocks of every stage: equally many, or one fewer at both ends, where embedding and loss
     stand for one each (Megatron-LM, DeepSpeed); otherwise the first stages take what is left over.
+
+    Raises `InputError` where there are fewer blocks than stages.
     """
     if blocks % stages and not (blocks + 2) % stages:
         each = (blocks + 2) // stages

@@ -16,6 +16,7 @@ from math import ceil
 
 from parloom.errors import InputError
 from parloom.ir.graph import (
+    DTYPE_BYTES,
     Call,
     Graph,
     Input,
@@ -31,6 +32,8 @@ from parloom.ir.graph import (
 PADDING = re.compile(r"pad ([^ ]+) ([0-9]{1,18}) ([0-9]{1,18})")
 # Operators that a padded last dim passes through as it is.
 PASSING = frozenset({"_to_copy", "clone", "alias"})
+# What tensor cores want rows and columns of products of half precision to be a multiple of.
+ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,14 @@ def parse_padding(text: str) -> Padding | None:
     return None if found is None else Padding(found[1], int(found[2]), int(found[3]))
 
 
-def paddings(graph: Graph, multiple: int) -> tuple[Padding, ...]:
-    """The vocabularies of `graph` that `multiple` does not divide and that can be padded."""
+def paddings(graph: Graph, ranks: int) -> tuple[Padding, ...]:
+    """The vocabularies of `graph` that do not divide over `ranks` and that can be padded: in half
+    precision so that each of several ranks has rows for tensor cores.
+    """
     found = []
     for entry in graph.of_kind("parameter"):
-        shape = entry.value.spec.shape
+        shape, width = entry.value.spec.shape, DTYPE_BYTES[entry.value.spec.dtype]
+        multiple = ranks * (ALIGNED_BYTES // width if width <= 2 and ranks > 1 else 1)
         if len(shape) != 2 or shape[0] % multiple == 0:
             continue
         padding = Padding(entry.target, shape[0], ceil(shape[0] / multiple) * multiple)

@@ -57,13 +57,13 @@ def with_pipelines(request: Request, base: Decisions, searched: Searched, say: S
     devices = request.cluster.num_devices
     if devices == 1 or request.wanted is Wanted.PRICE or not searched.bound_ps:
         return searched
+    contexts = Contexts(replace(request, budget=searched.work_left), base)
+    least_ps = least_work_ps(contexts) / devices
+    searched = replace(searched, bound_ps=min(searched.bound_ps, least_ps))
     if request.pinned.pins or request.batch_semantics != GLOBAL:
         reason = BESIDE_PINS if request.pinned.pins else APART
         words = f"{searched.left_out}; {reason}" if searched.left_out else reason
         return replace(searched, left_out=words)
-    contexts = Contexts(replace(request, budget=searched.work_left), base)
-    least_ps = least_work_ps(contexts) / devices
-    searched = replace(searched, bound_ps=min(searched.bound_ps, least_ps))
     best = min((p.step_ps for p in searched.proposals), default=inf)
     if searched.status is not Status.COMPLETE or least_ps > best * (1 - WORTH):
         return searched
