@@ -139,7 +139,7 @@ def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
     """Cuts whose stages are near targets that follow what groups have too much or too little of."""
     between = total[None, :] - total[:, None]
     between[np.tril_indices(len(total))] = np.inf  # each stage has items
-    crossing = EXPOSED * sent
+    crossing: Floats = EXPOSED * sent
     crossing[-1] = 0
     held = np.bincount(owner)
     share = total[-1] / len(held)
