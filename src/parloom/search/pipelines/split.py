@@ -139,18 +139,18 @@ def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
     """Cuts whose stages are near targets that follow what groups have too much or too little of."""
     between = total[None, :] - total[:, None]
     between[np.tril_indices(len(total))] = np.inf  # each stage has items
-    crossing: Floats = EXPOSED * sent
+    crossing = np.asarray(EXPOSED * sent, dtype=np.float64)
     crossing[-1] = 0
     held = np.bincount(owner)
     share = total[-1] / len(held)
-    targets: Floats = share / held[owner]
+    targets = np.asarray(share / held[owner], dtype=np.float64)
     best, least = None, np.inf
     for _ in range(ROUNDS):
         cuts = _nearest(between, crossing, targets)
         loads = np.bincount(owner, weights=np.diff(total[cuts]))
         if best is None or loads.max() < least:
             best, least = cuts, loads.max()
-        targets = targets - SHARE * ((loads - share) / held)[owner]
+        targets = targets - np.asarray(SHARE * ((loads - share) / held)[owner], dtype=np.float64)
     assert best is not None
     return best
 
