@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 
-from parloom.comparators.alpa import alpa
+from parloom.comparators.alpa import alpa_intra
+from parloom.comparators.alpa_inter import alpa_inter
+from parloom.comparators.alpa_stages import alpa
 from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
@@ -46,10 +48,23 @@ STEP_APART, PEAK_APART = 0.01, 0.05
 Comparator = Callable[[Request, Decisions, Say], Iterator[Decisions]]
 """Plans for a request with the dtypes and recomputation of the decisions given."""
 COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
-    {"alpa": alpa, "flexflow": flexflow, "gpipe": gpipe, "pipedream": pipedream, "tofu": tofu}
+    {
+        "alpa": alpa,
+        "alpa_inter": alpa_inter,
+        "alpa_intra": alpa_intra,
+        "flexflow": flexflow,
+        "gpipe": gpipe,
+        "pipedream": pipedream,
+        "tofu": tofu,
+    }
 )
-# What plans are called where that is not the method's name: Alpa's inter-operator part is left out.
-TITLES: Mapping[str, str] = MappingProxyType({"alpa": "alpa, intra-operator part"})
+# What plans are called where that is not the method's name.
+TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "alpa_inter": "alpa, inter-operator part",
+        "alpa_intra": "alpa, intra-operator part",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Alpa's intra-operator pass (Zheng et al., OSDI 2022, section 4) on the whole cluster.
+"""Alpa's intra-operator pass (Zheng et al., OSDI 2022, section 4) on the whole cluster, or on the
+devices of a stage.
 
 For every two-dimensional view of the devices an integer program chooses a way to split each
 operator so that least is communicated: inside operators, between them, and for gradients. Computing
@@ -56,7 +57,7 @@ class Followed:
     values: tuple[Indices, ...]
 
 
-def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+def alpa_intra(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """The best plan of every view of the cluster.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
@@ -65,25 +66,43 @@ def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     samples, shared = samples_of(program), Known()
     for mesh in views(request.cluster):
         walker = Walker({}, mesh, request.cluster, request.machine.kernels)
-        found = None
-        for limited in (True, False):
-            among = samples if limited else None
-            layouts = layouts_of(program, walker, base, request, among, shared)
-            followed = followers(layouts) if limited else nobody(layouts)
-            found = solve(layouts, followed, base.num_microbatches, request.budget or NODES)
-            if found is not None:
-                break
+        found = on_view(program, samples, walker, base, request, shared)
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
         if found is None:
-            say(f"alpa: mesh {sizes}: nothing found within the budget")
+            say(f"alpa_intra: mesh {sizes}: nothing found within the budget")
             continue
-        say(f"alpa: mesh {sizes}: {found.cost / 1e12:.4g} s of communication")
-        storage = StoragePrices(walker, base, request.optimizer)
-        levels = []
-        for index, weight in enumerate(program.weights):
-            stored = stored_of(program, weight, *layouts.home(index, found.values))
-            levels.append(scattered(storage, stored, base.num_microbatches))
-        yield planned(layouts, found.values, levels, base)
+        plan, cost = found
+        say(f"alpa_intra: mesh {sizes}: {cost / 1e12:.4g} s of communication")
+        yield plan
+
+
+def on_view(
+    program: Program,
+    samples: Samples,
+    walker: Walker,
+    base: Decisions,
+    request: Request,
+    shared: Known,
+) -> tuple[Decisions, float] | None:
+    """The plan that communicates least on the mesh of `walker`, and how long that takes (ps); None
+    where none is found within the budget.
+    """
+    found = None
+    for limited in (True, False):
+        among = samples if limited else None
+        layouts = layouts_of(program, walker, base, request, among, shared)
+        followed = followers(layouts) if limited else nobody(layouts)
+        found = solve(layouts, followed, base.num_microbatches, request.budget or NODES)
+        if found is not None:
+            break
+    if found is None:
+        return None
+    storage = StoragePrices(walker, base, request.optimizer)
+    levels = []
+    for index, weight in enumerate(program.weights):
+        stored = stored_of(program, weight, *layouts.home(index, found.values))
+        levels.append(scattered(storage, stored, base.num_microbatches))
+    return planned(layouts, found.values, levels, base), found.cost
 
 
 def views(cluster: Cluster) -> Iterator[Mesh]:

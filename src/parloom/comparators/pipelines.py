@@ -111,6 +111,18 @@ def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
     return (asked,)
 
 
+def items_alone(request: Request, base: Decisions) -> dict[str, int]:
+    """What both passes of a microbatch take of every item on a device of its own (ps).
+
+    Raises `InputError` where the samples do not divide into as many microbatches as `base` has.
+    """
+    count = base.num_microbatches
+    found = _items(request, base, 1, count)
+    if found is None:
+        raise InputError(f"no plan of {count} microbatches: the samples do not divide into them")
+    return dict(zip(stage_items(request.graph), found.passes_ps, strict=True))
+
+
 def _items(request: Request, base: Decisions, size: int, microbatches: int) -> Items | None:
     """Every item as a stage of its own, on `size` devices; None where samples do not divide."""
     graph, cluster = request.graph, part_of(request.cluster, size)
