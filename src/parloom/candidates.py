@@ -17,7 +17,7 @@ from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.grid import MOST, Grid
-from parloom.comparators.pipelines import gpipe, pipedream
+from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
 from parloom.errors import (
@@ -56,6 +56,7 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
         "gpipe": gpipe,
         "pipedream": pipedream,
         "tofu": tofu,
+        "whale": whale,
     }
 )
 # What plans are called where that is not the method's name.

@@ -30,7 +30,7 @@ from parloom.ir.factors import follow
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops.rule import HALO
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menus, assignments
 from parloom.search.fates import AskedFates
 from parloom.search.layout_model import LayoutModel
@@ -66,7 +66,8 @@ def alpa_intra(request: Request, base: Decisions, say: Say) -> Iterator[Decision
     samples, shared = samples_of(program), Known()
     for mesh in views(request.cluster):
         walker = Walker({}, mesh, request.cluster, request.machine.kernels)
-        found = on_view(program, samples, walker, base, request, shared)
+        nodes = request.budget or NODES
+        found = on_view(program, samples, walker, base, request.optimizer, nodes, shared)
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
         if found is None:
             say(f"alpa_intra: mesh {sizes}: nothing found within the budget")
@@ -81,23 +82,24 @@ def on_view(
     samples: Samples,
     walker: Walker,
     base: Decisions,
-    request: Request,
+    optimizer: Optimizer,
+    max_nodes: int,
     shared: Known,
 ) -> tuple[Decisions, float] | None:
     """The plan that communicates least on the mesh of `walker`, and how long that takes (ps); None
-    where none is found within the budget.
+    where none is found in `max_nodes` branches.
     """
     found = None
     for limited in (True, False):
         among = samples if limited else None
-        layouts = layouts_of(program, walker, base, request, among, shared)
+        layouts = layouts_of(program, walker, base, optimizer, among, shared)
         followed = followers(layouts) if limited else nobody(layouts)
-        found = solve(layouts, followed, base.num_microbatches, request.budget or NODES)
+        found = solve(layouts, followed, base.num_microbatches, max_nodes)
         if found is not None:
             break
     if found is None:
         return None
-    storage = StoragePrices(walker, base, request.optimizer)
+    storage = StoragePrices(walker, base, optimizer)
     levels = []
     for index, weight in enumerate(program.weights):
         stored = stored_of(program, weight, *layouts.home(index, found.values))
@@ -118,7 +120,7 @@ def layouts_of(
     program: Program,
     walker: Walker,
     base: Decisions,
-    request: Request,
+    optimizer: Optimizer,
     samples: Samples | None,
     shared: Known | None = None,
 ) -> LayoutModel:
@@ -135,8 +137,8 @@ def layouts_of(
         if samples is not None and index in products:
             kept = _over_all(operator, kept, walker.mesh)
         menus.append(known.of(index, kept))
-    storage, fates = Whole(walker, base, request.optimizer), AskedFates(program)
-    return LayoutModel(program, walker, base, request.optimizer, shared, menus, storage, fates)
+    storage, fates = Whole(walker, base, optimizer), AskedFates(program)
+    return LayoutModel(program, walker, base, optimizer, shared, menus, storage, fates)
 
 
 def deciding(program: Program) -> frozenset[int]:

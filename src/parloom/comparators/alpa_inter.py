@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.comparators.layers import chain_of, clustered, layers_of
-from parloom.comparators.pipelines import items_alone
 from parloom.comparators.slices import Option, sliced, total_ps
 from parloom.comparators.stage_costs import Costs, Form, Ranges, costs_of, own_plan
 from parloom.cost.simulate import Simulator
@@ -129,8 +128,7 @@ class _Search:
 
     def _begin(self) -> None:
         """The least that every range may take on every number of devices."""
-        costs = items_alone(self.request, self.base)
-        least = [sum(costs[key] for key in layer) for layer in self.ranges.layers]
+        least = [self._alone_ps(layer) for layer in range(self.count)]
         for last in range(1, self.count + 1):
             for first in range(last):
                 for size in self.parts:
@@ -138,6 +136,13 @@ class _Search:
                     option = Option(first, last, size, latency_ps, self.base.num_microbatches)
                     self.options[first, last, size] = [option]
                     self.open.add((first, last, size))
+
+    def _alone_ps(self, layer: int) -> int:
+        """What a layer takes on one device."""
+        cluster, graph = part_of(self.request.cluster, 1), self.ranges.graph(layer, layer + 1)
+        (mesh,) = logical_meshes(cluster)
+        plan = own_plan(self.base, graph, replace(self.base, stages=one_stage(mesh)), whole=False)
+        return costs_of(self.request, cluster, graph, plan, self.player).latency_ps
 
     def best(self) -> tuple[Option, ...] | None:
         """The stages that take the least; where none fit, those that would, were there memory."""

@@ -4,7 +4,7 @@ its intra-operator pass on every view of its devices.
 
 from collections.abc import Iterator
 
-from parloom.comparators.alpa import on_view, views
+from parloom.comparators.alpa import NODES, on_view, views
 from parloom.comparators.alpa_inter import LAYERS, pipelines
 from parloom.comparators.plans import samples_of
 from parloom.comparators.stage_costs import Ranges
@@ -24,7 +24,7 @@ def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
     """
-    cluster, shared = request.cluster, Known()
+    cluster, nodes, shared = request.cluster, request.budget or NODES, Known()
     sizes = [prime.stride for prime in cluster.prime_axes()]
 
     def ways(ranges: Ranges, graph: Graph, size: int, base: Decisions) -> Iterator[Decisions]:
@@ -39,7 +39,7 @@ def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
         part = part_of(cluster, size)
         for mesh in views(part):
             walker = Walker({}, mesh, part, request.machine.kernels)
-            found = on_view(program, samples, walker, base, request, shared)
+            found = on_view(program, samples, walker, base, request.optimizer, nodes, shared)
             if found is not None:
                 yield found[0]
 

@@ -1,16 +1,17 @@
-"""Pipelines as others plan them: GPipe's equal stages and PipeDream's dynamic program.
+"""Pipelines as others plan them: GPipe's and Whale's equal stages, PipeDream's dynamic program.
 
-Each item of the model is priced as a stage of its own, so what a stage costs is the sum over its
+For PipeDream each item of the model is priced as a stage of its own, so what a stage costs is the sum over its
 items. Stages are ranges of items in execution order; a stage has one device, or several that
 replicate it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from parloom.comparators.baselines import plain
+from parloom.comparators.layers import chain_of
 from parloom.cost.actions import Stage as Actions
 from parloom.cost.pipeline import play_stage, send
 from parloom.cost.simulate import Simulator
@@ -92,7 +93,43 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
         chosen = split(costs, devices, microbatches)
         if chosen is not None:
             say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
-            yield _plan(request, base, costs, chosen, microbatches)
+            wholes = {size: found.decisions for size, found in costs.items()}
+            yield _plan(request, base, wholes, chosen, microbatches)
+
+
+def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+    """Stages that take equally long by the peak rates of their devices, one forward and one
+    backward pass in turns, replicated inside (Whale: Jia et al., ATC'22): on equal devices, stages
+    of equally many FLOPs on equally many devices, for every number of stages.
+    """
+    cluster, graph = request.cluster, request.graph
+    flops = chain_of(graph, factorize(graph)).flops
+    sizes = [prime.stride for prime in cluster.prime_axes()]
+    for size in (*sizes, cluster.num_devices):
+        count = cluster.num_devices // size
+        if count > len(flops):
+            continue
+        chosen = [(first, last, size) for first, last in pairwise(even(flops, count))]
+        for microbatches in _counts(request, base, count):
+            try:
+                part = part_of(cluster, size)
+                whole = next(plain("data_parallel", graph, part, microbatches), None)
+            except (LayoutError, InputError):
+                continue
+            if whole is not None:
+                yield _plan(request, base, {size: whole}, chosen, microbatches)
+
+
+def even(flops: Sequence[float], count: int) -> list[int]:
+    """Where `count` ranges of items begin and end that have the most equal FLOPs, each at least one
+    item: the k-th ends where the sum is nearest to k shares.
+    """
+    sums, ends = [0.0, *accumulate(flops)], [0]
+    for index in range(1, count):
+        wanted = sums[-1] * index / count
+        among = range(ends[-1] + 1, len(flops) - count + index + 1)
+        ends.append(min(among, key=lambda at: abs(sums[at] - wanted)))
+    return [*ends, len(flops)]
 
 
 def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
@@ -109,18 +146,6 @@ def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
     ):
         raise InputError(f"no plan of {asked} microbatches: the samples do not divide into them")
     return (asked,)
-
-
-def items_alone(request: Request, base: Decisions) -> dict[str, int]:
-    """What both passes of a microbatch take of every item on a device of its own (ps).
-
-    Raises `InputError` where the samples do not divide into as many microbatches as `base` has.
-    """
-    count = base.num_microbatches
-    found = _items(request, base, 1, count)
-    if found is None:
-        raise InputError(f"no plan of {count} microbatches: the samples do not divide into them")
-    return dict(zip(stage_items(request.graph), found.passes_ps, strict=True))
 
 
 def _items(request: Request, base: Decisions, size: int, microbatches: int) -> Items | None:
@@ -246,7 +271,7 @@ def _sums(values: Sequence[int]) -> Iterator[int]:
 def _plan(
     request: Request,
     base: Decisions,
-    costs: dict[int, Items],
+    wholes: dict[int, Decisions],
     chosen: Sequence[tuple[int, int, int]],
     microbatches: int,
 ) -> Decisions:
@@ -255,14 +280,14 @@ def _plan(
     nodes: dict[str, NodeDecision] = {}
     begin = 0
     for first, last, size in chosen:
-        whole = costs[size].decisions
+        whole = wholes[size]
         own = set(keys[first:last])
         stages.append(Stage(keys[first:last], (range(begin, begin + size),), whole.mesh))
         begin += size
         prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
         nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
     if len(stages) == 1:
-        whole = costs[chosen[0][2]].decisions
+        whole = wholes[chosen[0][2]]
         return replace(
             base, stages=one_stage(whole.mesh), nodes=whole.nodes, num_microbatches=microbatches
         )
