@@ -161,7 +161,7 @@ def test_alpa_finds_what_enumeration_of_its_space_finds(
     for mesh in alpa.views(cluster):
         walker, asked = Walker({}, mesh, cluster), request_of(graph, cluster)
         layouts = alpa.layouts_of(program, walker, base, asked.optimizer, samples_of(program))
-        followed = alpa.followers(layouts)
+        followed = alpa.followers(layouts, samples_of(program))
         found = alpa.solve(layouts, followed, count, 10_000)
         assert found is not None
 

@@ -93,7 +93,7 @@ def on_view(
     for limited in (True, False):
         among = samples if limited else None
         layouts = layouts_of(program, walker, base, optimizer, among, shared)
-        followed = followers(layouts) if limited else nobody(layouts)
+        followed = followers(layouts, samples) if limited else nobody(layouts)
         found = solve(layouts, followed, base.num_microbatches, max_nodes)
         if found is not None:
             break
@@ -217,11 +217,13 @@ def scattered(storage: StoragePrices, weight: StoredWeight, num_microbatches: in
 # Followers
 
 
-def followers(layouts: LayoutModel) -> Followed:
-    """Who follows whom: a cheap operator the operand that is made last (the deepest one)."""
+def followers(layouts: LayoutModel, samples: Samples) -> Followed:
+    """Who follows whom: a cheap operator the operand that is made last (the deepest one), of those
+    that have samples if any has: not a table of positions.
+    """
     program = layouts.program
     others = set(range(len(program.operators))) - deciding(program)
-    leads = {i: lead for i in sorted(others) if (lead := _lead(program, i)) is not None}
+    leads = {i: lead for i in sorted(others) if (lead := _lead(program, i, samples))}
     leader: list[int] = []
     values: list[Indices] = []
     for variable in range(len(layouts.variables)):
@@ -244,7 +246,7 @@ def nobody(layouts: LayoutModel) -> Followed:
     return Followed(tuple(range(len(layouts.variables))), tuple(ranges))
 
 
-def _lead(program: Program, index: int) -> tuple[Flow, int] | None:
+def _lead(program: Program, index: int, samples: Samples) -> tuple[Flow, int] | None:
     """The flow that an operator follows, and the operand that it is."""
     found = [
         (flow, reader.operand)
@@ -256,7 +258,13 @@ def _lead(program: Program, index: int) -> tuple[Flow, int] | None:
     # What is made before it in its block comes before what the block before made.
     return max(
         found,
-        key=lambda f: (f[0].operator < index, f[0].operator, f[0].count, -f[1]),
+        key=lambda f: (
+            f[0].operator in samples,
+            f[0].operator < index,
+            f[0].operator,
+            f[0].count,
+            -f[1],
+        ),
         default=None,
     )
 
