@@ -21,7 +21,7 @@ from parloom.search.request import Request, Say
 # Layers are as many as there are devices, but at least and at most so many: the paper's runs have 6
 # to 16.
 LAYERS = 8, 16
-# Where no number of microbatches is asked for: about so many for each device.
+# Where no number of microbatches is asked for: one for each device, and about so many.
 FOR_EACH = 4
 Ways = Callable[[Ranges, Graph, int, Decisions], Iterator[Decisions]]
 """Plans of a stage, by its graph, on so many devices; `Ranges` knows the other stages."""
@@ -63,10 +63,7 @@ def pipelines(
 
     Raises `InputError` where samples do not divide, and where layers do not make so many stages.
     """
-    graph, factored = request.graph, factorize(request.graph)
-    chain = chain_of(graph, factored)
-    layers = layers_of(chain, clustered(chain, num_layers))
-    devices = request.cluster.num_devices
+    layers, devices = model_layers(request.graph, num_layers), request.cluster.num_devices
     if len(layers) * max(sizes) < devices:
         raise InputError(
             f"{method}: the model has {len(layers)} layers, which do not make {devices} stages, one"
@@ -74,7 +71,7 @@ def pipelines(
         )
     for count in microbatch_counts(request, base):
         counted = replace(base, num_microbatches=count)
-        search = _Search(request, counted, Ranges(graph, factored, counted, layers), sizes, ways)
+        search = StageSearch(request, counted, layers, sizes, ways)
         found = search.best()
         if found is not None:
             words = " + ".join(f"{o.last - o.first} on {o.size}" for o in found)
@@ -83,9 +80,15 @@ def pipelines(
             yield search.plan(found)
 
 
+def model_layers(graph: Graph, count: int) -> tuple[tuple[str, ...], ...]:
+    """The items of at most `count` layers."""
+    chain = chain_of(graph, factorize(graph))
+    return layers_of(chain, clustered(chain, count))
+
+
 def microbatch_counts(request: Request, base: Decisions) -> tuple[int, ...]:
     """The number of microbatches of `base`; where it has one, the legal ones that are nearest to
-    as many as devices, and to several for each device.
+    one and to `FOR_EACH` for each device.
 
     Raises `InputError` where samples do not divide into as many.
     """
@@ -103,7 +106,7 @@ def microbatch_counts(request: Request, base: Decisions) -> tuple[int, ...]:
     return (asked,)
 
 
-class _Search:
+class StageSearch:
     """Stages of one number of microbatches. A range of layers is played on so many devices only
     where the dynamic program chooses it at the least that it may take; equal ranges are played
     once.
@@ -113,12 +116,13 @@ class _Search:
         self,
         request: Request,
         base: Decisions,
-        ranges: Ranges,
+        layers: Sequence[Sequence[str]],
         sizes: Sequence[int],
         ways: Ways,
     ) -> None:
-        self.request, self.base, self.ranges = request, base, ranges
-        self.count, self.ways_of = len(ranges.layers), ways
+        self.request, self.base = request, base
+        self.ranges = Ranges(request.graph, factorize(request.graph), base, layers)
+        self.count, self.ways_of = len(layers), ways
         self.devices, self.player = request.cluster.num_devices, Simulator()
         self.parts: dict[int, Cluster] = {size: part_of(request.cluster, size) for size in sizes}
         self.known: dict[tuple[object, int], tuple[Way, ...]] = {}
@@ -141,7 +145,8 @@ class _Search:
         """What a layer takes on one device."""
         cluster, graph = part_of(self.request.cluster, 1), self.ranges.graph(layer, layer + 1)
         (mesh,) = logical_meshes(cluster)
-        plan = own_plan(self.base, graph, replace(self.base, stages=one_stage(mesh)), whole=False)
+        plan = replace(self.base, stages=one_stage(mesh))
+        plan = own_plan(self.base, graph, plan, (), whole=False)
         return costs_of(self.request, cluster, graph, plan, self.player).latency_ps
 
     def best(self) -> tuple[Option, ...] | None:
@@ -163,7 +168,20 @@ class _Search:
 
     def _play(self, first: int, last: int, size: int) -> None:
         self.open.remove((first, last, size))
-        self.options[first, last, size] = [
+        options = self.options[first, last, size] = self.played(first, last, size)
+        if not options:
+            return
+        # More layers on no more devices hold no less.
+        most = max(option.most for option in options)
+        for key in self.open:
+            if key[0] <= first and key[1] >= last and key[2] <= size:
+                self.options[key] = [
+                    replace(o, most=min(o.most, most)) for o in self.options[key]
+                ]
+
+    def played(self, first: int, last: int, size: int) -> list[Option]:
+        """What a range of layers takes on so many devices, by its plans."""
+        return [
             Option(first, last, size, way.costs.latency_ps, way.costs.most, index)
             for index, way in enumerate(self.ways(first, last, size))
         ]
@@ -180,8 +198,9 @@ class _Search:
 
     def _found(self, form: Form, first: int, last: int, size: int) -> Iterator[Way]:
         graph, whole = self.ranges.graph(first, last), last - first == self.count
+        borrowed = self.ranges.borrowed(first)
         for plan in self.ways_of(self.ranges, graph, size, self.base):
-            own = own_plan(self.base, graph, plan, whole=whole)
+            own = own_plan(self.base, graph, plan, borrowed, whole=whole)
             try:
                 costs = costs_of(self.request, self.parts[size], graph, own, self.player)
             except LayoutError:  # as where samples do not divide over the devices

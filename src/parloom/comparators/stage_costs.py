@@ -1,13 +1,14 @@
 """What stages cost that are ranges of layers: each is lowered and played as a program of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from parloom.cost.actions import Stage as Actions
-from parloom.cost.pipeline import play_stage
+from parloom.cost.pipeline import StageActions, play_stage
 from parloom.cost.simulate import Simulator
 from parloom.cost.step import priced
+from parloom.cost.timeline import Memory
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Boundary, Call, Graph, Input
 from parloom.ir.layout import Layout, Shard
@@ -59,13 +60,17 @@ class Ranges:
         self.whole, self.factored, self.base, self.layers = graph, factored, base, layers
         apart = (Stage(tuple(keys), (range(1),), Mesh(())) for keys in layers)
         parts = staged(factored, replace(base, stages=tuple(apart)))
-        self.boundary = parts.graphs[0].boundary
+        self.boundary, self._shared = parts.graphs[0].boundary, parts.shared
         self.graph = cache(self._graph)
         self.form = cache(self._form)
 
     def items(self, first: int, last: int) -> tuple[str, ...]:
         """The items of the layers from `first` to before `last`."""
         return tuple(key for layer in self.layers[first:last] for key in layer)
+
+    def borrowed(self, first: int) -> frozenset[str]:
+        """The parameters that a stage which begins with layer `first` may have of earlier ones."""
+        return frozenset(name for name, at in self._shared.items() if at[0] < first)
 
     def _graph(self, first: int, last: int) -> Graph:
         """The graph of the layers from `first` to before `last` as a stage.
@@ -115,6 +120,7 @@ class Ranges:
         graph = self.graph(first, last)
         boundary = graph.boundary or Boundary()
         entries, number = {e.value.name: e for e in graph.inputs}, dict[str, int]()
+        borrowed = self.borrowed(first)
         rows: list[object] = []
         targets: list[str] = []
 
@@ -124,8 +130,9 @@ class Ranges:
         def seen(name: str) -> int:
             if name not in number:
                 number[name], entry = len(number), entries[name]
+                alike = entry.kind, entry.value.spec, entry.trainable, entry.target in borrowed
                 batch = entry.target if entry.kind == "batch" else ""
-                rows.append((entry.kind, entry.value.spec, entry.trainable, batch, crossing(name)))
+                rows.append((*alike, batch, crossing(name)))
                 if entry.kind == "parameter":
                     targets.append(entry.target)
             return number[name]
@@ -163,17 +170,35 @@ def costs_of(
     forward, backward = (stage.actions[kind] for kind in "FB")
     reduced_ps = 1e12 * sum(transfer.total().comm_s for transfer in found.reductions)
     latency_ps = forward.ps + backward.ps + round(reduced_ps / plan.num_microbatches)
-    once = sum(stage.base) + forward.memory.then(backward.memory).peak
-    held = sum(forward.memory.net)
-    left = request.limit_bytes - once
-    if left < 0:
-        return Costs(latency_ps, 0)
-    most = plan.num_microbatches if held <= 0 else 1 + left // held
-    return Costs(latency_ps, min(most, plan.num_microbatches))
+    return Costs(latency_ps, _most(stage, plan.num_microbatches, request.limit_bytes))
 
 
-def own_plan(base: Decisions, graph: Graph, plan: Decisions, *, whole: bool) -> Decisions:
-    """`plan` as one of a stage: operators that other stages compute, too, are not split."""
+def _most(stage: StageActions, num_microbatches: int, limit_bytes: int) -> int:
+    """How many microbatches in flight fit: base + gradients + in flight x what a forward pass
+    leaves + what passes need beyond it; what updates the weights has to fit, too.
+    """
+    base, forward = sum(stage.base), stage.actions["F"].memory
+    kinds = ("B first", "B", "B last") if num_microbatches > 1 else ("B",)
+    passes = Memory()
+    for kind in kinds:
+        passes = passes.then(forward).then(stage.actions[kind].memory)
+    step = passes
+    for kind in ("REDUCE", "STEP", "GATHER"):
+        step = step.then(stage.actions[kind].memory)
+    if base + step.peak > limit_bytes:
+        return 0
+    held = sum(forward.net)
+    if held <= 0:
+        return num_microbatches
+    return min(num_microbatches, 1 + (limit_bytes - base - passes.peak) // held)
+
+
+def own_plan(
+    base: Decisions, graph: Graph, plan: Decisions, borrowed: Collection[str], *, whole: bool
+) -> Decisions:
+    """`plan` as one of a stage: operators that other stages compute, too, are not split, and the
+    parameters `borrowed` of earlier stages lie as this one computes with them.
+    """
     owned = set(stage_items(graph))
     flats = {flat.key: flat.prefix or flat.node.key for flat in graph.flat()}
     prefixes = {item.prefix for item in graph.main.body if isinstance(item, Call)}
@@ -181,6 +206,6 @@ def own_plan(base: Decisions, graph: Graph, plan: Decisions, *, whole: bool) -> 
         base,
         stages=plan.stages,
         nodes=tuple(n for n in plan.nodes if whole or flats[n.key] in owned),
-        parameters=plan.parameters,
+        parameters=tuple(p for p in plan.parameters if p.name not in borrowed),
         activations=tuple(a for a in base.activations if a.prefix in prefixes),
     )
