@@ -21,7 +21,7 @@ from published_models import Model, Shape, graph_of
 
 from parloom.comparators.alpa_inter import StageSearch, model_layers
 from parloom.comparators.alpa_stages import laid_out, num_layers, submeshes
-from parloom.comparators.slices import Option, fits, total_ps
+from parloom.comparators.slices import Option, total_ps
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.ir.graph import Call
@@ -113,7 +113,7 @@ def judged(name: str) -> Row:
             f"{word}_objective_s": round(total_ps(stages, count) / 1e12, 3),
             f"{word}_step_s": round(prediction.step_s, 3),
             f"{word}_peak_gib": round(prediction.peak_bytes / 2**30, 2),
-            f"{word}_fits": fits(stages, count),
+            f"{word}_fits": prediction.peak_bytes <= request.limit_bytes,
         }
     row["found"] = told(found) == told(theirs)
     row["search_cpu_s"], row["capture_cpu_s"] = round(searched, 1), round(captured, 1)

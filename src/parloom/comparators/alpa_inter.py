@@ -175,9 +175,7 @@ class StageSearch:
         most = max(option.most for option in options)
         for key in self.open:
             if key[0] <= first and key[1] >= last and key[2] <= size:
-                self.options[key] = [
-                    replace(o, most=min(o.most, most)) for o in self.options[key]
-                ]
+                self.options[key] = [replace(o, most=min(o.most, most)) for o in self.options[key]]
 
     def played(self, first: int, last: int, size: int) -> list[Option]:
         """What a range of layers takes on so many devices, by its plans."""

@@ -14,8 +14,8 @@ from parloom.ir.stages import item_key, operands, results, stage_items
 
 # A layer has at most this share more FLOPs than layers of equal size.
 IMBALANCE = 0.5
-# Bytes that differ by less than this share are the same.
-SAME_BYTES = 1e-4
+# Bytes, and FLOPs, that differ by less than this share are the same.
+SAME = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +67,27 @@ def clustered(chain: Chain, count: int) -> tuple[int, ...]:
 
         G(k, q) = min over i of max(G(i - 1, q - 1), C(i, k)), where FLOP(i..k) <= 1.5 FLOP / count
 
-    An item with more FLOPs than that is a layer of its own, or ends one of items without any.
+    An item with more FLOPs than that is allowed them, and where no layers have so few, all have
+    half as many again.
     """
     count = min(count, max(1, sum(flops > 0 for flops in chain.flops)))
     size = len(chain.keys)
     before = (0.0, *accumulate(chain.flops))
-    most = (1 + IMBALANCE) * before[-1] / count
-    largest = max(chain.flops)
-    entering = _entering(chain)
-
-    def allowed(first: int, last: int) -> bool:
-        return before[last] - before[first] <= max(most, largest) * (1 + SAME_BYTES)
-
-    ranges = {
-        (first, last): float(entering[first, last - 1])
-        for last in range(1, size + 1)
-        for first in range(last)
-        if allowed(first, last)
-    }
-    limit = _least_max(ranges, size, count)
+    most = max((1 + IMBALANCE) * before[-1] / count, *chain.flops)
+    entering, limit = _entering(chain), inf
+    ranges: dict[tuple[int, int], float] = {}
+    while limit == inf:
+        ranges = {
+            (first, last): float(entering[first, last - 1])
+            for last in range(1, size + 1)
+            for first in range(last)
+            if before[last] - before[first] <= most * (1 + SAME)
+        }
+        limit, most = _least_max(ranges, size, count), most * (1 + IMBALANCE)
     costs = {
         key: (sent, (before[key[1]] - before[key[0]]) ** 2)
         for key, sent in ranges.items()
-        if sent <= limit * (1 + SAME_BYTES)
+        if sent <= limit * (1 + SAME)
     }
     return _least_sum(costs, size, count)
 
