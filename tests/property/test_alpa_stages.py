@@ -58,9 +58,14 @@ def least_ps(seed: int) -> int | None:
     return min((total_ps(some, count) for some in found), default=None)
 
 
-def found_ps(seed: int) -> int | None:
+def chosen(seed: int) -> tuple[tuple[Option, ...] | None, int]:
+    """What the dynamic program finds, and the microbatches."""
     options, layers, devices, count = drawn(seed)
-    found = sliced(options, layers, devices, count, epsilon_ps=0)
+    return sliced(options, layers, devices, count, epsilon_ps=0), count
+
+
+def found_ps(seed: int) -> int | None:
+    (found, count), devices = chosen(seed), drawn(seed)[2]
     if found is None:
         return None
     assert fits(found, count)
@@ -77,9 +82,7 @@ def test_the_stages_are_the_best_of_all(seed: int) -> None:
 def test_enumeration_sees_a_program_that_ignores_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that stops at the first slowest stage that has an answer."""
     monkeypatch.setattr(slices._Program, "rows", lambda self, option: self.num_stages)
-    with pytest.raises(AssertionError):
-        for seed in range(100):
-            assert found_ps(seed) == least_ps(seed)
+    assert any(some is not None and not fits(some, count) for some, count in map(chosen, range(99)))
     monkeypatch.undo()
     monkeypatch.setattr(slices, "total_ps", lambda stages, count: 0)
     assert any(found_ps(seed) != least_ps(seed) for seed in range(1000))

@@ -14,7 +14,14 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import GLOBAL, Decisions, Stage, one_stage
+from parloom.ir.plan import (
+    GLOBAL,
+    Decisions,
+    NodeDecision,
+    ParameterDecision,
+    Stage,
+    one_stage,
+)
 from parloom.search.meshes import logical_meshes
 from parloom.search.request import Request, Say
 
@@ -211,7 +218,8 @@ class StageSearch:
         for index in sorted(range(len(found)), key=lambda i: -found[i].size):
             begins[index] = begin
             begin += found[index].size
-        stages, nodes, stored = list[Stage](), [], {}
+        stages, nodes = list[Stage](), list[NodeDecision]()
+        stored: dict[str, ParameterDecision] = {}
         for index, option in enumerate(found):
             first, last, size = option.first, option.last, option.size
             way = self.ways(first, last, size)[option.way]

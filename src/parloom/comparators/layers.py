@@ -35,9 +35,9 @@ def chain_of(graph: Graph, factored: Factored) -> Chain:
     flops = dict.fromkeys(keys, 0.0)
     known = dict(_flops(graph, factored))
     for flat in graph.flat():
-        item = flat.prefix or flat.node.key
-        if item in flops:
-            flops[item] += known[flat.function, flat.node.key]
+        key = flat.prefix or flat.node.key
+        if key in flops:
+            flops[key] += known[flat.function, flat.node.key]
     place = {key: index for index, key in enumerate(keys)}
     specs, made = graph.main.specs(), dict[str, int]()
     readers: dict[str, list[int]] = {}

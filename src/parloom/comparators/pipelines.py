@@ -1,8 +1,8 @@
 """Pipelines as others plan them: GPipe's and Whale's equal stages, PipeDream's dynamic program.
 
-For PipeDream each item of the model is priced as a stage of its own, so what a stage costs is the sum over its
-items. Stages are ranges of items in execution order; a stage has one device, or several that
-replicate it.
+For PipeDream each item of the model is priced as a stage of its own, so what a stage costs is the
+sum over its items. Stages are ranges of items in execution order; a stage has one device, or
+several that replicate it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What stages cost that are ranges of layers: each is lowered and played as a program of its own."""
+"""What stages cost that are ranges of layers: each is lowered and played by itself."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

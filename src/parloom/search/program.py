@@ -183,8 +183,8 @@ def last_reduced(graph: Graph) -> frozenset[str]:
 
 
 def reached(graph: Graph) -> frozenset[str]:
-    """The values of which there are gradients if they flow: those that the loss depends on, and what
-    leaves a stage.
+    """The values of which there are gradients if they flow: those that the loss, or what leaves a
+    stage, depends on.
     """
     ends = (*graph.leaving, *((graph.loss,) if graph.loss is not None else ()))
     found = {graph.flat_ids[name] for name in ends}
