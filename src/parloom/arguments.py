@@ -18,7 +18,7 @@ from parloom.search.request import AUTO
 
 METHODS = (AUTO, *RULES, RANDOM, *COMPARATORS)
 # Methods that count work; the others do what they do.
-COUNTED = (AUTO, RANDOM, "alpa", "flexflow")
+COUNTED = (AUTO, RANDOM, "alpa", "alpa_intra", "flexflow")
 LARGEST = 2**63 - 1
 # The least that each may be.
 COUNTS = MappingProxyType(

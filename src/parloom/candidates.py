@@ -10,13 +10,15 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 
-from parloom.comparators.alpa import alpa
+from parloom.comparators.alpa import alpa_intra
+from parloom.comparators.alpa_inter import alpa_inter
+from parloom.comparators.alpa_stages import alpa
 from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.graphpipe import graphpipe
 from parloom.comparators.grid import MOST, Grid
-from parloom.comparators.pipelines import gpipe, pipedream
+from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
 from parloom.errors import (
@@ -50,15 +52,23 @@ Comparator = Callable[[Request, Decisions, Say], Iterator[Decisions]]
 COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
     {
         "alpa": alpa,
+        "alpa_inter": alpa_inter,
+        "alpa_intra": alpa_intra,
         "flexflow": flexflow,
         "gpipe": gpipe,
         "graphpipe": graphpipe,
         "pipedream": pipedream,
         "tofu": tofu,
+        "whale": whale,
     }
 )
-# What plans are called where that is not the method's name: Alpa's inter-operator part is left out.
-TITLES: Mapping[str, str] = MappingProxyType({"alpa": "alpa, intra-operator part"})
+# What plans are called where that is not the method's name.
+TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "alpa_inter": "alpa, inter-operator part",
+        "alpa_intra": "alpa, intra-operator part",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

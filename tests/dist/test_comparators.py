@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 CLUSTER = "2x2xH100"
 
 
-PIPELINES = ("gpipe", "graphpipe", "pipedream")
+PIPELINES = ("alpa", "alpa_inter", "gpipe", "graphpipe", "pipedream", "whale")
 
 
 def plans(method: str, name: str, cluster: str = CLUSTER) -> list[Decisions]:

@@ -188,9 +188,12 @@ def test_comparators_are_methods_and_named_in_their_plans() -> None:
         asked = replace(request_of(chain(64, 32, 32), budget=30), method=method)
         found = candidates(asked, lambda text: None).found
         assert found
-        title = "alpa, intra-operator part" if method == "alpa" else method
-        piped = ("gpipe", "graphpipe", "pipedream")
-        where = "2 stages on 2 x 1 devices" if method in piped else "x=2"
+        title = {
+            "alpa_inter": "alpa, inter-operator part",
+            "alpa_intra": "alpa, intra-operator part",
+        }.get(method, method)
+        staged = method in ("alpa_inter", "gpipe", "graphpipe", "pipedream", "whale")
+        where = "2 stages on 2 x 1 devices" if staged else "x=2"
         assert found[0].name.startswith(f"{title} ({where}")
 
 

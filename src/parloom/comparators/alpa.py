@@ -1,4 +1,5 @@
-"""Alpa's intra-operator pass (Zheng et al., OSDI 2022, section 4) on the whole cluster.
+"""Alpa's intra-operator pass (Zheng et al., OSDI 2022, section 4) on the whole cluster, or on the
+devices of a stage.
 
 For every two-dimensional view of the devices an integer program chooses a way to split each
 operator so that least is communicated: inside operators, between them, and for gradients. Computing
@@ -29,7 +30,7 @@ from parloom.ir.factors import follow
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops.rule import HALO
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menus, assignments
 from parloom.search.fates import AskedFates
 from parloom.search.layout_model import LayoutModel
@@ -56,7 +57,7 @@ class Followed:
     values: tuple[Indices, ...]
 
 
-def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+def alpa_intra(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """The best plan of every view of the cluster.
 
     Raises `InputError` where samples do not divide into as many microbatches as `base` has.
@@ -65,25 +66,45 @@ def alpa(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     samples, shared = samples_of(program), Known()
     for mesh in views(request.cluster):
         walker = Walker({}, mesh, request.cluster, request.machine.kernels)
-        found = None
-        for limited in (True, False):
-            among = samples if limited else None
-            layouts = layouts_of(program, walker, base, request, among, shared)
-            followed = followers(layouts) if limited else nobody(layouts)
-            found = solve(layouts, followed, base.num_microbatches, request.budget or NODES)
-            if found is not None:
-                break
+        nodes = request.budget or NODES
+        found = on_view(program, samples, walker, base, request.optimizer, nodes, shared)
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
         if found is None:
-            say(f"alpa: mesh {sizes}: nothing found within the budget")
+            say(f"alpa_intra: mesh {sizes}: nothing found within the budget")
             continue
-        say(f"alpa: mesh {sizes}: {found.cost / 1e12:.4g} s of communication")
-        storage = StoragePrices(walker, base, request.optimizer)
-        levels = []
-        for index, weight in enumerate(program.weights):
-            stored = stored_of(program, weight, *layouts.home(index, found.values))
-            levels.append(scattered(storage, stored, base.num_microbatches))
-        yield planned(layouts, found.values, levels, base)
+        plan, cost = found
+        say(f"alpa_intra: mesh {sizes}: {cost / 1e12:.4g} s of communication")
+        yield plan
+
+
+def on_view(
+    program: Program,
+    samples: Samples,
+    walker: Walker,
+    base: Decisions,
+    optimizer: Optimizer,
+    max_nodes: int,
+    shared: Known,
+) -> tuple[Decisions, float] | None:
+    """The plan that communicates least on the mesh of `walker`, and how long that takes (ps); None
+    where none is found in `max_nodes` branches.
+    """
+    found = None
+    for limited in (True, False):
+        among = samples if limited else None
+        layouts = layouts_of(program, walker, base, optimizer, among, shared)
+        followed = followers(layouts, samples) if limited else nobody(layouts)
+        found = solve(layouts, followed, base.num_microbatches, max_nodes)
+        if found is not None:
+            break
+    if found is None:
+        return None
+    storage = StoragePrices(walker, base, optimizer)
+    levels = []
+    for index, weight in enumerate(program.weights):
+        stored = stored_of(program, weight, *layouts.home(index, found.values))
+        levels.append(scattered(storage, stored, base.num_microbatches))
+    return planned(layouts, found.values, levels, base), found.cost
 
 
 def views(cluster: Cluster) -> Iterator[Mesh]:
@@ -99,7 +120,7 @@ def layouts_of(
     program: Program,
     walker: Walker,
     base: Decisions,
-    request: Request,
+    optimizer: Optimizer,
     samples: Samples | None,
     shared: Known | None = None,
 ) -> LayoutModel:
@@ -116,8 +137,8 @@ def layouts_of(
         if samples is not None and index in products:
             kept = _over_all(operator, kept, walker.mesh)
         menus.append(known.of(index, kept))
-    storage, fates = Whole(walker, base, request.optimizer), AskedFates(program)
-    return LayoutModel(program, walker, base, request.optimizer, shared, menus, storage, fates)
+    storage, fates = Whole(walker, base, optimizer), AskedFates(program)
+    return LayoutModel(program, walker, base, optimizer, shared, menus, storage, fates)
 
 
 def deciding(program: Program) -> frozenset[int]:
@@ -196,11 +217,13 @@ def scattered(storage: StoragePrices, weight: StoredWeight, num_microbatches: in
 # Followers
 
 
-def followers(layouts: LayoutModel) -> Followed:
-    """Who follows whom: a cheap operator the operand that is made last (the deepest one)."""
+def followers(layouts: LayoutModel, samples: Samples) -> Followed:
+    """Who follows whom: a cheap operator the operand that is made last (the deepest one), of those
+    that have samples if any has: not a table of positions.
+    """
     program = layouts.program
     others = set(range(len(program.operators))) - deciding(program)
-    leads = {i: lead for i in sorted(others) if (lead := _lead(program, i)) is not None}
+    leads = {i: lead for i in sorted(others) if (lead := _lead(program, i, samples))}
     leader: list[int] = []
     values: list[Indices] = []
     for variable in range(len(layouts.variables)):
@@ -223,7 +246,7 @@ def nobody(layouts: LayoutModel) -> Followed:
     return Followed(tuple(range(len(layouts.variables))), tuple(ranges))
 
 
-def _lead(program: Program, index: int) -> tuple[Flow, int] | None:
+def _lead(program: Program, index: int, samples: Samples) -> tuple[Flow, int] | None:
     """The flow that an operator follows, and the operand that it is."""
     found = [
         (flow, reader.operand)
@@ -235,7 +258,13 @@ def _lead(program: Program, index: int) -> tuple[Flow, int] | None:
     # What is made before it in its block comes before what the block before made.
     return max(
         found,
-        key=lambda f: (f[0].operator < index, f[0].operator, f[0].count, -f[1]),
+        key=lambda f: (
+            f[0].operator in samples,
+            f[0].operator < index,
+            f[0].operator,
+            f[0].count,
+            -f[1],
+        ),
         default=None,
     )
 

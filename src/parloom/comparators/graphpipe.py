@@ -40,7 +40,8 @@ def graphpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             (tuple(keys[i] for i in sorted(items)), own)
             for (items, _), own in zip(chosen, places, strict=True)
         ]
-        plan = replicated(request, base, costs, stages, microbatches)
+        wholes = {size: found.decisions for size, found in costs.items()}
+        plan = replicated(request, base, wholes, stages, microbatches)
         yield _by_depth(plan, [items for items, _ in chosen], edges)
 
 

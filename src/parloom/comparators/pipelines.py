@@ -1,16 +1,17 @@
-"""Pipelines as others plan them: GPipe's equal stages and PipeDream's dynamic program.
+"""Pipelines as others plan them: GPipe's and Whale's equal stages, PipeDream's dynamic program.
 
-Each item of the model is priced as a stage of its own, so what a stage costs is the sum over its
-items. Stages are ranges of items in execution order; a stage has one device, or several that
-replicate it.
+For PipeDream each item of the model is priced as a stage of its own, so what a stage costs is the
+sum over its items. Stages are ranges of items in execution order; a stage has one device, or
+several that replicate it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 
 from parloom.comparators.baselines import plain
+from parloom.comparators.layers import chain_of
 from parloom.cost.actions import Stage as Actions
 from parloom.cost.pipeline import play_stage, send
 from parloom.cost.simulate import Simulator
@@ -107,13 +108,8 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
         chosen = split(costs, devices, microbatches)
         if chosen is not None:
             say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
-            keys = stage_items(request.graph)
-            ends = accumulate(size for *_, size in chosen)
-            stages = [
-                (keys[first:last], range(end - size, end))
-                for (first, last, size), end in zip(chosen, ends, strict=True)
-            ]
-            yield replicated(request, base, costs, stages, microbatches)
+            wholes = {size: found.decisions for size, found in costs.items()}
+            yield replicated(request, base, wholes, _ranges(request, chosen), microbatches)
 
 
 def item_costs(request: Request, base: Decisions) -> Iterator[tuple[int, dict[int, Items]]]:
@@ -125,6 +121,54 @@ def item_costs(request: Request, base: Decisions) -> Iterator[tuple[int, dict[in
     for microbatches in _counts(request, base, devices):
         costs = {size: _items(request, base, size, microbatches) for size in sizes}
         yield microbatches, {size: found for size, found in costs.items() if found is not None}
+
+
+def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
+    """Stages that take equally long by the peak rates of their devices, one forward and one
+    backward pass in turns, replicated inside (Whale: Jia et al., ATC'22): on equal devices, stages
+    of equally many FLOPs on equally many devices, for every number of stages.
+    """
+    cluster, graph = request.cluster, request.graph
+    flops = chain_of(graph, factorize(graph)).flops
+    sizes = [prime.stride for prime in cluster.prime_axes()]
+    for size in (*sizes, cluster.num_devices):
+        count = cluster.num_devices // size
+        if count > len(flops):
+            continue
+        chosen = [(first, last, size) for first, last in pairwise(even(flops, count))]
+        for microbatches in _counts(request, base, count):
+            try:
+                part = part_of(cluster, size)
+                whole = next(plain("data_parallel", graph, part, microbatches), None)
+            except (LayoutError, InputError):
+                continue
+            if whole is not None:
+                stages = _ranges(request, chosen)
+                yield replicated(request, base, {size: whole}, stages, microbatches)
+
+
+def even(flops: Sequence[float], count: int) -> list[int]:
+    """Where `count` ranges of items begin and end that have the most equal FLOPs, each at least one
+    item: the k-th ends where the sum is nearest to k shares.
+    """
+    sums, ends = [0.0, *accumulate(flops)], [0]
+    for index in range(1, count):
+        wanted = sums[-1] * index / count
+        among = range(ends[-1] + 1, len(flops) - count + index + 1)
+        ends.append(min(among, key=lambda at: abs(sums[at] - wanted)))
+    return [*ends, len(flops)]
+
+
+def _ranges(
+    request: Request, chosen: Sequence[tuple[int, int, int]]
+) -> list[tuple[Sequence[str], range]]:
+    """The items and the devices of stages (first item, last item + 1, devices) in a row."""
+    keys = stage_items(request.graph)
+    ends = accumulate(size for *_, size in chosen)
+    return [
+        (keys[first:last], range(end - size, end))
+        for (first, last, size), end in zip(chosen, ends, strict=True)
+    ]
 
 
 def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
@@ -275,7 +319,7 @@ def _sums(values: Sequence[int]) -> Iterator[int]:
 def replicated(
     request: Request,
     base: Decisions,
-    costs: dict[int, Items],
+    wholes: Mapping[int, Decisions],
     chosen: Sequence[tuple[Sequence[str], range]],
     microbatches: int,
 ) -> Decisions:
@@ -284,7 +328,7 @@ def replicated(
     nodes: dict[str, NodeDecision] = {}
     prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
     for items, devices in chosen:
-        whole, own = costs[len(devices)].decisions, set(items)
+        whole, own = wholes[len(devices)], set(items)
         stages.append(Stage(tuple(items), (devices,), whole.mesh))
         nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
     if len(stages) == 1:

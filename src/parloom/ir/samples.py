@@ -44,8 +44,10 @@ class Classes:
 
 
 def sample_dims(factored: Factored) -> Mapping[str, int]:
-    """The dim of samples by the names of the batch tensors that have one."""
+    """The dim of samples by the names of the batch tensors that have one; a stage knows them."""
     graph = factored.graph
+    if graph.boundary is not None:
+        return graph.boundary.samples
     functions = {f.name: f for f in (graph.main, *graph.functions)}
     uses = [
         (rule, _occurrences(function, item, rule))

@@ -183,15 +183,17 @@ def last_reduced(graph: Graph) -> frozenset[str]:
 
 
 def reached(graph: Graph) -> frozenset[str]:
-    """The values of which there are gradients if they flow: those that the loss depends on."""
-    loss = graph.flat_ids[graph.loss] if graph.loss is not None else None
-    found = {loss}
+    """The values of which there are gradients if they flow: those that the loss, or what leaves a
+    stage, depends on.
+    """
+    ends = (*graph.leaving, *((graph.loss,) if graph.loss is not None else ()))
+    found = {graph.flat_ids[name] for name in ends}
     for flat in reversed(tuple(graph.flat())):
         op = op_of(flat.node)
         results = (n for i, n in enumerate(flat.results) if i not in op.detached)
         if op.differentiable and found.intersection(results):
             found.update(flat.operands)
-    return frozenset(name for name in found if name is not None)
+    return frozenset(found)
 
 
 def program_of(
@@ -214,7 +216,8 @@ class _Folding:
         self.made: dict[str, tuple[int, int]] = {}
         self.maker: dict[str, CallKey] = {}
         self.specs = {entry.value.name: entry.value.spec for entry in graph.inputs}
-        self.flowing = {e.value.name for e in graph.of_kind("parameter") if e.trainable}
+        # What another stage made is an entry of the batch that may want a gradient.
+        self.flowing = {e.value.name for e in graph.inputs if e.trainable}
         self.fixed = {e.value.name for e in graph.inputs if e.kind != "batch"}
         self.derived = {e.value.name for e in graph.of_kind("parameter")}
         self.first: dict[str, Reader] = {}
