@@ -427,7 +427,7 @@ def least_compute_ps(contexts: Contexts) -> float:
     least = inf
     for mesh in contexts.meshes:
         prices = Prices(program, contexts.walker(mesh), contexts.shared)
-        least = min(least, count * _least_compute_ps(program, prices))
+        least = min(least, count * least_passes_ps(program, prices))
     return least
 
 
@@ -438,10 +438,10 @@ def least_work_ps(contexts: Contexts) -> float:
     assert program is not None, "the whole batch is always one microbatch"
     (mesh,) = logical_meshes(alone)
     prices = Prices(program, contexts.walker(mesh), contexts.shared)
-    return count * _least_compute_ps(program, prices)
+    return count * least_passes_ps(program, prices)
 
 
-def _least_compute_ps(program: Program, prices: Prices) -> float:
+def least_passes_ps(program: Program, prices: Prices) -> float:
     """What the operators of a program compute at least, each with the best of its choices."""
     menus, total = Menus(program, prices.single), 0
     for index, operator in enumerate(program.operators):

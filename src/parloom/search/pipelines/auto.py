@@ -20,10 +20,11 @@ from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan
 from parloom.search.decide import decisions_of
 from parloom.search.least import batch_bytes
-from parloom.search.optimize import Searched, least_work_ps
+from parloom.search.optimize import Searched, least_passes_ps, least_work_ps
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge, JudgedSplit
 from parloom.search.pipelines.split import Split, even_splits, uneven_splits
+from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.step_rows import Passes, ShadowPrices, row_prices
 from parloom.search.work import OutOfWorkError
@@ -50,40 +51,60 @@ APART = "pipelines are not searched for microbatches that are computed by themse
 
 
 def with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
-    """The answer with pipelines among its proposals, and a bound that holds for them, too.
-
-    No step is shorter than an equal share of what one device computes that does all the work.
-    """
-    devices = request.cluster.num_devices
-    if devices == 1 or request.wanted is Wanted.PRICE or not searched.bound_ps:
+    """The answer with pipelines among its proposals, and a bound that holds for them, too."""
+    looked = searched.proposals or searched.smallest or searched.bound_ps
+    if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE or not looked:
         return searched
-    contexts = Contexts(replace(request, budget=searched.work_left), base)
-    least_ps = least_work_ps(contexts) / devices
-    searched = replace(searched, bound_ps=min(searched.bound_ps, least_ps))
     if request.pinned.pins or request.batch_semantics != GLOBAL:
         reason = BESIDE_PINS if request.pinned.pins else APART
         words = f"{searched.left_out}; {reason}" if searched.left_out else reason
         return replace(searched, left_out=words)
     best = min((p.step_ps for p in searched.proposals), default=inf)
-    if searched.status is not Status.COMPLETE or least_ps > best * (1 - WORTH):
-        return searched
-    search = PipelineSearch(contexts, best, least_ps, say)
-    status = Status.COMPLETE
+    search, status = None, searched.status
     try:
-        search.run()
+        contexts = Contexts(replace(request, budget=searched.work_left), base)
+        search = PipelineSearch(contexts, best, say)
+        if status is Status.COMPLETE:
+            search.run()
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
+    if search is None:
+        return replace(searched, status=status, bound_ps=0.0)
     found = sorted((*searched.proposals, *search.plans()), key=lambda p: p.step_ps)
-    bound_ps = 0.0 if status is Status.INTERRUPTED else searched.bound_ps
+    bound_ps = 0.0 if status is Status.INTERRUPTED else min(searched.bound_ps, search.least_ps)
+    left = search.contexts.work.left
     return replace(
-        searched,
-        proposals=tuple(found),
-        status=status,
-        bound_ps=bound_ps,
-        work_left=contexts.work.left,
+        searched, proposals=tuple(found), status=status, bound_ps=bound_ps, work_left=left
     )
+
+
+def least_pipeline_ps(contexts: Contexts) -> float:
+    """No pipeline takes less: an equal share of what one device computes that does all the work,
+    and what the smallest microbatch computes on its way through all stages.
+
+    More microbatches compute no less in all, and no more each; a stage has a part of the devices,
+    and as many choices on a part as on a divisor of it.
+    """
+    request, devices = contexts.request, contexts.request.cluster.num_devices
+    share_ps = least_work_ps(contexts) / devices
+    programs = filter(None, map(contexts.program, reversed(contexts.counts)))
+    smallest = next(programs, None)
+    sizes = part_sizes(request.cluster)
+    if smallest is None or not sizes:
+        return share_ps
+    least_ps = inf
+    for size in sizes:
+        if any(larger % size == 0 for larger in sizes if larger > size):
+            continue
+        part = contexts.on_part(request.on(size))
+        for mesh in part.meshes:
+            prices = Prices(smallest, part.walker(mesh), part.shared)
+            least_ps = min(least_ps, least_passes_ps(smallest, prices))
+            if least_ps <= share_ps:
+                return share_ps
+    return least_ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +117,11 @@ class _Layout:
 
 
 class PipelineSearch:
-    """Searches pipelines that are faster than `best_ps`; no plan takes less than `least_ps`."""
+    """Searches pipelines that are faster than `best_ps`; none takes less than `least_ps`."""
 
-    def __init__(self, contexts: Contexts, best_ps: float, least_ps: float, say: Say) -> None:
+    def __init__(self, contexts: Contexts, best_ps: float, say: Say) -> None:
         self.contexts, self.request, self.say = contexts, contexts.request, say
-        self.best_ps, self.least_ps = best_ps, least_ps
+        self.best_ps, self.least_ps = best_ps, least_pipeline_ps(contexts)
         self.devices = self.request.cluster.num_devices
         items, factored = stage_items(self.request.graph), contexts.whole.factored
         self.items = items
@@ -112,6 +133,8 @@ class PipelineSearch:
 
     def run(self) -> None:
         """All sizes of groups, the numbers of microbatches that promise most."""
+        if self.least_ps > self.best_ps * (1 - WORTH):
+            return
         for size in part_sizes(self.request.cluster):
             if 2 <= self.devices // size <= len(self.items):
                 self._look_on(size)
@@ -281,6 +304,8 @@ class PipelineSearch:
         try:
             found = self.judge.judge(split)
         except (LayoutError, InputError):
+            return None
+        if found is None:
             return None
         self.judged.append(found)
         if self._fits(found):

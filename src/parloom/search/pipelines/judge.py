@@ -60,9 +60,9 @@ class Judge:
         self.calls = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
         self.alike = AlikeStages()
 
-    def judge(self, split: Split) -> JudgedSplit:
+    def judge(self, split: Split) -> JudgedSplit | None:
         """The split as a plan with its fastest schedule that fits; with the one that holds least
-        where none fits.
+        where none fits, None where no schedule takes its placement in the memory there is.
 
         Raises `LayoutError` where its stages cannot be lowered, `InputError` where a group lies
         over more nodes than it needs.
@@ -82,6 +82,8 @@ class Judge:
             _Played(name, lists, stages.play(lists))
             for name, lists in self._lists(stages, split, count)
         ]
+        if not played:
+            return None
         limit = request.limit_bytes
         fitting = [one for one in played if one.timeline.peak_bytes <= limit]
         best = min(fitting, key=lambda one: one.step_ps, default=None)
