@@ -1,6 +1,6 @@
 """Published pipelines against what their method finds here, in the same prices.
 
-    PYTHONPATH=. python benchmarks/pipelines.py [--cases 1.3B,2.6B] [--json FILE]
+    PYTHONPATH=. python benchmarks/pipelines.py [--cases 1.3B,2.6B,6.7B,15B] [--json FILE]
 
 Alpa (Zheng et al., OSDI 2022) published the stages of its GPTs: layers of eight (or as many as it
 clustered), devices of each stage. `--method alpa` is asked for the same model, cluster, batch and
