@@ -359,9 +359,11 @@ def _demanded(owner: _Lowering) -> dict[str, set[str]]:
 
 
 def _derived(graph: Graph, flats: Iterable[FlatNode]) -> set[str]:
-    """Parameters, and what differentiable operators make of them without looking at the batch."""
+    """Parameters, and what differentiable operators make of them without looking at the batch, or
+    at what earlier stages made of it.
+    """
     derived = {i.value.name for i in graph.of_kind("parameter")}
-    fixed = {i.value.name for i in graph.inputs if i.kind != "batch"}
+    fixed = {i.value.name for i in graph.inputs if i.kind not in ("batch", ARRIVING)}
     for flat in flats:
         if fixed.issuperset(flat.operands):
             fixed.update(flat.results)
