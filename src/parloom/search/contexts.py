@@ -150,14 +150,6 @@ class ContextSearch:
     def num_microbatches(self) -> int:
         return self.passes.num_microbatches
 
-    def with_passes(self, passes: Passes) -> "ContextSearch":
-        """The same layouts, with nothing known of them, in steps of other passes."""
-        found = copy(self)
-        found.passes, found.duals, found.judged = passes, ShadowPrices(), {}
-        found.columns = ColumnGeneration(self.layouts, passes, self.work)
-        found.composer = Composer(self.layouts, passes, self.work)
-        return found
-
     def run(self, duals: ShadowPrices, enough: float = inf) -> None:
         """Columns under the present limit; a bound of `enough` ends it."""
         self.duals = self.columns.run(self.limit, duals, enough=enough)
@@ -272,6 +264,15 @@ class ContextSearch:
     def fitting(self) -> Iterator[SimulatedCandidate]:
         limit = self.request.limit_bytes
         return (found for found in self.judged.values() if found.peak_bytes <= limit)
+
+
+def with_passes(context: ContextSearch, passes: Passes) -> ContextSearch:
+    """The same layouts, with nothing known of them, in steps of other passes."""
+    found = copy(context)
+    found.passes, found.duals, found.judged = passes, ShadowPrices(), {}
+    found.columns = ColumnGeneration(context.layouts, passes, context.work)
+    found.composer = Composer(context.layouts, passes, context.work)
+    return found
 
 
 class Contexts:

@@ -17,7 +17,7 @@ from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
-from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan
+from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan, with_passes
 from parloom.search.decide import decisions_of
 from parloom.search.least import batch_bytes
 from parloom.search.optimize import Searched, least_passes_ps, least_work_ps
@@ -230,7 +230,7 @@ class PipelineSearch:
         size, count = context.mesh.num_ranks, context.num_microbatches
         groups = self.devices // size
         in_flight = max(1.0, min(count, SLACK * groups))
-        pipelined = context.with_passes(Passes(count, in_flight, hides))
+        pipelined = with_passes(context, Passes(count, in_flight, hides))
         room = self.request.limit_bytes - batch_bytes(self.request.graph)
         pipelined.limit = max(1.0, margin * groups * room)
         pipelined.run(context.duals)
