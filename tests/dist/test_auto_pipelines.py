@@ -18,6 +18,9 @@ from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pipelines.auto import BESIDE_PINS
 from parloom.search.request import Request, base_of
 
+# One worker plans for all tests.
+pytestmark = pytest.mark.xdist_group("pipelines that auto proposes")
+
 # Four slow processors over a slow network: only stages keep what is sent small.
 CLUSTER = """
 name: slow

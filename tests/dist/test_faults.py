@@ -244,7 +244,9 @@ def test_a_save_waits_no_longer_than_a_step(four: Plan, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as failed:
         fork_ranks(4, stopped_in_a_save, four, tmp_path)
-    assert TIMED_OUT.search(str(failed.value).partition("failed: ")[2]), str(failed.value)
+    # The first rank that waited long enough ends, and with it the others' connections.
+    cause = str(failed.value).partition("failed: ")[2]
+    assert TIMED_OUT.search(cause) or launch.PEER_IS_GONE.search(cause), cause
     assert time.monotonic() - began < LIMIT_S + 20
     assert not (tmp_path / "saved").exists()
 
