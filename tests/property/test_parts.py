@@ -139,17 +139,15 @@ def test_methods_are_tried_on_parts(method: str) -> None:
     asked = replace(request_of(graph, cluster), method=method)
     found = candidates(asked, lambda text: None).found
     whole = candidates(replace(asked, all_devices=True), lambda text: None).found
-    ranks = {candidate.decisions.mesh.num_ranks for candidate in found}
+    ranks = {candidate.decisions.num_ranks for candidate in found}
     assert ranks == {8, 4, 2, 1}
-    assert {candidate.decisions.mesh.num_ranks for candidate in whole} == {8}
+    assert {candidate.decisions.num_ranks for candidate in whole} == {8}
     for candidate in found:
         assert candidate.prediction is not None
-        devices = candidate.decisions.mesh.num_ranks
+        devices = candidate.decisions.num_ranks
         assert candidate.name.endswith(f", {devices} devices") == (1 < devices < 8)
     steps = {
-        n: min(
-            c.prediction.step_s for c in found if c.prediction and c.decisions.mesh.num_ranks == n
-        )
+        n: min(c.prediction.step_s for c in found if c.prediction and c.decisions.num_ranks == n)
         for n in ranks
     }
     assert min(steps[4], steps[2], steps[1]) < steps[8]
