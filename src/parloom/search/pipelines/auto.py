@@ -154,19 +154,17 @@ class PipelineSearch:
         forms become less and there is something to win.
         """
         groups = self.devices // size
-        counts = [count for count in self.contexts.counts if count > 1]
-        if not counts:
-            return
+        counts = self.contexts.counts
         start = min(range(len(counts)), key=lambda i: abs(counts[i] - groups))
         first = before = self._look(size, counts[start])
         for count in reversed(counts[:start]):
             # What groups wait for each other grows as microbatches do.
-            waits_ps = before.step_ps() - max(before.loads_ps()) if before else 0.0
+            waits_ps = before.step_ps - max(before.loads_ps()) if before else 0.0
             known = before.num_microbatches / count if before else 1.0
             if self.least_ps + waits_ps * known > self._enough_ps():
                 break
             found = self._look(size, count)
-            if before and (not found or found.step_ps() > before.step_ps() * (1 + NEARBY)):
+            if before and (not found or found.step_ps > before.step_ps * (1 + NEARBY)):
                 break
             before = found or before
         before = first
@@ -175,13 +173,13 @@ class PipelineSearch:
             if before is None or max(before.loads_ps()) > self._enough_ps():
                 break
             found = self._look(size, count)
-            if not found or found.step_ps() > before.step_ps() * (1 + NEARBY):
+            if not found or found.step_ps > before.step_ps * (1 + NEARBY):
                 break
             before = found
 
     def _enough_ps(self) -> float:
         """The closed form beyond which a split is not simulated."""
-        least = min((split.step_ps() for split in self.splits), default=inf)
+        least = min((split.step_ps for split in self.splits), default=inf)
         return min(self.best_ps, least) * (1 + FORMS)
 
     def _look(self, size: int, count: int) -> Split | None:
@@ -190,9 +188,9 @@ class PipelineSearch:
         for layout in self._layouts_of(size, count):
             found += self._promising(even_splits(layout.costs, self.devices // size))
         self.splits += found
-        best = min(found, key=Split.step_ps, default=None)
+        best = min(found, key=_closed_ps, default=None)
         if best is not None:
-            seconds = format_seconds(best.step_ps() / 1e12)
+            seconds = format_seconds(best.step_ps / 1e12)
             self.say(f"pipelines on groups of {size}, {count} microbatches: about {seconds}")
         return best
 
@@ -252,7 +250,7 @@ class PipelineSearch:
         """Splits over groups of several sizes around those of the best split, with as many
         microbatches.
         """
-        best = min(self.splits, key=Split.step_ps, default=None)
+        best = min(self.splits, key=_closed_ps, default=None)
         if best is None:
             return
         size, parts = best.costs[0].num_devices, part_sizes(self.request.cluster)
@@ -286,10 +284,10 @@ class PipelineSearch:
         """Simulate the best of each placement and number of microbatches: closed forms of one
         placement differ less from each other than from what the simulator says.
         """
-        ranked = sorted(splits, key=Split.step_ps)
+        ranked = sorted(splits, key=_closed_ps)
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for split in ranked:
-            if sum(known.values()) >= JUDGED or split.step_ps() > self._enough_ps():
+            if sum(known.values()) >= JUDGED or split.step_ps > self._enough_ps():
                 return
             kind = split.num_microbatches, split.groups
             if known[kind] < EACH:
@@ -334,6 +332,10 @@ class PipelineSearch:
                     break
 
 
+def _closed_ps(split: Split) -> float:
+    return split.step_ps
+
+
 def _moves(split: Split) -> Iterator[Split]:
     """Splits with one boundary moved by an item, those first whose busiest group has less."""
     found: list[tuple[float, Split]] = []
@@ -344,6 +346,6 @@ def _moves(split: Split) -> Iterator[Split]:
             before = moved[index - 1] if index else 0
             if before < moved[index] < moved[index + 1]:
                 other = replace(split, ends=moved)
-                found.append((other.step_ps(), other))
+                found.append((other.step_ps, other))
     for _, other in sorted(found, key=lambda entry: entry[0]):
         yield other

@@ -26,8 +26,9 @@ class ItemCosts:
 
     `passes_ps` are of a microbatch, there and back, `once_ps` of a step; `kept_bytes` of a
     microbatch in flight, `stored_bytes` all along. `sent_ps` is what a microbatch's values take
-    that cross the place behind an item, there and back. `shared_ps`, of pairs of items with one
-    weight (first, last, ps): summing its gradients where they are in different stages.
+    that cross the place behind an item, there and back. `edges` are pairs of items of which the
+    second reads what the first makes. `shared_ps`, of pairs of items with one weight (first, last,
+    ps): summing its gradients where they are in different stages.
     """
 
     whole: Decisions
@@ -36,6 +37,7 @@ class ItemCosts:
     kept_bytes: Ints
     stored_bytes: Ints
     sent_ps: Ints
+    edges: tuple[tuple[int, int], ...]
     shared_ps: tuple[tuple[int, int, int], ...]
 
     @cached_property
@@ -81,7 +83,8 @@ class Pricer:
             sent[edge.source : edge.target] += edge.forward.ps + back
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in priced.shared)
         passes, once, kept, stored = np.array(found, dtype=np.int64).T
-        return ItemCosts(whole, passes, once, kept, stored, sent, shared)
+        edges = tuple((edge.source, edge.target) for edge in priced.edges)
+        return ItemCosts(whole, passes, once, kept, stored, sent, edges, shared)
 
     def _costs(self, priced: PricedStages, index: int) -> tuple[int, int, int, int]:
         stage = priced.actions(index, split=False)

@@ -10,6 +10,7 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 from math import comb
 
@@ -39,7 +40,7 @@ LIMITS = np.geomspace(1.0, 4.0, 25)
 GROUPS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Split:
     """Stages as ranges of items, `ends` behind each, with the group of devices that each has;
     `costs` are those of items by group.
@@ -65,19 +66,31 @@ class Split:
             found[group] += int(self.costs[group].loads_ps[first:last].sum())
         return found
 
+    @cached_property
     def step_ps(self) -> float:
-        """A closed form of the step: what the busiest group takes, and the other stages once for
-        the first microbatch.
+        """A closed form of the step: what the busiest group takes, and what a microbatch takes on
+        its longest way through the other stages.
         """
-        loads, passes = self.loads_ps(), 0.0
+        loads = self.loads_ps()
         busiest = max(range(len(loads)), key=loads.__getitem__)
-        for (first, last), group in zip(self.ranges, self.groups, strict=True):
-            if group != busiest:
-                passes += float(self.costs[group].passes_ps[first:last].sum())
-        sent = sum(float(self.costs[0].sent_ps[end - 1]) for end in self.ends[:-1])
         # With several stages on each group, the busiest one waits for others only at the ends.
         chunks = len(self.groups) / len(self.costs)
-        return loads[busiest] + passes / chunks + sent + self._shared_ps()
+        return loads[busiest] + self._way_ps(busiest) / chunks + self._shared_ps()
+
+    def _way_ps(self, busiest: int) -> float:
+        """The longest way of a microbatch through stages, those of the busiest group left out."""
+        passes = [
+            float(self.costs[group].passes_ps[first:last].sum()) if group != busiest else 0.0
+            for (first, last), group in zip(self.ranges, self.groups, strict=True)
+        ]
+        costs = self.costs[0]
+        stages = np.searchsorted(self.ends, np.arange(self.ends[-1]), side="right")
+        ways = list(passes)
+        for source, target in sorted({(int(stages[a]), int(stages[b])) for a, b in costs.edges}):
+            if source != target:
+                sent = float(costs.sent_ps[self.ends[source] - 1])
+                ways[target] = max(ways[target], ways[source] + sent + passes[target])
+        return max(ways)
 
     def stored_bytes(self) -> int:
         """What the group that stores most has all along."""
