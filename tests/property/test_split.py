@@ -24,7 +24,7 @@ def _costs(rng: random.Random, count: int, size: int = 1, scale: float = 1.0) ->
     whole = Decisions(stages=one_stage(mesh), num_microbatches=4)
     passes = np.array([max(1, int(scale * rng.randint(1, 100))) for _ in range(count)])
     nothing = np.zeros(count, dtype=np.int64)
-    return ItemCosts(whole, passes, nothing, nothing, nothing, nothing, (), ())
+    return ItemCosts(whole, passes, nothing, nothing, nothing, nothing, 0, (), ())
 
 
 def _cuts(items: int, stages: int) -> Iterator[tuple[int, ...]]:

@@ -158,10 +158,9 @@ class PipelineSearch:
         start = min(range(len(counts)), key=lambda i: abs(counts[i] - groups))
         first = before = self._look(size, counts[start])
         for count in reversed(counts[:start]):
-            # What groups wait for each other grows as microbatches do.
+            # Groups wait no less for each other's larger microbatches.
             waits_ps = before.step_ps - max(before.loads_ps()) if before else 0.0
-            known = before.num_microbatches / count if before else 1.0
-            if self.least_ps + waits_ps * known > self._enough_ps():
+            if self.least_ps + waits_ps > self._enough_ps():
                 break
             found = self._look(size, count)
             if before and (not found or found.step_ps > before.step_ps * (1 + NEARBY)):

@@ -63,7 +63,8 @@ class Split:
         """What each group computes and reduces in a step."""
         found = [0] * len(self.costs)
         for (first, last), group in zip(self.ranges, self.groups, strict=True):
-            found[group] += int(self.costs[group].loads_ps[first:last].sum())
+            costs = self.costs[group]
+            found[group] += int(costs.loads_ps[first:last].sum()) + costs.stage_ps
         return found
 
     @cached_property
