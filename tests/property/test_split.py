@@ -119,6 +119,34 @@ def _slowest_of(costs: dict[int, ItemCosts], ends: tuple[int, ...], sizes: tuple
     )
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 5), (4, 6), (1, 3), (2, 6, 4)])
+@pytest.mark.parametrize("devices", [6, 12, 15])
+def test_uneven_groups_have_the_devices_that_there_are(
+    sizes: tuple[int, ...], devices: int
+) -> None:
+    """Whatever their sizes, each begins at a multiple of its own."""
+    first = _costs(random.Random(devices), 7)
+    costs = {size: _scaled(first, size, 1 / size) for size in sizes}
+    for split in uneven_splits(costs, devices):
+        at = 0
+        for own in split.costs:
+            assert at % own.num_devices == 0
+            at += own.num_devices
+        assert at == devices
+
+
+def test_the_last_items_may_take_no_time() -> None:
+    """Of more items than places, all are in some stage."""
+    costs = _costs(random.Random(1), 300)
+    passes = np.concatenate([costs.passes_ps[:-3], np.zeros(3, dtype=np.int64)])
+    costs = replace(costs, passes_ps=passes, edges=tuple(pairwise(range(300))))
+    for split in even_splits(costs, 2):
+        assert split.ends[-1] == 300
+        assert split.step_ps >= max(split.loads_ps())
+        if len(split.ends) == 2:
+            break
+
+
 def test_a_worse_cut_is_seen() -> None:
     """The oracle of the tests above can fail."""
     costs = _costs(random.Random(1), 8)

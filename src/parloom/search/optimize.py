@@ -457,6 +457,31 @@ def least_passes_ps(program: Program, prices: Prices) -> float:
     return float(total)
 
 
+def least_way_ps(program: Program, prices: Prices) -> float:
+    """What the forward pass computes at least on its longest way through the operators, each with
+    the best of its choices: other ways, and gradients of weights, may run at the same time.
+    """
+    menus = Menus(program, prices.single)
+    times = [
+        min(
+            (
+                float(prices.operator(index, choice, flags)[FORWARD])
+                for flags, _ in operator.flows
+                for choice in menus.of(index).choices
+            ),
+            default=0.0,
+        )
+        for index, operator in enumerate(program.operators)
+    ]
+    ways: dict[str, float] = {}
+    for flat in program.graph.flat():
+        index = program.index.get(flat.key)
+        own = 0.0 if index is None else times[index]
+        way = own + max((ways.get(name, 0.0) for name in flat.operands), default=0.0)
+        ways.update(dict.fromkeys(flat.results, way))
+    return max(ways.values(), default=0.0)
+
+
 def _fastest(context: ContextSearch) -> float:
     return min((found.step_ps for found in context.fitting()), default=inf)
 

@@ -20,7 +20,7 @@ from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan, with_passes
 from parloom.search.decide import decisions_of
 from parloom.search.least import batch_bytes
-from parloom.search.optimize import Searched, least_passes_ps, least_work_ps
+from parloom.search.optimize import Searched, least_way_ps, least_work_ps
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge, JudgedSplit
 from parloom.search.pipelines.split import Split, even_splits, uneven_splits
@@ -76,16 +76,22 @@ def with_pipelines(request: Request, base: Decisions, searched: Searched, say: S
     bound_ps = 0.0 if status is Status.INTERRUPTED else min(searched.bound_ps, search.least_ps)
     left = search.contexts.work.left
     return replace(
-        searched, proposals=tuple(found), status=status, bound_ps=bound_ps, work_left=left
+        searched,
+        proposals=tuple(found),
+        status=status,
+        bound_ps=bound_ps,
+        work_left=left,
+        smallest=search.smallest(searched.smallest),
     )
 
 
 def least_pipeline_ps(contexts: Contexts) -> float:
     """No pipeline takes less: an equal share of what one device computes that does all the work,
-    and what the smallest microbatch computes on its way through all stages.
+    and what the forward pass of the smallest microbatch computes on its longest way.
 
-    More microbatches compute no less in all, and no more each; a stage has a part of the devices,
-    and as many choices on a part as on a divisor of it.
+    More microbatches compute no less in all, and no more each; the parts of an operator take no
+    less together than all of it; a stage has as many choices on a part of the devices as on a
+    divisor of it.
     """
     request, devices = contexts.request, contexts.request.cluster.num_devices
     share_ps = least_work_ps(contexts) / devices
@@ -101,7 +107,7 @@ def least_pipeline_ps(contexts: Contexts) -> float:
         part = contexts.on_part(request.on(size))
         for mesh in part.meshes:
             prices = Prices(smallest, part.walker(mesh), part.shared)
-            least_ps = min(least_ps, least_passes_ps(smallest, prices))
+            least_ps = min(least_ps, least_way_ps(smallest, prices))
             if least_ps <= share_ps:
                 return share_ps
     return least_ps
@@ -148,6 +154,13 @@ class PipelineSearch:
         fitting = [one for one in self.judged if one.timeline.peak_bytes <= limit]
         for one in sorted(fitting, key=lambda one: one.timeline.step_ps)[:2]:
             yield one.predicted(self.request)
+
+    def smallest(self, known: SimulatedPlan | None) -> SimulatedPlan | None:
+        """The smallest of all plans that were simulated, `known` among them."""
+        found = min(self.judged, key=lambda one: one.timeline.peak_bytes, default=None)
+        if found is None or (known and known.peak_bytes <= found.timeline.peak_bytes):
+            return known
+        return found.predicted(self.request)
 
     def _look_on(self, size: int) -> None:
         """Numbers of microbatches from one for each group, downwards and upwards as long as closed
@@ -270,14 +283,16 @@ class PipelineSearch:
         self._judge_of(self.splits)
         if any(map(self._fits, self.judged)):
             return
-        judged = {id(one.split.costs[0]) for one in self.judged}
-        tight: list[Split] = []
-        for layout in chain.from_iterable(self.layouts.values()):
-            if id(layout.costs) in judged:
+        # Again where nothing was small enough to be simulated, or what was simulated was too large.
+        large = {id(one.split.costs[0]) for one in self.judged}
+        small = {id(split.costs[0]) for split in self.splits} - large
+        self.splits = []
+        for layout in chain.from_iterable(tuple(self.layouts.values())):
+            if id(layout.costs) not in small:
                 context, groups = layout.context, self.devices // layout.costs.num_devices
                 for other in self._laid_out(context, context.passes.hides, MARGINS[1]):
-                    tight += self._promising(even_splits(other.costs, groups))
-        self._judge_of(tight)
+                    self.splits += self._promising(even_splits(other.costs, groups))
+        self._judge_of(self.splits)
 
     def _judge_of(self, splits: Sequence[Split]) -> None:
         """Simulate the best of each placement and number of microbatches: closed forms of one
@@ -290,8 +305,7 @@ class PipelineSearch:
                 return
             kind = split.num_microbatches, split.groups
             if known[kind] < EACH:
-                known[kind] += 1
-                self._judge(split)
+                known[kind] += self._judge(split) is not None
 
     def _fits(self, one: JudgedSplit) -> bool:
         return one.timeline.peak_bytes <= self.request.limit_bytes

@@ -129,7 +129,7 @@ def _times(stage: StageActions) -> tuple[int, int]:
 
 
 def _shares(total_ps: int, parts: Ints) -> Ints:
-    """Parts in the same ratios that add up to `total_ps`, each rounded up."""
+    """Parts in the same ratios whose sum is `total_ps`, each rounded up."""
     found: Ints = np.ceil(parts * (total_ps / max(1, parts.sum()))).astype(np.int64)
     return found
 

@@ -182,12 +182,12 @@ def _link(edge: Edge) -> Link:
 
 def _room(stages: Sequence[StageActions], ranks: Sequence[int], limit: int) -> list[int]:
     """What activations in flight may take on each rank: the limit less what is there all along, and
-    what the largest action holds for a while.
+    what the largest pass holds for a while.
     """
     base, passing = [0] * (max(ranks) + 1), [0] * (max(ranks) + 1)
     for stage, rank in zip(stages, ranks, strict=True):
         base[rank] += sum(stage.base)
-        for played in stage.actions.values():
-            memory = played.memory
+        for kind in [kind for kind in stage.actions if kind[0] in "FBW"]:
+            memory = stage.actions[kind].memory
             passing[rank] = max(passing[rank], memory.peak - max(0, sum(memory.net)))
     return [limit - a - b for a, b in zip(base, passing, strict=True)]

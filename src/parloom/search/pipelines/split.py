@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
-from math import comb
+from math import comb, gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,8 +133,9 @@ def _places(loads: Cuts, most: int) -> Cuts:
     total = np.concatenate([[0], np.cumsum(loads)])
     if len(total) <= most:
         return np.arange(len(total))
-    wanted = np.linspace(0, total[-1], most)
-    return np.unique(np.searchsorted(total, wanted).clip(0, len(total) - 1))
+    found = np.searchsorted(total, np.linspace(0, total[-1], most)).clip(0, len(total) - 1)
+    found[-1] = len(total) - 1  # what comes last may take no time
+    return np.unique(found)
 
 
 def _ends(costs: ItemCosts, places: Cuts, owner: Cuts) -> Iterator[tuple[int, ...]]:
@@ -234,7 +235,7 @@ def uneven_splits(costs: Mapping[int, ItemCosts], devices: int) -> Iterator[Spli
 
     A group begins at a multiple of its size, so that it lies over as few nodes as it can.
     """
-    unit = min(costs)
+    unit = gcd(*costs)
     if len(costs) < 2 or devices % unit or devices // unit > GROUPS:
         return
     (any_costs, *_) = costs.values()
@@ -270,7 +271,7 @@ def _within(
     for used in range(1, devices // unit + 1):
         for size, own in allowed.items():
             begin = used - size // unit
-            if begin < 0 or begin % (size // unit) or not np.isfinite(best[begin]).any():
+            if begin < 0 or begin * unit % size or not np.isfinite(best[begin]).any():
                 continue
             costs = best[begin][:, None] + own
             first = np.argmin(costs, axis=0)
