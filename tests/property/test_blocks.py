@@ -101,7 +101,8 @@ def test_bounds_are_of_plans_with_and_without() -> None:
     assert found.estimate_bound_ps <= best.estimate_ps * (1 + 1e-9)
     assert found.solver_gap is not None
     choice = choose(asked(SHARE), quiet)
-    assert choice.bound_s == pytest.approx(found.bound_ps / 1e12)
+    assert choice.bound_s is not None  # of pipelines, too
+    assert 0 < choice.bound_s <= found.bound_ps / 1e12 * (1 + 1e-9)
     assert choice.best.decisions.rewrites
 
 

@@ -57,18 +57,20 @@ def sliced(
         F(s, k, d; t) = min over options of layers k to i on m devices with latency at most t of
                         latency + F(s - 1, i + 1, d - m; t)
 
-    For every latency t of an option, in ascending order, until B t alone is no less than the best.
+    For every latency t of an option, in ascending order, until B t alone is no less than the best;
+    of those that differ by less than `epsilon_ps` the last one, which allows what the others do.
     """
     program = _Program(options, num_layers, num_devices, num_microbatches)
     best: tuple[Option, ...] | None = None
     best_ps: float = inf
-    tried = -inf
-    for slowest_ps in sorted({option.latency_ps for option in options}):
-        if num_microbatches * slowest_ps >= best_ps:
+    latencies = sorted({option.latency_ps for option in options})
+    begun: float = latencies[0] if latencies else 0
+    for slowest_ps, after_ps in zip(latencies, (*latencies[1:], inf), strict=True):
+        if num_microbatches * begun >= best_ps:
             break
-        if slowest_ps - tried < epsilon_ps:
+        if after_ps - begun < epsilon_ps:
             continue
-        tried = slowest_ps
+        begun = after_ps
         found = program.least(slowest_ps)
         if found is not None and total_ps(found, num_microbatches) < best_ps:
             best, best_ps = found, total_ps(found, num_microbatches)
