@@ -237,7 +237,7 @@ def test_alpa_scatters_gradients_that_are_summed() -> None:
     asked = request_of(model(), TWO)
     for count in (1, 2):
         base = replace(BASE, num_microbatches=count)
-        (plan,) = COMPARATORS["alpa"](replace(asked, num_microbatches=count), base, silent)
+        (plan,) = COMPARATORS["alpa_intra"](replace(asked, num_microbatches=count), base, silent)
         assert plan.num_microbatches == count
         partial = {p.input.target for p in lower(model(), plan).parameters if p.reduce}
         stored = {p.name: p for p in plan.parameters}
