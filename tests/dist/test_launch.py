@@ -11,6 +11,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,26 @@ def test_every_rank_runs_the_script_with_its_arguments(
     assert sys.executable in said[0]
     assert "OMP_NUM_THREADS" not in os.environ
     assert folders_of_runs(tmp_path) == []
+
+
+def test_signals_end_what_this_process_forks_later(tmp_path: Path, said: Said) -> None:
+    """torchelastic has handlers of its own, which children that are forked afterwards would have,
+    too.
+    """
+    before = [signal.getsignal(number) for number in launch.HANDLED]
+    with pytest.MonkeyPatch.context() as patched:
+        kept: list[object] = []
+        torchelastic = launch._launch  # noqa: SLF001 - to see that there is something to give back
+
+        def watched(*given: Any) -> int:
+            code = torchelastic(*given)
+            kept.extend(signal.getsignal(number) for number in launch.HANDLED)
+            return code
+
+        patched.setattr(launch, "_launch", watched)
+        assert run(script(tmp_path, ""), said) == 0
+    assert kept != before
+    assert [signal.getsignal(number) for number in launch.HANDLED] == before
 
 
 def test_a_script_ends_as_it_would_alone(tmp_path: Path, said: Said) -> None:

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from parloom.ir.list_schedule import Link
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions, one_stage
 from parloom.search.pipelines import split as split_module
@@ -24,7 +25,8 @@ def _costs(rng: random.Random, count: int, size: int = 1, scale: float = 1.0) ->
     whole = Decisions(stages=one_stage(mesh), num_microbatches=4)
     passes = np.array([max(1, int(scale * rng.randint(1, 100))) for _ in range(count)])
     nothing = np.zeros(count, dtype=np.int64)
-    return ItemCosts(whole, passes, nothing, nothing, nothing, nothing, 0, (), ())
+    items = tuple(f"item {index}" for index in range(count))
+    return ItemCosts(whole, items, passes, nothing, nothing, nothing, 0, (), ())
 
 
 def _cuts(items: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -139,7 +141,7 @@ def test_the_last_items_may_take_no_time() -> None:
     """Of more items than places, all are in some stage."""
     costs = _costs(random.Random(1), 300)
     passes = np.concatenate([costs.passes_ps[:-3], np.zeros(3, dtype=np.int64)])
-    costs = replace(costs, passes_ps=passes, edges=tuple(pairwise(range(300))))
+    costs = replace(costs, passes_ps=passes, edges=tuple(Link(i, i + 1) for i in range(299)))
     for split in even_splits(costs, 2):
         assert split.ends[-1] == 300
         assert split.step_ps >= max(split.loads_ps())

@@ -43,49 +43,69 @@ def simulate_stages(
     """Play one step of all stages, which were lowered from `decisions`, on `cluster`."""
     if len(lowered.pcgs) == 1:
         return simulate(lowered.only, cluster, decisions, optimizer, kernels)
-    stages = PricedStages(lowered, decisions.stages, cluster, optimizer, kernels)
+    player = StagePlayer(cluster, optimizer, kernels)
+    stages = PricedStages(lowered, decisions.stages, player)
     return stages.play(tuple(own for _, own in group_lists(decisions)))
 
 
+class StagePlayer:
+    """Prices the programs of stages on parts of `cluster` and plays their actions; each program is
+    priced and played once, however many stages and plans have it.
+    """
+
+    def __init__(
+        self, cluster: Cluster, optimizer: Optimizer | None = None, kernels: Kernels | None = None
+    ) -> None:
+        self.cluster, self.optimizer, self.kernels = cluster, optimizer, kernels
+        self._simulator = Simulator()
+        # By identity: with their programs, which nothing else may keep.
+        self._priced: dict[int, tuple[PCG, Priced]] = {}
+        self._played: dict[tuple[int, bool], StageActions] = {}
+
+    def priced(self, pcg: PCG) -> Priced:
+        """What the operators and transfers of a program take."""
+        if id(pcg) not in self._priced:
+            found = priced(pcg, self._part(pcg), pcg.decisions, self.optimizer, self.kernels)
+            self._priced[id(pcg)] = pcg, found
+        return self._priced[id(pcg)][1]
+
+    def actions(self, pcg: PCG, *, split: bool) -> StageActions:
+        """The actions of a stage, with gradients of weights apart where its passes are `split`."""
+        own, key = self.priced(pcg), (id(pcg), split)
+        if key not in self._played:
+            stage = Stage(pcg, self._part(pcg), own)
+            self._played[key] = play_stage("", stage, self._simulator, split=split)
+        return self._played[key]
+
+    def _part(self, pcg: PCG) -> Cluster:
+        return part_of(self.cluster, pcg.decisions.mesh.num_ranks)
+
+
 class PricedStages:
-    """Stages that are priced once, to be played under any action lists; equal programs (one object
-    in `lowered`) are played once, too. `level_of` says over which level of links two stages send,
-    where that is not the one between their devices.
+    """The stages of a plan, to be played under any action lists. `level_of` says over which level
+    of links two stages send, where that is not the one between their devices.
     """
 
     def __init__(
         self,
         lowered: LoweredStages,
         planned: Sequence[PlannedStage],
-        cluster: Cluster,
-        optimizer: Optimizer | None = None,
-        kernels: Kernels | None = None,
+        player: StagePlayer,
         level_of: LevelOf | None = None,
     ) -> None:
+        cluster = player.cluster
         for index, stage in enumerate(planned):
             _check_aligned(index, stage, cluster)
-        self.lowered, self.cluster, self.player = lowered, cluster, Simulator()
-        self.priced: dict[int, Priced] = {}
-        for pcg in lowered.pcgs:
-            if id(pcg) not in self.priced:
-                own = part_of(cluster, pcg.decisions.mesh.num_ranks)
-                found = priced(pcg, own, pcg.decisions, optimizer, kernels)
-                self.priced[id(pcg)] = found
+        self.lowered, self.player = lowered, player
         devices = [[d for part in stage.devices for d in part] for stage in planned]
         self.level_of = level_of or (lambda a, b: crossed(devices[a], devices[b], cluster))
         self.edges = tuple(_edges(lowered, self.level_of, cluster))
         self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
-        self._played: dict[tuple[int, bool], StageActions] = {}
 
     def actions(self, index: int, *, split: bool) -> StageActions:
-        """The actions of a stage, with gradients of weights apart where its passes are `split`."""
-        pcg = self.lowered.pcgs[index]
-        key = id(pcg), split
-        if key not in self._played:
-            own = part_of(self.cluster, pcg.decisions.mesh.num_ranks)
-            stage = Stage(pcg, own, self.priced[id(pcg)])
-            self._played[key] = play_stage("", stage, self.player, split=split)
-        return replace(self._played[key], name=f"stage {index}")
+        """The actions of a stage, by its number; see `StagePlayer.actions`."""
+        played = self.player.actions(self.lowered.pcgs[index], split=split)
+        return replace(played, name=f"stage {index}")
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""
@@ -101,12 +121,14 @@ class PricedStages:
         for stage in holders:
             pcg, graph = self.lowered.pcgs[stage], self.lowered.cut.graphs[stage]
             position = next(i for i, entry in enumerate(graph.inputs) if entry.target == name)
-            held = self.priced[id(pcg)].parameters
+            held = self.player.priced(pcg).parameters
             own = held.by_name[pcg.graph.inputs[position].value.name]
             sizes.append(held.stored_of(own).get("gradients", 0))
         level = max(self.level_of(holders[0], other) for other in holders[1:])
         ring = len(holders)
-        return Shared(tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.cluster))
+        return Shared(
+            tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.player.cluster)
+        )
 
 
 def aligned(devices: Sequence[int], cluster: Cluster) -> bool:

@@ -42,6 +42,8 @@ TRACEBACK = "rank-{}-traceback.txt"
 # What gloo and NCCL say when a peer is no longer there.
 PEER_IS_GONE = re.compile(r"gloo|NCCL|onnection (closed|reset|refused)|Broken pipe")
 FRAME = re.compile(r' *File "(.*)", line (\d+)')
+# The signals that torchelastic handles (torch 2.13's TORCHELASTIC_SIGNALS_TO_HANDLE).
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 Say = Callable[[str], None]
 
@@ -99,7 +101,7 @@ def run(
     said = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     say(f"{said} {shlex.join(command)}".strip())
     try:
-        with _environment(settings), _quiet(verbose), _ending(log_dir):
+        with _environment(settings), _quiet(verbose), _handlers_kept(), _ending(log_dir):
             code = _launch(command, plan, log_dir, say, verbose)
     finally:
         if not any(log_dir.glob(TRACEBACK.format("*"))):  # what the message points to
@@ -375,6 +377,21 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Give back the handlers that torchelastic replaces: with its own, SIGTERM does not end what
+    this process forks later.
+    """
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # one that was not set from Python
+                    signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -55,33 +55,49 @@ def lower_stages(
     return LoweredStages(parts, tuple(map(lower, parts.graphs, chosen)))
 
 
+class Stager:
+    """Cuts one graph as plans say; what is derived from the whole graph is derived once."""
+
+    def __init__(self, factored: Factored) -> None:
+        self.factored = factored
+        self._alone: dict[tuple[int, str], dict[str, PValue]] = {}
+
+    def cut(self, decisions: Decisions, stages: Sequence[Sequence[str]] | None = None) -> Cut:
+        """The stages as `decisions` cut the graph or as `stages`, which may be empty ones; each
+        knows how what crosses lies in time: the whole graph is lowered on one device.
+        """
+        items = stages or [stage.items for stage in decisions.stages]
+        parts = cut(self.factored.graph, items, empty=stages is not None)
+        made = self._on_one_device(decisions)
+        values = {c.value.name: made[c.value.name] for c in parts.crossings}
+        boundary = Boundary(
+            sample_dims(self.factored),
+            {name: value.layout for name, value in values.items()},
+            frozenset(name for name, value in values.items() if value.differentiable),
+        )
+        assert all({*v.axes, *v.partial_axes} <= {TIME} for v in boundary.in_time.values())
+        return replace(parts, graphs=tuple(replace(g, boundary=boundary) for g in parts.graphs))
+
+    def _on_one_device(self, decisions: Decisions) -> dict[str, PValue]:
+        """All values of the graph, lowered with the microbatches of a plan on one device."""
+        key = decisions.num_microbatches, decisions.batch_semantics
+        if key not in self._alone:
+            alone = Decisions(
+                stages=one_stage(Mesh(())),
+                num_microbatches=decisions.num_microbatches,
+                batch_semantics=decisions.batch_semantics,
+            )
+            pcg = lower(self.factored.graph, alone, factored=self.factored)
+            values = (value for item in pcg.main.body for value in results_of(item))
+            self._alone[key] = {value.name: value for value in values}
+        return self._alone[key]
+
+
 def staged(
     factored: Factored, decisions: Decisions, stages: Sequence[Sequence[str]] | None = None
 ) -> Cut:
-    """The stages of a graph, as `decisions` cut it or as `stages`, which may be empty ones; each
-    knows how what crosses lies in time: the whole graph is lowered on one device.
-    """
-    items = stages or [stage.items for stage in decisions.stages]
-    parts = cut(factored.graph, items, empty=stages is not None)
-    alone = Decisions(
-        stages=one_stage(Mesh(())),
-        num_microbatches=decisions.num_microbatches,
-        batch_semantics=decisions.batch_semantics,
-    )
-    crossing = {c.value.name for c in parts.crossings}
-    values: dict[str, PValue] = {
-        value.name: value
-        for item in lower(factored.graph, alone, factored=factored).main.body
-        for value in results_of(item)
-        if value.name in crossing
-    }
-    boundary = Boundary(
-        sample_dims(factored),
-        {name: value.layout for name, value in values.items()},
-        frozenset(name for name, value in values.items() if value.differentiable),
-    )
-    assert all({*v.axes, *v.partial_axes} <= {TIME} for v in boundary.in_time.values())
-    return replace(parts, graphs=tuple(replace(g, boundary=boundary) for g in parts.graphs))
+    """The stages of a graph; see `Stager.cut`."""
+    return Stager(factored).cut(decisions, stages)
 
 
 def stage_ranks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:

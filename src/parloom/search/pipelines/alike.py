@@ -24,14 +24,16 @@ class AlikeStages:
 
         Raises `LayoutError` for an illegal decision.
         """
-        found: list[PCG] = []
-        for index, graph in enumerate(parts.graphs):
-            own = of_stage(decisions, parts, index)
-            key = tuple(_form(graph, own))
-            if key not in self._known:
-                self._known[key] = lower(graph, own)
-            found.append(self._known[key])
-        return LoweredStages(parts, tuple(found))
+        indices = range(len(parts.graphs))
+        return LoweredStages(parts, tuple(self.stage(parts, decisions, i) for i in indices))
+
+    def stage(self, parts: Cut, decisions: Decisions, index: int) -> PCG:
+        """The program of one stage; see `lower`."""
+        graph, own = parts.graphs[index], of_stage(decisions, parts, index)
+        key = tuple(_form(graph, own))
+        if key not in self._known:
+            self._known[key] = lower(graph, own)
+        return self._known[key]
 
 
 def _form(graph: Graph, decisions: Decisions) -> Iterator[Hashable]:

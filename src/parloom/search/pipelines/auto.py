@@ -16,13 +16,15 @@ from parloom.cost.units import format_seconds
 from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
-from parloom.ir.stages import stage_items
+from parloom.ir.stages import item_edges, stage_items
 from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan, with_passes
 from parloom.search.decide import decisions_of
 from parloom.search.least import batch_bytes
 from parloom.search.optimize import Searched, least_way_ps, least_work_ps
 from parloom.search.pipelines.costs import ItemCosts, Pricer
+from parloom.search.pipelines.every import MOST_DEVICES, EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit
+from parloom.search.pipelines.orders import orders
 from parloom.search.pipelines.split import Split, even_splits, uneven_splits
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
@@ -43,7 +45,9 @@ ROUGH = 0.01
 # Groups of several sizes are at most so many times larger and smaller than the best even ones.
 AROUND = 2
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
-JUDGED, EACH, MOVED = 12, 2, 12
+JUDGED, EACH, MOVED = 12, 2, 40
+# Splits that are simulated where all of them may be.
+EVERY = 300
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 BESIDE_PINS = "pipelines are not searched beside pins"
@@ -131,8 +135,9 @@ class PipelineSearch:
         self.devices = self.request.cluster.num_devices
         items, factored = stage_items(self.request.graph), contexts.whole.factored
         self.items = items
+        self.orders = orders(len(items), item_edges(self.request.graph))
         self.pricer = Pricer(self.request, factored, items)
-        self.judge = Judge(self.request, factored, items)
+        self.judge = Judge(self.request, factored)
         self.layouts: dict[tuple[int, int], list[_Layout]] = {}
         self.splits: list[Split] = []
         self.judged: list[JudgedSplit] = []
@@ -146,7 +151,8 @@ class PipelineSearch:
                 self._look_on(size)
         self._add_uneven()
         self._judge_best()
-        self._move()
+        if not self.judge_every(self._promising_layouts()):
+            self._move()
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""
@@ -198,13 +204,24 @@ class PipelineSearch:
         """Add the splits of one context: the one with the least closed form."""
         found: list[Split] = []
         for layout in self._layouts_of(size, count):
-            found += self._promising(even_splits(layout.costs, self.devices // size))
+            found += self._even(layout.costs)
         self.splits += found
         best = min(found, key=_closed_ps, default=None)
         if best is not None:
             seconds = format_seconds(best.step_ps / 1e12)
             self.say(f"pipelines on groups of {size}, {count} microbatches: about {seconds}")
         return best
+
+    def _even(self, costs: ItemCosts) -> Iterator[Split]:
+        """Splits over groups with these layouts, items in several orders; over fewer groups where
+        devices may be left idle and are few.
+        """
+        most = self.devices // costs.num_devices
+        fewer = not self.request.all_devices and self.devices <= MOST_DEVICES
+        for groups in range(2, most) if fewer else ():
+            yield from self._promising(even_splits(costs, groups))
+        for order in self.orders:
+            yield from self._promising(even_splits(costs.ordered(order), most))
 
     def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
         for split in splits:
@@ -284,14 +301,14 @@ class PipelineSearch:
         if any(map(self._fits, self.judged)):
             return
         # Again where nothing was small enough to be simulated, or what was simulated was too large.
-        large = {id(one.split.costs[0]) for one in self.judged}
-        small = {id(split.costs[0]) for split in self.splits} - large
+        large = {id(one.split.costs[0].whole) for one in self.judged}
+        small = {id(split.costs[0].whole) for split in self.splits} - large
         self.splits = []
         for layout in chain.from_iterable(tuple(self.layouts.values())):
-            if id(layout.costs) not in small:
-                context, groups = layout.context, self.devices // layout.costs.num_devices
+            if id(layout.costs.whole) not in small:
+                context = layout.context
                 for other in self._laid_out(context, context.passes.hides, MARGINS[1]):
-                    self.splits += self._promising(even_splits(other.costs, groups))
+                    self.splits += self._even(other.costs)
         self._judge_of(self.splits)
 
     def _judge_of(self, splits: Sequence[Split]) -> None:
@@ -322,6 +339,32 @@ class PipelineSearch:
         if self._fits(found):
             self.best_ps = min(self.best_ps, float(found.timeline.step_ps))
         return found
+
+    def _promising_layouts(self) -> Layouts:
+        """Layouts in which the work may be shared so that it takes no longer than the best."""
+        found: dict[int, dict[int, list[ItemCosts]]] = {}
+        for (size, count), layouts in self.layouts.items():
+            most_ps = self.best_ps * (self.devices // size)
+            own = [one.costs for one in layouts if one.costs.loads_ps.sum() < most_ps]
+            if own:
+                found.setdefault(count, {})[size] = own
+        return found
+
+    def judge_every(self, layouts: Layouts, most: int = EVERY) -> bool:
+        """Simulate all splits of these layouts that may be faster than the best, the most promising
+        first; whether they are no more than `most`.
+        """
+        every = EverySplit(self.judge, layouts)
+        kinds = every.kinds()
+        if kinds is None:
+            return False
+        for index, (least_ps, split) in enumerate(every.splits(kinds)):
+            if least_ps >= self.best_ps:
+                break
+            if index >= most:
+                return False
+            self._judge(split)
+        return True
 
     def _move(self) -> None:
         """Move one boundary of the best split at a time, as long as that helps."""

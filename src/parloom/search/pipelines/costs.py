@@ -1,5 +1,6 @@
 """What the items of a model cost as stages of their own, in the layouts of one plan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,13 +10,14 @@ from numpy.typing import NDArray
 from parloom.cost.actions import Stage as Actions
 from parloom.cost.pipeline import StageActions, play_stage
 from parloom.cost.simulate import Simulator
-from parloom.cost.stages import PricedStages
+from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.step import priced
 from parloom.cost.tasks import SHARES
 from parloom.cost.timeline import Played
 from parloom.ir.factors import Factored
+from parloom.ir.list_schedule import Link
 from parloom.ir.lower import lower
-from parloom.ir.lower_stages import staged
+from parloom.ir.lower_stages import Stager
 from parloom.ir.mesh import part_of
 from parloom.ir.plan import Decisions, Stage
 from parloom.ir.stages import Cut
@@ -31,25 +33,51 @@ UPDATE = ("REDUCE", "STEP", "GATHER")
 
 @dataclass(frozen=True, eq=False)
 class ItemCosts:
-    """A plan of one stage, `whole`, and what each item costs in it, [item].
+    """A plan of one stage, `whole`, and what each of its `items` costs in it, [item].
 
     `passes_ps` are of a microbatch, there and back, `once_ps` of a step; `kept_bytes` of a
-    microbatch in flight, `stored_bytes` all along. `sent_ps` is what a microbatch's values take
-    that cross the place behind an item, there and back; `stage_ps` what each stage takes of a step
-    beyond its items. `edges` are pairs of items of which the
-    second reads what the first makes. `shared_ps`, of pairs of items with one weight (first, last,
-    ps): summing its gradients where they are in different stages.
+    microbatch in flight, `stored_bytes` all along. `stage_ps` is what each stage takes of a step
+    beyond its items. `edges` are what a microbatch sends from an item to a later one over the
+    slowest links. `shared_ps`, of pairs of items with one weight (first, last, ps): summing its
+    gradients where they are in different stages.
     """
 
     whole: Decisions
+    items: tuple[str, ...]
     passes_ps: Ints
     once_ps: Ints
     kept_bytes: Ints
     stored_bytes: Ints
-    sent_ps: Ints
     stage_ps: int
-    edges: tuple[tuple[int, int], ...]
+    edges: tuple[Link, ...]
     shared_ps: tuple[tuple[int, int, int], ...]
+
+    @cached_property
+    def sent_ps(self) -> Ints:
+        """What a microbatch's values take that cross the place behind each item."""
+        found = np.zeros(len(self.items), dtype=np.int64)
+        for edge in self.edges:
+            found[edge.source : edge.target] += edge.both
+        return found
+
+    def ordered(self, order: Sequence[int]) -> "ItemCosts":
+        """The same items in another order, in which each comes after those that it reads."""
+        places = list(order)
+        if places == list(range(len(self.items))):
+            return self
+        at = {item: place for place, item in enumerate(places)}
+        return replace(
+            self,
+            items=tuple(self.items[item] for item in places),
+            passes_ps=self.passes_ps[places],
+            once_ps=self.once_ps[places],
+            kept_bytes=self.kept_bytes[places],
+            stored_bytes=self.stored_bytes[places],
+            edges=tuple(
+                replace(edge, source=at[edge.source], target=at[edge.target]) for edge in self.edges
+            ),
+            shared_ps=tuple((at[one], at[other], ps) for one, other, ps in self.shared_ps),
+        )
 
     @cached_property
     def loads_ps(self) -> Ints:
@@ -71,6 +99,7 @@ class Pricer:
 
     def __init__(self, request: Request, factored: Factored, items: tuple[str, ...]) -> None:
         self.request, self.factored, self.items = request, factored, items
+        self._stager = Stager(factored)
         self._cuts: dict[int, Cut] = {}
 
     def price(self, whole: Decisions) -> ItemCosts:
@@ -80,18 +109,14 @@ class Pricer:
         apart = replace(whole, stages=stages)
         count = whole.num_microbatches
         if count not in self._cuts:
-            self._cuts[count] = staged(self.factored, apart)
+            self._cuts[count] = self._stager.cut(apart)
         lowered = AlikeStages().lower(self._cuts[count], apart)
         cluster, kernels = request.cluster, request.machine.kernels
-        outermost = len(cluster.levels) - 1
+        outermost = max(i for i, level in enumerate(cluster.levels) if level.size > 1)
         apart_priced = PricedStages(
-            lowered, stages, cluster, request.optimizer, kernels, lambda *_: outermost
+            lowered, stages, StagePlayer(cluster, request.optimizer, kernels), lambda *_: outermost
         )
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
-        sent = np.zeros(len(stages), dtype=np.int64)
-        for edge in apart_priced.edges:
-            back = edge.backward.ps if edge.backward else 0
-            sent[edge.source : edge.target] += edge.forward.ps + back
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
         passes, once, kept, stored = np.array(found, dtype=np.int64).T
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
@@ -99,8 +124,11 @@ class Pricer:
             passes, once = self._scaled(whole, passes, once)
             together_ps = int((count * passes + once).sum())
             stage_ps = max(0, apart_ps - together_ps) // max(1, len(stages) - 1)
-        edges = tuple((edge.source, edge.target) for edge in apart_priced.edges)
-        return ItemCosts(whole, passes, once, kept, stored, sent, stage_ps, edges, shared)
+        edges = tuple(
+            Link(e.source, e.target, e.forward.ps, e.backward.ps if e.backward else None)
+            for e in apart_priced.edges
+        )
+        return ItemCosts(whole, self.items, passes, once, kept, stored, stage_ps, edges, shared)
 
     def _scaled(self, whole: Decisions, passes: Ints, once: Ints) -> tuple[Ints, Ints]:
         """Passes and steps that add up to those of the whole model: each stage of one item has an

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.cost.pipeline import Edge, StageActions, pass_times
-from parloom.cost.stages import PricedStages
+from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.timeline import Timeline
 from parloom.ir.factors import Factored
 from parloom.ir.list_schedule import Link, list_schedule
-from parloom.ir.lower_stages import LoweredStages, staged
+from parloom.ir.lower_stages import LoweredStages, Stager
 from parloom.ir.plan import Decisions, ParameterDecision, Stage
 from parloom.ir.schedules import Lists, schedule
 from parloom.search.contexts import SimulatedPlan
@@ -53,12 +53,13 @@ class _Played:
 
 
 class Judge:
-    """Simulates splits of one request's model; `items` are those that stages have."""
+    """Simulates splits of one request's model."""
 
-    def __init__(self, request: Request, factored: Factored, items: Sequence[str]) -> None:
-        self.request, self.factored, self.items = request, factored, items
+    def __init__(self, request: Request, factored: Factored) -> None:
+        self.request = request
         self.calls = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
-        self.alike = AlikeStages()
+        self.stager, self.alike = Stager(factored), AlikeStages()
+        self.player = StagePlayer(request.cluster, request.optimizer, request.machine.kernels)
 
     def judge(self, split: Split) -> JudgedSplit | None:
         """The split as a plan with its fastest schedule that fits; with the one that holds least
@@ -67,16 +68,7 @@ class Judge:
         Raises `LayoutError` where its stages cannot be lowered, `InputError` where a group lies
         over more nodes than it needs.
         """
-        decisions = self.decisions(split)
-        lowered = self.alike.lower(staged(self.factored, decisions), decisions)
-        request = self.request
-        stages = PricedStages(
-            lowered,
-            decisions.stages,
-            request.cluster,
-            request.optimizer,
-            request.machine.kernels,
-        )
+        decisions, stages = self.priced(split)
         count = decisions.num_microbatches
         played = [
             _Played(name, lists, stages.play(lists))
@@ -84,14 +76,20 @@ class Judge:
         ]
         if not played:
             return None
-        limit = request.limit_bytes
+        limit = self.request.limit_bytes
         fitting = [one for one in played if one.timeline.peak_bytes <= limit]
         best = min(fitting, key=lambda one: one.step_ps, default=None)
         if best is None:
             best = min(played, key=lambda one: one.timeline.peak_bytes)
         actions = best.lists if best.name == SEARCHED else ()
         found = replace(decisions, schedule=best.name, actions=actions)
-        return JudgedSplit(split, found, lowered, best.timeline)
+        return JudgedSplit(split, found, stages.lowered, best.timeline)
+
+    def priced(self, split: Split) -> tuple[Decisions, PricedStages]:
+        """The split as a plan without a schedule, and its stages; raises as `judge` does."""
+        decisions = self.decisions(split)
+        lowered = self.alike.lower(self.stager.cut(decisions), decisions)
+        return decisions, PricedStages(lowered, decisions.stages, self.player)
 
     def decisions(self, split: Split) -> Decisions:
         """The split as a plan without a schedule."""
@@ -101,7 +99,7 @@ class Judge:
             at += costs.num_devices
         stages, own = [], {}
         for (first, last), group in zip(split.ranges, split.groups, strict=True):
-            whole, items = split.costs[group].whole, tuple(self.items[first:last])
+            whole, items = split.costs[group].whole, split.costs[group].items[first:last]
             devices = range(begins[group], begins[group] + whole.num_ranks)
             stages.append(Stage(items, (devices,), whole.mesh))
             own.update(dict.fromkeys(items, group))
@@ -153,6 +151,10 @@ class Judge:
             names = ("1f1b", "zb_h1") if chunks == 1 else ("interleaved_1f1b",)
             for name in names if chain else ():
                 yield name, schedule(name, num_stages, count, chunks)
+            if not chain and chunks == 1:  # as lists: schedules by name take chains
+                pairs = [(edge.source, edge.target) for edge in edges]
+                for name in names:
+                    yield SEARCHED, schedule(name, num_stages, count, edges=pairs)
         if num_stages * count > MOST_PASSES:
             return
         ranks = _numbered(split.groups)

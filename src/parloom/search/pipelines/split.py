@@ -70,13 +70,38 @@ class Split:
     @cached_property
     def step_ps(self) -> float:
         """A closed form of the step: what the busiest group takes, and what a microbatch takes on
-        its longest way through the other stages.
+        its longest way through the other stages; at least what the busiest links take.
         """
         loads = self.loads_ps()
         busiest = max(range(len(loads)), key=loads.__getitem__)
         # With several stages on each group, the busiest one waits for others only at the ends.
         chunks = len(self.groups) / len(self.costs)
-        return loads[busiest] + self._way_ps(busiest) / chunks + self._shared_ps()
+        computed = loads[busiest] + self._way_ps(busiest) / chunks
+        return max(computed, self._links_ps()) + self._shared_ps()
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """What a microbatch sends from a stage to another one, and back."""
+        costs = self.costs[0]
+        stages = np.searchsorted(self.ends, np.arange(self.ends[-1]), side="right")
+        sent: dict[tuple[int, int], tuple[int, int]] = {}
+        for edge in costs.edges:
+            ends = int(stages[edge.source]), int(stages[edge.target])
+            if ends[0] != ends[1]:
+                forward, back = sent.get(ends, (0, 0))
+                sent[ends] = forward + edge.forward, back + (edge.backward or 0)
+        return sent
+
+    def _links_ps(self) -> int:
+        """What the links of the busiest group send or receive in a step."""
+        found = [[0, 0] for _ in self.costs]
+        for (source, target), (forward, back) in self._edges.items():
+            one, other = self.groups[source], self.groups[target]
+            if one != other:
+                for inward, group in enumerate((one, other)):
+                    found[group][inward] += forward
+                    found[group][1 - inward] += back
+        return self.num_microbatches * max(max(both) for both in found)
 
     def _way_ps(self, busiest: int) -> float:
         """The longest way of a microbatch through stages, those of the busiest group left out."""
@@ -84,13 +109,9 @@ class Split:
             float(self.costs[group].passes_ps[first:last].sum()) if group != busiest else 0.0
             for (first, last), group in zip(self.ranges, self.groups, strict=True)
         ]
-        costs = self.costs[0]
-        stages = np.searchsorted(self.ends, np.arange(self.ends[-1]), side="right")
         ways = list(passes)
-        for source, target in sorted({(int(stages[a]), int(stages[b])) for a, b in costs.edges}):
-            if source != target:
-                sent = float(costs.sent_ps[self.ends[source] - 1])
-                ways[target] = max(ways[target], ways[source] + sent + passes[target])
+        for (source, target), both in sorted(self._edges.items()):
+            ways[target] = max(ways[target], ways[source] + sum(both) + passes[target])
         return max(ways)
 
     def stored_bytes(self) -> int:
@@ -145,7 +166,8 @@ def _ends(costs: ItemCosts, places: Cuts, owner: Cuts) -> Iterator[tuple[int, ..
     total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
     sent = costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
     cuts = _near_targets(total, sent, owner)
-    yield tuple(int(places[cut]) for cut in _leveled(cuts, total, owner)[1:])
+    for some in (cuts, _leveled(cuts, total, owner)):
+        yield tuple(int(places[cut]) for cut in some[1:])
     if comb(len(places) - 2, len(owner) - 1) <= ENUMERATED:
         yield tuple(int(places[cut]) for cut in _best_of_all(total, sent, owner)[1:])
 

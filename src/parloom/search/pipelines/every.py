@@ -1,0 +1,443 @@
+"""All splits of a small model, the most promising first, until no other can be faster.
+
+A stage is what one downward-closed set of items has beyond a smaller one, so that values go to
+later stages only, whatever the graph. Each such stage is lowered and played once in each layout.
+No step takes less than what its busiest group computes and updates, after the forward passes that
+come before and followed by the backward passes that come after: splits are simulated in the order
+of that bound (best-first search: Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968).
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import accumulate, chain, pairwise, product
+from math import comb, factorial, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.cost.pipeline import Edge, Send, Shared, StageActions
+from parloom.errors import InputError, LayoutError
+from parloom.ir.plan import Decisions, Stage
+from parloom.search.pipelines.costs import UPDATE, ItemCosts
+from parloom.search.pipelines.judge import Judge
+from parloom.search.pipelines.split import Split
+
+Floats = NDArray[np.float64]
+Layouts = Mapping[int, Mapping[int, Sequence[ItemCosts]]]
+"""Those that splits have, by microbatches and by the devices of a group."""
+# Stages of a model and microbatches on them, with their groups, that are all looked at.
+MOST_SPLITS = 150_000
+MOST_DEVICES = 8
+# Sets of items between which stages are cut.
+MOST_SETS = 40
+
+
+Ways = tuple[float, float]
+"""Of whole backward passes, and of those with gradients of weights apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a stage takes at least: all its passes of a step, one forward pass, one backward pass,
+    what comes before updates wait for each other, and updates; and what it stores all along.
+    """
+
+    passes_ps: Ways
+    forward_ps: float
+    backward_ps: Ways
+    reduce_ps: float
+    update_ps: float
+    stored_bytes: float
+
+    @property
+    def load_ps(self) -> Ways:
+        """A step of the stage."""
+        once_ps = self.reduce_ps + self.update_ps
+        return self.passes_ps[0] + once_ps, self.passes_ps[1] + once_ps
+
+
+IMPOSSIBLE = Bound((inf, inf), inf, (inf, inf), inf, inf, inf)
+
+
+def item_sets(count: int, edges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The sets of items, as bits, that have all that their items read, the smallest first; those of
+    execution order alone where there are more than `MOST_SETS`.
+    """
+    reads = [0] * count
+    for source, target in edges:
+        reads[target] |= 1 << source
+    found, new = {0}, [0]
+    while new and len(found) <= MOST_SETS:
+        some = new.pop()
+        for item in range(count):
+            larger = some | 1 << item
+            if larger not in found and reads[item] & ~some == 0:
+                found.add(larger)
+                new.append(larger)
+    if new:
+        found = {(1 << n) - 1 for n in range(count + 1)}
+    return tuple(sorted(found, key=lambda some: (some.bit_count(), some)))
+
+
+def members(some: int) -> list[int]:
+    """The items of a set, in execution order."""
+    return [item for item in range(some.bit_length()) if some >> item & 1]
+
+
+class StageBounds:
+    """Prices stages by the set of items before them and the one with them."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self._known: dict[tuple[int, int, int], Bound] = {}
+        self._wholes: list[Decisions] = []  # which are told apart by identity
+
+    def of(self, costs: ItemCosts, before: int, after: int) -> Bound:
+        """The stage of what `after` has beyond `before`, in the layouts of `costs`."""
+        key = id(costs.whole), before, after
+        if key not in self._known:
+            self._wholes.append(costs.whole)
+            try:
+                self._known[key] = self._priced(costs, before, after)
+            except (LayoutError, InputError):
+                self._known[key] = IMPOSSIBLE  # as where a buffer is written in another stage
+        return self._known[key]
+
+    def _priced(self, costs: ItemCosts, before: int, after: int) -> Bound:
+        every = (1 << len(costs.items)) - 1
+        sets = [some for some in (before, after & ~before, every & ~after) if some]
+        whole = costs.whole
+        stages = tuple(
+            Stage(tuple(costs.items[i] for i in members(some)), whole.stages[0].devices, whole.mesh)
+            for some in sets
+        )
+        apart = replace(whole, stages=stages)
+        judge, place = self.judge, sets.index(after & ~before)
+        pcg = judge.alike.stage(judge.stager.cut(apart), apart, place)
+        together, split = (judge.player.actions(pcg, split=way) for way in (False, True))
+        count = costs.num_microbatches
+        whole_ps = min(together.actions[kind].ps for kind in together.actions if kind[0] == "B")
+        reduce, step, gather = (together.actions[kind].ps for kind in UPDATE)
+        return Bound(
+            (_passes_ps(together, count), _passes_ps(split, count)),
+            together.actions["F"].ps,
+            (whole_ps, split.actions["B"].ps),
+            reduce,
+            step + gather,
+            sum(together.base),
+        )
+
+
+def _passes_ps(stage: StageActions, count: int) -> float:
+    """What the passes of a step take."""
+    actions = stage.actions
+    if "W" in actions:
+        each = actions["F"].ps + actions["B"].ps + actions["W"].ps
+        return count * each - actions["W"].ps + actions["W last"].ps
+    ends = actions["B last"].ps + (actions["B first"].ps if count > 1 else 0)
+    return count * actions["F"].ps + max(0, count - 2) * actions["B"].ps + ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Splits that differ in their cuts only: microbatches, the group of each stage, the devices of
+    each group.
+    """
+
+    count: int
+    groups: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class EverySplit:
+    """All splits over groups of devices, of the layouts that are given."""
+
+    def __init__(self, judge: Judge, layouts: Layouts) -> None:
+        self.judge, self.layouts, self.bounds = judge, layouts, StageBounds(judge)
+        some = next(costs for by in layouts.values() for own in by.values() for costs in own)
+        self.edges = [(e.source, e.target, e.backward is not None) for e in some.edges]
+        self.sets = item_sets(len(some.items), [edge[:2] for edge in self.edges])
+        beyond = [[a != b and a & ~b == 0 for b in self.sets] for a in self.sets]
+        self.beyond = np.array(beyond)
+        self.made = 0
+
+    def kinds(self) -> list[_Kind] | None:
+        """All kinds of splits; those of regular placements where there are more than `MOST_SPLITS`,
+        None where these are too many.
+        """
+        devices, items = self.judge.request.cluster.num_devices, self.sets[-1].bit_length()
+        if devices > MOST_DEVICES:
+            return None
+        ways = {num: self._number(num) for num in range(2, items + 1)}
+        sizes = [
+            (count, num, own)
+            for count, by_size in self.layouts.items()
+            for num in range(2, min(devices, items) + 1)
+            for own in self._sizes(sorted(by_size), num)
+        ]
+        for placed_by, number in ((placements, stirling), (_regular, _num_regular)):
+            total = sum(
+                ways[stages] * number(stages, groups)
+                for _, groups, _ in sizes
+                for stages in range(groups, items + 1)
+            )
+            if total <= MOST_SPLITS:
+                return [
+                    _Kind(count, placed, own)
+                    for count, groups, own in sizes
+                    for stages in range(groups, items + 1)
+                    for placed in placed_by(stages, groups)
+                ]
+        return None
+
+    def _sizes(self, sizes: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:
+        """The devices of groups, each of which begins at a multiple of its own."""
+        request = self.judge.request
+        for own in product(sizes, repeat=num_groups):
+            begins = [sum(own[:index]) for index in range(num_groups)]
+            if any(begin % size for begin, size in zip(begins, own, strict=True)):
+                continue
+            left = request.cluster.num_devices - sum(own)
+            if not left or (left > 0 and not request.all_devices):
+                yield own
+
+    def _number(self, num_stages: int) -> int:
+        """How many ways there are to cut so many stages."""
+        ways = np.zeros(len(self.sets))
+        ways[0] = 1
+        for _ in range(num_stages):
+            ways = ways @ self.beyond
+        return int(ways[-1])
+
+    def _chains(self, num_stages: int) -> NDArray[np.int64]:
+        """The sets between stages, [way, stage + 1], by their places in `sets`."""
+        found = [[0]]
+        for left in reversed(range(num_stages)):
+            last = len(self.sets) - 1
+            found = [
+                [*own, int(after)]
+                for own in found
+                for after in ([last] if not left else np.flatnonzero(self.beyond[own[-1]]))
+                if self.beyond[own[-1], after]
+            ]
+        return np.array(found, dtype=np.int64).reshape(-1, num_stages + 1)
+
+    def splits(self, kinds: Sequence[_Kind]) -> Iterator[tuple[float, Split]]:
+        """Splits of these kinds and what they take at least, in ascending order of that."""
+        waiting: list[_Waiting] = []
+        for least, some in chain(self._ranked(kinds), ((inf, ()),)):
+            while waiting and waiting[0].least_ps <= least:
+                first = heappop(waiting)
+                if first.sends:
+                    yield first.least_ps, first.split
+                else:
+                    first.least_ps = max(first.least_ps, self._with_sends(first))
+                    first.sends = True
+                    if first.least_ps < inf:
+                        heappush(waiting, first)
+            for one in some:
+                heappush(waiting, one)
+
+    def _with_sends(self, one: "_Waiting") -> float:
+        """What a split takes at least with what its stages send each other."""
+        try:
+            _, stages = self.judge.priced(one.split)
+        except (LayoutError, InputError):
+            return inf
+        return _least_ps(one.split, one.bounds, stages.edges, stages.shared)
+
+    def _ranked(self, kinds: Sequence[_Kind]) -> Iterator[tuple[float, Iterator["_Waiting"]]]:
+        """Cuts of all kinds by what their busiest group computes, each in its fastest layout, and
+        the splits in all layouts.
+        """
+        if not kinds:
+            return
+        tables = {
+            (count, size): self._table(layouts)
+            for count, by_size in self.layouts.items()
+            for size, layouts in by_size.items()
+        }
+        chains = {num: self._chains(num) for num in {len(kind.groups) for kind in kinds}}
+        least = [self._loads(kind, chains[len(kind.groups)], tables) for kind in kinds]
+        of_kind = np.concatenate([np.full(len(own), i) for i, own in enumerate(least)])
+        of_chain = np.concatenate([np.arange(len(own)) for own in least])
+        found = np.concatenate(least)
+        for place in np.argsort(found, kind="stable"):
+            if found[place] == inf:
+                return
+            kind = kinds[of_kind[place]]
+            places = chains[len(kind.groups)][of_chain[place]]
+            yield float(found[place]), self._laid_out(kind, [self.sets[at] for at in places])
+
+    def _table(self, layouts: Sequence[ItemCosts]) -> Floats:
+        """What stages take of a step, [whole or split passes, set before, set with the stage]."""
+        found = np.full((2, len(self.sets), len(self.sets)), inf)
+        for before, after in np.argwhere(self.beyond):
+            ends = self.sets[before], self.sets[after]
+            loads = [self.bounds.of(costs, *ends).load_ps for costs in layouts]
+            found[:, before, after] = np.min(loads, axis=0)
+        return found
+
+    def _loads(
+        self, kind: _Kind, chains: NDArray[np.int64], tables: Mapping[tuple[int, int], Floats]
+    ) -> Floats:
+        """What the busiest group takes, [chain]."""
+        loads = np.zeros((2, len(kind.sizes), len(chains)))
+        for stage, group in enumerate(kind.groups):
+            table = tables[kind.count, kind.sizes[group]]
+            loads[:, group] += table[:, chains[:, stage], chains[:, stage + 1]]
+        found: Floats = loads.max(axis=1).min(axis=0)
+        return found
+
+    def _laid_out(self, kind: _Kind, sets: Sequence[int]) -> Iterator["_Waiting"]:
+        """The split between these sets in all layouts."""
+        cuts = list(pairwise(sets))
+        stages = [members(after & ~before) for before, after in cuts]
+        ends = tuple(accumulate(map(len, stages)))
+        order = [item for stage in stages for item in stage]
+        stage_of = {item: stage for stage, own in enumerate(stages) for item in own}
+        pairs = {(stage_of[one], stage_of[other], back) for one, other, back in self.edges}
+        edges = [Edge(a, b, Send(), Send() if back else None) for a, b, back in pairs if a != b]
+        layouts = self.layouts[kind.count]
+        ordered = {
+            id(costs): costs.ordered(order) for size in set(kind.sizes) for costs in layouts[size]
+        }
+        for chosen in product(*(layouts[size] for size in kind.sizes)):
+            bounds = [
+                self.bounds.of(chosen[group], *cut)
+                for group, cut in zip(kind.groups, cuts, strict=True)
+            ]
+            stored = [0.0] * len(kind.sizes)
+            for group, bound in zip(kind.groups, bounds, strict=True):
+                stored[group] += bound.stored_bytes
+            if max(stored) <= self.judge.request.limit_bytes:
+                split = Split(ends, kind.groups, tuple(ordered[id(own)] for own in chosen))
+                self.made += 1
+                yield _Waiting(_least_ps(split, bounds, edges), self.made, split, bounds)
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """A split, the number that it was made as, and what it takes at least: with what is sent
+    between its stages, or without.
+    """
+
+    least_ps: float
+    number: int
+    split: Split = field(compare=False)
+    bounds: list[Bound] = field(compare=False)
+    sends: bool = field(compare=False, default=False)
+
+
+def _least_ps(
+    split: Split, bounds: Sequence[Bound], edges: Collection[Edge], shared: Sequence[Shared] = ()
+) -> float:
+    """What a split takes at least. Before updates wait for each other: of each group, the forward
+    passes before its first stage, its own passes, and the backward passes after its last one; of a
+    microbatch, its way there and back; of each group's links, what is sent after the first pass.
+    """
+    groups = split.groups
+    before, after = _ways(split, bounds, edges)
+    update_ps = [0.0] * len(split.costs)
+    for group, bound in zip(groups, bounds, strict=True):
+        update_ps[group] += bound.update_ps
+    apart = [edge for edge in edges if groups[edge.source] != groups[edge.target]]
+    found = [max(_links_ps(split, bounds, before, apart), default=0.0)] * 2
+    for way in range(2):
+        ends_ps = [0.0] * len(split.costs)
+        for group in range(len(split.costs)):
+            own = [stage for stage, other in enumerate(groups) if other == group]
+            ends_ps[group] = (
+                min(before[stage] for stage in own)
+                + sum(bounds[stage].passes_ps[way] + bounds[stage].reduce_ps for stage in own)
+                # Gradients of weights may be the last passes.
+                + (0.0 if way else min(after[stage][way] for stage in own))
+            )
+        for ring in shared:
+            members_of = {groups[stage] for stage in ring.stages}
+            if len(members_of) > 1:
+                found[way] = max(found[way], ring.sent.ps + max(ends_ps[g] for g in members_of))
+        there_and_back = (
+            before[stage] + bound.forward_ps + bound.backward_ps[way] + after[stage][way]
+            for stage, bound in enumerate(bounds)
+        )
+        found[way] = max(found[way], *ends_ps, *there_and_back)
+    return min(found) + max(update_ps)
+
+
+def _ways(
+    split: Split, bounds: Sequence[Bound], edges: Collection[Edge]
+) -> tuple[list[float], list[list[float]]]:
+    """How long the forward passes take that come before a stage, and, by way, the backward passes
+    that come after it.
+    """
+    before, after = [0.0] * len(bounds), [[0.0, 0.0] for _ in bounds]
+    for edge in sorted(edges, key=lambda e: (e.source, e.target)):
+        one, other = edge.source, edge.target
+        apart = split.groups[one] != split.groups[other]
+        reached = before[one] + bounds[one].forward_ps + (edge.forward.ps if apart else 0)
+        before[other] = max(before[other], reached)
+        for way in range(2) if edge.backward is not None else ():
+            assert edge.backward is not None
+            left = after[one][way] + bounds[one].backward_ps[way]
+            left += edge.backward.ps if apart else 0
+            after[other][way] = max(after[other][way], left)
+    return before, after
+
+
+def _links_ps(
+    split: Split, bounds: Sequence[Bound], before: Sequence[float], apart: Collection[Edge]
+) -> Iterator[float]:
+    """When the links of each group, of each level and direction, have moved all microbatches."""
+    moves: dict[tuple[int, int, bool], float] = {}
+    starts: dict[tuple[int, int, bool], float] = {}
+    for edge in apart:
+        starts_ps = before[edge.source] + bounds[edge.source].forward_ps
+        one, other = split.groups[edge.source], split.groups[edge.target]
+        for sent, ends in ((edge.forward, (one, other)), (edge.backward, (other, one))):
+            if sent is None:
+                continue
+            for group, inward in zip(ends, (False, True), strict=True):
+                key = group, sent.level, inward
+                moves[key] = moves.get(key, 0.0) + split.num_microbatches * sent.moves_ps
+                starts[key] = min(starts.get(key, inf), starts_ps)
+    yield from (starts[key] + moves[key] for key in moves)
+
+
+def placements(num_stages: int, num_groups: int) -> Iterator[tuple[int, ...]]:
+    """The group of each stage in all ways, groups numbered by their first stage."""
+
+    def visit(groups: tuple[int, ...], used: int) -> Iterator[tuple[int, ...]]:
+        left = num_stages - len(groups)
+        if not left:
+            yield groups
+            return
+        for group in range(min(used + 1, num_groups)):
+            now = max(used, group + 1)
+            if num_groups - now <= left - 1:
+                yield from visit((*groups, group), now)
+
+    yield from visit((), 0)
+
+
+def stirling(num_stages: int, num_groups: int) -> int:
+    """How many ways there are to share stages among groups (Stirling, second kind)."""
+    signs = (
+        (-1) ** left * comb(num_groups, left) * (num_groups - left) ** num_stages
+        for left in range(num_groups)
+    )
+    found: int = sum(signs) // factorial(num_groups)
+    return found
+
+
+def _num_regular(num_stages: int, num_groups: int) -> int:
+    return sum(1 for _ in _regular(num_stages, num_groups))
+
+
+def _regular(num_stages: int, num_groups: int) -> Iterator[tuple[int, ...]]:
+    """Those that are tried of large models; see `split.py`."""
+    if num_stages % num_groups in (0, 1):
+        yield tuple(stage % num_groups for stage in range(num_stages))
+    if num_stages == 2 * num_groups:
+        yield (*range(num_groups), *reversed(range(num_groups)))
