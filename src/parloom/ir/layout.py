@@ -128,7 +128,7 @@ def spread(layout: Layout, shape: Shape, mesh: Mesh) -> Layout:
     as far as they divide: the ranks of a group then hold no part twice.
     """
     for axis in mesh.axes:
-        if axis.steps or axis.name in (*layout.axes, *layout.partial_axes):
+        if axis.size == 1 or axis.steps or axis.name in (*layout.axes, *layout.partial_axes):
             continue
         for dim in reversed(range(len(shape))):
             inner = min((s.stride for s in layout.of_dim(dim)), default=shape[dim])

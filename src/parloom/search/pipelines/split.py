@@ -70,14 +70,15 @@ class Split:
     @cached_property
     def step_ps(self) -> float:
         """A closed form of the step: what the busiest group takes, and what a microbatch takes on
-        its longest way through the other stages; at least what the busiest links take.
+        its longest way through the other stages; at least its whole way, and what the busiest links
+        take.
         """
         loads = self.loads_ps()
         busiest = max(range(len(loads)), key=loads.__getitem__)
         # With several stages on each group, the busiest one waits for others only at the ends.
         chunks = len(self.groups) / len(self.costs)
         computed = loads[busiest] + self._way_ps(busiest) / chunks
-        return max(computed, self._links_ps()) + self._shared_ps()
+        return max(computed, self._way_ps(None), self._links_ps()) + self._shared_ps()
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -103,15 +104,16 @@ class Split:
                     found[group][1 - inward] += back
         return self.num_microbatches * max(max(both) for both in found)
 
-    def _way_ps(self, busiest: int) -> float:
-        """The longest way of a microbatch through stages, those of the busiest group left out."""
+    def _way_ps(self, without: int | None) -> float:
+        """The longest way of a microbatch through stages, those of a group left out."""
         passes = [
-            float(self.costs[group].passes_ps[first:last].sum()) if group != busiest else 0.0
+            float(self.costs[group].passes_ps[first:last].sum()) if group != without else 0.0
             for (first, last), group in zip(self.ranges, self.groups, strict=True)
         ]
         ways = list(passes)
         for (source, target), both in sorted(self._edges.items()):
-            ways[target] = max(ways[target], ways[source] + sum(both) + passes[target])
+            sent = sum(both) if self.groups[source] != self.groups[target] else 0
+            ways[target] = max(ways[target], ways[source] + sent + passes[target])
         return max(ways)
 
     def stored_bytes(self) -> int:
