@@ -113,11 +113,11 @@ def split_s(request: Request, method: str) -> float:
     costs = list(item_costs(request, Decisions()))
     begun = time.process_time()
     tree = decompose(len(stage_items(graph)), item_edges(graph))
-    for microbatches, own in costs:
+    for own in costs:
         if method == "pipedream":
-            split(own, devices, microbatches)
+            split(own, request.cluster)
         else:
-            tree_split(tree, own, devices, microbatches, request.limit_bytes)
+            tree_split(tree, own, devices, request.limit_bytes)
     return time.process_time() - begun
 
 

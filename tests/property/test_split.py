@@ -11,7 +11,7 @@ import pytest
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions, one_stage
 from parloom.search.pipelines import split as split_module
-from parloom.search.pipelines.costs import ItemCosts
+from parloom.search.pipelines.costs import ItemCosts, Sent
 from parloom.search.pipelines.split import Split, even_splits, uneven_splits
 
 # Where there are too many cuts, boundaries come from targets: the busiest group is at most so much
@@ -139,7 +139,7 @@ def test_the_last_items_may_take_no_time() -> None:
     """Of more items than places, all are in some stage."""
     costs = _costs(random.Random(1), 300)
     passes = np.concatenate([costs.passes_ps[:-3], np.zeros(3, dtype=np.int64)])
-    costs = replace(costs, passes_ps=passes, edges=tuple(pairwise(range(300))))
+    costs = replace(costs, passes_ps=passes, sent=tuple(Sent(a, (b,), (0,)) for a, b in pairwise(range(300))))
     for split in even_splits(costs, 2):
         assert split.ends[-1] == 300
         assert split.step_ps >= max(split.loads_ps())

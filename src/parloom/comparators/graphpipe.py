@@ -24,10 +24,9 @@ def graphpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
     keys, edges = stage_items(request.graph), item_edges(request.graph)
     tree = decompose(len(keys), edges)
     devices = request.cluster.num_devices
-    for microbatches, costs in item_costs(request, base):
-        if not costs:
-            continue
-        chosen = tree_split(tree, costs, devices, microbatches, request.limit_bytes)
+    for costs in item_costs(request, base):
+        microbatches = next(iter(costs.values())).num_microbatches
+        chosen = tree_split(tree, costs, devices, request.limit_bytes)
         if chosen is None:
             say(f"graphpipe: {microbatches} microbatches: no stages fit")
             continue
@@ -40,8 +39,8 @@ def graphpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             (tuple(keys[i] for i in sorted(items)), own)
             for (items, _), own in zip(chosen, places, strict=True)
         ]
-        wholes = {size: found.decisions for size, found in costs.items()}
-        plan = replicated(request, base, wholes, stages, microbatches)
+        wholes = {size: found.whole for size, found in costs.items()}
+        plan = replicated(request, base, wholes, stages)
         yield _by_depth(plan, [items for items, _ in chosen], edges)
 
 

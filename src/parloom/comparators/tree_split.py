@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, inf
 
-from parloom.comparators.pipelines import Items
 from parloom.ir.series_parallel import Parallel, Series, Tree, items_in
+from parloom.search.pipelines.costs import ItemCosts
 
 # Halving ends where the slowest stage is known to this share.
 PRECISION = 1e-3
@@ -23,7 +23,7 @@ Stop = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Block:
     """Parts `first` to `last` - 1 of one node of the tree as a stage on `size` devices: what it
-    takes for a microbatch, and the bytes that `Items` tells apart. `items` are places in the order
+    takes of a step, and the bytes that `ItemCosts` tells apart. `items` are places in the order
     of the tree. Of parallel parts `first` those
     of `front` are left in front of it. With `cut` it has only the first parts of its last one: it
     is for parallel parts that end there.
@@ -33,8 +33,8 @@ class Block:
     last: int
     size: int
     items: range
-    ps: float
-    held_bytes: int
+    ps: int
+    stored_bytes: int
     kept_bytes: int
     passing_bytes: int
     front: Stop | None = None
@@ -42,7 +42,7 @@ class Block:
 
     def peak_bytes(self, in_flight: int) -> int:
         """What each device holds with so many microbatches in flight."""
-        return self.held_bytes + in_flight * self.kept_bytes + self.passing_bytes
+        return self.stored_bytes + in_flight * self.kept_bytes + self.passing_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ Table = dict[tuple[int, int], tuple[int, _Choice | None]]
 
 
 def tree_split(
-    tree: Tree, costs: Mapping[int, Items], devices: int, microbatches: int, limit_bytes: int
+    tree: Tree, costs: Mapping[int, ItemCosts], devices: int, limit_bytes: int
 ) -> list[tuple[tuple[int, ...], int]] | None:
     """The items and the number of devices of stages on `devices` whose slowest takes the least, in
     the order of the tree; None where no stages fit into `limit_bytes`.
@@ -73,7 +73,7 @@ def tree_split(
     passes and its share of the reduction of gradients, or what it receives or sends where that
     takes longer. `costs` are by the sizes that stages may have.
     """
-    search = _Search(tree, costs, devices, microbatches, limit_bytes)
+    search = _Search(tree, costs, devices, limit_bytes)
     low = high = search.least_ps
     found: list[Block] | None = None
     while found is None:
@@ -96,8 +96,8 @@ def tree_split(
 class _Blocks:
     """Makes the stages that there may be."""
 
-    def __init__(self, tree: Tree, costs: Mapping[int, Items], microbatches: int) -> None:
-        self.costs, self.microbatches = costs, microbatches
+    def __init__(self, tree: Tree, costs: Mapping[int, ItemCosts]) -> None:
+        self.costs = costs
         self.touched = {size: _touched(own) for size, own in costs.items()}
         self.place = {item: place for place, item in enumerate(items_in(tree))}
 
@@ -121,17 +121,17 @@ class _Blocks:
         own = self.costs[size]
         border = _Border(own, self.touched[size])
         begin = end = self.place[parts[0][0]]
-        passes = reduced = held = kept = passing = 0
+        loads, stored, kept, passing = own.stage_ps, 0, 0, 0
         for last, new in enumerate(parts, first + 1):
             border.take(new)
             end += len(new)
-            passes += sum(own.passes_ps[i] for i in new)
-            reduced += sum(own.reduced_ps[i] for i in new)
-            held += sum(own.held_bytes[i] for i in new)
-            kept += sum(own.kept_bytes[i] for i in new)
-            passing = max(passing, *(own.passing_bytes[i] for i in new))
-            ps = max(passes + reduced / self.microbatches, border.in_ps, border.out_ps)
-            yield Block(first, last, size, range(begin, end), ps, held, kept, passing)
+            at = list(new)
+            loads += int(own.loads_ps[at].sum())
+            stored += int(own.stored_bytes[at].sum())
+            kept += int(own.kept_bytes[at].sum())
+            passing = max(passing, int(own.passing_bytes[at].max()))
+            ps = max(loads, own.num_microbatches * max(border.in_ps, border.out_ps))
+            yield Block(first, last, size, range(begin, end), ps, stored, kept, passing)
 
 
 class _Search:
@@ -140,20 +140,20 @@ class _Search:
     def __init__(
         self,
         tree: Tree,
-        costs: Mapping[int, Items],
+        costs: Mapping[int, ItemCosts],
         devices: int,
-        microbatches: int,
         limit_bytes: int,
     ) -> None:
-        self.devices, self.microbatches, self.limit_bytes = devices, microbatches, limit_bytes
+        self.devices, self.limit_bytes = devices, limit_bytes
+        self.microbatches = next(iter(costs.values())).num_microbatches
         self.nodes: list[Series | Parallel] = []
         self.inner: list[list[int | None]] = []
         _number(Series((tree,)) if isinstance(tree, int) else tree, self.nodes, self.inner)
         # Devices times time that the items take at least.
         count = len(items_in(tree))
-        least = [min(size * own.passes_ps[i] for size, own in costs.items()) for i in range(count)]
+        least = [min(int(s * own.loads_ps[i]) for s, own in costs.items()) for i in range(count)]
         self.work = [[sum(least[i] for i in items_in(p)) for p in n.parts] for n in self.nodes]
-        possible = _Blocks(tree, costs, microbatches)
+        possible = _Blocks(tree, costs)
         self.blocks = [list(possible.of(node)) for node in self.nodes]
         self.least_ps = max(1.0, sum(self.work[0]) / devices)
         self.most_ps = max(block.ps for own in self.blocks for block in own)
@@ -322,7 +322,7 @@ def _begins(node: Parallel, first: int) -> Iterator[tuple[Stop, tuple[int, ...]]
                 )
 
 
-def _touched(costs: Items) -> list[list[int]]:
+def _touched(costs: ItemCosts) -> list[list[int]]:
     """By item, the values that it makes or reads."""
     found: list[list[int]] = [[] for _ in costs.passes_ps]
     for index, value in enumerate(costs.sent):
@@ -334,7 +334,7 @@ def _touched(costs: Items) -> list[list[int]]:
 class _Border:
     """What values take that cross the border of a growing set of items."""
 
-    def __init__(self, costs: Items, touched: Sequence[Sequence[int]]) -> None:
+    def __init__(self, costs: ItemCosts, touched: Sequence[Sequence[int]]) -> None:
         self.costs, self.touched = costs, touched
         self.inside: set[int] = set()
         self.in_ps = self.out_ps = 0
@@ -350,6 +350,6 @@ class _Border:
         for value in (self.costs.sent[index] for index in values):
             read = sum(target in self.inside for target in value.targets)
             if value.source not in self.inside:
-                self.in_ps += sign * value.ps * (read > 0)
+                self.in_ps += sign * value.ps[-1] * (read > 0)
             else:
-                self.out_ps += sign * value.ps * (read < len(value.targets))
+                self.out_ps += sign * value.ps[-1] * (read < len(value.targets))

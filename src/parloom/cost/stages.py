@@ -28,6 +28,7 @@ from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
 from parloom.ir.schedules import Lists
+from parloom.ir.stages import Crossing
 
 LevelOf = Callable[[int, int], int]
 """The level of links between two stages."""
@@ -130,27 +131,39 @@ def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
 
 def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
-    found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
+    found: dict[tuple[int, int], list[tuple[float, float | None]]] = {}
     for crossing in lowered.cut.crossings:
-        # By position: equal stages have one program, in which values have the names of one of them.
-        name, graphs = crossing.value.name, lowered.cut.graphs
-        position = graphs[crossing.source].leaving.index(name)
-        sent = lowered.pcgs[crossing.source].leaving[position]
         for target in crossing.targets:
-            position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
-            pcg = lowered.pcgs[target]
-            own = pcg.graph.inputs[position].value.name
-            received = next(v for v in pcg.main.inputs if v.name == own)
-            found.setdefault((crossing.source, target), []).append((sent, received))
+            values = found.setdefault((crossing.source, target), [])
+            values.append(crossing_bytes(lowered, crossing, target))
     edges = []
     for (source, target), values in sorted(found.items()):
         level = level_of(source, target)
-        ends = lowered.pcgs[source], lowered.pcgs[target]
-        forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), level, cluster)
-        back = [pair[::-1] for pair in values if pair[1].differentiable]
-        size = sum(_sent_bytes(*pair, *ends[::-1]) for pair in back)
-        edges.append(Edge(source, target, forward, send(size, level, cluster) if back else None))
+        forward = send(sum(there for there, _ in values), level, cluster)
+        back = [size for _, size in values if size is not None]
+        edges.append(
+            Edge(source, target, forward, send(sum(back), level, cluster) if back else None)
+        )
     return edges
+
+
+def crossing_bytes(
+    lowered: LoweredStages, crossing: Crossing, target: int
+) -> tuple[float, float | None]:
+    """What the busier of two stages sends, or receives, of a microbatch of a value on each rank,
+    and of its gradient: None where there is none.
+    """
+    # By position: equal stages have one program, in which values have the names of one of them.
+    name, graphs = crossing.value.name, lowered.cut.graphs
+    source_pcg, target_pcg = lowered.pcgs[crossing.source], lowered.pcgs[target]
+    sent = source_pcg.leaving[graphs[crossing.source].leaving.index(name)]
+    position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
+    own = target_pcg.graph.inputs[position].value.name
+    received = next(v for v in target_pcg.main.inputs if v.name == own)
+    forward = _sent_bytes(sent, received, source_pcg, target_pcg)
+    if not received.differentiable:
+        return forward, None
+    return forward, _sent_bytes(received, sent, target_pcg, source_pcg)
 
 
 def _sent_bytes(sent: PValue, received: PValue, source: PCG, target: PCG) -> float:

@@ -7,18 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.actions import Stage as Actions
-from parloom.cost.pipeline import StageActions, play_stage
+from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
-from parloom.cost.stages import PricedStages
+from parloom.cost.stages import PricedStages, crossing_bytes
 from parloom.cost.step import priced
 from parloom.cost.tasks import SHARES
 from parloom.cost.timeline import Played
 from parloom.ir.factors import Factored
 from parloom.ir.lower import lower
-from parloom.ir.lower_stages import staged
-from parloom.ir.mesh import part_of
+from parloom.ir.lower_stages import LoweredStages, staged
+from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions, Stage
-from parloom.ir.stages import Cut
+from parloom.ir.stages import Crossing, Cut
+from parloom.search.least import batch_bytes
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.request import Request
 
@@ -29,16 +30,26 @@ FEW_OPERATORS = 2_000
 UPDATE = ("REDUCE", "STEP", "GATHER")
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A value that item `source` makes and others read: how long it takes to send a microbatch of
+    it to another stage, and its gradient back, by level of links.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    ps: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ItemCosts:
     """A plan of one stage, `whole`, and what each item costs in it, [item].
 
     `passes_ps` are of a microbatch, there and back, `once_ps` of a step; `kept_bytes` of a
-    microbatch in flight, `stored_bytes` all along. `sent_ps` is what a microbatch's values take
-    that cross the place behind an item, there and back; `stage_ps` what each stage takes of a step
-    beyond its items. `edges` are pairs of items of which the
-    second reads what the first makes. `shared_ps`, of pairs of items with one weight (first, last,
-    ps): summing its gradients where they are in different stages.
+    microbatch in flight, `stored_bytes` all along, `passing_bytes` beside them while the item runs,
+    the batch among them, which all stages have. `stage_ps` is what each stage takes of a step
+    beyond its items. `shared_ps`, of pairs of items with one weight (first, last, ps): summing its
+    gradients where they are in different stages.
     """
 
     whole: Decisions
@@ -46,9 +57,9 @@ class ItemCosts:
     once_ps: Ints
     kept_bytes: Ints
     stored_bytes: Ints
-    sent_ps: Ints
+    passing_bytes: Ints
     stage_ps: int
-    edges: tuple[tuple[int, int], ...]
+    sent: tuple[Sent, ...]
     shared_ps: tuple[tuple[int, int, int], ...]
 
     @cached_property
@@ -56,6 +67,27 @@ class ItemCosts:
         """What each item takes of a step."""
         found: Ints = self.num_microbatches * self.passes_ps + self.once_ps
         return found
+
+    @cached_property
+    def crossing_ps(self) -> Ints:
+        """What a microbatch's values take that cross the place behind an item where all are in a
+        row, there and back, [level of links, item].
+        """
+        levels = max((len(value.ps) for value in self.sent), default=1)
+        found = np.zeros((levels, len(self.passes_ps)), dtype=np.int64)
+        for value in self.sent:
+            found[:, value.source : max(value.targets)] += np.array(value.ps)[:, None]
+        return found
+
+    @property
+    def sent_ps(self) -> Ints:
+        """The same over the outermost links."""
+        return self.crossing_ps[-1]
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of items of which the second reads what the first makes."""
+        return tuple(sorted({(v.source, target) for v in self.sent for target in v.targets}))
 
     @property
     def num_devices(self) -> int:
@@ -88,19 +120,15 @@ class Pricer:
             lowered, stages, cluster, request.optimizer, kernels, lambda *_: outermost
         )
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
-        sent = np.zeros(len(stages), dtype=np.int64)
-        for edge in apart_priced.edges:
-            back = edge.backward.ps if edge.backward else 0
-            sent[edge.source : edge.target] += edge.forward.ps + back
+        sent = tuple(_sent(lowered, crossing, cluster) for crossing in lowered.cut.crossings)
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
-        passes, once, kept, stored = np.array(found, dtype=np.int64).T
+        passes, once, kept, stored, passing = np.array(found, dtype=np.int64).T
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
         if sum(1 for _ in request.graph.flat()) <= FEW_OPERATORS:
             passes, once = self._scaled(whole, passes, once)
             together_ps = int((count * passes + once).sum())
             stage_ps = max(0, apart_ps - together_ps) // max(1, len(stages) - 1)
-        edges = tuple((edge.source, edge.target) for edge in apart_priced.edges)
-        return ItemCosts(whole, passes, once, kept, stored, sent, stage_ps, edges, shared)
+        return ItemCosts(whole, passes, once, kept, stored, passing, stage_ps, sent, shared)
 
     def _scaled(self, whole: Decisions, passes: Ints, once: Ints) -> tuple[Ints, Ints]:
         """Passes and steps that add up to those of the whole model: each stage of one item has an
@@ -114,10 +142,21 @@ class Pricer:
         all_passes, all_once = _times(stage)
         return _shares(all_passes, passes), _shares(all_once, once)
 
-    def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int]:
-        stage = stages.actions(index, split=False)
-        held = max(0, sum(stage.actions["F"].memory.net))
-        return *_times(stage), held, sum(stage.base)
+    def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int, int]:
+        stage, batch = stages.actions(index, split=False), batch_bytes(self.request.graph)
+        forward, backward = (stage.actions[kind].memory for kind in "FB")
+        kept = max(0, sum(forward.net))
+        most = max(forward.peak, sum(forward.net) + backward.peak)
+        return *_times(stage), kept, sum(stage.base) - batch, max(0, most - kept) + batch
+
+
+def _sent(lowered: LoweredStages, crossing: Crossing, cluster: Cluster) -> Sent:
+    forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
+    times = (
+        send(forward, level, cluster).ps + (send(back, level, cluster).ps if back else 0)
+        for level in range(len(cluster.levels))
+    )
+    return Sent(crossing.source, crossing.targets, tuple(times))
 
 
 def _times(stage: StageActions) -> tuple[int, int]:
