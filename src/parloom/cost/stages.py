@@ -2,7 +2,7 @@
 as their schedule says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -32,6 +32,8 @@ from parloom.ir.stages import Crossing
 
 LevelOf = Callable[[int, int], int]
 """The level of links between two stages."""
+Moved = tuple[float, float]
+"""Bytes that each rank of one stage sends, and that each rank of another one receives."""
 
 
 def simulate_stages(
@@ -107,7 +109,8 @@ class PricedStages:
             sizes.append(held.stored_of(own).get("gradients", 0))
         level = max(self.level_of(holders[0], other) for other in holders[1:])
         ring = len(holders)
-        return Shared(tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.cluster))
+        size = 2 * (ring - 1) / ring * max(sizes)
+        return Shared(tuple(holders), send(size, size, level, self.cluster))
 
 
 def aligned(devices: Sequence[int], cluster: Cluster) -> bool:
@@ -131,7 +134,7 @@ def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
 
 def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
-    found: dict[tuple[int, int], list[tuple[float, float | None]]] = {}
+    found: dict[tuple[int, int], list[tuple[Moved, Moved | None]]] = {}
     for crossing in lowered.cut.crossings:
         for target in crossing.targets:
             values = found.setdefault((crossing.source, target), [])
@@ -139,19 +142,24 @@ def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[
     edges = []
     for (source, target), values in sorted(found.items()):
         level = level_of(source, target)
-        forward = send(sum(there for there, _ in values), level, cluster)
-        back = [size for _, size in values if size is not None]
+        forward = send(*_sum(there for there, _ in values), level, cluster)
+        back = [moved for _, moved in values if moved is not None]
         edges.append(
-            Edge(source, target, forward, send(sum(back), level, cluster) if back else None)
+            Edge(source, target, forward, send(*_sum(back), level, cluster) if back else None)
         )
     return edges
 
 
+def _sum(values: Iterable[Moved]) -> Moved:
+    sent, received = zip(*values, strict=True)
+    return sum(sent), sum(received)
+
+
 def crossing_bytes(
     lowered: LoweredStages, crossing: Crossing, target: int
-) -> tuple[float, float | None]:
-    """What the busier of two stages sends, or receives, of a microbatch of a value on each rank,
-    and of its gradient: None where there is none.
+) -> tuple[Moved, Moved | None]:
+    """What moves of a microbatch of a value to stage `target`, and of its gradient back: None where
+    there is none.
     """
     # By position: equal stages have one program, in which values have the names of one of them.
     name, graphs = crossing.value.name, lowered.cut.graphs
@@ -160,17 +168,14 @@ def crossing_bytes(
     position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
     own = target_pcg.graph.inputs[position].value.name
     received = next(v for v in target_pcg.main.inputs if v.name == own)
-    forward = _sent_bytes(sent, received, source_pcg, target_pcg)
-    if not received.differentiable:
-        return forward, None
-    return forward, _sent_bytes(received, sent, target_pcg, source_pcg)
+    forward = _moved(received, source_pcg, target_pcg)
+    return forward, _moved(sent, target_pcg, source_pcg) if received.differentiable else None
 
 
-def _sent_bytes(sent: PValue, received: PValue, source: PCG, target: PCG) -> float:
-    """What the busier end of a transfer sends, or receives, of a microbatch on each rank."""
+def _moved(received: PValue, source: PCG, target: PCG) -> Moved:
     each = prod(local_shape(received.layout, received.spec.shape, target.mesh))
-    ranks = target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks
-    return each * max(1.0, ranks) * DTYPE_BYTES[sent.spec.dtype]
+    each *= DTYPE_BYTES[received.spec.dtype]
+    return each * target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks, each
 
 
 def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:

@@ -153,7 +153,7 @@ class Pricer:
 def _sent(lowered: LoweredStages, crossing: Crossing, cluster: Cluster) -> Sent:
     forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
     times = (
-        send(forward, level, cluster).ps + (send(back, level, cluster).ps if back else 0)
+        send(*forward, level, cluster).ps + (send(*back, level, cluster).ps if back else 0)
         for level in range(len(cluster.levels))
     )
     return Sent(crossing.source, crossing.targets, tuple(times))
