@@ -109,7 +109,7 @@ def in_flight(plan: Decisions) -> int:
 
 def split_s(request: Request, method: str) -> float:
     """CPU seconds of the splits for all numbers of microbatches, with priced items."""
-    graph, devices = request.graph, request.cluster.num_devices
+    graph = request.graph
     costs = list(item_costs(request, Decisions()))
     begun = time.process_time()
     tree = decompose(len(stage_items(graph)), item_edges(graph))
@@ -117,7 +117,7 @@ def split_s(request: Request, method: str) -> float:
         if method == "pipedream":
             split(own, request.cluster)
         else:
-            tree_split(tree, own, devices, request.limit_bytes)
+            tree_split(tree, own, request.cluster, request.limit_bytes)
     return time.process_time() - begun
 
 

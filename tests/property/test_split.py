@@ -139,7 +139,9 @@ def test_the_last_items_may_take_no_time() -> None:
     """Of more items than places, all are in some stage."""
     costs = _costs(random.Random(1), 300)
     passes = np.concatenate([costs.passes_ps[:-3], np.zeros(3, dtype=np.int64)])
-    costs = replace(costs, passes_ps=passes, sent=tuple(Sent(a, (b,), (0,)) for a, b in pairwise(range(300))))
+    costs = replace(
+        costs, passes_ps=passes, sent=tuple(Sent(a, (b,), (0,)) for a, b in pairwise(range(300)))
+    )
     for split in even_splits(costs, 2):
         assert split.ends[-1] == 300
         assert split.step_ps >= max(split.loads_ps())

@@ -148,9 +148,7 @@ def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
     return (asked,)
 
 
-def _replicas(
-    request: Request, base: Decisions, size: int, microbatches: int
-) -> Decisions | None:
+def _replicas(request: Request, base: Decisions, size: int, microbatches: int) -> Decisions | None:
     """The model on `size` devices that replicate it; None where samples do not divide."""
     try:
         part = part_of(request.cluster, size)
