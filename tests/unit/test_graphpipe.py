@@ -238,7 +238,7 @@ def test_stages_are_cut_where_links_are_fast() -> None:
     """Four items on two nodes: the cheap boundaries lie between devices of a node."""
     items, nothing = np.array([10, 10, 10, 10]), np.zeros(4, dtype=np.int64)
     sent = tuple(Sent(i, (i + 1,), (1, 100 if i != 1 else 5)) for i in range(3))
-    costs = {1: ItemCosts(Decisions(), items, *[nothing] * 4, 0, sent, ())}
+    costs = {1: ItemCosts(Decisions(), items, nothing, nothing, nothing, nothing, 0, sent, ())}
     each = [((i,), 1) for i in range(4)]
     assert tree_split(Series((0, 1, 2, 3)), costs, load_cluster("2x2xH100"), 10) == each
     assert split(costs, load_cluster("2x2xH100")) == [(i, i + 1, 1) for i in range(4)]

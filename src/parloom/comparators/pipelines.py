@@ -178,14 +178,14 @@ def split(costs: Mapping[int, ItemCosts], cluster: Cluster) -> list[tuple[int, i
     best[0, 0] = 0.0
     came: dict[tuple[int, int], tuple[int, int]] = {}
     for used, size in product(range(1, devices + 1), costs):
-        own, sent = range(used - size, used), crossing[size]
-        if own.start < 0 or own.start % size:
+        stage, sent = range(used - size, used), crossing[size]
+        if stage.start < 0 or stage.start % size:
             continue
         enters, leaves = (
-            sent[min(len(sent) - 1, crossed(own, [end], cluster))]
-            for end in (own.start - 1, own.stop)
+            sent[min(len(sent) - 1, crossed(stage, [end], cluster))]
+            for end in (stage.start - 1, stage.stop)
         )
-        before = np.maximum(best[own.start], enters)
+        before = np.maximum(best[stage.start], enters)
         slowest = np.maximum(before[:, None], between[size])
         first = slowest.argmin(axis=0)
         least = np.maximum(slowest[first, np.arange(count + 1)], leaves)

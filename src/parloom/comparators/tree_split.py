@@ -77,7 +77,7 @@ class Choice(NamedTuple):
 
 
 class Table(NamedTuple):
-    """[first part][devices] -> the least depth of these parts and all behind them, and its choice."""
+    """[first part][devices] -> the least depth of these parts and all behind them, its choice."""
 
     depths: list[list[int]]
     choices: list[list[Choice | None]]

@@ -82,7 +82,8 @@ class ItemCosts:
     @property
     def sent_ps(self) -> Ints:
         """The same over the outermost links."""
-        return self.crossing_ps[-1]
+        found: Ints = self.crossing_ps[-1]
+        return found
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -144,10 +145,12 @@ class Pricer:
 
     def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int, int]:
         stage, batch = stages.actions(index, split=False), batch_bytes(self.request.graph)
-        forward, backward = (stage.actions[kind].memory for kind in "FB")
+        forward, backward, first = (stage.actions[k].memory for k in ("F", "B", "B first"))
         kept = max(0, sum(forward.net))
-        most = max(forward.peak, sum(forward.net) + backward.peak)
-        return *_times(stage), kept, sum(stage.base) - batch, max(0, most - kept) + batch
+        passing = max(0, max(forward.peak, sum(forward.net) + backward.peak) - kept)
+        # Gradients come with the first backward pass, and stay until the update.
+        gradients = max(0, sum(forward.net) + sum(first.net))
+        return *_times(stage), kept, sum(stage.base) - batch + gradients, passing + batch
 
 
 def _sent(lowered: LoweredStages, crossing: Crossing, cluster: Cluster) -> Sent:
