@@ -30,6 +30,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Stop = tuple[int, int]
 """Parts of a node that are left, and parts of the next one."""
+Key = tuple[int, Stop, int, int]
+"""Parts of a node: its number, where they end, the stages behind them, and how many devices behind
+them are no whole node."""
 
 
 class Block(NamedTuple):
@@ -53,34 +56,31 @@ class Block(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A block on `size` devices, within a time: whether it is by its place (`fits`, by the devices
-    behind it), and the most microbatches in flight that fit into memory.
+    """A block on `size` devices: the most microbatches in flight that fit into memory, its times by
+    the devices behind it, and the least of them.
     """
 
     block: Block
     size: int
     deepest: int
-    fits: list[bool]
     times: list[float]
+    least_ps: float
 
 
-class Choice(NamedTuple):
-    """Parts from a first one to `last` - 1 on `size` devices: a stage, behind parts `front` of the
-    first one that have `behind` stages behind them; one of both at least.
-    """
-
-    last: int
-    size: int
-    stage: Stage | None
-    front: Stop | None
-    behind: int
+Choice = tuple[int, int, Stage | None, Stop | None, int]
+"""Parts from a first one to a last one, that not included, on so many devices: a stage, behind
+parts of the first one that are in front of it and have so many stages behind them; one of both at
+least."""
 
 
 class Table(NamedTuple):
-    """[first part][devices] -> the least depth of these parts and all behind them, its choice."""
+    """[first part][devices] -> the least depth of these parts and all behind them, its choice; and
+    the numbers of devices that there may be.
+    """
 
     depths: list[list[int]]
     choices: list[list[Choice | None]]
+    ranges: list[range]
 
 
 def tree_split(
@@ -279,35 +279,36 @@ class _Search:
         self.least_ps = max(1.0, sum(self.work[0]) / self.devices)
         self.most_ps = max(float(t.max(where=np.isfinite(t), initial=0)) for t in self.times)
         self.within_ps = inf
-        self.fast: list[list[list[Stage]]] = []
-        self.tables: dict[tuple[int, Stop, int, int], Table] = {}
+        # By node and first part; the largest first: they leave the fewest stages behind them.
+        # Where what is in flight fits anyway, stages behind others are only added to their depths.
+        self.roomy = all(np.isin(own.deepest, (0, NONE)).all() for own in self.priced)
+        self.stages: list[list[list[Stage]]] = [[[] for _ in node.parts] for node in self.nodes]
+        for own, times in zip(self.priced, self.times, strict=True):
+            for index in np.flatnonzero(own.deepest > 0)[::-1]:
+                about = int(own.deepest[index]), times[:, index].tolist(), times[:, index].min()
+                stage = Stage(own.blocks[index], own.size, *about)
+                self.stages[stage.block.node][stage.block.first].append(stage)
+        self.fast = self.stages
+        self.tables: dict[Key, Table] = {}
 
     def within(self, ps: float) -> list[tuple[Stage, float]] | None:
         """Stages of which each takes at most `ps`, and their times, or None."""
         self.within_ps = ps
         self.tables.clear()
-        self.fast = [[[] for _ in node.parts] for node in self.nodes]
-        for own, times in zip(self.priced, self.times, strict=True):
-            fits = times <= ps
-            # The largest first: they leave the fewest stages behind them.
-            for index in np.flatnonzero(fits.any(axis=0) & (own.deepest > 0))[::-1]:
-                block = own.blocks[index]
-                about = fits[:, index].tolist(), times[:, index].tolist()
-                stage = Stage(block, own.size, int(own.deepest[index]), *about)
-                self.fast[block.node][block.first].append(stage)
-        whole = len(self.nodes[0].parts), 0
-        if self.table(0, whole, 0, 0).depths[0][self.devices] == NONE:
+        self.fast = [
+            [[stage for stage in stages if stage.least_ps <= ps] for stages in own]
+            for own in self.stages
+        ]
+        key = 0, (len(self.nodes[0].parts), 0), 0, 0
+        if self.table(key).depths[0][self.devices] == NONE:
             return None
-        return list(self._stages(0, whole, 0, 0, self.devices))
+        return list(self._stages(key, self.devices))
 
-    def table(self, number: int, stop: Stop, behind: int, tail: int) -> Table:
-        """The least depth of parts of a node with `behind` stages behind them, and the devices of
-        all that comes later, of which `tail` are no whole nodes.
-        """
-        key = number, stop, behind, tail
+    def table(self, key: Key) -> Table:
+        """The least depth of parts of a node."""
         if key in self.tables:
             return self.tables[key]
-        whole, more = stop
+        number, (whole, more), behind, _ = key
         work = self.work[number][:whole]
         if more:
             inner = self.inner[number][whole]
@@ -316,55 +317,59 @@ class _Search:
         before = list(accumulate(work, initial=0))
         others = sum(self.work[0]) - before[-1]
         width = self.devices + 1
+        needs = [self._needed(before[-1] - done) for done in before]
+        mosts = [self.devices - self._needed(others + done) for done in before]
+        ranges = [range(max(1, a), b + 1) for a, b in zip(needs, mosts, strict=True)]
         found = Table(
-            [[NONE] * width for _ in range(len(work) + 1)],
-            [[None] * width for _ in range(len(work) + 1)],
+            [[NONE] * width for _ in before],
+            [[None] * width for _ in before],
+            [*ranges[:-1], range(1)],
         )
         found.depths[-1][0] = behind
         for first in reversed(range(len(work))):
-            needed = max(1, self._needed(before[-1] - before[first]))
-            most = self.devices - self._needed(others + before[first])
-            if needed <= most:
-                self._add_stages(key, found, first, range(needed, most + 1))
-                self._add_parts(key, found, first, range(needed, most + 1))
+            self._add_stages(key, found, first)
+            self._add_parts(key, found, first)
         self.tables[key] = found
         return found
 
-    def _add_stages(
-        self, key: tuple[int, Stop, int, int], found: Table, first: int, wanted: range
-    ) -> None:
-        """Choices of a stage that begins with part `first`, for numbers of devices `wanted`."""
+    def _add_stages(self, key: Key, found: Table, first: int) -> None:
+        """Choices of a stage that begins with part `first`."""
         number, stop, behind, tail = key
-        in_series, period = isinstance(self.nodes[number], Series), self.period
-        depths, choices = found.depths[first], found.choices[first]
+        in_series, period, most_ps = (
+            isinstance(self.nodes[number], Series),
+            self.period,
+            self.within_ps,
+        )
+        depths, choices, wanted = found.depths[first], found.choices[first], found.ranges[first]
         for stage in self.fast[number][first]:
-            block, size = stage.block, stage.size
+            block, size, deepest, times, _ = stage
             there = block.last <= stop[0] if block.cut is None else block.cut == stop
             if block.front is not None or not there:
                 continue
-            row = found.depths[block.last]
-            for left in range(max(0, wanted.start - size), wanted.stop - size):
+            last = block.last
+            row, later = found.depths[last], found.ranges[last]
+            for left in range(
+                max(later.start, wanted.start - size), min(later.stop, wanted.stop - size)
+            ):
                 rest = row[left]
                 own = 1 + (rest if in_series else behind)
                 depth = own if own > rest else rest
                 if (
                     depth < depths[left + size]
-                    and own <= stage.deepest
-                    and stage.fits[(tail + left) % period]
+                    and own <= deepest
+                    and times[(tail + left) % period] <= most_ps
                 ):
                     depths[left + size] = depth
-                    choices[left + size] = Choice(block.last, size, stage, None, own)
+                    choices[left + size] = last, size, stage, None, own
 
-    def _add_parts(
-        self, key: tuple[int, Stop, int, int], found: Table, first: int, wanted: range
-    ) -> None:
+    def _add_parts(self, key: Key, found: Table, first: int) -> None:
         """Choices in which part `first` is several stages, alone or with its end in one more."""
         number, stop, behind, tail = key
         inner = self.inner[number][first]
         if inner is None:
             return
         in_series = isinstance(self.nodes[number], Series)
-        depths, choices = found.depths[first], found.choices[first]
+        depths, choices, wanted = found.depths[first], found.choices[first], found.ranges[first]
         alone = (len(self.inner[inner]), 0) if first < stop[0] else (stop[1], 0)
         for stage in (None, *self.fast[number][first]):
             last, size, front = first + 1, 0, alone
@@ -372,37 +377,45 @@ class _Search:
                 if stage.block.front is None or stage.block.last > stop[0]:
                     continue
                 last, size, front = stage.block.last, stage.size, stage.block.front
-            for left, rest in enumerate(found.depths[last][: wanted.stop - size - 1]):
+            row, later = found.depths[last], found.ranges[last]
+            for left in range(later.start, min(later.stop, wanted.stop - size - 1)):
+                rest = row[left]
                 after = (rest if in_series else behind) + (stage is not None)
                 place = (tail + left) % self.period
-                if rest == NONE or (stage and (after > stage.deepest or not stage.fits[place])):
+                if rest == NONE or (
+                    stage and (after > stage.deepest or stage.times[place] > self.within_ps)
+                ):
                     continue
-                own = self.table(inner, front, after, (place + size) % self.period).depths[0]
+                later_key, more = self._behind(inner, front, after, place + size)
+                own = self.table(later_key).depths[0]
                 for used in range(max(wanted.start, left + size + 1), wanted.stop):
-                    depth = max(rest, own[used - left - size])
+                    depth = max(rest, own[used - left - size] + more)
                     if depth < depths[used]:
                         depths[used] = depth
-                        choices[used] = Choice(last, used - left, stage, front, after)
+                        choices[used] = last, used - left, stage, front, after
+
+    def _behind(self, number: int, stop: Stop, behind: int, tail: int) -> tuple[Key, int]:
+        """The table of parts that have so many stages behind them, and what its depths lack."""
+        more = behind if self.roomy else 0
+        return (number, stop, behind - more, tail % self.period), more
 
     def _needed(self, work: int) -> int:
         """Devices that so much work needs at least."""
         return ceil(work / self.within_ps * (1 - 1e-12))
 
-    def _stages(
-        self, number: int, stop: Stop, behind: int, tail: int, used: int
-    ) -> Iterator[tuple[Stage, float]]:
+    def _stages(self, key: Key, used: int) -> Iterator[tuple[Stage, float]]:
         """The stages that were chosen for parts of a node, and their times."""
-        choices, first = self.table(number, stop, behind, tail).choices, 0
+        choices, first = self.table(key).choices, 0
+        number, tail = key[0], key[-1]
         while (choice := choices[first][used]) is not None:
-            first, used = choice.last, used - choice.size
-            stage, place = choice.stage, (tail + used) % self.period
-            if choice.front is not None:
-                inner = self.inner[number][first - 1 if stage is None else stage.block.first]
+            inner = self.inner[number][first]
+            first, count, stage, front, behind = choice
+            used -= count
+            size = 0 if stage is None else stage.size
+            place = (tail + used) % self.period
+            if front is not None:
                 assert inner is not None
-                size = 0 if stage is None else stage.size
-                later = (place + size) % self.period
-                yield from self._stages(
-                    inner, choice.front, choice.behind, later, choice.size - size
-                )
+                later, _ = self._behind(inner, front, behind, place + size)
+                yield from self._stages(later, count - size)
             if stage is not None:
                 yield stage, stage.times[place]
