@@ -105,6 +105,7 @@ class Pricer:
     def __init__(self, request: Request, factored: Factored, items: tuple[str, ...]) -> None:
         self.request, self.factored, self.items = request, factored, items
         self._cuts: dict[int, Cut] = {}
+        self._alike = AlikeStages()
 
     def price(self, whole: Decisions) -> ItemCosts:
         """All items in the layouts of `whole`; raises `LayoutError` where they are no stages."""
@@ -114,7 +115,7 @@ class Pricer:
         count = whole.num_microbatches
         if count not in self._cuts:
             self._cuts[count] = staged(self.factored, apart)
-        lowered = AlikeStages().lower(self._cuts[count], apart)
+        lowered = self._alike.lower(self._cuts[count], apart)
         cluster, kernels = request.cluster, request.machine.kernels
         outermost = len(cluster.levels) - 1
         apart_priced = PricedStages(
