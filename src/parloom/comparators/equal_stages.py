@@ -14,6 +14,7 @@ from math import inf
 from parloom.comparators.baselines import Rule, layouts
 from parloom.comparators.configuration import Configuration, LaidOut
 from parloom.comparators.handmade import divided
+from parloom.comparators.layers import chain_of
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import DTYPE_BYTES, Call, Graph
@@ -60,12 +61,13 @@ def blocks_of(graph: Graph, stages: int) -> tuple[int, ...] | None:
     return counts if min(counts) else None
 
 
-def bubble(chosen: Configuration) -> float:
-    """How many times as long as its passes the slowest rank of a pipeline takes for them:
+def bubble(chosen: Configuration, share: float) -> float:
+    """How many times as long as its passes the slowest rank of a pipeline takes for them, which has
+    a `share` of the model: the others' are 1 / share - 1 times as long, as p - 1 of
     (n + (p - 1) / v) / n (Narayanan et al., SC'21, sections 2.2.1 and 2.2.2).
     """
     count = chosen.num_microbatches
-    return (count + (chosen.pipeline - 1) / chosen.interleave) / count
+    return (count + (1 / share - 1) / chosen.interleave) / count
 
 
 def in_flight(chosen: Configuration) -> float:
@@ -79,12 +81,14 @@ def in_flight(chosen: Configuration) -> float:
     return min(count * chunks, warm + 1) / (ranks * chunks)
 
 
-def estimate(chosen: Configuration, whole: Prediction) -> Estimate:
-    """The pipeline `chosen`, from the step of the whole model on the devices of one stage."""
+def estimate(chosen: Configuration, whole: Prediction, share: float) -> Estimate:
+    """The pipeline `chosen`, whose slowest rank has a `share` of the model, from the step of the
+    whole model on the devices of one stage.
+    """
     kept = sum(size for name, size in whole.memory if name in PER_SAMPLE)
     least = (whole.peak_bytes - kept) / chosen.pipeline
     return Estimate(
-        whole.step_s / chosen.pipeline * bubble(chosen),
+        whole.step_s * share * bubble(chosen, share),
         least + kept * in_flight(chosen),
         least,
         chosen,
@@ -101,6 +105,8 @@ class EqualStages:
         self.left = left
         self.factored: Factored = factorize(request.graph)
         self.counts = request.microbatch_counts(self.factored)[::-1]
+        self.flops = chain_of(request.graph, self.factored).flops
+        self.shares: dict[tuple[int, int], float] = {}
         self.laid: dict[tuple[int, int], LaidOut] = {}
         self.whole: dict[Configuration, Prediction | None] = {}
         specs = [entry.value.spec for entry in request.graph.of_kind("parameter")]
@@ -204,7 +210,8 @@ class EqualStages:
             chosen = replace(layout, num_microbatches=count, microbatch=samples // count)
             # Interleaving takes as many microbatches as ranks, or a multiple (Megatron-LM).
             legal = [v for v in chunks if v == 1 or count % layout.pipeline == 0]
-            longer = bubble(replace(chosen, interleave=legal[-1]))
+            last = replace(chosen, interleave=legal[-1])
+            longer = bubble(last, self._share(last))
             if longer > WORTH * before:
                 return
             tried = [self._estimate(replace(chosen, interleave=v)) for v in legal]
@@ -229,7 +236,26 @@ class EqualStages:
             except (InputError, LayoutError):
                 self.whole[key] = None
         whole = self.whole[key]
-        return None if whole is None else estimate(chosen, whole)
+        return None if whole is None else estimate(chosen, whole, self._share(chosen))
+
+    def _share(self, chosen: Configuration) -> float:
+        """The largest share of the model's FLOPs that a rank has: the head makes the last heavier.
+
+        An equal share where nothing is known to take FLOPs.
+        """
+        key = ranks, chunks = chosen.pipeline, chosen.interleave
+        if key not in self.shares:
+            sizes = [
+                len(items) for items in _cut(self.request.graph, self.request.graph, ranks * chunks)
+            ]
+            sums = [0.0, *accumulate(self.flops)]
+            stages = [
+                sums[end] - sums[end - size]
+                for size, end in zip(sizes, accumulate(sizes), strict=True)
+            ]
+            most = max(sum(stages[rank::ranks]) for rank in range(ranks))
+            self.shares[key] = most / sums[-1] if sums[-1] else 1 / ranks
+        return self.shares[key]
 
     def _decisions(self, chosen: Configuration) -> Decisions:
         """The plan of the whole model on the devices of one stage."""

@@ -4,7 +4,7 @@ A stage has parts of the tree that are next to each other: a range of the parts 
 parallel ones; and what joins parallel parts may be in a stage with the ends of the last of them.
 Its devices replicate it, and come behind those of the stages before it in the order of the tree.
 Under 1F1B it has as many microbatches in flight as there are stages on the longest path from it to
-the end (its depth).
+the end (its depth); of equal depths, the longest way is to be short.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,11 @@ from parloom.search.pipelines.costs import ItemCosts
 PRECISION = 1e-3
 # Blocks whose borders are looked at together.
 TOGETHER = 4096
-# A depth, or a number of microbatches, that is none.
-NONE = 1 << 40
+# A depth that is none, and what a stage counts beside its share of the time of a way: of equal
+# depths the one with the shortest way is taken.
+NONE, DEPTH = 1 << 100, 1 << 40
+# What stages take is counted in so many parts of the least that one can take.
+PARTS = 1 << 10
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Stop = tuple[int, int]
@@ -56,14 +59,15 @@ class Block(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A block on `size` devices: the most microbatches in flight that fit into memory, its times by
-    the devices behind it, and the least of them.
+    """A block on `size` devices: the depth with which it no longer fits into memory; by the devices
+    behind it its times, and what it adds to a depth; and the least of its times.
     """
 
     block: Block
     size: int
-    deepest: int
+    too_deep: int
     times: list[float]
+    adds: list[int]
     least_ps: float
 
 
@@ -198,10 +202,10 @@ class _Priced:
         ends = np.column_stack([self.begin, self.end]).ravel()
         passing = np.maximum.reduceat(np.append(own.passing_bytes[at], 0), ends)[::2]
         free = limit - self._sum(own.stored_bytes[at]) - passing
-        deepest = np.where(free < 0, 0, NONE)
+        deepest = np.where(free < 0, 0, own.num_microbatches)
         np.floor_divide(free, kept, out=deepest, where=(free >= 0) & (kept > 0))
         # No more are in flight than there are.
-        self.deepest = np.where(deepest >= own.num_microbatches, NONE, deepest)
+        self.deepest = np.minimum(deepest, own.num_microbatches)
 
     def _sum(self, values: Ints) -> Ints:
         sums = np.concatenate([[0], np.cumsum(values)])
@@ -281,12 +285,17 @@ class _Search:
         self.within_ps = inf
         # By node and first part; the largest first: they leave the fewest stages behind them.
         # Where what is in flight fits anyway, stages behind others are only added to their depths.
-        self.roomy = all(np.isin(own.deepest, (0, NONE)).all() for own in self.priced)
+        count = next(iter(costs.values())).num_microbatches
+        self.roomy = all(np.isin(own.deepest, (0, count)).all() for own in self.priced)
         self.stages: list[list[list[Stage]]] = [[[] for _ in node.parts] for node in self.nodes]
         for own, times in zip(self.priced, self.times, strict=True):
             for index in np.flatnonzero(own.deepest > 0)[::-1]:
-                about = int(own.deepest[index]), times[:, index].tolist(), times[:, index].min()
-                stage = Stage(own.blocks[index], own.size, *about)
+                deepest, each = int(own.deepest[index]), times[:, index]
+                too_deep = NONE if deepest == count else (deepest + 1) * DEPTH
+                parts = np.minimum(each, self.most_ps) * PARTS / self.least_ps
+                adds = [DEPTH + int(part) for part in parts]
+                about = own.blocks[index], own.size, too_deep, each.tolist(), adds
+                stage = Stage(*about, float(each.min()))
                 self.stages[stage.block.node][stage.block.first].append(stage)
         self.fast = self.stages
         self.tables: dict[Key, Table] = {}
@@ -342,7 +351,7 @@ class _Search:
         )
         depths, choices, wanted = found.depths[first], found.choices[first], found.ranges[first]
         for stage in self.fast[number][first]:
-            block, size, deepest, times, _ = stage
+            block, size, too_deep, times, adds, _ = stage
             there = block.last <= stop[0] if block.cut is None else block.cut == stop
             if block.front is not None or not there:
                 continue
@@ -351,14 +360,12 @@ class _Search:
             for left in range(
                 max(later.start, wanted.start - size), min(later.stop, wanted.stop - size)
             ):
-                rest = row[left]
-                own = 1 + (rest if in_series else behind)
+                rest, place = row[left], (tail + left) % period
+                if times[place] > most_ps:
+                    continue
+                own = adds[place] + (rest if in_series else behind)
                 depth = own if own > rest else rest
-                if (
-                    depth < depths[left + size]
-                    and own <= deepest
-                    and times[(tail + left) % period] <= most_ps
-                ):
+                if depth < depths[left + size] and own < too_deep:
                     depths[left + size] = depth
                     choices[left + size] = last, size, stage, None, own
 
@@ -380,11 +387,11 @@ class _Search:
             row, later = found.depths[last], found.ranges[last]
             for left in range(later.start, min(later.stop, wanted.stop - size - 1)):
                 rest = row[left]
-                after = (rest if in_series else behind) + (stage is not None)
-                place = (tail + left) % self.period
-                if rest == NONE or (
-                    stage and (after > stage.deepest or stage.times[place] > self.within_ps)
-                ):
+                after, place = rest if in_series else behind, (tail + left) % self.period
+                if rest == NONE or (stage and stage.times[place] > self.within_ps):
+                    continue
+                after += stage.adds[place] if stage else 0
+                if stage and after >= stage.too_deep:
                     continue
                 later_key, more = self._behind(inner, front, after, place + size)
                 own = self.table(later_key).depths[0]
@@ -396,7 +403,7 @@ class _Search:
 
     def _behind(self, number: int, stop: Stop, behind: int, tail: int) -> tuple[Key, int]:
         """The table of parts that have so many stages behind them, and what its depths lack."""
-        more = behind if self.roomy else 0
+        more = behind if self.roomy else behind % DEPTH
         return (number, stop, behind - more, tail % self.period), more
 
     def _needed(self, work: int) -> int:
