@@ -180,7 +180,7 @@ def value(tree: Tree, costs: Costs, split: Split, cluster: Cluster, limit: int) 
         leaving = sum(
             v.ps[levels[1]] for v in own.sent if v.source in inside and {*v.targets} - inside
         )
-        worst = max(worst, own.loads_ps[at].sum() + own.stage_ps, steps * max(entering, leaving))
+        worst = max(worst, own.adds_ps[at].sum() + own.stage_ps, steps * max(entering, leaving))
     return float(worst)
 
 

@@ -67,7 +67,7 @@ def slowest(
     before: tuple[range, int] | None = None
     for first, last, size in found:
         own, devices = costs[size], range(device, device + size)
-        worst = max(worst, int(own.loads_ps[first:last].sum()) + own.stage_ps)
+        worst = max(worst, int(own.adds_ps[first:last].sum()) + own.stage_ps)
         if before is not None:
             level = crossed(before[0], devices, cluster)
             for end in (own, costs[before[1]]):

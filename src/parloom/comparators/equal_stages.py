@@ -8,7 +8,7 @@ from the simulated step of that plan, and its stages take their layouts from it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from math import inf
 
 from parloom.comparators.baselines import Rule, layouts
@@ -95,6 +95,26 @@ def estimate(chosen: Configuration, whole: Prediction, share: float) -> Estimate
     )
 
 
+class Shares:
+    """The largest share of a model's FLOPs that a rank of a pipeline has: the head makes the last
+    one heavier. An equal share where nothing is known to take FLOPs.
+    """
+
+    def __init__(self, graph: Graph, factored: Factored) -> None:
+        self.graph, self.flops = graph, chain_of(graph, factored).flops
+        self.known: dict[tuple[int, int], float] = {}
+
+    def of(self, chosen: Configuration) -> float:
+        """That of the slowest rank."""
+        key = ranks, chunks = chosen.pipeline, chosen.interleave
+        if key not in self.known:
+            ends = accumulate(map(len, _cut(self.graph, self.graph, ranks * chunks)), initial=0)
+            stages = [sum(self.flops[a:b]) for a, b in pairwise(ends)]
+            most, total = max(sum(stages[rank::ranks]) for rank in range(ranks)), sum(stages)
+            self.known[key] = most / total if total else 1 / ranks
+        return self.known[key]
+
+
 class EqualStages:
     """The pipelines of a rule; `left` plans of the whole model on parts are simulated."""
 
@@ -105,8 +125,7 @@ class EqualStages:
         self.left = left
         self.factored: Factored = factorize(request.graph)
         self.counts = request.microbatch_counts(self.factored)[::-1]
-        self.flops = chain_of(request.graph, self.factored).flops
-        self.shares: dict[tuple[int, int], float] = {}
+        self.shares = Shares(request.graph, self.factored)
         self.laid: dict[tuple[int, int], LaidOut] = {}
         self.whole: dict[Configuration, Prediction | None] = {}
         specs = [entry.value.spec for entry in request.graph.of_kind("parameter")]
@@ -211,7 +230,7 @@ class EqualStages:
             # Interleaving takes as many microbatches as ranks, or a multiple (Megatron-LM).
             legal = [v for v in chunks if v == 1 or count % layout.pipeline == 0]
             last = replace(chosen, interleave=legal[-1])
-            longer = bubble(last, self._share(last))
+            longer = bubble(last, self.shares.of(last))
             if longer > WORTH * before:
                 return
             tried = [self._estimate(replace(chosen, interleave=v)) for v in legal]
@@ -236,26 +255,7 @@ class EqualStages:
             except (InputError, LayoutError):
                 self.whole[key] = None
         whole = self.whole[key]
-        return None if whole is None else estimate(chosen, whole, self._share(chosen))
-
-    def _share(self, chosen: Configuration) -> float:
-        """The largest share of the model's FLOPs that a rank has: the head makes the last heavier.
-
-        An equal share where nothing is known to take FLOPs.
-        """
-        key = ranks, chunks = chosen.pipeline, chosen.interleave
-        if key not in self.shares:
-            sizes = [
-                len(items) for items in _cut(self.request.graph, self.request.graph, ranks * chunks)
-            ]
-            sums = [0.0, *accumulate(self.flops)]
-            stages = [
-                sums[end] - sums[end - size]
-                for size, end in zip(sizes, accumulate(sizes), strict=True)
-            ]
-            most = max(sum(stages[rank::ranks]) for rank in range(ranks))
-            self.shares[key] = most / sums[-1] if sums[-1] else 1 / ranks
-        return self.shares[key]
+        return None if whole is None else estimate(chosen, whole, self.shares.of(chosen))
 
     def _decisions(self, chosen: Configuration) -> Decisions:
         """The plan of the whole model on the devices of one stage."""

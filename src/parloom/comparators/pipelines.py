@@ -170,7 +170,7 @@ def split(costs: Mapping[int, ItemCosts], cluster: Cluster) -> list[tuple[int, i
     devices, count = cluster.num_devices, len(next(iter(costs.values())).passes_ps)
     between, crossing = {}, {}
     for size, own in costs.items():
-        sums = np.concatenate([[0], np.cumsum(own.loads_ps)])
+        sums = np.concatenate([[0], np.cumsum(own.adds_ps)])
         between[size] = (sums - sums[:, None] + own.stage_ps).astype(float)
         between[size][np.tril_indices(count + 1)] = np.inf
         crossing[size] = np.pad(own.num_microbatches * own.crossing_ps, ((0, 0), (1, 0)))

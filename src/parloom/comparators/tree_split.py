@@ -197,7 +197,7 @@ class _Priced:
         self.begin, self.end = (
             np.array([block[place] for block in blocks], dtype=np.int64) for place in (3, 4)
         )
-        self.loads = self._sum(own.loads_ps[at]) + own.stage_ps
+        self.loads = self._sum(own.adds_ps[at]) + own.stage_ps
         kept = self._sum(own.kept_bytes[at])
         ends = np.column_stack([self.begin, self.end]).ravel()
         passing = np.maximum.reduceat(np.append(own.passing_bytes[at], 0), ends)[::2]
@@ -258,6 +258,34 @@ def _crossing(
     yield from zip(enters, leaves, strict=True)
 
 
+def _period(cluster: Cluster) -> int:
+    """What matters of a place is where in a node it is."""
+    return cluster.num_devices // cluster.levels[-1].size
+
+
+def _possible(
+    tree: Tree,
+    nodes: _Nodes,
+    costs: Mapping[int, ItemCosts],
+    cluster: Cluster,
+    limit_bytes: int,
+    least_ps: float,
+) -> Iterator[Stage]:
+    """All stages that may fit, the largest blocks first; ways count in parts of `least_ps`."""
+    order, blocks = items_in(tree), list(nodes.blocks())
+    crossing = _crossing(list(costs.values()), order, blocks, len(cluster.levels))
+    for (size, own), ends in zip(costs.items(), crossing, strict=True):
+        priced = _Priced(size, own, order, blocks, limit_bytes)
+        times = priced.times(*ends, cluster, _period(cluster))
+        parts = np.where(np.isfinite(times), times, 0) * PARTS / least_ps
+        adds = DEPTH + parts.astype(np.int64)
+        for index in np.flatnonzero(priced.deepest > 0)[::-1]:
+            deepest, each = int(priced.deepest[index]), times[:, index]
+            too_deep = NONE if deepest == own.num_microbatches else (deepest + 1) * DEPTH
+            about = blocks[index], size, too_deep, each.tolist(), adds[:, index].tolist()
+            yield Stage(*about, float(each.min()))
+
+
 class _Search:
     """The dynamic program."""
 
@@ -267,36 +295,21 @@ class _Search:
         tree_nodes = _Nodes(tree)
         self.nodes, self.inner = tree_nodes.nodes, tree_nodes.inner
         self.devices = cluster.num_devices
-        # Where a stage lies in a node is what matters of its place.
-        self.period = self.devices // cluster.levels[-1].size
-        order, blocks = items_in(tree), list(tree_nodes.blocks())
-        self.priced = [_Priced(s, own, order, blocks, limit_bytes) for s, own in costs.items()]
-        crossing = _crossing(list(costs.values()), order, blocks, len(cluster.levels))
-        self.times = [
-            own.times(*ends, cluster, self.period)
-            for own, ends in zip(self.priced, crossing, strict=True)
-        ]
+        self.period = _period(cluster)
         # Devices times time that the items take at least.
-        least = np.min([size * own.loads_ps for size, own in costs.items()], axis=0)
-        sums = np.concatenate([[0], np.cumsum(least[list(order)])])
+        least = np.min([size * own.adds_ps.clip(0) for size, own in costs.items()], axis=0)
+        sums = np.concatenate([[0], np.cumsum(least[list(items_in(tree))])])
         self.work = [np.diff(sums[bounds]).tolist() for bounds in tree_nodes.bounds]
         self.least_ps = max(1.0, sum(self.work[0]) / self.devices)
-        self.most_ps = max(float(t.max(where=np.isfinite(t), initial=0)) for t in self.times)
-        self.within_ps = inf
         # By node and first part; the largest first: they leave the fewest stages behind them.
-        # Where what is in flight fits anyway, stages behind others are only added to their depths.
-        count = next(iter(costs.values())).num_microbatches
-        self.roomy = all(np.isin(own.deepest, (0, count)).all() for own in self.priced)
         self.stages: list[list[list[Stage]]] = [[[] for _ in node.parts] for node in self.nodes]
-        for own, times in zip(self.priced, self.times, strict=True):
-            for index in np.flatnonzero(own.deepest > 0)[::-1]:
-                deepest, each = int(own.deepest[index]), times[:, index]
-                too_deep = NONE if deepest == count else (deepest + 1) * DEPTH
-                parts = np.minimum(each, self.most_ps) * PARTS / self.least_ps
-                adds = [DEPTH + int(part) for part in parts]
-                about = own.blocks[index], own.size, too_deep, each.tolist(), adds
-                stage = Stage(*about, float(each.min()))
-                self.stages[stage.block.node][stage.block.first].append(stage)
+        found = list(_possible(tree, tree_nodes, costs, cluster, limit_bytes, self.least_ps))
+        for stage in found:
+            self.stages[stage.block.node][stage.block.first].append(stage)
+        self.most_ps = max((ps for stage in found for ps in stage.times if ps < inf), default=0)
+        # Where what is in flight fits anyway, stages behind others are only added to their depths.
+        self.roomy = all(stage.too_deep == NONE for stage in found)
+        self.within_ps = inf
         self.fast = self.stages
         self.tables: dict[Key, Table] = {}
 
@@ -344,11 +357,8 @@ class _Search:
     def _add_stages(self, key: Key, found: Table, first: int) -> None:
         """Choices of a stage that begins with part `first`."""
         number, stop, behind, tail = key
-        in_series, period, most_ps = (
-            isinstance(self.nodes[number], Series),
-            self.period,
-            self.within_ps,
-        )
+        in_series = isinstance(self.nodes[number], Series)
+        period, most_ps = self.period, self.within_ps
         depths, choices, wanted = found.depths[first], found.choices[first], found.ranges[first]
         for stage in self.fast[number][first]:
             block, size, too_deep, times, adds, _ = stage

@@ -69,6 +69,14 @@ class ItemCosts:
         return found
 
     @cached_property
+    def adds_ps(self) -> Ints:
+        """What each item adds to a stage beside `stage_ps`: a stage that has all items takes what
+        they do.
+        """
+        found: Ints = self.loads_ps - self.stage_ps // len(self.loads_ps)
+        return found
+
+    @cached_property
     def crossing_ps(self) -> Ints:
         """What a microbatch's values take that cross the place behind an item where all are in a
         row, there and back, [level of links, item].
