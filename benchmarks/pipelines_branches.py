@@ -109,15 +109,15 @@ def in_flight(plan: Decisions) -> int:
 
 def split_s(request: Request, method: str) -> float:
     """CPU seconds of the splits for all numbers of microbatches, with priced items."""
-    graph, devices = request.graph, request.cluster.num_devices
+    graph = request.graph
     costs = list(item_costs(request, Decisions()))
     begun = time.process_time()
     tree = decompose(len(stage_items(graph)), item_edges(graph))
-    for microbatches, own in costs:
+    for own in costs:
         if method == "pipedream":
-            split(own, devices, microbatches)
+            split(own, request.cluster)
         else:
-            tree_split(tree, own, devices, microbatches, request.limit_bytes)
+            tree_split(tree, own, request.cluster, request.limit_bytes)
     return time.process_time() - begun
 
 

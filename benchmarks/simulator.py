@@ -147,7 +147,7 @@ def pipeline(name: str, ends: Priced, middle: Priced, pcg: PCG) -> tuple[float, 
     cluster = load_cluster("8x8xA100")
     start = time.process_time()
     player = Simulator()
-    sent = send(HIDDEN_BYTES / 8, 1, cluster)  # each tensor rank sends its part
+    sent = send(HIDDEN_BYTES / 8, HIDDEN_BYTES / 8, 1, cluster)  # each tensor rank sends its part
 
     def played(title: str, found: Priced) -> StageActions:
         return play_stage(title, Stage(pcg, cluster, found), player, split=name.startswith("zb"))

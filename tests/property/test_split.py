@@ -8,11 +8,10 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from parloom.ir.list_schedule import Link
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions, one_stage
 from parloom.search.pipelines import split as split_module
-from parloom.search.pipelines.costs import ItemCosts
+from parloom.search.pipelines.costs import ItemCosts, Sent
 from parloom.search.pipelines.split import Split, even_splits, uneven_splits
 
 # Where there are too many cuts, boundaries come from targets: the busiest group is at most so much
@@ -26,7 +25,7 @@ def _costs(rng: random.Random, count: int, size: int = 1, scale: float = 1.0) ->
     passes = np.array([max(1, int(scale * rng.randint(1, 100))) for _ in range(count)])
     nothing = np.zeros(count, dtype=np.int64)
     items = tuple(f"item {index}" for index in range(count))
-    return ItemCosts(whole, items, passes, nothing, nothing, nothing, 0, (), ())
+    return ItemCosts(whole, items, passes, nothing, nothing, nothing, nothing, 0, (), ())
 
 
 def _cuts(items: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -141,7 +140,8 @@ def test_the_last_items_may_take_no_time() -> None:
     """Of more items than places, all are in some stage."""
     costs = _costs(random.Random(1), 300)
     passes = np.concatenate([costs.passes_ps[:-3], np.zeros(3, dtype=np.int64)])
-    costs = replace(costs, passes_ps=passes, edges=tuple(Link(i, i + 1) for i in range(299)))
+    sent = tuple(Sent(a, (b,), (0,), (0,)) for a, b in pairwise(range(300)))
+    costs = replace(costs, passes_ps=passes, sent=sent)
     for split in even_splits(costs, 2):
         assert split.ends[-1] == 300
         assert split.step_ps >= max(split.loads_ps())

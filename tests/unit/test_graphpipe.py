@@ -1,21 +1,25 @@
-"""GraphPipe's stages: the dynamic program against all splits of small trees, and placement."""
+"""GraphPipe's stages: the dynamic program against all splits of small trees."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, pairwise
 from random import Random
 
+import numpy as np
 import pytest
 
-from parloom.comparators.graphpipe import placed
-from parloom.comparators.pipelines import Items, Sent
+from parloom.comparators.pipelines import split
 from parloom.comparators.tree_split import PRECISION, tree_split
 from parloom.cost.clusters import load_cluster
+from parloom.cost.stages import aligned, crossed
+from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions
 from parloom.ir.series_parallel import Parallel, Series, Tree, decompose, items_in
+from parloom.search.pipelines.costs import Ints, ItemCosts, Sent
 from tests.property.test_series_parallel import closure, numbered, ordered
 
 Split = list[tuple[tuple[int, ...], int]]
-Costs = dict[int, Items]
+Costs = dict[int, ItemCosts]
 Kind = type[Series] | type[Parallel]
 
 
@@ -30,35 +34,43 @@ def shape(leaves: int, kind: Kind, rng: Random) -> Tree:
     return Parallel(tuple(shape(size, Series, rng) for size in sizes))
 
 
-def case(seed: int) -> tuple[Tree, Costs, int, int, int]:
-    """A tree of at most six items, what they cost, devices, microbatches and a limit of memory."""
+def case(seed: int) -> tuple[Tree, Costs, Cluster, int]:
+    """A tree of at most six items, what they cost, devices and a limit of memory."""
     rng = Random(seed)
-    size, devices = rng.randint(1, 6), rng.randint(1, 4)
+    size = rng.randint(1, 6)
+    cluster = load_cluster(rng.choice(["1xH100", "2xH100", "3xH100", "4xH100", "2x2xH100"]))
+    devices, microbatches = cluster.num_devices, rng.randint(1, 3)
     kinds: list[Kind] = [Series, Series, Parallel]
     tree = numbered(shape(size, rng.choice(kinds), rng), count())
 
-    def numbers(most: int) -> list[int]:
-        return [rng.randint(1, most) for _ in range(size)]
+    def numbers(most: int) -> Ints:
+        return np.array([rng.randint(1, most) for _ in range(size)])
 
-    passes, reduced, held, kept, passing = (numbers(most) for most in (50, 20, 9, 9, 9))
+    passes, once, stored, kept, passing = (numbers(most) for most in (50, 60, 9, 9, 9))
     pairs = sorted(ordered(tree))
     ends = [rng.choice(pairs) for _ in range(rng.randint(0, 4)) if pairs]
-    times = [rng.randint(0, 40) for _ in ends]
+    # The outer level is the slower one.
+    times = [sorted(rng.randint(0, 40) for _ in cluster.levels) for _ in ends]
     costs = {
-        each: Items(
-            Decisions(),
-            tuple(-(-v // each) for v in passes),
-            tuple(0 if each == 1 else v for v in reduced),
-            tuple(held),
-            tuple(-(-v // each) for v in kept),
-            tuple(passing),
-            tuple(Sent(a, (b,), ps) for (a, b), ps in zip(ends, times, strict=True)),
+        each: ItemCosts(
+            Decisions(num_microbatches=microbatches),
+            tuple(map(str, range(size))),
+            passes_ps=-(-passes // each),
+            once_ps=once if each > 1 else 0 * once,
+            kept_bytes=-(-kept // each),
+            stored_bytes=stored,
+            passing_bytes=passing,
+            stage_ps=each,
+            sent=tuple(
+                Sent(a, (b,), tuple(ps), None) for (a, b), ps in zip(ends, times, strict=True)
+            ),
+            shared_ps=(),
         )
         for each in (1, 2, 4)
         if each <= devices
     }
     limit = rng.choice([rng.randint(15, 90), 10_000])
-    return tree, costs, devices, rng.randint(1, 3), limit
+    return tree, costs, cluster, limit
 
 
 def splits(tree: Tree, devices: int, sizes: list[int]) -> Iterator[Split]:
@@ -120,26 +132,60 @@ def rows_of_ends(
                     yield from ([*own, (items, size), *rest] for rest in behind)
 
 
-def value(tree: Tree, costs: Costs, split: Split, microbatches: int, limit: int) -> float | None:
-    """The slowest stage; None where one does not fit."""
-    pairs = ordered(tree)
+def in_row(tree: Tree, own: range) -> tuple[bool, bool]:
+    """Whether what a stage reads comes from the item before it, and whether what reads it is behind
+    it; `own` are places in the order of the tree.
+    """
+    order = items_in(tree)
+    found = [False, False]
+
+    def visit(node: Tree, begin: int) -> None:
+        if isinstance(node, int):
+            return
+        places = [begin]
+        for part in node.parts:
+            visit(part, places[-1])
+            places.append(places[-1] + len(items_in(part)))
+        if isinstance(node, Series) and begin <= own.start and own.stop <= places[-1]:
+            at, until = places.index, set(places)
+            if own.start in until and own.start > begin:
+                found[0] |= isinstance(node.parts[at(own.start) - 1], int)
+            if own.stop in until and own.stop < places[-1]:
+                found[1] |= isinstance(node.parts[at(own.stop)], int)
+
+    visit(tree, 0)
+    assert own.stop <= len(order)
+    return found[0], found[1]
+
+
+def value(tree: Tree, costs: Costs, split: Split, cluster: Cluster, limit: int) -> float | None:
+    """The slowest stage; None where one does not fit, or lies over too many nodes."""
+    pairs, order = ordered(tree), items_in(tree)
     depths = [1] * len(split)
     for index in reversed(range(len(split))):
         for later in range(index + 1, len(split)):
             if any((a, b) in pairs for a in split[index][0] for b in split[later][0]):
                 depths[index] = max(depths[index], 1 + depths[later])
-    worst = 0.0
+    worst, device = 0.0, 0
     for (items, size), depth in zip(split, depths, strict=True):
-        own, inside = costs[size], set(items)
-        kept = min(depth, microbatches) * sum(own.kept_bytes[i] for i in items)
-        held = sum(own.held_bytes[i] for i in items)
-        if held + kept + max(own.passing_bytes[i] for i in items) > limit:
+        own, inside, devices = costs[size], set(items), range(device, device + size)
+        device += size
+        steps, at = own.num_microbatches, list(items)
+        held = own.stored_bytes[at].sum() + min(depth, steps) * own.kept_bytes[at].sum()
+        if held + own.passing_bytes[at].max() > limit or not aligned(devices, cluster):
             return None
-        entering = sum(v.ps for v in own.sent if v.source not in inside and inside & {*v.targets})
-        leaving = sum(v.ps for v in own.sent if v.source in inside and {*v.targets} - inside)
-        reduced = sum(own.reduced_ps[i] for i in items) / microbatches
-        worst = max(worst, sum(own.passes_ps[i] for i in items) + reduced, entering, leaving)
-    return worst
+        begin = min(order.index(i) for i in items)
+        after, before = in_row(tree, range(begin, begin + len(items)))
+        near = crossed(devices, [devices.start - 1], cluster), crossed(devices, [device], cluster)
+        levels = near[0] if after else -1, near[1] if before else -1
+        entering = sum(
+            v.ps[levels[0]] for v in own.sent if v.source not in inside and inside & {*v.targets}
+        )
+        leaving = sum(
+            v.ps[levels[1]] for v in own.sent if v.source in inside and {*v.targets} - inside
+        )
+        worst = max(worst, own.adds_ps[at].sum() + own.stage_ps, steps * max(entering, leaving))
+    return float(worst)
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 100) for first in range(0, 1000, 100)])
@@ -148,14 +194,14 @@ def test_the_split_is_the_best_of_all(seeds: range) -> None:
     assert 10 < sum(found) < len(found)
 
 
-def compared(tree: Tree, costs: Costs, devices: int, microbatches: int, limit: int) -> bool:
+def compared(tree: Tree, costs: Costs, cluster: Cluster, limit: int) -> bool:
     """Whether there is a split; it is compared with all."""
+    devices = cluster.num_devices
     values = (
-        value(tree, costs, split, microbatches, limit)
-        for split in splits(tree, devices, list(costs))
+        value(tree, costs, split, cluster, limit) for split in splits(tree, devices, list(costs))
     )
     best = min((v for v in values if v is not None), default=None)
-    found = tree_split(tree, costs, devices, microbatches, limit)
+    found = tree_split(tree, costs, cluster, limit)
     if best is None:
         assert found is None
         return False
@@ -164,19 +210,18 @@ def compared(tree: Tree, costs: Costs, devices: int, microbatches: int, limit: i
     assert sorted(i for items, _ in found for i in items) == sorted(items_in(tree))
     place = {item: stage for stage, (items, _) in enumerate(found) for item in items}
     assert all(place[a] <= place[b] for a, b in ordered(tree))
-    reached = value(tree, costs, found, microbatches, limit)
+    reached = value(tree, costs, found, cluster, limit)
     assert reached is not None
     assert best <= reached <= best * (1 + 2 * PRECISION)
     return True
 
 
-def even(size: int, passes_ps: int = 10, kept_bytes: int = 0) -> Costs:
+def even(size: int, microbatches: int = 8) -> Costs:
     """Items that are all alike."""
-    nothing = (0,) * size
-    alike = Items(
-        Decisions(), (passes_ps,) * size, nothing, nothing, (kept_bytes,) * size, nothing, ()
-    )
-    return {1: alike}
+    ten, nothing = np.full(size, 10), np.zeros(size, dtype=np.int64)
+    whole = Decisions(num_microbatches=microbatches)
+    names = tuple(map(str, range(size)))
+    return {1: ItemCosts(whole, names, ten, nothing, ten, nothing, nothing, 0, (), ())}
 
 
 def test_branches_lie_beside_each_other() -> None:
@@ -186,31 +231,21 @@ def test_branches_lie_beside_each_other() -> None:
     edges = {(0, 1), (2, 3), (1, 4), (3, 4)}
     branches, row = decompose(5, edges), Series(tuple(range(5)))
     assert len(closure(5, edges)) < 10
-    costs = even(5, kept_bytes=10)
-    assert tree_split(branches, costs, 5, 8, 30) == [((i,), 1) for i in range(5)]
-    assert tree_split(row, costs, 5, 8, 30) is None
-    assert tree_split(row, costs, 5, 8, 50) == [((i,), 1) for i in range(5)]
+    costs, five = even(5), load_cluster("5xH100")
+    assert tree_split(branches, costs, five, 30) == [((i,), 1) for i in range(5)]
+    assert tree_split(row, costs, five, 30) is None
+    assert tree_split(row, costs, five, 50) == [((i,), 1) for i in range(5)]
     # Fewer microbatches than stages hold no more.
-    assert tree_split(row, costs, 5, 3, 30) is not None
+    assert tree_split(row, even(5, 3), five, 30) is not None
 
 
-@pytest.mark.parametrize(
-    ("cluster", "sizes"),
-    [("2x4xH100", [1, 2, 4, 1]), ("2x3xH100", [1, 2, 1, 2]), ("2x4xH100", [8]), ("6xH100", [2, 3])],
-)
-def test_stages_lie_on_few_nodes(cluster: str, sizes: list[int]) -> None:
-    there = load_cluster(cluster)
-    found = placed(sizes, there)
-    assert found is not None
-    assert list(map(len, found)) == sizes
-    devices = sorted(d for own in found for d in own)
-    assert devices == list(range(sum(sizes)))
-    per_node = there.levels[0].size
-    for own in found:
-        nodes = {device // per_node for device in own}
-        assert len(nodes) == max(1, len(own) // per_node)
-        assert all(b - a == 1 for a, b in pairwise(own))
-
-
-def test_stages_that_lie_on_too_many_nodes() -> None:
-    assert placed([2, 2, 2], load_cluster("2x3xH100")) is None
+def test_stages_are_cut_where_links_are_fast() -> None:
+    """Four items on two nodes: the cheap boundaries lie between devices of a node."""
+    items, nothing = np.array([10, 10, 10, 10]), np.zeros(4, dtype=np.int64)
+    sent = tuple(Sent(i, (i + 1,), (1, 100 if i != 1 else 5), None) for i in range(3))
+    costs = {
+        1: replace(even(4)[1], whole=Decisions(), passes_ps=items, kept_bytes=nothing, sent=sent)
+    }
+    each = [((i,), 1) for i in range(4)]
+    assert tree_split(Series((0, 1, 2, 3)), costs, load_cluster("2x2xH100"), 10) == each
+    assert split(costs, load_cluster("2x2xH100")) == [(i, i + 1, 1) for i in range(4)]

@@ -1,23 +1,28 @@
 """Stages of comparators: the dynamic program against all splits, and stages of the models."""
 
+from collections.abc import Iterator
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parloom.comparators.pipelines import Items, Sent, split
+from parloom.comparators.pipelines import split
+from parloom.cost.clusters import load_cluster
+from parloom.cost.stages import crossed
 from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.ir.action_lists import check_lists, parse_action
 from parloom.ir.graph import Graph
 from parloom.ir.lower_stages import group_lists, lower_stages
-from parloom.ir.mesh import Mesh, grid
+from parloom.ir.mesh import Cluster, Mesh, grid
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.schedules import schedule, stage_depths
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions
+from parloom.search.pipelines.costs import ItemCosts, Sent
 from tests.dist import lowered, staged
 
 times = st.lists(st.integers(1, 50), min_size=1, max_size=5)
@@ -25,51 +30,63 @@ others = st.lists(st.integers(0, 20), min_size=5, max_size=5)
 
 
 def costs_of(
-    passes: list[int], reduced: list[int], after: list[int], sizes: list[int]
-) -> dict[int, Items]:
+    passes: list[int], once: list[int], after: list[int], sizes: list[int], cluster: Cluster
+) -> dict[int, ItemCosts]:
     count = len(passes)
+    nothing = np.zeros(count, dtype=np.int64)
+    whole = Decisions(num_microbatches=3)
 
-    def shared(values: list[int], size: int) -> tuple[int, ...]:
-        return tuple(-(-v // size) for v in values[:count])
-
-    nothing = (0,) * count
+    def sent(size: int) -> Iterator[Sent]:
+        for index, ps in enumerate(after[: count - 1]):
+            times = tuple(-(-ps * f // size) for f in (1, 3))
+            yield Sent(index, (index + 1,), times[: len(cluster.levels)], None)
 
     return {
-        size: Items(
-            Decisions(),
-            shared(passes, size),
-            tuple(0 if size == 1 else r for r in reduced[:count]),
-            nothing,
-            nothing,
-            nothing,
-            tuple(Sent(i, (i + 1,), ps) for i, ps in enumerate(shared(after, size)[: count - 1])),
+        size: ItemCosts(
+            whole,
+            tuple(map(str, range(count))),
+            passes_ps=-(-np.array(passes) // size),
+            once_ps=nothing if size == 1 else np.array(once[:count]),
+            kept_bytes=nothing,
+            stored_bytes=nothing,
+            passing_bytes=nothing,
+            stage_ps=size,
+            sent=tuple(sent(size)),
+            shared_ps=(),
         )
         for size in sizes
     }
 
 
-def slowest(costs: dict[int, Items], found: list[tuple[int, int, int]], microbatches: int) -> float:
-    worst = 0.0
+def slowest(
+    costs: dict[int, ItemCosts], found: list[tuple[int, int, int]], cluster: Cluster
+) -> float:
+    """The slowest stage, or boundary: over the links that stages at both ends of it are joined by,
+    at the end that has fewer devices.
+    """
+    worst, device = 0, 0
+    before: tuple[range, int] | None = None
     for first, last, size in found:
-        own = costs[size]
-        worst = max(
-            worst, sum(own.passes_ps[first:last]) + sum(own.reduced_ps[first:last]) / microbatches
-        )
-        worst = max(worst, own.after_ps()[first - 1] if first else 0)
+        own, devices = costs[size], range(device, device + size)
+        worst = max(worst, int(own.adds_ps[first:last].sum()) + own.stage_ps)
+        if before is not None:
+            level = crossed(before[0], devices, cluster)
+            for end in (own, costs[before[1]]):
+                worst = max(worst, 3 * sum(s.ps[level] for s in end.sent if s.source == first - 1))
+        device, before = device + size, (devices, size)
     return worst
 
 
 @given(
     times,
     st.lists(st.integers(0, 20), min_size=5, max_size=5),
-    st.integers(1, 4),
-    st.integers(1, 3),
+    st.sampled_from(["1xH100", "2xH100", "3xH100", "4xH100", "2x2xH100"]),
 )
-def test_the_split_is_the_best_of_all(
-    passes: list[int], other: list[int], devices: int, microbatches: int
-) -> None:
+def test_the_split_is_the_best_of_all(passes: list[int], other: list[int], name: str) -> None:
+    cluster = load_cluster(name)
+    devices = cluster.num_devices
     sizes = [size for size in (1, 2, 4) if size <= devices]
-    costs = costs_of(passes, other, other[::-1], sizes)
+    costs = costs_of(passes, other, other[::-1], sizes, cluster)
     best = None
     for stages in range(1, len(passes) + 1):
         for ends in combinations(range(1, len(passes)), stages - 1):
@@ -79,16 +96,16 @@ def test_the_split_is_the_best_of_all(
                 lies_well = all(b % size == 0 for b, size in zip(begins, chosen, strict=True))
                 if sum(chosen) == devices and lies_well:
                     plan = [(bounds[i], bounds[i + 1], chosen[i]) for i in range(stages)]
-                    value = slowest(costs, plan, microbatches)
+                    value = slowest(costs, plan, cluster)
                     best = value if best is None else min(best, value)
-    found = split(costs, devices, microbatches)
+    found = split(costs, cluster)
     if best is None:
         assert found is None
         return
     assert found is not None
     assert sum(size for *_, size in found) == devices
     assert [first for first, *_ in found] == [0, *(last for _, last, _ in found[:-1])]
-    assert slowest(costs, found, microbatches) == pytest.approx(best)
+    assert slowest(costs, found, cluster) == pytest.approx(best)
 
 
 def gpt() -> Graph:

@@ -8,12 +8,13 @@ from the simulated step of that plan, and its stages take their layouts from it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from math import inf
 
 from parloom.comparators.baselines import Rule, layouts
 from parloom.comparators.configuration import Configuration, LaidOut
 from parloom.comparators.handmade import divided
+from parloom.comparators.layers import chain_of
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import DTYPE_BYTES, Call, Graph
@@ -60,12 +61,13 @@ def blocks_of(graph: Graph, stages: int) -> tuple[int, ...] | None:
     return counts if min(counts) else None
 
 
-def bubble(chosen: Configuration) -> float:
-    """How many times as long as its passes the slowest rank of a pipeline takes for them:
+def bubble(chosen: Configuration, share: float) -> float:
+    """How many times as long as its passes the slowest rank of a pipeline takes for them, which has
+    a `share` of the model: the others' are 1 / share - 1 times as long, as p - 1 of
     (n + (p - 1) / v) / n (Narayanan et al., SC'21, sections 2.2.1 and 2.2.2).
     """
     count = chosen.num_microbatches
-    return (count + (chosen.pipeline - 1) / chosen.interleave) / count
+    return (count + (1 / share - 1) / chosen.interleave) / count
 
 
 def in_flight(chosen: Configuration) -> float:
@@ -79,16 +81,38 @@ def in_flight(chosen: Configuration) -> float:
     return min(count * chunks, warm + 1) / (ranks * chunks)
 
 
-def estimate(chosen: Configuration, whole: Prediction) -> Estimate:
-    """The pipeline `chosen`, from the step of the whole model on the devices of one stage."""
+def estimate(chosen: Configuration, whole: Prediction, share: float) -> Estimate:
+    """The pipeline `chosen`, whose slowest rank has a `share` of the model, from the step of the
+    whole model on the devices of one stage.
+    """
     kept = sum(size for name, size in whole.memory if name in PER_SAMPLE)
     least = (whole.peak_bytes - kept) / chosen.pipeline
     return Estimate(
-        whole.step_s / chosen.pipeline * bubble(chosen),
+        whole.step_s * share * bubble(chosen, share),
         least + kept * in_flight(chosen),
         least,
         chosen,
     )
+
+
+class Shares:
+    """The largest share of a model's FLOPs that a rank of a pipeline has: the head makes the last
+    one heavier. An equal share where nothing is known to take FLOPs.
+    """
+
+    def __init__(self, graph: Graph, factored: Factored) -> None:
+        self.graph, self.flops = graph, chain_of(graph, factored).flops
+        self.known: dict[tuple[int, int], float] = {}
+
+    def of(self, chosen: Configuration) -> float:
+        """That of the slowest rank."""
+        key = ranks, chunks = chosen.pipeline, chosen.interleave
+        if key not in self.known:
+            ends = accumulate(map(len, _cut(self.graph, self.graph, ranks * chunks)), initial=0)
+            stages = [sum(self.flops[a:b]) for a, b in pairwise(ends)]
+            most, total = max(sum(stages[rank::ranks]) for rank in range(ranks)), sum(stages)
+            self.known[key] = most / total if total else 1 / ranks
+        return self.known[key]
 
 
 class EqualStages:
@@ -101,6 +125,7 @@ class EqualStages:
         self.left = left
         self.factored: Factored = factorize(request.graph)
         self.counts = request.microbatch_counts(self.factored)[::-1]
+        self.shares = Shares(request.graph, self.factored)
         self.laid: dict[tuple[int, int], LaidOut] = {}
         self.whole: dict[Configuration, Prediction | None] = {}
         specs = [entry.value.spec for entry in request.graph.of_kind("parameter")]
@@ -204,7 +229,8 @@ class EqualStages:
             chosen = replace(layout, num_microbatches=count, microbatch=samples // count)
             # Interleaving takes as many microbatches as ranks, or a multiple (Megatron-LM).
             legal = [v for v in chunks if v == 1 or count % layout.pipeline == 0]
-            longer = bubble(replace(chosen, interleave=legal[-1]))
+            last = replace(chosen, interleave=legal[-1])
+            longer = bubble(last, self.shares.of(last))
             if longer > WORTH * before:
                 return
             tried = [self._estimate(replace(chosen, interleave=v)) for v in legal]
@@ -229,7 +255,7 @@ class EqualStages:
             except (InputError, LayoutError):
                 self.whole[key] = None
         whole = self.whole[key]
-        return None if whole is None else estimate(chosen, whole)
+        return None if whole is None else estimate(chosen, whole, self.shares.of(chosen))
 
     def _decisions(self, chosen: Configuration) -> Decisions:
         """The plan of the whole model on the devices of one stage."""

@@ -4,11 +4,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from parloom.comparators.pipelines import item_costs, replicated
 from parloom.comparators.tree_split import tree_split
-from parloom.cost.stages import aligned
-from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions
 from parloom.ir.schedules import schedule
 from parloom.ir.series_parallel import decompose
@@ -23,25 +22,20 @@ def graphpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
     """
     keys, edges = stage_items(request.graph), item_edges(request.graph)
     tree = decompose(len(keys), edges)
-    devices = request.cluster.num_devices
-    for microbatches, costs in item_costs(request, base):
-        if not costs:
-            continue
-        chosen = tree_split(tree, costs, devices, microbatches, request.limit_bytes)
+    for costs in item_costs(request, base):
+        microbatches = next(iter(costs.values())).num_microbatches
+        chosen = tree_split(tree, costs, request.cluster, request.limit_bytes)
         if chosen is None:
             say(f"graphpipe: {microbatches} microbatches: no stages fit")
             continue
-        places = placed([size for _, size in chosen], request.cluster)
-        if places is None:
-            say(f"graphpipe: {microbatches} microbatches: stages lie over too many nodes")
-            continue
         say(f"graphpipe: {microbatches} microbatches, {len(chosen)} stages")
+        ends = accumulate(size for _, size in chosen)
         stages = [
-            (tuple(keys[i] for i in sorted(items)), own)
-            for (items, _), own in zip(chosen, places, strict=True)
+            (tuple(keys[i] for i in sorted(items)), range(end - size, end))
+            for (items, size), end in zip(chosen, ends, strict=True)
         ]
-        wholes = {size: found.decisions for size, found in costs.items()}
-        plan = replicated(request, base, wholes, stages, microbatches)
+        wholes = {size: found.whole for size, found in costs.items()}
+        plan = replicated(request, base, wholes, stages)
         yield _by_depth(plan, [items for items, _ in chosen], edges)
 
 
@@ -57,24 +51,3 @@ def _by_depth(
     lists = schedule(plan.schedule, count, plan.num_microbatches, edges=between)
     chain = schedule(plan.schedule, count, plan.num_microbatches)
     return plan if lists == chain else replace(plan, actions=lists)
-
-
-def placed(sizes: Sequence[int], cluster: Cluster) -> list[range] | None:
-    """Neighboring devices for stages, the largest first and each on as few nodes as can be; None
-    where they do not lie so.
-    """
-    found: dict[int, range] = {}
-    free = list(range(cluster.num_devices))
-    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
-        size = sizes[index]
-        fitting = (
-            range(begin, begin + size)
-            for begin, end in zip(free, free[size - 1 :], strict=False)
-            if end == begin + size - 1 and aligned(range(begin, end + 1), cluster)
-        )
-        own = next(fitting, None)
-        if own is None:
-            return None
-        found[index] = own
-        free = [device for device in free if device not in own]
-    return [found[index] for index in range(len(sizes))]

@@ -166,7 +166,8 @@ class Program:
         for holders, size in sizes.items():
             ring = len({index % self.chosen.pipeline for index in holders})
             crossed = _crossed(holders, self.chosen, cluster)
-            found.append(Shared(holders, send(2 * (ring - 1) / ring * size, crossed, cluster)))
+            moved = 2 * (ring - 1) / ring * size
+            found.append(Shared(holders, send(moved, moved, crossed, cluster)))
         return tuple(found)
 
 
@@ -205,7 +206,8 @@ def _sent_bytes(pcg: PCG) -> float:
 
 def _send(index: int, pcg: PCG, chosen: Configuration, cluster: Cluster) -> Send:
     """What goes from a stage to the next one, over the level that joins the two ranks."""
-    return send(_sent_bytes(pcg), _crossed((index, index + 1), chosen, cluster), cluster)
+    size = _sent_bytes(pcg)
+    return send(size, size, _crossed((index, index + 1), chosen, cluster), cluster)
 
 
 def _crossed(stages: Sequence[int], chosen: Configuration, cluster: Cluster) -> int:

@@ -1,29 +1,23 @@
 """Pipelines as others plan them: GPipe's and Whale's equal stages, PipeDream's dynamic program.
 
-For PipeDream each item of the model is priced as a stage of its own, so what a stage costs is the
-sum over its items. Stages are ranges of items in execution order; a stage has one device, or
-several that replicate it.
+Stages are ranges of items in execution order; a stage has one device, or several that replicate it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from math import inf
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate, pairwise, product
+
+import numpy as np
 
 from parloom.comparators.baselines import plain
 from parloom.comparators.layers import chain_of
-from parloom.cost.actions import Stage as Actions
-from parloom.cost.pipeline import play_stage, send
-from parloom.cost.simulate import Simulator
-from parloom.cost.step import priced
+from parloom.cost.stages import crossed
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Call, Graph
-from parloom.ir.lower import lower
-from parloom.ir.lower_stages import staged
+from parloom.ir.graph import Call
 from parloom.ir.mesh import Cluster, Mesh, part_of, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.pcg import TIME
 from parloom.ir.plan import (
     GLOBAL,
     ActivationDecision,
@@ -32,46 +26,12 @@ from parloom.ir.plan import (
     Stage,
     one_stage,
 )
-from parloom.ir.stages import ARRIVING, Crossing, Cut, item_key, of_stage, stage_items
+from parloom.ir.stages import stage_items
+from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.request import Request, Say
 
 # Microbatches for each stage beyond which a pipeline's bubble is not worth smaller products.
 MOST_FOR_EACH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """What the items cost on so many devices that replicate them: picoseconds of a microbatch, and
-    to reduce their gradients once a step; on each device bytes that are held all the time, that are
-    kept for a microbatch in flight, and that are there beside them while it runs.
-    """
-
-    decisions: Decisions
-    passes_ps: tuple[int, ...]
-    reduced_ps: tuple[int, ...]
-    held_bytes: tuple[int, ...]
-    kept_bytes: tuple[int, ...]
-    passing_bytes: tuple[int, ...]
-    sent: tuple["Sent", ...]
-
-    def after_ps(self) -> list[int]:
-        """What the values take that cross behind each item where all are in a row."""
-        found = [0] * len(self.passes_ps)
-        for value in self.sent:
-            for between in range(value.source, max(value.targets)):
-                found[between] += value.ps
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A value that item `source` makes and others read: how long it takes to send a microbatch of
-    it to another stage, and its gradient back.
-    """
-
-    source: int
-    targets: tuple[int, ...]
-    ps: int
 
 
 def gpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
@@ -103,24 +63,30 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
     pass in turns (PipeDream: Narayanan et al., SOSP'19, section 3.1; flushed as in PipeDream-2BW,
     ICML'21).
     """
-    devices = request.cluster.num_devices
-    for microbatches, costs in item_costs(request, base):
-        chosen = split(costs, devices, microbatches)
+    for costs in item_costs(request, base):
+        chosen = split(costs, request.cluster)
         if chosen is not None:
-            say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
-            wholes = {size: found.decisions for size, found in costs.items()}
-            yield replicated(request, base, wholes, _ranges(request, chosen), microbatches)
+            wholes = {size: found.whole for size, found in costs.items()}
+            plan = replicated(request, base, wholes, _ranges(request, chosen))
+            say(f"pipedream: {plan.num_microbatches} microbatches, {len(chosen)} stages")
+            yield plan
 
 
-def item_costs(request: Request, base: Decisions) -> Iterator[tuple[int, dict[int, Items]]]:
-    """What the items cost by numbers of microbatches and sizes of stages, as far as the samples
-    divide so.
+def item_costs(request: Request, base: Decisions) -> Iterator[dict[int, ItemCosts]]:
+    """What the items cost by sizes of stages that replicate them, for each number of microbatches
+    that the samples divide into; sizes over which they do not divide are left out.
     """
-    devices = request.cluster.num_devices
-    sizes = sorted({1, devices, *part_sizes(request.cluster)})
-    for microbatches in _counts(request, base, devices):
-        costs = {size: _items(request, base, size, microbatches) for size in sizes}
-        yield microbatches, {size: found for size, found in costs.items() if found is not None}
+    cluster, graph = request.cluster, request.graph
+    pricer = Pricer(request, factorize(graph), stage_items(graph))
+    for microbatches in _counts(request, base, cluster.num_devices):
+        found: dict[int, ItemCosts] = {}
+        for size in sorted({1, cluster.num_devices, *part_sizes(cluster)}):
+            whole = _replicas(request, base, size, microbatches)
+            if whole is not None:
+                with suppress(LayoutError, InputError):
+                    found[size] = pricer.price(whole)
+        if found:
+            yield found
 
 
 def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
@@ -137,14 +103,9 @@ def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
             continue
         chosen = [(first, last, size) for first, last in pairwise(even(flops, count))]
         for microbatches in _counts(request, base, count):
-            try:
-                part = part_of(cluster, size)
-                whole = next(plain("data_parallel", graph, part, microbatches), None)
-            except (LayoutError, InputError):
-                continue
+            whole = _replicas(request, base, size, microbatches)
             if whole is not None:
-                stages = _ranges(request, chosen)
-                yield replicated(request, base, {size: whole}, stages, microbatches)
+                yield replicated(request, base, {size: whole}, _ranges(request, chosen))
 
 
 def even(flops: Sequence[float], count: int) -> list[int]:
@@ -187,133 +148,58 @@ def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
     return (asked,)
 
 
-def _items(request: Request, base: Decisions, size: int, microbatches: int) -> Items | None:
-    """Every item as a stage of its own, on `size` devices; None where samples do not divide."""
-    graph, cluster = request.graph, part_of(request.cluster, size)
+def _replicas(request: Request, base: Decisions, size: int, microbatches: int) -> Decisions | None:
+    """The model on `size` devices that replicate it; None where samples do not divide."""
     try:
-        whole = next(plain("data_parallel", graph, cluster, microbatches), None)
-        if whole is None:
-            return None
-        keys = stage_items(graph)
-        apart = replace(
-            base,
-            stages=tuple(Stage((key,), (range(size),), whole.mesh) for key in keys),
-            nodes=whole.nodes,
-            num_microbatches=microbatches,
-        )
-        parts = staged(factorize(graph), apart)
-        costs = _Costs(request, cluster)
-        each = [costs.of(own, of_stage(apart, parts, i)) for i, own in enumerate(parts.graphs)]
+        part = part_of(request.cluster, size)
+        found = next(plain("data_parallel", request.graph, part, microbatches), None)
     except (LayoutError, InputError):
         return None
-    sent = tuple(
-        Sent(c.source, c.targets, _crossing_ps(parts, c, request.cluster, size, microbatches))
-        for c in parts.crossings
-    )
-    passes, reduced, held, kept, passing = zip(*each, strict=True)
-    return Items(whole, passes, reduced, held, kept, passing, sent)
+    if found is None:
+        return None
+    return replace(base, stages=found.stages, nodes=found.nodes, num_microbatches=microbatches)
 
 
-class _Costs:
-    """What items take; calls of one block with the same layouts are priced once."""
-
-    def __init__(self, request: Request, cluster: Cluster) -> None:
-        self.request, self.cluster = request, cluster
-        self.player = Simulator()
-        self.known: dict[object, tuple[int, ...]] = {}
-
-    def of(self, graph: Graph, decisions: Decisions) -> tuple[int, ...]:
-        """The numbers of `Items`, in their order."""
-        owned = stage_items(graph)
-        (item,) = (i for i in graph.main.body if item_key(i) in owned)
-        key: object = item_key(item)
-        if isinstance(item, Call):
-            start = len(item.prefix)
-            chosen = tuple((n.key[start:], n.factors) for n in decisions.nodes)
-            key = item.function, chosen, len(graph.leaving), len(graph.of_kind(ARRIVING))
-        if key not in self.known:
-            pcg = lower(graph, decisions)
-            kernels = self.request.machine.kernels
-            found = priced(pcg, self.cluster, decisions, self.request.optimizer, kernels)
-            actions = play_stage("", Actions(pcg, self.cluster, found), self.player).actions
-            forward, backward = actions["F"], actions["B"]
-            reduced = round(1e12 * sum(t.total().comm_s for t in found.reductions))
-            kept = max(0, sum(forward.memory.net))
-            most = max(forward.memory.peak, sum(forward.memory.net) + backward.memory.peak)
-            self.known[key] = (
-                forward.ps + backward.ps,
-                reduced,
-                sum(found.parameters.stored_bytes().values()),
-                kept,
-                # Every stage has the whole batch among its buffers.
-                max(0, most - kept) + found.parameters.held_bytes(),
-            )
-        return self.known[key]
-
-
-def _crossing_ps(
-    parts: Cut, crossing: Crossing, cluster: Cluster, size: int, microbatches: int
-) -> int:
-    """How long a value of a microbatch travels between stages, there and back."""
-    boundary = parts.graphs[crossing.source].boundary
-    assert boundary is not None
-    name, spec = crossing.value.name, crossing.value.spec
-    cut_in_time = boundary.in_time[name].shard(TIME) is not None
-    num_bytes = spec.num_bytes / (microbatches if cut_in_time else 1) / size
-    sent = send(num_bytes, len(cluster.levels) - 1, cluster).ps
-    return sent * (2 if name in boundary.flowing else 1)
-
-
-def split(
-    costs: dict[int, Items], devices: int, microbatches: int
-) -> list[tuple[int, int, int]] | None:
+def split(costs: Mapping[int, ItemCosts], cluster: Cluster) -> list[tuple[int, int, int]] | None:
     """(first item, last item + 1, devices) of the stages whose slowest takes the least.
 
-    A[j][m] = min over i, r of max(A[i][m - r], what crosses behind i, T(i, j, r)): the slowest
-    stage of the first j items on m devices, where r divides m - r, so that no stage lies over more
-    nodes than it needs.
+    A[m][j] = min over i, r of max(A[m - r][i], T(i, j, r)): the slowest stage of the first j items
+    on m devices, where r divides m - r, so that no stage lies over more nodes than it needs. T is
+    what a stage takes of a step, or what crosses at either end of it, over the links there.
     """
-    if not costs:
-        return None
-    count = len(next(iter(costs.values())).passes_ps)
-    sums = {
-        size: [list(_sums(found.passes_ps)), list(_sums(found.reduced_ps)), found.after_ps()]
-        for size, found in costs.items()
-    }
-    best: dict[tuple[int, int], float] = {(0, 0): 0.0}
+    devices, count = cluster.num_devices, len(next(iter(costs.values())).passes_ps)
+    between, crossing = {}, {}
+    for size, own in costs.items():
+        sums = np.concatenate([[0], np.cumsum(own.adds_ps)])
+        between[size] = (sums - sums[:, None] + own.stage_ps).astype(float)
+        between[size][np.tril_indices(count + 1)] = np.inf
+        crossing[size] = np.pad(own.num_microbatches * own.crossing_ps, ((0, 0), (1, 0)))
+    best = np.full((devices + 1, count + 1), np.inf)
+    best[0, 0] = 0.0
     came: dict[tuple[int, int], tuple[int, int]] = {}
-    for last in range(1, count + 1):
-        for used in range(1, devices + 1):
-            for size, (passes, reduced, after) in sums.items():
-                if (used - size) % size:
-                    continue
-                for first in range(last):
-                    before = best.get((first, used - size))
-                    if before is None:
-                        continue
-                    once = (reduced[last] - reduced[first]) / microbatches
-                    own = passes[last] - passes[first] + once
-                    crossing = after[first - 1] if first else 0
-                    slowest = max(before, own, crossing)
-                    if slowest < best.get((last, used), inf):
-                        best[last, used] = slowest
-                        came[last, used] = first, size
-    if (count, devices) not in best:
+    for used, size in product(range(1, devices + 1), costs):
+        stage, sent = range(used - size, used), crossing[size]
+        if stage.start < 0 or stage.start % size:
+            continue
+        enters, leaves = (
+            sent[min(len(sent) - 1, crossed(stage, [end], cluster))]
+            for end in (stage.start - 1, stage.stop)
+        )
+        before = np.maximum(best[stage.start], enters)
+        slowest = np.maximum(before[:, None], between[size])
+        first = slowest.argmin(axis=0)
+        least = np.maximum(slowest[first, np.arange(count + 1)], leaves)
+        for last in np.flatnonzero(least < best[used]):
+            best[used, last] = least[last]
+            came[used, int(last)] = int(first[last]), size
+    at, found = (devices, count), []
+    if not np.isfinite(best[at]):
         return None
-    found, at = [], (count, devices)
     while at != (0, 0):
-        first, size = came[at]
-        found.append((first, at[0], size))
-        at = first, at[1] - size
+        first_item, size = came[at]
+        found.append((first_item, at[1], size))
+        at = at[0] - size, first_item
     return found[::-1]
-
-
-def _sums(values: Sequence[int]) -> Iterator[int]:
-    total = 0
-    yield total
-    for value in values:
-        total += value
-        yield total
 
 
 def replicated(
@@ -321,9 +207,11 @@ def replicated(
     base: Decisions,
     wholes: Mapping[int, Decisions],
     chosen: Sequence[tuple[Sequence[str], range]],
-    microbatches: int,
 ) -> Decisions:
-    """The plan of stages of these items that their devices replicate, by 1F1B."""
+    """The plan of stages of these items that their devices replicate, by 1F1B; `wholes` are the
+    model on so many devices.
+    """
+    microbatches = next(iter(wholes.values())).num_microbatches
     stages: list[Stage] = []
     nodes: dict[str, NodeDecision] = {}
     prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}

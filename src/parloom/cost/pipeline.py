@@ -37,17 +37,20 @@ SHARED = "gradients of shared weights"
 @dataclass(frozen=True, slots=True)
 class Send:
     """What one rank sends to its peer in another stage: alone, latency and then `moves_ps` on the
-    links of topology level `level`.
+    links of topology level `level` of both, and beside it what one of them alone has to move: it
+    stands for fewer ranks.
     """
 
     latency_ps: int = 0
     moves_ps: int = 0
     level: int = 0
+    sends_ps: int = 0
+    receives_ps: int = 0
 
     @property
     def ps(self) -> int:
         """How long it takes alone."""
-        return self.latency_ps + self.moves_ps
+        return self.latency_ps + self.moves_ps + self.sends_ps + self.receives_ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,16 @@ class Shared:
     sent: Send
 
 
-def send(num_bytes: float, level: int, cluster: Cluster) -> Send:
-    """What it takes to send `num_bytes` over a level of `cluster`."""
-    found = collective("send", num_bytes, ((level, 2),), cluster)
+def send(sent: float, received: float, level: int, cluster: Cluster) -> Send:
+    """What it takes over a level of `cluster` where each rank of one stage sends so many bytes and
+    each one of the other receives so many.
+    """
+    found = collective("send", max(sent, received), ((level, 2),), cluster)
     latency = picoseconds(found.latency_s)
-    return Send(latency, picoseconds(found.seconds) - latency, level)
+    whole = picoseconds(found.seconds) - latency
+    both = round(whole * min(sent, received) / max(sent, received, 1))
+    more = whole - both
+    return Send(latency, both, level, *((more, 0) if sent > received else (0, more)))
 
 
 def play_stage(
@@ -308,10 +316,9 @@ class _Pipeline:
             self._send(rank, peer, sent, key, channel)
 
     def _send(self, rank: _Rank, peer: int, sent: Send, key: str, channel: str) -> None:
-        flows: tuple[Flow, ...] = ()
-        if sent.moves_ps:
-            links = self._link(rank.index, sent.level), self._link(peer, sent.level, inward=True)
-            flows = (Flow(sent.moves_ps * SHARES, links),)
+        out, into = self._link(rank.index, sent.level), self._link(peer, sent.level, inward=True)
+        moved = (sent.moves_ps, (out, into)), (sent.sends_ps, (out,)), (sent.receives_ps, (into,))
+        flows = tuple(Flow(ps * SHARES, links) for ps, links in moved if ps)
         rank.instructions.append(Launch(key, channel, sent.latency_ps, flows))
 
     def _add_shared(self, rank: _Rank, step: int) -> None:

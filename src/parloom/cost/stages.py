@@ -2,7 +2,7 @@
 as their schedule says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -28,9 +28,12 @@ from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
 from parloom.ir.schedules import Lists
+from parloom.ir.stages import Crossing
 
 LevelOf = Callable[[int, int], int]
 """The level of links between two stages."""
+Moved = tuple[float, float]
+"""Bytes that each rank of one stage sends, and that each rank of another one receives."""
 
 
 def simulate_stages(
@@ -126,9 +129,8 @@ class PricedStages:
             sizes.append(held.stored_of(own).get("gradients", 0))
         level = max(self.level_of(holders[0], other) for other in holders[1:])
         ring = len(holders)
-        return Shared(
-            tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.player.cluster)
-        )
+        size = 2 * (ring - 1) / ring * max(sizes)
+        return Shared(tuple(holders), send(size, size, level, self.player.cluster))
 
 
 def aligned(devices: Sequence[int], cluster: Cluster) -> bool:
@@ -152,34 +154,48 @@ def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
 
 def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
-    found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
+    found: dict[tuple[int, int], list[tuple[Moved, Moved | None]]] = {}
     for crossing in lowered.cut.crossings:
-        # By position: equal stages have one program, in which values have the names of one of them.
-        name, graphs = crossing.value.name, lowered.cut.graphs
-        position = graphs[crossing.source].leaving.index(name)
-        sent = lowered.pcgs[crossing.source].leaving[position]
         for target in crossing.targets:
-            position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
-            pcg = lowered.pcgs[target]
-            own = pcg.graph.inputs[position].value.name
-            received = next(v for v in pcg.main.inputs if v.name == own)
-            found.setdefault((crossing.source, target), []).append((sent, received))
+            values = found.setdefault((crossing.source, target), [])
+            values.append(crossing_bytes(lowered, crossing, target))
     edges = []
     for (source, target), values in sorted(found.items()):
         level = level_of(source, target)
-        ends = lowered.pcgs[source], lowered.pcgs[target]
-        forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), level, cluster)
-        back = [pair[::-1] for pair in values if pair[1].differentiable]
-        size = sum(_sent_bytes(*pair, *ends[::-1]) for pair in back)
-        edges.append(Edge(source, target, forward, send(size, level, cluster) if back else None))
+        forward = send(*_sum(there for there, _ in values), level, cluster)
+        back = [moved for _, moved in values if moved is not None]
+        edges.append(
+            Edge(source, target, forward, send(*_sum(back), level, cluster) if back else None)
+        )
     return edges
 
 
-def _sent_bytes(sent: PValue, received: PValue, source: PCG, target: PCG) -> float:
-    """What the busier end of a transfer sends, or receives, of a microbatch on each rank."""
+def _sum(values: Iterable[Moved]) -> Moved:
+    sent, received = zip(*values, strict=True)
+    return sum(sent), sum(received)
+
+
+def crossing_bytes(
+    lowered: LoweredStages, crossing: Crossing, target: int
+) -> tuple[Moved, Moved | None]:
+    """What moves of a microbatch of a value to stage `target`, and of its gradient back: None where
+    there is none.
+    """
+    # By position: equal stages have one program, in which values have the names of one of them.
+    name, graphs = crossing.value.name, lowered.cut.graphs
+    source_pcg, target_pcg = lowered.pcgs[crossing.source], lowered.pcgs[target]
+    sent = source_pcg.leaving[graphs[crossing.source].leaving.index(name)]
+    position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
+    own = target_pcg.graph.inputs[position].value.name
+    received = next(v for v in target_pcg.main.inputs if v.name == own)
+    forward = _moved(received, source_pcg, target_pcg)
+    return forward, _moved(sent, target_pcg, source_pcg) if received.differentiable else None
+
+
+def _moved(received: PValue, source: PCG, target: PCG) -> Moved:
     each = prod(local_shape(received.layout, received.spec.shape, target.mesh))
-    ranks = target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks
-    return each * max(1.0, ranks) * DTYPE_BYTES[sent.spec.dtype]
+    each *= DTYPE_BYTES[received.spec.dtype]
+    return each * target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks, each
 
 
 def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:

@@ -1,27 +1,23 @@
 """Action lists of a plan: read, and checked for completeness and deadlock before anything runs."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from parloom.action_text import ONCE, read_action
 from parloom.errors import InputError
 from parloom.ir.plan import Action
-
-ONCE = ("REDUCE", "STEP", "GATHER")
-PASS = re.compile(r"(\d{0,6})([FBW])(\d{1,6})")
 
 
 def parse_action(text: str) -> Action:
     """`F0`, `2B0`, `STEP`; raises `InputError` for anything else."""
-    if text in ONCE:
-        return Action(text)
-    found = PASS.fullmatch(text)
+    found = read_action(text)
     if found is None:
         raise InputError(
             f"no action {text!r}: an action is {', '.join(ONCE)}, or a stage (left out: 0), F, B or"
             " W, and a microbatch, as in F0 and 2B0"
         )
-    return Action(found[2], int(found[3]), int(found[1] or 0))
+    kind, stage, microbatch = found
+    return Action(kind, microbatch, stage)
 
 
 def check_lists(

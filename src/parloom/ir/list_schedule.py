@@ -34,11 +34,6 @@ class Link:
     forward: int = 0
     backward: int | None = 0
 
-    @property
-    def both(self) -> int:
-        """There and back."""
-        return self.forward + (self.backward or 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Listed:

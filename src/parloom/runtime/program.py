@@ -1,18 +1,15 @@
 """A generated program: specs of its tensors, its schedule, and the functions that compute."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from parloom.action_text import ONCE, read_action
 from parloom.errors import VerifyError
 from parloom.runtime.context import Context
 from parloom.runtime.mesh import Axis, Mesh
 from parloom.runtime.sharding import Dims
-
-ONCE = ("REDUCE", "STEP", "GATHER")
-ACTION = re.compile(r"(\d*)([FBW])(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +254,8 @@ def parsed(actions: tuple[str, ...]) -> tuple[Action, ...]:
 
 
 def _parsed(text: str) -> Action:
-    if text in ONCE:
-        return Action(text)
-    found = ACTION.fullmatch(text)
+    found = read_action(text)
     if found is None:
         raise VerifyError(f"unknown action {text!r}")
-    return Action(found[2], int(found[1] or 0), int(found[3]))
+    kind, stage, microbatch = found
+    return Action(kind, stage, microbatch or 0)

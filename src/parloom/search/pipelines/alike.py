@@ -4,6 +4,7 @@ layouts, which differ in names only.
 
 from collections.abc import Hashable, Iterator
 
+from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import LoweredStages
@@ -17,6 +18,8 @@ class AlikeStages:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, PCG] = {}
+        # By identity: with their graphs, which nothing else may keep.
+        self._factored: dict[int, tuple[Graph, Factored]] = {}
 
     def lower(self, parts: Cut, decisions: Decisions) -> LoweredStages:
         """The programs of all stages, one object for equal ones, in which values, parameters and
@@ -32,7 +35,9 @@ class AlikeStages:
         graph, own = parts.graphs[index], of_stage(decisions, parts, index)
         key = tuple(_form(graph, own))
         if key not in self._known:
-            self._known[key] = lower(graph, own)
+            if id(graph) not in self._factored:
+                self._factored[id(graph)] = graph, factorize(graph)
+            self._known[key] = lower(graph, own, factored=self._factored[id(graph)][1])
         return self._known[key]
 
 

@@ -8,19 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.actions import Stage as Actions
-from parloom.cost.pipeline import StageActions, play_stage
+from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
-from parloom.cost.stages import PricedStages, StagePlayer
+from parloom.cost.stages import PricedStages, StagePlayer, crossing_bytes
 from parloom.cost.step import priced
 from parloom.cost.tasks import SHARES
 from parloom.cost.timeline import Played
 from parloom.ir.factors import Factored
-from parloom.ir.list_schedule import Link
 from parloom.ir.lower import lower
-from parloom.ir.lower_stages import Stager
-from parloom.ir.mesh import part_of
+from parloom.ir.lower_stages import LoweredStages, Stager
+from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions, Stage
-from parloom.ir.stages import Cut
+from parloom.ir.stages import Crossing, Cut
+from parloom.search.least import batch_bytes
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.request import Request
 
@@ -31,14 +31,33 @@ FEW_OPERATORS = 2_000
 UPDATE = ("REDUCE", "STEP", "GATHER")
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A value that item `source` makes and others read: how long it takes to send a microbatch of
+    it to another stage, and its gradient back (None where there is none), by level of links.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    forward_ps: tuple[int, ...]
+    backward_ps: tuple[int, ...] | None
+
+    @property
+    def ps(self) -> tuple[int, ...]:
+        """There and back."""
+        if self.backward_ps is None:
+            return self.forward_ps
+        return tuple(map(sum, zip(self.forward_ps, self.backward_ps, strict=True)))
+
+
 @dataclass(frozen=True, eq=False)
 class ItemCosts:
     """A plan of one stage, `whole`, and what each of its `items` costs in it, [item].
 
     `passes_ps` are of a microbatch, there and back, `once_ps` of a step; `kept_bytes` of a
-    microbatch in flight, `stored_bytes` all along. `stage_ps` is what each stage takes of a step
-    beyond its items. `edges` are what a microbatch sends from an item to a later one over the
-    slowest links. `shared_ps`, of pairs of items with one weight (first, last, ps): summing its
+    microbatch in flight, `stored_bytes` all along, `passing_bytes` beside them while the item runs,
+    the batch among them, which all stages have. `stage_ps` is what each stage takes of a step
+    beyond its items. `shared_ps`, of pairs of items with one weight (first, last, ps): summing its
     gradients where they are in different stages.
     """
 
@@ -48,17 +67,10 @@ class ItemCosts:
     once_ps: Ints
     kept_bytes: Ints
     stored_bytes: Ints
+    passing_bytes: Ints
     stage_ps: int
-    edges: tuple[Link, ...]
+    sent: tuple[Sent, ...]
     shared_ps: tuple[tuple[int, int, int], ...]
-
-    @cached_property
-    def sent_ps(self) -> Ints:
-        """What a microbatch's values take that cross the place behind each item."""
-        found = np.zeros(len(self.items), dtype=np.int64)
-        for edge in self.edges:
-            found[edge.source : edge.target] += edge.both
-        return found
 
     def ordered(self, order: Sequence[int]) -> "ItemCosts":
         """The same items in another order, in which each comes after those that it reads."""
@@ -73,8 +85,10 @@ class ItemCosts:
             once_ps=self.once_ps[places],
             kept_bytes=self.kept_bytes[places],
             stored_bytes=self.stored_bytes[places],
-            edges=tuple(
-                replace(edge, source=at[edge.source], target=at[edge.target]) for edge in self.edges
+            passing_bytes=self.passing_bytes[places],
+            sent=tuple(
+                replace(v, source=at[v.source], targets=tuple(sorted(at[t] for t in v.targets)))
+                for v in self.sent
             ),
             shared_ps=tuple((at[one], at[other], ps) for one, other, ps in self.shared_ps),
         )
@@ -84,6 +98,36 @@ class ItemCosts:
         """What each item takes of a step."""
         found: Ints = self.num_microbatches * self.passes_ps + self.once_ps
         return found
+
+    @cached_property
+    def adds_ps(self) -> Ints:
+        """What each item adds to a stage beside `stage_ps`: a stage that has all items takes what
+        they do.
+        """
+        found: Ints = self.loads_ps - self.stage_ps // len(self.loads_ps)
+        return found
+
+    @cached_property
+    def crossing_ps(self) -> Ints:
+        """What a microbatch's values take that cross the place behind an item where all are in a
+        row, there and back, [level of links, item].
+        """
+        levels = max((len(value.ps) for value in self.sent), default=1)
+        found = np.zeros((levels, len(self.passes_ps)), dtype=np.int64)
+        for value in self.sent:
+            found[:, value.source : max(value.targets)] += np.array(value.ps)[:, None]
+        return found
+
+    @property
+    def sent_ps(self) -> Ints:
+        """The same over the outermost links."""
+        found: Ints = self.crossing_ps[-1]
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of items of which the second reads what the first makes."""
+        return tuple(sorted({(v.source, target) for v in self.sent for target in v.targets}))
 
     @property
     def num_devices(self) -> int:
@@ -101,6 +145,7 @@ class Pricer:
         self.request, self.factored, self.items = request, factored, items
         self._stager = Stager(factored)
         self._cuts: dict[int, Cut] = {}
+        self._alike = AlikeStages()
 
     def price(self, whole: Decisions) -> ItemCosts:
         """All items in the layouts of `whole`; raises `LayoutError` where they are no stages."""
@@ -110,25 +155,24 @@ class Pricer:
         count = whole.num_microbatches
         if count not in self._cuts:
             self._cuts[count] = self._stager.cut(apart)
-        lowered = AlikeStages().lower(self._cuts[count], apart)
+        lowered = self._alike.lower(self._cuts[count], apart)
         cluster, kernels = request.cluster, request.machine.kernels
         outermost = max(i for i, level in enumerate(cluster.levels) if level.size > 1)
         apart_priced = PricedStages(
             lowered, stages, StagePlayer(cluster, request.optimizer, kernels), lambda *_: outermost
         )
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
+        sent = tuple(_sent(lowered, crossing, cluster) for crossing in lowered.cut.crossings)
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
-        passes, once, kept, stored = np.array(found, dtype=np.int64).T
+        passes, once, kept, stored, passing = np.array(found, dtype=np.int64).T
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
         if sum(1 for _ in request.graph.flat()) <= FEW_OPERATORS:
             passes, once = self._scaled(whole, passes, once)
             together_ps = int((count * passes + once).sum())
             stage_ps = max(0, apart_ps - together_ps) // max(1, len(stages) - 1)
-        edges = tuple(
-            Link(e.source, e.target, e.forward.ps, e.backward.ps if e.backward else None)
-            for e in apart_priced.edges
+        return ItemCosts(
+            whole, self.items, passes, once, kept, stored, passing, stage_ps, sent, shared
         )
-        return ItemCosts(whole, self.items, passes, once, kept, stored, stage_ps, edges, shared)
 
     def _scaled(self, whole: Decisions, passes: Ints, once: Ints) -> tuple[Ints, Ints]:
         """Passes and steps that add up to those of the whole model: each stage of one item has an
@@ -142,10 +186,29 @@ class Pricer:
         all_passes, all_once = _times(stage)
         return _shares(all_passes, passes), _shares(all_once, once)
 
-    def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int]:
-        stage = stages.actions(index, split=False)
-        held = max(0, sum(stage.actions["F"].memory.net))
-        return *_times(stage), held, sum(stage.base)
+    def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int, int]:
+        stage, batch = stages.actions(index, split=False), batch_bytes(self.request.graph)
+        forward, backward, first = (stage.actions[k].memory for k in ("F", "B", "B first"))
+        kept = max(0, sum(forward.net))
+        passing = max(0, max(forward.peak, sum(forward.net) + backward.peak) - kept)
+        # Gradients come with the first backward pass, and stay until the update.
+        gradients = max(0, sum(forward.net) + sum(first.net))
+        return *_times(stage), kept, sum(stage.base) - batch + gradients, passing + batch
+
+
+def _sent(lowered: LoweredStages, crossing: Crossing, cluster: Cluster) -> Sent:
+    forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
+    # A level of one child has no links: nothing crosses it.
+    levels = [
+        max((i for i in range(at + 1) if cluster.levels[i].size > 1), default=None)
+        for at in range(len(cluster.levels))
+    ]
+    there, again = (
+        tuple(0 if at is None else send(*moved, at, cluster).ps for at in levels) if moved else None
+        for moved in (forward, back)
+    )
+    assert there is not None
+    return Sent(crossing.source, crossing.targets, there, again)
 
 
 def _times(stage: StageActions) -> tuple[int, int]:

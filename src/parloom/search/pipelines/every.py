@@ -156,7 +156,9 @@ class EverySplit:
     def __init__(self, judge: Judge, layouts: Layouts) -> None:
         self.judge, self.layouts, self.bounds = judge, layouts, StageBounds(judge)
         some = next(costs for by in layouts.values() for own in by.values() for costs in own)
-        self.edges = [(e.source, e.target, e.backward is not None) for e in some.edges]
+        self.edges = sorted(
+            {(v.source, item, v.backward_ps is not None) for v in some.sent for item in v.targets}
+        )
         self.sets = item_sets(len(some.items), [edge[:2] for edge in self.edges])
         beyond = [[a != b and a & ~b == 0 for b in self.sets] for a in self.sets]
         self.beyond = np.array(beyond)
@@ -398,9 +400,11 @@ def _links_ps(
         for sent, ends in ((edge.forward, (one, other)), (edge.backward, (other, one))):
             if sent is None:
                 continue
-            for group, inward in zip(ends, (False, True), strict=True):
-                key = group, sent.level, inward
-                moves[key] = moves.get(key, 0.0) + split.num_microbatches * sent.moves_ps
+            for group, inward, own_ps in zip(
+                ends, (False, True), (sent.sends_ps, sent.receives_ps), strict=True
+            ):
+                key, each_ps = (group, sent.level, inward), sent.moves_ps + own_ps
+                moves[key] = moves.get(key, 0.0) + split.num_microbatches * each_ps
                 starts[key] = min(starts.get(key, inf), starts_ps)
     yield from (starts[key] + moves[key] for key in moves)
 

@@ -86,11 +86,12 @@ class Split:
         costs = self.costs[0]
         stages = np.searchsorted(self.ends, np.arange(self.ends[-1]), side="right")
         sent: dict[tuple[int, int], tuple[int, int]] = {}
-        for edge in costs.edges:
-            ends = int(stages[edge.source]), int(stages[edge.target])
-            if ends[0] != ends[1]:
-                forward, back = sent.get(ends, (0, 0))
-                sent[ends] = forward + edge.forward, back + (edge.backward or 0)
+        for value in costs.sent:
+            source = int(stages[value.source])
+            for target in {int(stages[item]) for item in value.targets} - {source}:
+                forward, back = sent.get((source, target), (0, 0))
+                more = value.backward_ps[-1] if value.backward_ps else 0
+                sent[source, target] = forward + value.forward_ps[-1], back + more
         return sent
 
     def _links_ps(self) -> int:
