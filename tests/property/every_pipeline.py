@@ -75,7 +75,7 @@ def _placed(
             continue
         for sizes in product(by_size, repeat=num_groups):
             begins = [sum(sizes[:group]) for group in range(num_groups)]
-            if sum(sizes) > devices or any(b % s for b, s in zip(begins, sizes, strict=True)):
+            if devices % sum(sizes) or any(b % s for b, s in zip(begins, sizes, strict=True)):
                 continue
             for chosen in product(*(by_size[size] for size in sizes)):
                 ordered = {id(costs): costs.ordered(order) for costs in chosen}

@@ -192,7 +192,7 @@ def test_comparators_are_methods_and_named_in_their_plans() -> None:
             "alpa_inter": "alpa, inter-operator part",
             "alpa_intra": "alpa, intra-operator part",
         }.get(method, method)
-        staged = method in ("alpa_inter", "gpipe", "graphpipe", "pipedream", "whale")
+        staged = method in ("alpa", "alpa_inter", "gpipe", "graphpipe", "pipedream", "whale")
         where = "2 stages on 2 x 1 devices" if staged else "x=2"
         assert found[0].name.startswith(f"{title} ({where}")
 

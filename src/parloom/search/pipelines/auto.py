@@ -35,7 +35,7 @@ from parloom.search.work import OutOfWorkError
 MESHES = 2
 # The shares by which closed forms may become longer from one number of microbatches to the next,
 # and be above the least of all that is simulated.
-NEARBY, FORMS = 0.02, 0.1
+NEARBY, FORMS = 0.02, 0.15
 # Microbatches that a group has in flight for each of its stages, by 1F1B, and more for other lists.
 SLACK = 1.25
 # Shares of the memory that layouts are made for: what a stage holds beyond what is counted differs.
@@ -216,10 +216,11 @@ class PipelineSearch:
         """Splits over groups with these layouts, items in several orders; over fewer groups where
         devices may be left idle and are few.
         """
-        most = self.devices // costs.num_devices
+        size, most = costs.num_devices, self.devices // costs.num_devices
         fewer = not self.request.all_devices and self.devices <= MOST_DEVICES
-        for groups in range(2, most) if fewer else ():
-            yield from self._promising(even_splits(costs, groups))
+        for devices in part_sizes(self.request.cluster) if fewer else ():
+            if devices % size == 0 and devices > size:
+                yield from self._promising(even_splits(costs, devices // size))
         for order in self.orders:
             yield from self._promising(even_splits(costs.ordered(order), most))
 
@@ -354,6 +355,8 @@ class PipelineSearch:
         """Simulate all splits of these layouts that may be faster than the best, the most promising
         first; whether they are no more than `most`.
         """
+        if not layouts:
+            return True
         every = EverySplit(self.judge, layouts)
         kinds = every.kinds()
         if kinds is None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from parloom.cost.pipeline import Edge, Send, Shared, StageActions
 from parloom.errors import InputError, LayoutError
+from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import Decisions, Stage
 from parloom.search.pipelines.costs import UPDATE, ItemCosts
 from parloom.search.pipelines.judge import Judge
@@ -196,12 +197,14 @@ class EverySplit:
     def _sizes(self, sizes: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:
         """The devices of groups, each of which begins at a multiple of its own."""
         request = self.judge.request
+        uses = {request.cluster.num_devices}
+        if not request.all_devices:
+            uses.update(part_sizes(request.cluster))
         for own in product(sizes, repeat=num_groups):
             begins = [sum(own[:index]) for index in range(num_groups)]
             if any(begin % size for begin, size in zip(begins, own, strict=True)):
                 continue
-            left = request.cluster.num_devices - sum(own)
-            if not left or (left > 0 and not request.all_devices):
+            if sum(own) in uses:
                 yield own
 
     def _number(self, num_stages: int) -> int:

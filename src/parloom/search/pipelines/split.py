@@ -172,7 +172,8 @@ def _ends(costs: ItemCosts, places: Cuts, owner: Cuts) -> Iterator[tuple[int, ..
     for some in (cuts, _leveled(cuts, total, owner)):
         yield tuple(int(places[cut]) for cut in some[1:])
     if comb(len(places) - 2, len(owner) - 1) <= ENUMERATED:
-        yield tuple(int(places[cut]) for cut in _best_of_all(total, sent, owner)[1:])
+        for some in _best_of_all(total, sent, owner, costs.num_microbatches):
+            yield tuple(int(places[cut]) for cut in some[1:])
 
 
 def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
@@ -195,19 +196,24 @@ def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
     return best
 
 
-def _best_of_all(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
-    """The cuts whose busiest group, or boundary, has the least; of these those with the least
-    squares.
+def _best_of_all(total: Floats, sent: Cuts, owner: Cuts, count: int) -> Iterator[Cuts]:
+    """Of all cuts those whose busiest group, or boundary, has the least, and those in which it and
+    what one of `count` microbatches sends on its way take the least; of equal ones those with the
+    least squares.
     """
     inner = np.array(list(combinations(range(1, len(total) - 1), len(owner) - 1)), dtype=np.int64)
     ends = np.full((len(inner), 1), len(total) - 1)
     cuts = np.hstack([np.zeros_like(ends), inner, ends])
     stages = np.diff(total[cuts], axis=1)
-    loads = np.stack([stages[:, owner == group].sum(axis=1) for group in np.unique(owner)], axis=1)
-    busiest = np.maximum(loads.max(axis=1), sent[inner].max(axis=1, initial=0))
-    order = np.lexsort((np.square(loads).sum(axis=1), busiest))
-    found: Cuts = cuts[order[0]]
-    return found
+    groups = np.unique(owner)
+    loads = np.stack([stages[:, owner == group].sum(axis=1) for group in groups], axis=1)
+    squares, crossing = np.square(loads).sum(axis=1), sent[inner]
+    slowest = np.maximum(loads.max(axis=1), crossing.max(axis=1, initial=0))
+    # A microbatch waits for as many others on each group as it has stages (`Split.step_ps`).
+    share = len(groups) / len(owner) / count
+    waits = np.maximum(slowest, loads.max(axis=1) * (1 - share) + crossing.sum(axis=1) * share)
+    yield cuts[np.lexsort((squares, slowest))[0]]
+    yield cuts[np.lexsort((squares, waits if count > 1 else crossing.sum(axis=1)))[0]]
 
 
 def _leveled(cuts: Cuts, total: Floats, owner: Cuts) -> Cuts:
