@@ -141,7 +141,6 @@ def test_ranks_of_a_group_have_the_same_list() -> None:
 @pytest.mark.parametrize(
     ("devices", "schedule", "said"),
     [
-        ((range(1), range(2, 3)), "1f1b", "stages have no device 1, and some after it"),
         ((range(1), range(1, 2)), "1f1c", "no schedule '1f1c'"),
         ((range(1), range(1, 2)), "one_stage", "one_stage is for one stage, not 2"),
     ],

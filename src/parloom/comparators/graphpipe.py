@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from parloom.comparators.pipelines import item_costs, replicated
 from parloom.comparators.tree_split import tree_split
-from parloom.cost.stages import aligned
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions
+from parloom.ir.regular_parts import aligned
 from parloom.ir.schedules import schedule
 from parloom.ir.series_parallel import decompose
 from parloom.ir.stages import item_edges, stage_items

@@ -2,7 +2,7 @@
 as their schedule says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -19,18 +19,18 @@ from parloom.cost.pipeline import (
 from parloom.cost.simulate import Simulator, simulate
 from parloom.cost.step import Priced, priced
 from parloom.cost.timeline import Timeline
-from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, group_lists
-from parloom.ir.mesh import Cluster, part_of
+from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
+from parloom.ir.regular_parts import devices_of, joined, own_part
 from parloom.ir.schedules import Lists
 
-LevelOf = Callable[[int, int], int]
-"""The level of links between two stages."""
+JoinOf = Callable[[int, int], tuple[Cluster, int]]
+"""The level of links between two stages, and a cluster that has it."""
 
 
 def simulate_stages(
@@ -42,15 +42,16 @@ def simulate_stages(
 ) -> Timeline:
     """Play one step of all stages, which were lowered from `decisions`, on `cluster`."""
     if len(lowered.pcgs) == 1:
-        return simulate(lowered.only, cluster, decisions, optimizer, kernels)
+        own = own_part(cluster, decisions.stages[0]) if cluster.parts else cluster
+        return simulate(lowered.only, own, decisions, optimizer, kernels)
     stages = PricedStages(lowered, decisions.stages, cluster, optimizer, kernels)
     return stages.play(tuple(own for _, own in group_lists(decisions)))
 
 
 class PricedStages:
     """Stages that are priced once, to be played under any action lists; equal programs (one object
-    in `lowered`) are played once, too. `level_of` says over which level of links two stages send,
-    where that is not the one between their devices.
+    in `lowered`) on equal devices are played once, too. `join_of` says over which level of links two
+    stages send, where that is not the one between their devices.
     """
 
     def __init__(
@@ -60,32 +61,33 @@ class PricedStages:
         cluster: Cluster,
         optimizer: Optimizer | None = None,
         kernels: Kernels | None = None,
-        level_of: LevelOf | None = None,
+        join_of: JoinOf | None = None,
     ) -> None:
-        for index, stage in enumerate(planned):
-            _check_aligned(index, stage, cluster)
-        self.lowered, self.cluster, self.player = lowered, cluster, Simulator()
-        self.priced: dict[int, Priced] = {}
-        for pcg in lowered.pcgs:
-            if id(pcg) not in self.priced:
-                own = part_of(cluster, pcg.decisions.mesh.num_ranks)
-                found = priced(pcg, own, pcg.decisions, optimizer, kernels)
-                self.priced[id(pcg)] = found
-        devices = [[d for part in stage.devices for d in part] for stage in planned]
-        self.level_of = level_of or (lambda a, b: crossed(devices[a], devices[b], cluster))
-        self.edges = tuple(_edges(lowered, self.level_of, cluster))
+        self.lowered, self.player, self.optimizer = lowered, Simulator(), optimizer
+        self.own = [own_part(cluster, stage) for stage in planned]
+        self.priced: dict[Hashable, Priced] = {}
+        for index, pcg in enumerate(lowered.pcgs):
+            key = self._key(index)
+            if key not in self.priced:
+                own = self.own[index]
+                self.priced[key] = priced(pcg, own, pcg.decisions, optimizer, kernels)
+        devices = [devices_of(stage) for stage in planned]
+        self.join_of = join_of or (lambda a, b: joined(cluster, devices[a], devices[b]))
+        self.edges = tuple(_edges(lowered, self.join_of))
         self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
-        self._played: dict[tuple[int, bool], StageActions] = {}
+        self._played: dict[Hashable, StageActions] = {}
+
+    def _key(self, index: int) -> Hashable:
+        return id(self.lowered.pcgs[index]), self.own[index]
 
     def actions(self, index: int, *, split: bool) -> StageActions:
         """The actions of a stage, with gradients of weights apart where its passes are `split`."""
-        pcg = self.lowered.pcgs[index]
-        key = id(pcg), split
+        pcg, own = self.lowered.pcgs[index], self.own[index]
+        key = self._key(index), split
         if key not in self._played:
-            own = part_of(self.cluster, pcg.decisions.mesh.num_ranks)
-            stage = Stage(pcg, own, self.priced[id(pcg)])
+            stage = Stage(pcg, own, self.priced[self._key(index)])
             self._played[key] = play_stage("", stage, self.player, split=split)
-        return replace(self._played[key], name=f"stage {index}")
+        return replace(self._played[key], name=f"stage {index}", device=own.device.name)
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""
@@ -101,34 +103,17 @@ class PricedStages:
         for stage in holders:
             pcg, graph = self.lowered.pcgs[stage], self.lowered.cut.graphs[stage]
             position = next(i for i, entry in enumerate(graph.inputs) if entry.target == name)
-            held = self.priced[id(pcg)].parameters
+            held = self.priced[self._key(stage)].parameters
             own = held.by_name[pcg.graph.inputs[position].value.name]
             sizes.append(held.stored_of(own).get("gradients", 0))
-        level = max(self.level_of(holders[0], other) for other in holders[1:])
         ring = len(holders)
-        return Shared(tuple(holders), send(2 * (ring - 1) / ring * max(sizes), level, self.cluster))
+        size = 2 * (ring - 1) / ring * max(sizes)
+        joins = (self.join_of(holders[0], other) for other in holders[1:])
+        slowest = max((send(size, level, own) for own, level in joins), key=lambda sent: sent.ps)
+        return Shared(tuple(holders), slowest)
 
 
-def aligned(devices: Sequence[int], cluster: Cluster) -> bool:
-    """Whether as few nodes as can be have the devices: a stage is priced as such a part."""
-    below = 1
-    for level in cluster.levels:
-        below *= level.size
-        if len({device // below for device in devices}) > max(1, len(devices) // below):
-            return False
-    return True
-
-
-def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
-    devices = [device for part in stage.devices for device in part]
-    if not aligned(devices, cluster):
-        raise InputError(
-            f"stage {index} has devices {devices[0]} to {devices[-1]} of {cluster.name}, which lie"
-            " over more nodes than so many need: that is not predicted yet; begin at a multiple"
-        )
-
-
-def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[Edge]:
+def _edges(lowered: LoweredStages, join_of: JoinOf) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
     found: dict[tuple[int, int], list[tuple[PValue, PValue]]] = {}
     for crossing in lowered.cut.crossings:
@@ -144,7 +129,7 @@ def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[
             found.setdefault((crossing.source, target), []).append((sent, received))
     edges = []
     for (source, target), values in sorted(found.items()):
-        level = level_of(source, target)
+        cluster, level = join_of(source, target)
         ends = lowered.pcgs[source], lowered.pcgs[target]
         forward = send(sum(_sent_bytes(*pair, *ends) for pair in values), level, cluster)
         back = [pair[::-1] for pair in values if pair[1].differentiable]
@@ -158,14 +143,3 @@ def _sent_bytes(sent: PValue, received: PValue, source: PCG, target: PCG) -> flo
     each = prod(local_shape(received.layout, received.spec.shape, target.mesh))
     ranks = target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks
     return each * max(1.0, ranks) * DTYPE_BYTES[sent.spec.dtype]
-
-
-def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
-    """The outermost level of links that joins devices of two stages."""
-    found, below = 0, 1
-    for level, each in enumerate(cluster.levels):
-        parts = {devices[end] // below for devices in (one, other) for end in (0, -1)}
-        if len(parts) > 1:
-            found = level
-        below *= each.size
-    return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from parloom.errors import InputError, LayoutError, NotYetError
+from parloom.errors import InputError, LayoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Cluster:
     """A device type and its levels, innermost (fastest) first.
 
     A cluster of unequal `parts` (devices, or the size of nodes) has one level, which joins them,
-    and the device of its first part. It can be described and checked, not planned for.
+    and the device of its first part; `regular_parts` says what it consists of.
     """
 
     name: str
@@ -179,12 +179,11 @@ class Cluster:
         return total
 
     def prime_axes(self) -> tuple[PrimeAxis, ...]:
-        """Prime axes from the fastest link to the slowest; `NotYetError` for unequal parts."""
+        """Prime axes from the fastest link to the slowest; `InputError` for unequal parts."""
         if self.parts:
             names = ", ".join(f"{part.count} x {part.cluster.name}" for part in self.parts)
-            raise NotYetError(
-                f"{self.name} has unequal parts ({names}): such a cluster can be described and "
-                f"checked, but not planned for yet; plan for one of its parts"
+            raise InputError(
+                f"{self.name} has unequal parts ({names}), and this needs equal devices"
             )
         axes: list[PrimeAxis] = []
         stride = 1

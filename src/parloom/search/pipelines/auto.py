@@ -131,7 +131,7 @@ class PipelineSearch:
         self.devices = self.request.cluster.num_devices
         items, factored = stage_items(self.request.graph), contexts.whole.factored
         self.items = items
-        self.pricer = Pricer(self.request, factored, items)
+        self.pricer = Pricer(self.request, factored, items, self.request.cluster)
         self.judge = Judge(self.request, factored, items)
         self.layouts: dict[tuple[int, int], list[_Layout]] = {}
         self.splits: list[Split] = []

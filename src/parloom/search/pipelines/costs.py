@@ -16,8 +16,9 @@ from parloom.cost.timeline import Played
 from parloom.ir.factors import Factored
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import staged
-from parloom.ir.mesh import part_of
+from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions, Stage
+from parloom.ir.regular_parts import slowest_join
 from parloom.ir.stages import Cut
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.request import Request
@@ -67,10 +68,16 @@ class ItemCosts:
 
 
 class Pricer:
-    """Prices the items of one request; calls of one block with equal layouts are priced once."""
+    """Prices the items of one request; calls of one block with equal layouts are priced once.
 
-    def __init__(self, request: Request, factored: Factored, items: tuple[str, ...]) -> None:
+    Values between stages cross the outermost links of `whole`, of which the devices are a part.
+    """
+
+    def __init__(
+        self, request: Request, factored: Factored, items: tuple[str, ...], whole: Cluster
+    ) -> None:
         self.request, self.factored, self.items = request, factored, items
+        self.join = slowest_join(whole)
         self._cuts: dict[int, Cut] = {}
 
     def price(self, whole: Decisions) -> ItemCosts:
@@ -83,9 +90,8 @@ class Pricer:
             self._cuts[count] = staged(self.factored, apart)
         lowered = AlikeStages().lower(self._cuts[count], apart)
         cluster, kernels = request.cluster, request.machine.kernels
-        outermost = len(cluster.levels) - 1
         apart_priced = PricedStages(
-            lowered, stages, cluster, request.optimizer, kernels, lambda *_: outermost
+            lowered, stages, cluster, request.optimizer, kernels, lambda *_: self.join
         )
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
         sent = np.zeros(len(stages), dtype=np.int64)
