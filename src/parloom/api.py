@@ -49,6 +49,7 @@ from parloom.ir.ops import op_of
 from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
+from parloom.ir.regular_parts import memory_of, regular_parts
 from parloom.ir.text import parse_graph, print_graph
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, rate_words, routing_words
@@ -244,7 +245,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     whole = machine_for(cluster, calibration)
     machine = whole if devices is None else whole.part(devices)
     graph = captured.graph
-    there = machine.cluster.device.memory_bytes
+    there = memory_of(machine.cluster)
     limit = arguments.memory_bytes(memory) or there
     if captured.batch_semantics == MICROBATCH:
         microbatches = captured.microbatches
@@ -268,8 +269,10 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     choice = answer(request, origin, pins, size, progress)
     # Of the devices that a plan uses: processes share cores.
-    used = machine.part(choice.best.decisions.num_ranks).loaded
-    assumptions = (*used.assumptions, *rate_words(graph, machine.cluster.device))
+    used = machine.used_by(choice.best.decisions).loaded
+    devices = dict.fromkeys(part.cluster.device for part in regular_parts(machine.cluster))
+    rates = (line for device in devices for line in rate_words(graph, device))
+    assumptions = (*used.assumptions, *rates)
     assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
     if limit > there:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"

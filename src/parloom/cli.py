@@ -293,7 +293,7 @@ def cluster_check(
         show_json(document | {"planned": not found.parts, "assumptions": list(loaded.assumptions)})
     elif found.parts:
         parts = ", ".join(f"{part.count} x {part.cluster.name}" for part in found.parts)
-        _print(f"{cluster}: fine: {found.name}, {parts}; not planned for yet")
+        _print(f"{cluster}: fine: {found.name}, {parts}")
     else:
         _print(f"{cluster}: fine: {found.name}, {found.num_devices} x {found.device.name}")
 

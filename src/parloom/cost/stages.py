@@ -50,8 +50,8 @@ def simulate_stages(
 
 class PricedStages:
     """Stages that are priced once, to be played under any action lists; equal programs (one object
-    in `lowered`) on equal devices are played once, too. `join_of` says over which level of links two
-    stages send, where that is not the one between their devices.
+    in `lowered`) on equal devices are played once, too. `join_of` says over which level of links
+    two stages send, where that is not the one between their devices.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PricedStages:
         kernels: Kernels | None = None,
         join_of: JoinOf | None = None,
     ) -> None:
-        self.lowered, self.player, self.optimizer = lowered, Simulator(), optimizer
+        self.lowered, self.player, self.is_mixed = lowered, Simulator(), bool(cluster.parts)
         self.own = [own_part(cluster, stage) for stage in planned]
         self.priced: dict[Hashable, Priced] = {}
         for index, pcg in enumerate(lowered.pcgs):
@@ -87,7 +87,8 @@ class PricedStages:
         if key not in self._played:
             stage = Stage(pcg, own, self.priced[self._key(index)])
             self._played[key] = play_stage("", stage, self.player, split=split)
-        return replace(self._played[key], name=f"stage {index}", device=own.device.name)
+        device = own.device.name if self.is_mixed else ""
+        return replace(self._played[key], name=f"stage {index}", device=device)
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""

@@ -108,7 +108,7 @@ class Process:
     """The device that stands for all ranks of a stage, and the memory it holds all along.
 
     `waited` are ps per kind of transfer between actions, `left` what actions left under way;
-    `device` is the type of the device, empty where all are of one.
+    `device` is the type of the device on a mixed cluster.
     """
 
     name: str
@@ -158,11 +158,11 @@ class Timeline:
 
     @property
     def peaks(self) -> tuple[tuple[str, int], ...]:
-        """The most that any device of each type holds; none where all are of one type."""
+        """The most that any device of each type holds, on a mixed cluster."""
         found: dict[str, int] = {}
         for process in self.processes:
             found[process.device] = max(found.get(process.device, 0), process.memory.peak)
-        return tuple(found.items()) if len(found) > 1 else ()
+        return tuple((device, peak) for device, peak in found.items() if device)
 
     def prediction(self) -> Prediction:
         """As a plan stores it: what the device that holds the most has of each component then."""

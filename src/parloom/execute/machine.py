@@ -16,9 +16,9 @@ from parloom.cost.measured import (
 from parloom.cost.simulate import simulate
 from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
+from parloom.errors import InputError
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
-from parloom.errors import InputError
 from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, check_part, part_of
 from parloom.ir.pcg import PCG

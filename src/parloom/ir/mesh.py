@@ -223,8 +223,11 @@ def check_part(cluster: Cluster, num_devices: int) -> None:
 
 def part_sizes(cluster: Cluster) -> tuple[int, ...]:
     """How many devices the parts of `cluster` have, the largest first: a divisor of a level above
-    whole inner levels (of 2 x 8 devices 8, 4, 2, 1), so that a part is the first devices.
+    whole inner levels (of 2 x 8 devices 8, 4, 2, 1), so that a part is the first devices. A mixed
+    cluster has no such parts.
     """
+    if cluster.parts:
+        return ()
     sizes: set[int] = set()
     inner = 1
     for level in cluster.levels:

@@ -6,7 +6,7 @@ equally many levels, of which the last one is that of the links to the other par
 it joins equal nodes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.errors import InputError
@@ -67,7 +67,12 @@ def _deepened(cluster: Cluster, depth: int) -> Cluster:
 
 
 def part_with(cluster: Cluster, devices: Sequence[int]) -> RegularPart:
-    """The regular part that has all `devices`; raises `InputError` where there is none."""
+    """The regular part that has all `devices`; raises `InputError` where there is none.
+
+    Devices of a regular cluster may be numbered as in a larger one that it is a part of.
+    """
+    if not cluster.parts:
+        return RegularPart(0, cluster)
     for part in regular_parts(cluster):
         if devices[0] in part.devices and devices[-1] in part.devices:
             return part
@@ -127,6 +132,36 @@ def _crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
 def devices_of(stage: Stage) -> list[int]:
     """The devices of a stage, in the order of its mesh."""
     return [device for some in stage.devices for device in some]
+
+
+def memory_of(cluster: Cluster, device: str = "") -> int:
+    """The memory of a device of this type, the least where several are called so; of the largest
+    device where none is named.
+    """
+    devices = [part.cluster.device for part in regular_parts(cluster)]
+    sizes = [found.memory_bytes for found in devices if found.name == device]
+    return min(sizes) if sizes else max(found.memory_bytes for found in devices)
+
+
+def check_on_any(cluster: Cluster, check: Callable[[Cluster], object]) -> None:
+    """Raise the `InputError` of the first regular part where `check` passes on none."""
+    errors = []
+    for part in regular_parts(cluster):
+        try:
+            check(part.cluster)
+            return
+        except InputError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def moved_by(decisions: Decisions, first: int) -> Decisions:
+    """A plan for a part whose devices begin at `first` as one for the whole cluster."""
+    stages = (
+        replace(stage, devices=tuple(range(d.start + first, d.stop + first) for d in stage.devices))
+        for stage in decisions.stages
+    )
+    return replace(decisions, stages=tuple(stages))
 
 
 def aligned(devices: Sequence[int], cluster: Cluster) -> bool:

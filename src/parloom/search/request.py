@@ -14,7 +14,7 @@ from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
-from parloom.ir.regular_parts import RegularPart, regular_parts
+from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.pinned import NONE, Pinned
@@ -101,13 +101,20 @@ class Request:
         """What a device of this type may hold."""
         if not self.cluster.parts:
             return self.limit_bytes
-        devices = (part.cluster.device for part in regular_parts(self.cluster))
-        return min([self.limit_bytes, *(d.memory_bytes for d in devices if d.name == device)])
+        return min(self.limit_bytes, memory_of(self.cluster, device))
 
     def fits(self, found: Peaks) -> bool:
         """Whether no device holds more than it may."""
         peaks = found.peaks or (("", found.peak_bytes),)
         return all(size <= self.limit_of(device) for device, size in peaks)
+
+    def placed(self, decisions: Decisions) -> Prediction:
+        """The step of a plan on the devices that it uses, which may be some of these."""
+        part = self.of(decisions)
+        found = part.predict(decisions)
+        if found.peaks or not self.cluster.parts:
+            return found
+        return replace(found, peaks=((part.cluster.device.name, found.peak_bytes),))
 
     def parts(self) -> Iterator["Request"]:
         """The request on every part of the cluster that a plan may use, the largest first."""

@@ -197,7 +197,7 @@ class PipelineSearch:
     def _look(self, size: int, count: int) -> Split | None:
         """Add the splits of one context: the one with the least closed form."""
         found: list[Split] = []
-        for layout in self._layouts_of(size, count):
+        for layout in self.layouts_of(size, count):
             found += self._promising(even_splits(layout.costs, self.devices // size))
         self.splits += found
         best = min(found, key=_closed_ps, default=None)
@@ -211,7 +211,7 @@ class PipelineSearch:
             if split.stored_bytes() <= self.request.limit_bytes:
                 yield split
 
-    def _layouts_of(self, size: int, count: int) -> list[_Layout]:
+    def layouts_of(self, size: int, count: int) -> list[_Layout]:
         """Layouts on one group that may be worth it."""
         if (size, count) not in self.layouts:
             part = self.contexts.on_part(self.request.on(size))
@@ -269,7 +269,7 @@ class PipelineSearch:
         costs: dict[int, ItemCosts] = {}
         for other in parts:
             if size / AROUND <= other <= size * AROUND:
-                layouts = self._layouts_of(other, best.num_microbatches)
+                layouts = self.layouts_of(other, best.num_microbatches)
                 each = (layout.costs for layout in layouts)
                 found = min(each, key=lambda c: int(c.loads_ps.sum()), default=None)
                 if found is not None:
@@ -334,7 +334,7 @@ class PipelineSearch:
         improved = True
         while improved and left:
             improved = False
-            for split in _moves(best.split):
+            for split in moves(best.split):
                 if split.ends in tried or not left:
                     continue
                 tried.add(split.ends)
@@ -349,7 +349,7 @@ def _closed_ps(split: Split) -> float:
     return split.step_ps
 
 
-def _moves(split: Split) -> Iterator[Split]:
+def moves(split: Split) -> Iterator[Split]:
     """Splits with one boundary moved by an item, those first whose busiest group has less."""
     found: list[tuple[float, Split]] = []
     ends = split.ends
