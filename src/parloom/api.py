@@ -270,8 +270,8 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     choice = answer(request, origin, pins, size, progress)
     # Of the devices that a plan uses: processes share cores.
     used = machine.used_by(choice.best.decisions).loaded
-    devices = dict.fromkeys(part.cluster.device for part in regular_parts(machine.cluster))
-    rates = (line for device in devices for line in rate_words(graph, device))
+    types = dict.fromkeys(part.cluster.device for part in regular_parts(machine.cluster))
+    rates = (line for device in types for line in rate_words(graph, device))
     assumptions = (*used.assumptions, *rates)
     assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
     if limit > there:

@@ -21,6 +21,7 @@ from parloom.comparators.grid import MOST, Grid
 from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
+from parloom.cost.units import format_seconds
 from parloom.errors import (
     BudgetError,
     InputError,
@@ -112,9 +113,15 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     refused: list[str] = []
     statuses = [Status.COMPLETE]
     alone = () if request.all_devices or request.method in ACROSS else request.regular()
-    for part, own in alone:
-        device = part.cluster.device.name
-        say(f"on {part.cluster.name} ({part.cluster.num_devices} x {device}) alone")
+    shares = {part: least_work_ps(Contexts(own, base_of(own))) for part, own in alone}
+    for part, own in sorted(alone, key=lambda each: shares[each[0]] / len(each[0].devices)):
+        device, least_s = part.cluster.device.name, shares[part] / len(part.devices) / 1e12
+        fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
+        where = f"on {part.cluster.name} ({len(part.devices)} x {device}) alone"
+        if least_s > min(fitting, default=inf):
+            say(f"{where} no plan takes less than {format_seconds(least_s)}")
+            continue
+        say(where)
         try:
             there = _of_one_part(own, say)
         except (InputError, LayoutError) as error:
