@@ -134,7 +134,7 @@ def _of_parts(request: Request, say: Say) -> Candidates:
             break
     bound = None
     if request.method in (AUTO, *ACROSS) and statuses[-1] is not Status.INTERRUPTED:
-        fitting = (p.prediction.step_s for p in found if request.fits(p.prediction))
+        fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
         across = _across(request, min(fitting, default=inf), say)
         found += across.found
         refused += across.refused

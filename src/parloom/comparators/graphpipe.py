@@ -37,11 +37,10 @@ def graphpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
             continue
         say(f"graphpipe: {microbatches} microbatches, {len(chosen)} stages")
         stages = [
-            (tuple(keys[i] for i in sorted(items)), own)
+            (tuple(keys[i] for i in sorted(items)), own, costs[len(own)].decisions)
             for (items, _), own in zip(chosen, places, strict=True)
         ]
-        wholes = {size: found.decisions for size, found in costs.items()}
-        plan = replicated(request, base, wholes, stages, microbatches)
+        plan = replicated(request, base, stages, microbatches)
         yield _by_depth(plan, [items for items, _ in chosen], edges)
 
 

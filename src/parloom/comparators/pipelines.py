@@ -5,7 +5,7 @@ sum over its items. Stages are ranges of items in execution order; a stage has o
 several that replicate it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -32,6 +32,7 @@ from parloom.ir.plan import (
     Stage,
     one_stage,
 )
+from parloom.ir.regular_parts import RegularPart, regular_parts
 from parloom.ir.stages import ARRIVING, Crossing, Cut, item_key, of_stage, stage_items
 from parloom.search.request import Request, Say
 
@@ -109,7 +110,8 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
         if chosen is not None:
             say(f"pipedream: {microbatches} microbatches, {len(chosen)} stages")
             wholes = {size: found.decisions for size, found in costs.items()}
-            yield replicated(request, base, wholes, _ranges(request, chosen), microbatches)
+            stages = [(*own, wholes[len(own[1])]) for own in _ranges(request, chosen)]
+            yield replicated(request, base, stages, microbatches)
 
 
 def item_costs(request: Request, base: Decisions) -> Iterator[tuple[int, dict[int, Items]]]:
@@ -125,35 +127,61 @@ def item_costs(request: Request, base: Decisions) -> Iterator[tuple[int, dict[in
 
 def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """Stages that take equally long by the peak rates of their devices, one forward and one
-    backward pass in turns, replicated inside (Whale: Jia et al., ATC'22): on equal devices, stages
-    of equally many FLOPs on equally many devices, for every number of stages.
+    backward pass in turns, replicated inside (Whale: Jia et al., ATC'22): each type of devices in
+    equally many groups, for every number of them. Devices of more memory come first, as first
+    stages have most microbatches in flight.
     """
-    cluster, graph = request.cluster, request.graph
+    graph, keys = request.graph, stage_items(request.graph)
     flops = chain_of(graph, factorize(graph)).flops
-    sizes = [prime.stride for prime in cluster.prime_axes()]
-    for size in (*sizes, cluster.num_devices):
-        count = cluster.num_devices // size
-        if count > len(flops):
+    (dtype, *_) = (entry.value.spec.dtype for entry in graph.of_kind("parameter"))
+    for groups in _groups(request.cluster):
+        if len(groups) > len(flops):
             continue
-        chosen = [(first, last, size) for first, last in pairwise(even(flops, count))]
-        for microbatches in _counts(request, base, count):
+        rates = [len(devices) * part.cluster.device.rate(dtype) for part, devices in groups]
+        ends = even(flops, rates)
+        for microbatches in _counts(request, base, len(groups)):
             try:
-                part = part_of(cluster, size)
-                whole = next(plain("data_parallel", graph, part, microbatches), None)
+                wholes = [
+                    next(plain("data_parallel", graph, own, microbatches), None)
+                    for own in (part_of(part.cluster, len(devices)) for part, devices in groups)
+                ]
             except (LayoutError, InputError):
                 continue
-            if whole is not None:
-                stages = _ranges(request, chosen)
-                yield replicated(request, base, {size: whole}, stages, microbatches)
+            stages = [
+                (keys[first:last], devices, whole)
+                for (first, last), (_, devices), whole in zip(
+                    pairwise(ends), groups, wholes, strict=True
+                )
+                if whole is not None
+            ]
+            if len(stages) == len(groups):
+                yield replicated(request, base, stages, microbatches)
 
 
-def even(flops: Sequence[float], count: int) -> list[int]:
-    """Where `count` ranges of items begin and end that have the most equal FLOPs, each at least one
-    item: the k-th ends where the sum is nearest to k shares.
+def _groups(cluster: Cluster) -> Iterator[list[tuple[RegularPart, range]]]:
+    """Neighboring devices, as many groups of each regular part, the largest number first."""
+    parts = sorted(regular_parts(cluster), key=lambda part: -part.cluster.device.memory_bytes)
+    sizes = [[p.stride for p in part.cluster.prime_axes()] for part in parts]
+    counts = [
+        {1, *(len(p.devices) // size for size in own)} for p, own in zip(parts, sizes, strict=True)
+    ]
+    for count in sorted(set.intersection(*counts), reverse=True):
+        found = []
+        for part in parts:
+            size = len(part.devices) // count
+            begins = part.devices[::size]
+            found += [(part, range(begin, begin + size)) for begin in begins]
+        yield found
+
+
+def even(flops: Sequence[float], rates: Sequence[float]) -> list[int]:
+    """Where ranges of items begin and end that have FLOPs in proportion to `rates`, each at least
+    one item: each ends where the sum is nearest to the share of those until then.
     """
-    sums, ends = [0.0, *accumulate(flops)], [0]
+    sums, ends, count = [0.0, *accumulate(flops)], [0], len(rates)
+    shares = list(accumulate(rates))
     for index in range(1, count):
-        wanted = sums[-1] * index / count
+        wanted = sums[-1] * shares[index - 1] / shares[-1]
         among = range(ends[-1] + 1, len(flops) - count + index + 1)
         ends.append(min(among, key=lambda at: abs(sums[at] - wanted)))
     return [*ends, len(flops)]
@@ -319,16 +347,17 @@ def _sums(values: Sequence[int]) -> Iterator[int]:
 def replicated(
     request: Request,
     base: Decisions,
-    wholes: Mapping[int, Decisions],
-    chosen: Sequence[tuple[Sequence[str], range]],
+    chosen: Sequence[tuple[Sequence[str], range, Decisions]],
     microbatches: int,
 ) -> Decisions:
-    """The plan of stages of these items that their devices replicate, by 1F1B."""
+    """The plan of stages of these items that their devices replicate, as in a plan of all items on
+    as many devices, by 1F1B.
+    """
     stages: list[Stage] = []
     nodes: dict[str, NodeDecision] = {}
     prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
-    for items, devices in chosen:
-        whole, own = wholes[len(devices)], set(items)
+    for items, devices, whole in chosen:
+        own = set(items)
         stages.append(Stage(tuple(items), (devices,), whole.mesh))
         nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
     if len(stages) == 1:
