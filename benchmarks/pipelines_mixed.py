@@ -27,6 +27,7 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.regular_parts import memory_of
 from parloom.search.request import Request
+from parloom.zoo.resnet import build_wide_resnet
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
@@ -43,7 +44,7 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "bert": Case("zoo:bert", {"batch": 256, "seq": 128, "optimizer": "adamw"}),
+    "bert": Case("zoo:bert_large", {"batch": 256, "seq": 128, "optimizer": "adamw"}),
     "gnmt": Case("zoo:gnmt", {"batch": 512, "optimizer": "adamw"}),
     "resnet": Case(f"{Path(__file__)}:resnet50", {"optimizer": "sgd"}),
 }
@@ -51,9 +52,7 @@ CASES: Mapping[str, Case] = {
 
 def resnet50() -> tuple[Any, dict[str, Any]]:
     """ResNet-50 for 512 images."""
-    from parloom.zoo.resnet import ResNet, images
-
-    return ResNet((3, 4, 6, 3), 64, 64, 256, 1, 1000), images(512, 224, 1000)
+    return build_wide_resnet(batch=512, widening=1)
 
 
 def equal_s(captured: api.Captured, cluster: Cluster) -> float:
@@ -148,9 +147,9 @@ def main() -> int:
     for name in args.cases.split(","):
         found = rows_of(name)
         rows += found
-        for one in found:
-            print(line(one), flush=True)
-            for note in one.get("notes", ()):
+        for each in found:
+            print(line(each), flush=True)
+            for note in each.get("notes", ()):
                 print(f"{'':>15}{note}", flush=True)
         report("pipelines_mixed", rows, args.json)
     steps = {(r["case"], r["method"]): r["step_s"] for r in rows}
