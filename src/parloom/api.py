@@ -274,7 +274,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     rates = (line for device in types for line in rate_words(graph, device))
     assumptions = (*used.assumptions, *rates)
     assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
-    if limit > there:
+    if limit > there and not machine.cluster.parts:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         assumptions = (*assumptions, line)

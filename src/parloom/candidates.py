@@ -144,8 +144,9 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     if not found and worst is Status.INTERRUPTED:
         raise StoppedError
     if not found:
+        which = "all devices of " if request.all_devices else ""
         why = f": {refused[0]}" if refused else ""
-        raise InputError(f"{request.method} has no plan on {request.cluster.name}{why}")
+        raise InputError(f"{request.method} has no plan on {which}{request.cluster.name}{why}")
     bound = None if worst is Status.INTERRUPTED else bound
     return Candidates(tuple(found), tuple(refused), bound, None, worst or Status.COMPLETE)
 

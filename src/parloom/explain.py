@@ -111,7 +111,8 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
     """The plan of that path, or the best one of that method; one that does not fit if none does."""
     if versus in arguments.METHODS:
         machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
-        if resolve_cluster(plan.cluster).cluster.parts:  # methods choose among its parts
+        mixed = bool(resolve_cluster(plan.cluster).cluster.parts)
+        if mixed:  # methods choose among its parts
             machine = machine_for(plan.cluster, calibration)
         request = Request(
             parse_graph(plan.graph),
@@ -122,6 +123,7 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
             plan.seed,
             batch_semantics=plan.decisions.batch_semantics,
             method=versus,
+            all_devices=not mixed,
         )
         for limit in (request.limit_bytes, UNLIMITED):
             try:

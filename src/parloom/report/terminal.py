@@ -65,6 +65,7 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "solver_gap": plan.solver_gap,
         "status": plan.status,
         "peak_bytes": prediction.peak_bytes if prediction else None,
+        "peaks": dict(prediction.peaks) if prediction else {},
         "memory": [dict(prediction.memory)] if prediction else [],
         "prediction_source": prediction.source if prediction else None,
         "prediction_error": prediction.error if prediction else None,

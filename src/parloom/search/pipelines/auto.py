@@ -134,6 +134,7 @@ class PipelineSearch:
         self.pricer = Pricer(self.request, factored, items, self.request.cluster)
         self.judge = Judge(self.request, factored, items)
         self.layouts: dict[tuple[int, int], list[_Layout]] = {}
+        self.margin = MARGINS[0]
         self.splits: list[Split] = []
         self.judged: list[JudgedSplit] = []
 
@@ -227,7 +228,7 @@ class PipelineSearch:
                     continue
                 for hides in (True, False):
                     known = {layout.costs.whole for layout in found}
-                    found += self._laid_out(context, hides, MARGINS[0], known)
+                    found += self._laid_out(context, hides, self.margin, known)
             self.layouts[size, count] = found
         return self.layouts[size, count]
 

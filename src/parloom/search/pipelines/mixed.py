@@ -24,6 +24,7 @@ from parloom.search.pipelines.auto import (
     BESIDE_PINS,
     EACH,
     JUDGED,
+    MARGINS,
     MOVED,
     NEARBY,
     PipelineSearch,
@@ -39,6 +40,8 @@ from parloom.search.work import OutOfWorkError
 
 # Numbers of microbatches that are looked at, around the best.
 COUNTS = 5
+# Microbatches in flight whose activations splits count, as long as none fits.
+IN_FLIGHT = (0, 2, 4)
 # How often the multipliers of a bound are changed.
 ROUNDS = 100
 
@@ -122,17 +125,18 @@ class MixedSearch:
         items, factored = stage_items(request.graph), contexts[0].whole.factored
         self.parts = [part for part, _ in request.regular()]
         self.num_items = len(items)
+        for own in contexts:
+            own.work = contexts[0].work  # they count together
         self.searches = [PipelineSearch(own, inf, say) for own in contexts]
         for search, devices in zip(self.searches, self._devices_like_all(), strict=True):
             search.devices = devices
             search.pricer = Pricer(search.request, factored, items, request.cluster)
         self.judge = Judge(request, factored, items)
         self.judged: list[JudgedSplit] = []
-        self.tried: set[Split] = set()
 
     def run(self) -> None:
         """Numbers of microbatches on groups that are whole parts; then all sizes of groups for the
-        best number, and moves of boundaries.
+        best number, with less memory where no split fits, and moves of boundaries.
         """
         if self.num_items < 2:
             return
@@ -143,15 +147,22 @@ class MixedSearch:
         sizes = [sorted({*part_sizes(p.cluster), p.cluster.num_devices}) for p in self.parts]
         devices = [part.cluster.num_devices for part in self.parts]
         finer = few_sizes(sizes, devices)
-        splits = self._splits(best, whole)
-        if finer != whole:
-            splits += self._splits(best, finer)
-        self._judge_best(splits)
-        self._move()
+        for margin in MARGINS:
+            for search in self.searches:
+                if search.margin != margin:
+                    search.margin, search.layouts = margin, {}
+            for in_flight in IN_FLIGHT:
+                splits = self._splits(best, whole, in_flight)
+                if finer != whole:
+                    splits += self._splits(best, finer, in_flight)
+                self._judge_best(splits)
+                if any(map(self._fits, self.judged)):
+                    self._move()
+                    return
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The fastest that fit, and the fastest on each number of devices."""
-        fitting = [one for one in self.judged if self.request.fits(one.timeline)]
+        fitting = filter(self._fits, self.judged)
         seen: set[int] = set()
         for one in sorted(fitting, key=lambda one: one.timeline.step_ps):
             if one.decisions.num_ranks not in seen:
@@ -196,13 +207,18 @@ class MixedSearch:
                 before = min(before, least)
         return best[1] if best and best[0] < inf else None
 
-    def _splits(self, count: int, sizes: Sequence[Sequence[int]]) -> list[Split]:
+    def _fits(self, one: JudgedSplit) -> bool:
+        return self.request.fits(one.timeline)
+
+    def _splits(
+        self, count: int, sizes: Sequence[Sequence[int]], in_flight: int = 0
+    ) -> list[Split]:
         parts = []
         for part, search, own in zip(self.parts, self.searches, sizes, strict=True):
             costs = {size: self._costs(search, size, count) for size in own}
             there = {size: found for size, found in costs.items() if found is not None}
             parts.append(PartCosts(part, search.request.limit_bytes, there))
-        found = splits_over_parts(parts)
+        found = splits_over_parts(parts, min(in_flight, count))
         return [s for s in found if len(s.ends) > 1 and (self._uses_all(s) or self._may_idle)]
 
     @property
@@ -220,17 +236,17 @@ class MixedSearch:
     def _judge_best(self, splits: Sequence[Split]) -> None:
         """Simulate those with the least closed forms, of each number of devices the first ones."""
         known: dict[tuple[object, ...], int] = {}
+        known_all, most = False, len(self.judged) + JUDGED
         for split in sorted(splits, key=lambda split: split.step_ps):
             kind = split.begins, tuple(costs.num_devices for costs in split.costs)
             promises = split.step_ps <= self.best_ps * (1 + NEARBY)
-            first = self._uses_all(split) and not any(map(self._uses_all, self._judged_splits()))
-            if len(self.judged) >= JUDGED and not first:
+            first = self._uses_all(split) and not known_all
+            if (len(self.judged) >= most and not first) or len(self.judged) >= 2 * most:
                 break
             if (promises or first) and known.get(kind, 0) < EACH:
-                known[kind] = known.get(kind, 0) + (self._judge(split) is not None)
-
-    def _judged_splits(self) -> Iterator[Split]:
-        return (one.split for one in self.judged)
+                found = self._judge(split)
+                known[kind] = known.get(kind, 0) + (found is not None)
+                known_all |= first and found is not None and self._fits(found)
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         search = self.searches[0]
@@ -242,13 +258,13 @@ class MixedSearch:
         if found is None:
             return None
         self.judged.append(found)
-        if self.request.fits(found.timeline):
+        if self._fits(found):
             self.best_ps = min(self.best_ps, float(found.timeline.step_ps))
         return found
 
     def _move(self) -> None:
         """Move one boundary of the best split at a time, as long as that helps."""
-        fitting = [one for one in self.judged if self.request.fits(one.timeline)]
+        fitting = filter(self._fits, self.judged)
         best = min(fitting, key=lambda one: one.timeline.step_ps, default=None)
         tried, left = {best.split.ends} if best else set(), MOVED
         while best is not None and left:
@@ -259,8 +275,7 @@ class MixedSearch:
                 tried.add(split.ends)
                 left -= 1
                 found = self._judge(split)
-                fits = found is not None and self.request.fits(found.timeline)
-                if found and fits and found.timeline.step_ps < best.timeline.step_ps:
+                if found and self._fits(found) and found.timeline.step_ps < best.timeline.step_ps:
                     better = found
                     break
             if better is None:

@@ -71,15 +71,18 @@ def few_sizes(sizes: Sequence[Sequence[int]], devices: Sequence[int]) -> list[li
     return found
 
 
-def splits_over_parts(parts: Sequence[PartCosts]) -> Iterator[Split]:
-    """Splits over groups of one or several parts, some devices of which may stay idle."""
+def splits_over_parts(parts: Sequence[PartCosts], in_flight: int = 0) -> Iterator[Split]:
+    """Splits over groups of one or several parts, some devices of which may stay idle, with the
+    activations of `in_flight` microbatches on each device.
+    """
     known = {(p, size): own for p, part in enumerate(parts) for size, own in part.costs.items()}
     if not known:
         return
     (some, *_) = known.values()
     places = places_of(some.loads_ps, PLACES_OF_UNEVEN)
     loads = {
-        (p, size): _loads(own, places, parts[p].limit_bytes) for (p, size), own in known.items()
+        (p, size): _loads(own, places, parts[p].limit_bytes, in_flight)
+        for (p, size), own in known.items()
     }
     least = 1 / sum(part.rate for part in parts)
     sent = some.num_microbatches * np.concatenate([[0], some.sent_ps])[places] / 2
@@ -94,12 +97,13 @@ def splits_over_parts(parts: Sequence[PartCosts]) -> Iterator[Split]:
                 yield _split(parts, [int(places[cut]) for cut in cuts], groups)
 
 
-def _loads(costs: ItemCosts, places: Cuts, limit_bytes: int) -> Floats:
-    """What a stage takes of a step from each place to each other one; infinite where it stores more
-    than a device may hold.
+def _loads(costs: ItemCosts, places: Cuts, limit_bytes: int, in_flight: int) -> Floats:
+    """What a stage takes of a step from each place to each other one; infinite where it holds more
+    than a device may.
     """
     total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
-    stored = np.concatenate([[0], np.cumsum(costs.stored_bytes)])[places]
+    held = costs.stored_bytes + in_flight * costs.kept_bytes
+    stored = np.concatenate([[0], np.cumsum(held)])[places]
     found: Floats = total[None, :] - total[:, None] + costs.stage_ps
     found[stored[None, :] - stored[:, None] > limit_bytes] = np.inf
     found[np.tril_indices(len(places))] = np.inf
