@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from parloom import api
 from parloom.api import Captured
@@ -19,6 +21,7 @@ from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, Plan, Stage
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.stages import stage_items
+from parloom.report.terminal import plan_screen
 from parloom.search.contexts import Contexts
 from parloom.search.pipelines.mixed import across_parts, least_shared_ps
 from parloom.search.request import Request, ScoredPlan, base_of
@@ -105,6 +108,17 @@ def test_it_is_saved_and_read_back(found: Plan, tmp_path: Path) -> None:
     assert again.prediction is not None
     assert dict(again.prediction.peaks).keys() == {"fast", "tired"}
     assert api.simulate(again).step_s == pytest.approx(again.prediction.step_s)
+
+
+def test_what_users_see(found: Plan, two: str, tmp_path: Path) -> None:
+    """Both types on the screens; the share of memory is that of each type."""
+    console = Console(width=200, file=StringIO())
+    console.print(plan_screen(found, resolve_cluster(two).cluster, {"plan": tmp_path}, None))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "on two (2 x fast + 1 x tired): auto" in text
+    assert "of 2 GiB" in text
+    assert "of 1 GiB" in text
+    assert api.explain(found).document["title"] == "zoo:gpt on two (2 x fast + 1 x tired): auto"
 
 
 def test_no_split_is_below_the_bound(two: str) -> None:

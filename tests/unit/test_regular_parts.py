@@ -8,7 +8,16 @@ from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.ir.mesh import Cluster, Mesh, grid
 from parloom.ir.plan import Decisions, Stage, one_stage
-from parloom.ir.regular_parts import joined, own_part, regular_parts, slowest_join, used_cluster
+from parloom.ir.regular_parts import (
+    check_on_any,
+    joined,
+    memory_of,
+    own_part,
+    regular_parts,
+    slowest_join,
+    used_cluster,
+)
+from parloom.report.mixed import left_out_words
 
 # Two nodes of four, one of eight below two switches, and a group of unequal nodes twice.
 NESTED = """\
@@ -87,6 +96,39 @@ def test_a_stage_lies_within_one_part(nested: Cluster) -> None:
         own_part(nested, stage(6, 7, 8, 9))
     with pytest.raises(InputError, match=r"over more nodes than so many need"):
         own_part(nested, stage(2, 3, 4, 5))
+
+
+def test_what_idle_devices_are_worth_is_said(nested: Cluster) -> None:
+    """With the step of the fastest plan that uses some of them; or that there is none."""
+
+    def plan(*devices: tuple[int, int]) -> Decisions:
+        return Decisions(tuple(stage(*range(first, last + 1)) for first, last in devices))
+
+    fast, slow = (plan((8, 15)), 1.0), (plan((0, 7), (8, 15)), 1.2)
+    idle = "8 x V100-SXM2-16GB + 4 x T4 + 4 x L4 stay idle"
+    assert left_out_words(nested, [slow, fast]) == (f"{idle}: with them 1.2 s, without 1 s",)
+    assert left_out_words(nested, [fast]) == (f"{idle}: no plan that was found and fits uses them",)
+    every = plan((0, 7), (8, 15), (16, 17), (18, 19), (20, 21), (22, 23)), 0.5
+    assert left_out_words(nested, [slow, fast, every]) == (
+        "all devices are used: without 8 x V100-SXM2-16GB + 4 x T4 + 4 x L4 1 s, with them 500 ms",
+    )
+    assert left_out_words(nested, [every]) == ()
+
+
+def test_limits_are_those_of_types(nested: Cluster) -> None:
+    assert memory_of(nested, "T4") == 16 * 10**9
+    largest = load_cluster(PLAIN).device
+    assert memory_of(nested) == memory_of(nested, largest.name) == largest.memory_bytes
+
+
+def test_a_check_passes_where_one_part_does(nested: Cluster) -> None:
+    def four(part: Cluster) -> None:
+        if part.num_devices != 2:
+            raise InputError(f"{part.num_devices} devices")
+
+    check_on_any(nested, four)
+    with pytest.raises(InputError, match="8 devices"):
+        check_on_any(load_cluster(PLAIN), four)
 
 
 def test_plans_are_priced_on_what_they_use(nested: Cluster) -> None:
