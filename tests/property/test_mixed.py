@@ -13,7 +13,7 @@ from parloom.ir.plan import Decisions, one_stage
 from parloom.ir.regular_parts import RegularPart
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.mixed import shared_bound_ps
-from parloom.search.pipelines.parts import Group, PartCosts, few_sizes, splits_over_parts
+from parloom.search.pipelines.parts import Group, PartCosts, few_sizes, in_turns, splits_over_parts
 from parloom.search.pipelines.split import LIMITS, Split
 
 Placed = tuple[Group, ...]
@@ -186,3 +186,21 @@ def test_rates_added_up_are_no_bound() -> None:
     together = 1 / (1 / times[0].sum() + 1 / times[1].sum())
     assert together > 1.0  # the first operator on the first part, the second on the second one
     assert shared_bound_ps(times) <= 1.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_take_stages_in_turns(seed: int) -> None:
+    """Every stage has items; groups are as busy as their speed, as near as items allow."""
+    rng = random.Random(seed)
+    costs = tuple(replace(_costs(rng, 40, 1, scale), stage_ps=0) for scale in (1.0, 2.0))
+    base = Split((20, 40), (0, 1), costs, (0, 4))
+    found = list(in_turns(base))
+    assert {len(split.ends) for split in found} >= {3, 4, 5, 6, 8}
+    share = 1 / sum(1 / float(own.loads_ps.sum()) for own in costs)
+    for split in found:
+        assert split.begins == base.begins
+        assert all(first < last for first, last in split.ranges)
+        assert split.ends[-1] == 40
+    loads = [max(split.loads_ps()) for split in found]
+    assert min(loads) <= 1.15 * share
+    assert min(loads) >= share * 0.5

@@ -59,7 +59,7 @@ class DataSheets:
         return replace(self, cluster=used_cluster(self.cluster, decisions))
 
     def regular(self) -> "Sequence[tuple[RegularPart, DataSheets]]":
-        return [(p, replace(self, cluster=p.cluster)) for p in regular_parts(self.cluster)]
+        return [(p, replace(self, cluster=p.alone)) for p in regular_parts(self.cluster)]
 
     def simulate(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Timeline:
         return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)

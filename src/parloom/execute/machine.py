@@ -64,7 +64,7 @@ class Machine:
 
     def regular(self) -> "list[tuple[RegularPart, Machine]]":
         """The regular parts, each alone."""
-        return [(p, self._on(p.cluster)) for p in regular_parts(self.described.cluster)]
+        return [(p, self._on(p.alone)) for p in regular_parts(self.described.cluster)]
 
     def _on(self, cluster: Cluster) -> "Machine":
         """Devices of this machine, as they are described, as one of their own."""

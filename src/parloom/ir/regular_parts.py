@@ -31,6 +31,12 @@ class RegularPart:
     def devices(self) -> range:
         return range(self.first, self.first + self.cluster.num_devices)
 
+    @property
+    def alone(self) -> Cluster:
+        """Without links to other parts."""
+        last = max((i for i, each in enumerate(self.cluster.levels) if each.size > 1), default=0)
+        return replace(self.cluster, levels=self.cluster.levels[: last + 1])
+
 
 def regular_parts(cluster: Cluster) -> tuple[RegularPart, ...]:
     """The regular parts of a cluster, in the order of their devices."""
@@ -105,7 +111,7 @@ def slowest_join(cluster: Cluster) -> tuple[Cluster, int]:
     """The outermost level of links of a cluster, the slowest of those of its parts."""
     parts = regular_parts(cluster)
     if len(parts) == 1:
-        return cluster, len(cluster.levels) - 1
+        return cluster, len(parts[0].alone.levels) - 1
     return _bridge(parts[0].cluster, [link for part in parts for link in part.uplinks])
 
 

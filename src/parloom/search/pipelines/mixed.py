@@ -23,6 +23,7 @@ from parloom.search.pipelines.auto import (
     APART,
     BESIDE_PINS,
     EACH,
+    FORMS,
     JUDGED,
     MARGINS,
     MOVED,
@@ -32,7 +33,7 @@ from parloom.search.pipelines.auto import (
 )
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge, JudgedSplit
-from parloom.search.pipelines.parts import PartCosts, few_sizes, splits_over_parts
+from parloom.search.pipelines.parts import PartCosts, few_sizes, in_turns, splits_over_parts
 from parloom.search.pipelines.split import Floats, Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say
@@ -42,6 +43,8 @@ from parloom.search.work import OutOfWorkError
 COUNTS = 5
 # Microbatches in flight whose activations splits count, as long as none fits.
 IN_FLIGHT = (0, 2, 4)
+# Splits whose groups take several stages in turns, and how many of these are simulated.
+BASES, TURNS = 3, 12
 # How often the multipliers of a bound are changed.
 ROUNDS = 100
 
@@ -156,6 +159,7 @@ class MixedSearch:
                 if finer != whole:
                     splits += self._splits(best, finer, in_flight)
                 self._judge_best(splits)
+                self._take_turns()
                 if any(map(self._fits, self.judged)):
                     self._move()
                     return
@@ -247,6 +251,14 @@ class MixedSearch:
                 found = self._judge(split)
                 known[kind] = known.get(kind, 0) + (found is not None)
                 known_all |= first and found is not None and self._fits(found)
+
+    def _take_turns(self) -> None:
+        """Simulate several stages on each group of the best splits, where that promises more."""
+        fitting = sorted(filter(self._fits, self.judged), key=lambda one: one.timeline.step_ps)
+        found = [s for one in fitting[:BASES] for s in in_turns(one.split)]
+        for split in sorted(found, key=lambda split: split.step_ps)[:TURNS]:
+            if split.step_ps <= self.best_ps * (1 + FORMS):
+                self._judge(split)
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         search = self.searches[0]

@@ -8,7 +8,7 @@ for several limits, as Alpa does for equal devices (Zheng et al., OSDI'22, secti
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, inf, prod
 
 import numpy as np
@@ -16,16 +16,22 @@ import numpy as np
 from parloom.ir.regular_parts import RegularPart
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.split import (
+    EXPOSED,
     LIMITS,
     PLACES_OF_UNEVEN,
+    ROUNDS,
+    SHARE,
     Cuts,
     Floats,
     Split,
+    placements,
     places_of,
 )
 
 # Numbers of devices used of each part that are told apart, at most.
 STATES = 1_500
+# Stages of each group, at most.
+MOST_CHUNKS = 4
 Used = tuple[int, ...]
 Group = tuple[int, int]
 """A regular part by its place among all, and a number of devices of it."""
@@ -119,6 +125,58 @@ def _split(parts: Sequence[PartCosts], ends: Sequence[int], groups: Sequence[Gro
         used[place] += size
     costs = tuple(parts[place].costs[size] for place, size in groups)
     return Split(tuple(ends), tuple(range(len(ends))), costs, tuple(begins))
+
+
+def in_turns(split: Split) -> Iterator[Split]:
+    """The groups of a split with several stages each, which they take as groups of one size do."""
+    count = len(split.costs)
+    places = places_of(split.costs[0].loads_ps, PLACES_OF_UNEVEN)
+    for groups in placements(count, len(places) - 1):
+        if len(groups) > count and len(groups) <= MOST_CHUNKS * count + 1:
+            ends = _balanced(split.costs, places, groups)
+            yield Split(tuple(int(places[end]) for end in ends), groups, split.costs, split.begins)
+
+
+def _balanced(costs: Sequence[ItemCosts], places: Cuts, groups: Sequence[int]) -> list[int]:
+    """Ends of stages near targets that follow what groups have too much or too little of."""
+    totals = [np.concatenate([[0], np.cumsum(own.loads_ps)])[places].astype(float) for own in costs]
+    below, owner = np.tril_indices(len(places)), np.array(groups)
+    between = [np.asarray(total[None, :] - total[:, None]) for total in totals]
+    for own in between:
+        own[below] = np.inf
+    crossing = EXPOSED * costs[0].num_microbatches * np.concatenate([[0], costs[0].sent_ps])[places]
+    crossing[-1] = 0
+    share, held = 1 / sum(1 / total[-1] for total in totals), np.bincount(owner)
+    targets = np.asarray(share / held[owner])
+    best: tuple[float, list[int]] | None = None
+    for _ in range(ROUNDS):
+        ends = _nearest([between[group] for group in groups], crossing, targets)
+        stages = [
+            totals[group][last] - totals[group][first]
+            for group, (first, last) in zip(groups, pairwise((0, *ends)), strict=True)
+        ]
+        loads = np.bincount(owner, weights=stages)
+        if best is None or loads.max() < best[0]:
+            best = float(loads.max()), ends
+        targets = targets - SHARE * ((loads - share) / held)[owner]
+    assert best is not None, "a round"
+    return best[1]
+
+
+def _nearest(between: Sequence[Floats], crossing: Floats, targets: Floats) -> list[int]:
+    """The ends whose stages are nearest to their targets, by squares."""
+    size = len(crossing)
+    best = np.full(size, np.inf)
+    best[0] = 0.0
+    came = []
+    for own, target in zip(between, targets, strict=True):
+        costs = best[:, None] + np.square(own - target)
+        came.append(np.argmin(costs, axis=0))
+        best = costs[came[-1], np.arange(size)] + np.square(crossing)
+    ends = [size - 1]
+    for first in reversed(came[1:]):
+        ends.append(int(first[ends[-1]]))
+    return ends[::-1]
 
 
 class _Table:

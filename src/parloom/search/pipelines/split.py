@@ -115,12 +115,12 @@ class Split:
 def even_splits(costs: ItemCosts, count: int) -> Iterator[Split]:
     """Splits over `count` groups with the same layouts."""
     places = places_of(costs.loads_ps, PLACES)
-    for groups in _placements(count, len(places) - 1):
+    for groups in placements(count, len(places) - 1):
         for ends in dict.fromkeys(_ends(costs, places, np.array(groups))):
             yield Split(ends, groups, (costs,) * count)
 
 
-def _placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
+def placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
     """The group of each stage."""
     for chunks in CHUNKS:
         for num_stages in (chunks * count, chunks * count + 1):
