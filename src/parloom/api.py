@@ -379,6 +379,7 @@ def calibrate(
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
     machine = resolve_cluster(cluster or f"{size}xcpu").cluster
+    machine.prime_axes()  # or it says that it has parts of several types
     if found and (cluster is None or found[0].decisions.num_ranks == size):
         machine = cluster_of(found[0])  # what the plan uses of the cluster
     pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]

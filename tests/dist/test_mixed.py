@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -128,17 +129,21 @@ def test_what_users_see(found: Plan, two: str, tmp_path: Path) -> None:
     assert "two (2 x fast + 1 x tired)" in api.explain(found).document["title"]
 
 
-def test_no_split_is_below_the_bound(two: str) -> None:
-    """In both orders of the parts, wherever the boundary is and whatever is left idle."""
+def test_no_split_is_below_the_bound(two: str, found: Plan) -> None:
+    """In both orders of the parts, wherever the boundary is and whatever is left idle; none is
+    faster than the plan that was found.
+    """
     request = request_of(two)
     bound_ps = least_shared_ps([Contexts(own, base_of(own)) for _, own in request.regular()])
     graph, items = request.graph, stage_items(request.graph)
     steps = []
     for cut in range(1, len(items)):
-        for devices in ((0, 2), (2, 0), (0, 1, 2)):
-            ends = (0, cut, len(items)) if len(devices) == 2 else (0, cut, cut + 1, len(items))
-            if ends[-2] >= len(items):
+        for other, devices in product(
+            range(cut, len(items)), ((0, 2), (2, 0), (0, 1, 2), (2, 0, 1), (0, 2, 1))
+        ):
+            if (len(devices) == 2) != (other == cut):
                 continue
+            ends = tuple(dict.fromkeys((0, cut, other, len(items))))
             stages = tuple(
                 Stage(items[a:b], (range(d, d + 1),), Mesh(()))
                 for a, b, d in zip(ends, ends[1:], devices, strict=False)
@@ -150,6 +155,8 @@ def test_no_split_is_below_the_bound(two: str) -> None:
             )
     assert bound_ps <= min(steps)
     assert bound_ps > min(steps) / 4
+    assert found.prediction is not None
+    assert found.prediction.step_s * 1e12 <= min(steps)
 
 
 def test_no_type_of_device_holds_more_than_it_has(two: str, found: Plan, tmp_path: Path) -> None:

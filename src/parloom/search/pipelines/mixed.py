@@ -138,26 +138,24 @@ class MixedSearch:
         self.judged: list[JudgedSplit] = []
 
     def run(self) -> None:
-        """Numbers of microbatches on groups that are whole parts; then all sizes of groups for the
-        best number, with less memory where no split fits, and moves of boundaries.
+        """Numbers of microbatches on groups that are whole parts, then around the best with all
+        sizes of groups; with less memory where no split fits; moves of boundaries.
         """
         if self.num_items < 2:
             return
         whole = [[part.cluster.num_devices] for part in self.parts]
-        best = self._best_count(whole)
-        if best is None:
-            return
         sizes = [sorted({*part_sizes(p.cluster), p.cluster.num_devices}) for p in self.parts]
-        devices = [part.cluster.num_devices for part in self.parts]
-        finer = few_sizes(sizes, devices)
+        finer = few_sizes(sizes, [part.cluster.num_devices for part in self.parts])
         for margin in MARGINS:
             for search in self.searches:
                 if search.margin != margin:
                     search.margin, search.layouts = margin, {}
             for in_flight in IN_FLIGHT:
-                splits = self._splits(best, whole, in_flight)
+                splits = self._around(2 * len(self.parts), whole, in_flight)
                 if finer != whole:
-                    splits += self._splits(best, finer, in_flight)
+                    best = min(splits, key=lambda split: split.step_ps, default=None)
+                    count = best.num_microbatches if best else 2 * len(self.parts)
+                    splits += self._around(count, finer, in_flight)
                 self._judge_best(splits)
                 self._take_turns()
                 if any(map(self._fits, self.judged)):
@@ -189,34 +187,33 @@ class MixedSearch:
             found.append(ceil(like / own) * own)
         return found
 
-    def _best_count(self, sizes: Sequence[Sequence[int]]) -> int | None:
-        """The number of microbatches whose best closed form is the least, near one for each part
-        at first.
+    def _around(self, wanted: int, sizes: Sequence[Sequence[int]], in_flight: int) -> list[Split]:
+        """Splits of numbers of microbatches from the one nearest to `wanted` on, up and down as
+        long as the least closed form becomes less.
         """
         counts = self.searches[0].contexts.counts
-        start = min(range(len(counts)), key=lambda i: abs(counts[i] - 2 * len(self.parts)))
-        best: tuple[float, int] | None = None
-        for steps in (counts[start:], counts[:start][::-1]):
-            before = inf
-            for count in steps[:COUNTS]:
-                splits = self._splits(count, sizes)
+        start = min(range(len(counts)), key=lambda i: abs(counts[i] - wanted))
+        found: list[Split] = []
+        first = inf
+        for steps in (counts[start : start + COUNTS], counts[:start][::-1][: COUNTS - 1]):
+            before = first
+            for count in steps:
+                splits = self._splits(count, sizes, in_flight)
+                found += splits
                 least = min((split.step_ps for split in splits), default=inf)
                 if least < inf:
                     seconds = format_seconds(least / 1e12)
                     self.say(f"pipelines over parts, {count} microbatches: about {seconds}")
-                if best is None or least < best[0]:
-                    best = least, count
                 if least > before * (1 + NEARBY):
                     break
                 before = min(before, least)
-        return best[1] if best and best[0] < inf else None
+                first = first if first < inf else least
+        return found
 
     def _fits(self, one: JudgedSplit) -> bool:
         return self.request.fits(one.timeline)
 
-    def _splits(
-        self, count: int, sizes: Sequence[Sequence[int]], in_flight: int = 0
-    ) -> list[Split]:
+    def _splits(self, count: int, sizes: Sequence[Sequence[int]], in_flight: int) -> list[Split]:
         parts = []
         for part, search, own in zip(self.parts, self.searches, sizes, strict=True):
             costs = {size: self._costs(search, size, count) for size in own}
@@ -242,7 +239,8 @@ class MixedSearch:
         known: dict[tuple[object, ...], int] = {}
         known_all, most = False, len(self.judged) + JUDGED
         for split in sorted(splits, key=lambda split: split.step_ps):
-            kind = split.begins, tuple(costs.num_devices for costs in split.costs)
+            sizes = tuple(costs.num_devices for costs in split.costs)
+            kind = split.num_microbatches, split.begins, sizes
             promises = split.step_ps <= self.best_ps * (1 + NEARBY)
             first = self._uses_all(split) and not known_all
             if (len(self.judged) >= most and not first) or len(self.judged) >= 2 * most:
