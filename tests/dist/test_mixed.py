@@ -180,6 +180,8 @@ def test_what_is_too_slow_is_left_out(tmp_path: Path) -> None:
     slow = cluster(tmp_path, rate="200MFLOP/s")
     plan = api.search(captured(), cluster=slow)
     assert all(devices.stop <= 2 for stage in plan.decisions.stages for devices in stage.devices)
+    assert plan.prediction is not None
+    assert api.simulate(plan).step_s == pytest.approx(plan.prediction.step_s)
     (line,) = (note for note in plan.notes if "stay idle" in note)
     assert line.startswith("1 x tired stay idle: with them ")
     assert plan.prediction is not None

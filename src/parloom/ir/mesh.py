@@ -198,8 +198,10 @@ def part_of(cluster: Cluster, count: int) -> Cluster:
     """`count` devices of `cluster`, which has several such parts: of each level, the innermost
     first, as many as divide both. They are neighbors where inner levels are whole.
 
-    Raises `InputError` where there is no such part.
+    Raises `InputError` where there is no such part, and for a mixed cluster.
     """
+    if cluster.parts:
+        cluster.prime_axes()
     levels: list[Level] = []
     left = count
     for level in cluster.levels:

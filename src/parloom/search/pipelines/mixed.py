@@ -5,8 +5,10 @@ there, and one dynamic program splits them over groups of all parts (`parts.spli
 Splits are ranked by their closed form and simulated, as on equal devices.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil, inf
 
 import numpy as np
@@ -41,6 +43,8 @@ from parloom.search.work import OutOfWorkError
 
 # Numbers of microbatches that are looked at, around the best.
 COUNTS = 5
+# Numbers of microbatches, the best first, whose splits are simulated.
+BEST_COUNTS = 3
 # Microbatches in flight whose activations splits count, as long as none fits.
 IN_FLIGHT = (0, 2, 4)
 # Splits whose groups take several stages in turns, and how many of these are simulated.
@@ -235,20 +239,26 @@ class MixedSearch:
         return min(each, key=lambda costs: int(costs.loads_ps.sum()), default=None)
 
     def _judge_best(self, splits: Sequence[Split]) -> None:
-        """Simulate those with the least closed forms, of each number of devices the first ones."""
-        known: dict[tuple[object, ...], int] = {}
-        known_all, most = False, len(self.judged) + JUDGED
+        """Simulate those with the least closed forms, of the best numbers of microbatches each and
+        of all placements: closed forms of one differ less from each other than from what the
+        simulator says. The first that uses all devices is simulated, whatever it promises.
+        """
+        by_count: dict[int, list[Split]] = {}
         for split in sorted(splits, key=lambda split: split.step_ps):
-            sizes = tuple(costs.num_devices for costs in split.costs)
-            kind = split.num_microbatches, split.begins, sizes
-            promises = split.step_ps <= self.best_ps * (1 + NEARBY)
-            first = self._uses_all(split) and not known_all
-            if (len(self.judged) >= most and not first) or len(self.judged) >= 2 * most:
-                break
-            if (promises or first) and known.get(kind, 0) < EACH:
-                found = self._judge(split)
-                known[kind] = known.get(kind, 0) + (found is not None)
-                known_all |= first and found is not None and self._fits(found)
+            by_count.setdefault(split.num_microbatches, []).append(split)
+        for some in list(by_count.values())[:BEST_COUNTS]:
+            known: Counter[tuple[object, ...]] = Counter()
+            for split in some:
+                if sum(known.values()) >= JUDGED or split.step_ps > self.best_ps * (1 + FORMS):
+                    break
+                kind = split.begins, tuple(costs.num_devices for costs in split.costs)
+                if known[kind] < EACH:
+                    known[kind] += self._judge(split) is not None
+        whole = filter(self._uses_all, sorted(splits, key=lambda split: split.step_ps))
+        for split in islice(whole, JUDGED):
+            if any(self._fits(one) and self._uses_all(one.split) for one in self.judged):
+                return
+            self._judge(split)
 
     def _take_turns(self) -> None:
         """Simulate several stages on each group of the best splits, where that promises more."""
