@@ -140,6 +140,7 @@ class MixedSearch:
             search.pricer = Pricer(search.request, factored, items, request.cluster)
         self.judge = Judge(request, factored, items)
         self.judged: list[JudgedSplit] = []
+        self.tried: set[tuple[object, ...]] = set()
 
     def run(self) -> None:
         """Numbers of microbatches on groups that are whole parts, then around the best with all
@@ -170,7 +171,7 @@ class MixedSearch:
         """The fastest that fit, and the fastest on each number of devices."""
         fitting = filter(self._fits, self.judged)
         seen: set[int] = set()
-        for one in sorted(fitting, key=lambda one: one.timeline.step_ps):
+        for one in sorted(fitting, key=_step_ps):
             if one.decisions.num_ranks not in seen:
                 seen.add(one.decisions.num_ranks)
                 yield one.predicted(self.request)
@@ -246,10 +247,12 @@ class MixedSearch:
         by_count: dict[int, list[Split]] = {}
         for split in sorted(splits, key=lambda split: split.step_ps):
             by_count.setdefault(split.num_microbatches, []).append(split)
+        least = min((split.step_ps for split in splits), default=inf)
+        enough = min(self.best_ps, least) * (1 + FORMS)
         for some in list(by_count.values())[:BEST_COUNTS]:
             known: Counter[tuple[object, ...]] = Counter()
             for split in some:
-                if sum(known.values()) >= JUDGED or split.step_ps > self.best_ps * (1 + FORMS):
+                if sum(known.values()) >= JUDGED or split.step_ps > enough:
                     break
                 kind = split.begins, tuple(costs.num_devices for costs in split.costs)
                 if known[kind] < EACH:
@@ -262,15 +265,18 @@ class MixedSearch:
 
     def _take_turns(self) -> None:
         """Simulate several stages on each group of the best splits, where that promises more."""
-        fitting = sorted(filter(self._fits, self.judged), key=lambda one: one.timeline.step_ps)
+        fitting = sorted(filter(self._fits, self.judged), key=_step_ps)
         found = [s for one in fitting[:BASES] for s in in_turns(one.split)]
         for split in sorted(found, key=lambda split: split.step_ps)[:TURNS]:
-            if split.step_ps <= self.best_ps * (1 + FORMS):
-                self._judge(split)
+            self._judge(split)
 
     def _judge(self, split: Split) -> JudgedSplit | None:
-        search = self.searches[0]
-        search.contexts.work.spend()
+        """None where it was tried before, or cannot be played."""
+        key = split.ends, split.groups, split.begins, split.costs
+        if key in self.tried:
+            return None
+        self.tried.add(key)
+        self.searches[0].contexts.work.spend()
         try:
             found = self.judge.judge(split)
         except (LayoutError, InputError):
@@ -278,26 +284,22 @@ class MixedSearch:
         if found is None:
             return None
         self.judged.append(found)
-        if self._fits(found):
-            self.best_ps = min(self.best_ps, float(found.timeline.step_ps))
         return found
 
     def _move(self) -> None:
-        """Move one boundary of the best split at a time, as long as that helps."""
-        fitting = filter(self._fits, self.judged)
-        best = min(fitting, key=lambda one: one.timeline.step_ps, default=None)
-        tried, left = {best.split.ends} if best else set(), MOVED
-        while best is not None and left:
-            better = None
-            for split in moves(best.split):
-                if split.ends in tried or not left:
-                    continue
-                tried.add(split.ends)
-                left -= 1
-                found = self._judge(split)
-                if found and self._fits(found) and found.timeline.step_ps < best.timeline.step_ps:
-                    better = found
-                    break
-            if better is None:
-                return
-            best = better
+        """Move one boundary of the best splits at a time, as long as that helps."""
+        fitting = sorted(filter(self._fits, self.judged), key=_step_ps)
+        for one in fitting[:BASES]:
+            best, left = one, len(self.judged) + MOVED
+            better: JudgedSplit | None = one
+            while better is not None and len(self.judged) < left:
+                best, better = better, None
+                for split in moves(best.split):
+                    found = self._judge(split) if len(self.judged) < left else None
+                    if found and self._fits(found) and _step_ps(found) < _step_ps(best):
+                        better = found
+                        break
+
+
+def _step_ps(one: JudgedSplit) -> int:
+    return one.timeline.step_ps
