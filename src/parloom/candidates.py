@@ -141,8 +141,8 @@ def _of_parts(request: Request, say: Say) -> Candidates:
         statuses.append(across.status)
         bound = across.bound_s
     worst = next((s for s in (Status.INTERRUPTED, Status.OUT_OF_BUDGET) if s in statuses), None)
-    if not found and worst is Status.INTERRUPTED:
-        raise StoppedError
+    if not found and worst is not None:
+        raise _nothing(request.method, worst, (), {})
     if not found:
         which = "all devices of " if request.all_devices else ""
         why = f": {refused[0]}" if refused else ""

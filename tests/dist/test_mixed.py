@@ -16,7 +16,7 @@ from parloom.candidates import candidates
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.stages import simulate_stages
-from parloom.errors import InfeasibleError, InputError
+from parloom.errors import BudgetError, InfeasibleError, InputError
 from parloom.execute.machine import machine_for, machine_of
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
@@ -251,8 +251,11 @@ def test_what_cannot_be(two: str, tmp_path: Path) -> None:
 
 def test_all_devices_where_they_are_asked_for(tmp_path: Path) -> None:
     slow = cluster(tmp_path, rate="200MFLOP/s")
-    plan = api.search(captured(), cluster=slow, devices=3)
-    assert plan.decisions.num_ranks == 3
+    request = replace(request_of(slow), all_devices=True, budget=400)
+    found = candidates(request, lambda text: None).found
+    assert {plan.decisions.num_ranks for plan in found} == {3}
+    with pytest.raises(BudgetError, match="no plan within its budget"):
+        candidates(replace(request, budget=3), lambda text: None)
 
 
 def test_a_budget_ends_the_search_over_parts(two: str) -> None:
