@@ -23,13 +23,18 @@ def left_out_words(cluster: Cluster, plans: Sequence[tuple[Decisions, float]]) -
         what = f"{device_words(cluster, idle)} stay idle"
         if not others:
             return (f"{what}: no plan that was found and fits uses them",)
-        return (f"{what}: with them {format_seconds(min(others))}, without {step}",)
+        return (f"{what}: with them {_longer(min(others), steps[best])}, without {step}",)
     fewer = [i for i, own in enumerate(used) if own < everything]
     if not fewer:
         return ()
     other = min(fewer, key=lambda i: steps[i])
     without = f"without {device_words(cluster, everything - used[other])}"
-    return (f"all devices are used: {without} {format_seconds(steps[other])}, with them {step}",)
+    longer = _longer(steps[other], steps[best])
+    return (f"all devices are used: {without} {longer}, with them {step}",)
+
+
+def _longer(step_s: float, best_s: float) -> str:
+    return f"{format_seconds(step_s)} ({step_s / best_s - 1:+.1%})"
 
 
 def peak_lines(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
