@@ -15,11 +15,12 @@ from parloom.cost.holdings import holdings
 from parloom.cost.ledger import ledger
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS
-from parloom.cost.units import bytes_up
+from parloom.cost.units import bytes_up, format_bytes
 from parloom.errors import BudgetError, GapError, InfeasibleError, InputError, StoppedError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.plan import DEVICES, Constraint, Plan, Status
+from parloom.ir.regular_parts import check_on_any, memory_of
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import INTERRUPTED, constraint_line
 from parloom.rewrite.rewrites import rewritten
@@ -55,7 +56,8 @@ def answer(request: Request, origin: Origin, pins: Sequence[Pin], memory: str, s
     factored = factorize(request.graph)
     request = replace(request, pinned=resolve(pins, request.graph, factored))
     if request.method == AUTO:
-        check_pins(request.pinned, factored, request.cluster)
+        pinned = request.pinned
+        check_on_any(request.cluster, lambda part: check_pins(pinned, factored, part))
     if clashes(request.pinned):
         raise conflict(request, base_of(request))
     try:
@@ -73,7 +75,7 @@ def _least(request: Request, origin: Origin, proposed: Candidates, say: Say) -> 
     Raises `InfeasibleError` where it does not.
     """
     least: int | None = None
-    if request.method == AUTO:
+    if request.method == AUTO and not request.cluster.parts:
         say("nothing fits so far; looking for the smallest plan")
         try:
             small, least = smallest(request)
@@ -82,9 +84,27 @@ def _least(request: Request, origin: Origin, proposed: Candidates, say: Say) -> 
                 raise
         else:
             proposed = replace(proposed, found=(*proposed.found, small))
-    if any(plan.prediction.peak_bytes <= request.limit_bytes for plan in proposed.found):
+    if any(request.fits(plan.prediction) for plan in proposed.found):
         return best_of(request, proposed, say)
+    if request.cluster.parts:
+        raise InfeasibleError(_short_parts(request, proposed.found))
     raise _shortage(request, origin, proposed.found, least, say)
+
+
+def _short_parts(request: Request, found: Sequence[ScoredPlan]) -> str:
+    """What the plan of a mixed cluster holds whose memory is the nearest to what there is."""
+    lines = [f"no plan fits on {request.cluster.name}"]
+
+    def above(plan: ScoredPlan) -> float:
+        return max(peak / request.limit_of(device) for device, peak in plan.prediction.peaks)
+
+    for plan in sorted(found, key=above)[:1]:
+        peaks = (
+            f"{bytes_up(peak)} of {format_bytes(request.limit_of(device))} on {device}"
+            for device, peak in plan.prediction.peaks
+        )
+        lines.append(f"the nearest found, {plan.name}, needs {', '.join(peaks)}")
+    return "; ".join(lines)
 
 
 def _shortage(
@@ -170,7 +190,7 @@ def _constrained(request: Request, origin: Origin, found: Choice, memory: str, s
     """`found` with each pin and the best plan without it, then all pins, then the limit on memory;
     Ctrl-C leaves out what is still to be asked.
     """
-    pins, there = request.pinned.pins, request.cluster.device.memory_bytes
+    pins, there = request.pinned.pins, memory_of(request.cluster)
     asked = [(pin.text, [p for p in pins if p is not pin], request) for pin in pins]
     if len(pins) > 1:
         asked.append((ALL, [], request))

@@ -49,6 +49,7 @@ from parloom.ir.ops import op_of
 from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
+from parloom.ir.regular_parts import memory_of, regular_parts
 from parloom.ir.text import parse_graph, print_graph
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, rate_words, routing_words
@@ -244,7 +245,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     whole = machine_for(cluster, calibration)
     machine = whole if devices is None else whole.part(devices)
     graph = captured.graph
-    there = machine.cluster.device.memory_bytes
+    there = memory_of(machine.cluster)
     limit = arguments.memory_bytes(memory) or there
     if captured.batch_semantics == MICROBATCH:
         microbatches = captured.microbatches
@@ -268,10 +269,12 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     choice = answer(request, origin, pins, size, progress)
     # Of the devices that a plan uses: processes share cores.
-    used = machine.part(choice.best.decisions.num_ranks).loaded
-    assumptions = (*used.assumptions, *rate_words(graph, machine.cluster.device))
+    used = machine.used_by(choice.best.decisions).loaded
+    types = dict.fromkeys(part.cluster.device for part in regular_parts(machine.cluster))
+    rates = (line for device in types for line in rate_words(graph, device))
+    assumptions = (*used.assumptions, *rates)
     assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
-    if limit > there:
+    if limit > there and not machine.cluster.parts:
         line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
         line += f" {format_bytes(there)} of {machine.cluster.device.name}"
         assumptions = (*assumptions, line)
@@ -376,6 +379,7 @@ def calibrate(
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
     machine = resolve_cluster(cluster or f"{size}xcpu").cluster
+    machine.prime_axes()  # or it says that it has parts of several types
     if found and (cluster is None or found[0].decisions.num_ranks == size):
         machine = cluster_of(found[0])  # what the plan uses of the cluster
     pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]

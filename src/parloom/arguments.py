@@ -11,6 +11,7 @@ from parloom.cost import units
 from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL
+from parloom.ir.regular_parts import check_on_any
 from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
 from parloom.search.pins import Pin, parse_pin
@@ -91,7 +92,8 @@ def check_on(cluster: Cluster, asked: Mapping[str, object]) -> None:
         given = asked.get(flag)
         texts = given if isinstance(given, list | tuple) else ()
         pins += (parse_pin(str(text), forbidden=flag == "forbid") for text in texts)
-    check_axes(Pinned(tuple(map(Subjects, pins))), cluster)
+    pinned = Pinned(tuple(map(Subjects, pins)))
+    check_on_any(cluster, lambda part: check_axes(pinned, part))
 
 
 def memory_bytes(given: object) -> int | None:

@@ -21,6 +21,7 @@ from parloom.comparators.grid import MOST, Grid
 from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.tofu import tofu
+from parloom.cost.units import format_seconds
 from parloom.errors import (
     BudgetError,
     InputError,
@@ -30,12 +31,14 @@ from parloom.errors import (
     one_line,
 )
 from parloom.ir.plan import ActivationDecision, Decisions, Status
+from parloom.ir.regular_parts import RegularPart, moved_by
 from parloom.search.blocks import search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.optimize import SAME, Searched, least_work_ps
 from parloom.search.pipelines.auto import with_pipelines
+from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.stripes import with_stripes
 
@@ -62,6 +65,8 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
         "whale": whale,
     }
 )
+# Those that are of devices of several types.
+ACROSS = ("whale",)
 # What plans are called where that is not the method's name.
 TITLES: Mapping[str, str] = MappingProxyType(
     {
@@ -96,8 +101,87 @@ class _Proposed:
 def candidates(request: Request, say: Say) -> Candidates:
     """What the method of `request` proposes: a name in `RULES` or `COMPARATORS`, random, or auto.
 
-    Ctrl-C ends it with what it has. Raises `InputError` where it proposes nothing.
+    On a mixed cluster methods are asked for each of its parts; `auto` and those of `ACROSS` for all
+    of them, too. Ctrl-C ends it with what it has. Raises `InputError` where it proposes nothing.
     """
+    return _of_parts(request, say) if request.cluster.parts else _of_one_part(request, say)
+
+
+def _of_parts(request: Request, say: Say) -> Candidates:
+    """What the method proposes on each part of a mixed cluster, and on several of them."""
+    found: list[ScoredPlan] = []
+    refused: list[str] = []
+    statuses = [Status.COMPLETE]
+    alone = () if request.all_devices or request.method in ACROSS else request.regular()
+    shares = {part: least_work_ps(Contexts(own, base_of(own))) for part, own in alone}
+    for part, own in sorted(alone, key=lambda each: shares[each[0]] / len(each[0].devices)):
+        device, least_s = part.cluster.device.name, shares[part] / len(part.devices) / 1e12
+        fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
+        where = f"on {part.cluster.name} ({len(part.devices)} x {device}) alone"
+        if least_s > min(fitting, default=inf):
+            say(f"{where} no plan takes less than {format_seconds(least_s)}")
+            continue
+        say(where)
+        try:
+            there = _of_one_part(own, say)
+        except (InputError, LayoutError) as error:
+            refused.append(f"{request.method} on {part.cluster.name}: {one_line(error)}")
+            continue
+        found += (_on_part(part, plan) for plan in there.found)
+        refused += (f"on {part.cluster.name}: {line}" for line in there.refused)
+        statuses.append(there.status)
+        if there.status is Status.INTERRUPTED:
+            break
+    bound = None
+    if request.method in (AUTO, *ACROSS) and statuses[-1] is not Status.INTERRUPTED:
+        fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
+        across = _across(request, min(fitting, default=inf), say)
+        found += across.found
+        refused += across.refused
+        statuses.append(across.status)
+        bound = across.bound_s
+    worst = next((s for s in (Status.INTERRUPTED, Status.OUT_OF_BUDGET) if s in statuses), None)
+    if not found and worst is not None:
+        raise _nothing(request.method, worst, (), {})
+    if not found:
+        which = "all devices of " if request.all_devices else ""
+        why = f": {refused[0]}" if refused else ""
+        raise InputError(f"{request.method} has no plan on {which}{request.cluster.name}{why}")
+    bound = None if worst is Status.INTERRUPTED else bound
+    return Candidates(tuple(found), tuple(refused), bound, None, worst or Status.COMPLETE)
+
+
+def _across(request: Request, best_s: float, say: Say) -> Candidates:
+    """What the method proposes on several parts of a mixed cluster."""
+    base = base_of(request)
+    if request.method == AUTO:
+        across = across_parts(request, base, best_s * 1e12, say)
+        found = [
+            ScoredPlan(p.decisions, p.prediction, AUTO, _name(AUTO, p.decisions))
+            for p in across.found
+        ]
+        words = (f"{AUTO}: {across.left_out}",) if across.left_out else ()
+        return Candidates(tuple(found), words, across.bound_ps / 1e12, None, across.status)
+    proposed = _Proposed()
+    _propose(request, (request.method,), MOST, proposed, say)
+    refused = [f"{n}: not possible: {one_line(error)}" for n, error in proposed.refused.items()]
+    status = Status.INTERRUPTED if proposed.stopped else Status.COMPLETE
+    return Candidates(tuple(proposed.found), tuple(refused), status=status)
+
+
+def _on_part(part: RegularPart, plan: ScoredPlan) -> ScoredPlan:
+    """A plan for a part of a mixed cluster as one for the whole."""
+    peaks = ((part.cluster.device.name, plan.prediction.peak_bytes),)
+    return replace(
+        plan,
+        decisions=moved_by(plan.decisions, part.first),
+        prediction=replace(plan.prediction, peaks=peaks),
+        name=f"{plan.name}, on {part.cluster.name}",
+    )
+
+
+def _of_one_part(request: Request, say: Say) -> Candidates:
+    """What the method proposes on a cluster of equal parts."""
     method = request.method
     names, most = (tuple(RULES), BESIDE) if method == AUTO else ((method,), MOST)
     proposed = _Proposed()
@@ -293,10 +377,11 @@ def _plans(
         count = request.num_microbatches or 1
         base = replace(base, activations=asked, num_microbatches=count)
         alone = request.cluster.num_devices == 1
+        predict = request.placed if request.cluster.parts else request.predict
         for decisions in (on_one_device(base),) if alone else COMPARATORS[name](request, base, say):
             words = _name(name, decisions)
             try:
-                yield ScoredPlan(decisions, request.predict(decisions), name, words)
+                yield ScoredPlan(decisions, predict(decisions), name, words)
             except LayoutError as error:  # as where microbatches do not divide over its mesh
                 proposed.refused[words] = error
 

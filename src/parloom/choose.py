@@ -1,6 +1,6 @@
 """From the candidates of a method to one plan: the fastest, as simulated, of those that fit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from parloom.candidates import Candidates, candidates
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import InfeasibleError, InputError, StoppedError
 from parloom.execute.files import read_plan
-from parloom.ir.mesh import check_part
-from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Status
+from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Prediction, Status
+from parloom.report.mixed import left_out_words
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
 from parloom.rewrite.rewrites import changes_tensors
 from parloom.search.conflicts import broken
@@ -39,7 +39,7 @@ class Choice:
 
     best: ScoredPlan
     scored: tuple[ScoredPlan, ...]
-    limit_bytes: int
+    fits: Callable[[Prediction], bool]
     notes: tuple[str, ...] = ()
     bound_s: float | None = None
     solver_gap: float | None = None
@@ -58,7 +58,7 @@ class Choice:
                     other.name,
                     other.prediction.step_s,
                     other.prediction.peak_bytes,
-                    other.prediction.peak_bytes <= self.limit_bytes,
+                    self.fits(other.prediction),
                 )
                 for other in self.scored
             ),
@@ -87,10 +87,6 @@ def _candidates(request: Request, say: Say) -> Candidates:
     if method in arguments.METHODS:
         return candidates(request, say)
     decisions = read_plan(Path(method)).decisions
-    try:
-        check_part(request.cluster, decisions.num_ranks)
-    except InputError as error:
-        raise InputError(f"{method}: {error}") from None
     if request.batch_semantics == MICROBATCH:
         decisions = replace(decisions, num_microbatches=request.apart, batch_semantics=MICROBATCH)
     elif decisions.accumulates:
@@ -103,8 +99,11 @@ def _candidates(request: Request, say: Say) -> Candidates:
     reason = broken(request.pinned, request.graph, decisions)
     if reason is not None:
         raise InputError(f"{method} is not as asked: {reason}; --method auto searches for a plan")
-    part = request.on(decisions.num_ranks)
-    return Candidates((ScoredPlan(decisions, part.predict(decisions), method, method),))
+    try:
+        found = request.placed(decisions)
+    except InputError as error:
+        raise InputError(f"{method}: {error}") from None
+    return Candidates((ScoredPlan(decisions, found, method, method),))
 
 
 def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
@@ -113,7 +112,7 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     for plan in proposed.found:
         step, peak = plan.prediction.step_s, plan.prediction.peak_bytes
         say(f"{plan.name}: {format_seconds(step)}, {format_bytes(peak)}")
-    fitting = [plan for plan in proposed.found if plan.prediction.peak_bytes <= limit]
+    fitting = [plan for plan in proposed.found if request.fits(plan.prediction)]
     if stopped and not fitting:
         raise StoppedError
     if not fitting and proposed.status is Status.OUT_OF_BUDGET:
@@ -125,17 +124,28 @@ def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
     step_s = best.prediction.step_s
     same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
     fewest = min((p.decisions.num_ranks, p.prediction.step_s) for p in same)
-    devices = request.cluster.num_devices
-    uneven = uneven_words(request.samples, devices) if splits(best.decisions) else ()
+    cluster = request.cluster
+    even = cluster.parts or not splits(best.decisions)
+    uneven = () if even else uneven_words(request.samples, cluster.num_devices)
     notes = (
         *([f"{best.method}: {INTERRUPTED}"] if stopped else []),
-        *part_words(request.cluster, best.decisions, step_s, *fewest),
+        *(
+            left_out_words(cluster, [(p.decisions, p.prediction.step_s) for p in fitting])
+            if cluster.parts
+            else part_words(cluster, best.decisions, step_s, *fewest)
+        ),
         *uneven,
         *idle_words(best.decisions, _why_idle(request, proposed.found)),
         *proposed.refused,
     )
     choice = Choice(
-        best, proposed.found, limit, notes, proposed.bound_s, proposed.solver_gap, proposed.status
+        best,
+        proposed.found,
+        request.fits,
+        notes,
+        proposed.bound_s,
+        proposed.solver_gap,
+        proposed.status,
     )
     if choice.bound_s and changes_tensors(best.decisions.rewrites):
         notes = (f"{best.name}: {UNBOUND}", *notes)
@@ -154,7 +164,7 @@ def _why_idle(request: Request, found: Sequence[ScoredPlan]) -> str:
     if others:
         least = min(others, key=lambda p: (p.prediction.step_s, p.prediction.peak_bytes, p.name))
         step_s, peak = least.prediction.step_s, least.prediction.peak_bytes
-        fits = "" if peak <= request.limit_bytes else ", which does not fit"
+        fits = "" if request.fits(least.prediction) else ", which does not fit"
         size = f"{format_seconds(step_s)} and {format_bytes(peak)} per device{fits}"
         return f"the fastest plan that splits something, {least.name}, needs {size}"
     count, ranks = request.samples, request.cluster.num_devices

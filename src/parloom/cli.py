@@ -24,7 +24,7 @@ from rich.console import RenderableType
 
 from parloom import __version__, arguments
 from parloom.arguments import METHODS
-from parloom.cost.clusters import read_cluster, resolve_cluster
+from parloom.cost.clusters import resolve_cluster
 from parloom.errors import (
     EqualityError,
     InfeasibleError,
@@ -272,7 +272,7 @@ def cluster_show(
     if known or cluster is None:
         show_json(clusters.devices_document()) if as_json else _print(clusters.devices_screen())
         return
-    loaded = read_cluster(cluster)
+    loaded = resolve_cluster(cluster)
     if as_json:
         show_json(clusters.cluster_document(loaded.cluster, loaded.assumptions))
     else:
@@ -286,14 +286,14 @@ def cluster_check(
     verbose: Verbose = False,
 ) -> None:
     """Read a cluster strictly: exit 0, or 2 with the line and column of the first fault."""
-    loaded = read_cluster(cluster)
+    loaded = resolve_cluster(cluster)
     found = loaded.cluster
     if as_json:
         document = {"ok": True, "name": found.name, "num_devices": found.num_devices}
         show_json(document | {"planned": not found.parts, "assumptions": list(loaded.assumptions)})
     elif found.parts:
         parts = ", ".join(f"{part.count} x {part.cluster.name}" for part in found.parts)
-        _print(f"{cluster}: fine: {found.name}, {parts}; not planned for yet")
+        _print(f"{cluster}: fine: {found.name}, {parts}")
     else:
         _print(f"{cluster}: fine: {found.name}, {found.num_devices} x {found.device.name}")
 

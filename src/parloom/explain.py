@@ -11,12 +11,14 @@ from rich.text import Text
 
 from parloom import arguments
 from parloom.choose import choose
+from parloom.cost.clusters import resolve_cluster
 from parloom.cost.step import priced
 from parloom.errors import FingerprintError, InfeasibleError, InputError, NotYetError, nearest
 from parloom.execute.files import read_plan
-from parloom.execute.machine import machine_of
+from parloom.execute.machine import machine_for, machine_of
 from parloom.execute.program import lowered
 from parloom.ir.plan import OF_ONE_STAGE, Plan, Status
+from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
@@ -109,15 +111,19 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
     """The plan of that path, or the best one of that method; one that does not fit if none does."""
     if versus in arguments.METHODS:
         machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
+        mixed = bool(resolve_cluster(plan.cluster).cluster.parts)
+        if mixed:  # methods choose among its parts
+            machine = machine_for(plan.cluster, calibration)
         request = Request(
             parse_graph(plan.graph),
             machine,
             plan.optimizer,
-            memory_limit(plan, machine.cluster.device.memory_bytes),
+            memory_limit(plan, memory_of(machine.cluster)),
             count if count > 1 else None,
             plan.seed,
             batch_semantics=plan.decisions.batch_semantics,
             method=versus,
+            all_devices=not mixed,
         )
         for limit in (request.limit_bytes, UNLIMITED):
             try:

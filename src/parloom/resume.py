@@ -102,6 +102,11 @@ def devices_there(plan: Plan, cluster: str | None, devices: int | None) -> Devic
         left = torch.cuda.device_count()
         if 0 < left < ranks and not launch.inside_a_job():
             sizes = part_sizes(loaded.cluster)
+            if not sizes:
+                raise InputError(
+                    f"{left} devices of {loaded.cluster.name} are left, which has several types:"
+                    " say of which they are (--cluster)"
+                )
             return Devices(loaded.spec, max(size for size in sizes if size <= left))
     same = loaded.spec == resolve_cluster(plan.cluster).spec and devices in (None, ranks)
     return None if same else Devices(loaded.spec, devices)

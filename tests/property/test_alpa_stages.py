@@ -133,9 +133,11 @@ def test_layers_are_the_best_of_all(seed: int) -> None:
 
 
 def test_equal_shares_are_as_near_as_items_allow() -> None:
-    assert even([1.0, 1.0, 1.0, 1.0], 2) == [0, 2, 4]
-    assert even([6.0, 1.0, 1.0, 1.0], 3) == [0, 1, 2, 4]
-    assert even([0.0, 0.0, 9.0], 3) == [0, 1, 2, 3]
+    assert even([1.0, 1.0, 1.0, 1.0], [1] * 2) == [0, 2, 4]
+    assert even([6.0, 1.0, 1.0, 1.0], [1] * 3) == [0, 1, 2, 4]
+    assert even([0.0, 0.0, 9.0], [1] * 3) == [0, 1, 2, 3]
+    assert even([1.0, 1.0, 1.0, 1.0], [3, 1]) == [0, 3, 4]
+    assert even([1.0, 1.0, 1.0, 1.0], [1, 3]) == [0, 1, 4]
 
 
 @examples(4)

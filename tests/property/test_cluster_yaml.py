@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from parloom.cost.cluster_file import MAX_DEVICES, one_line, read_cluster_text
-from parloom.cost.clusters import read_cluster
+from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError
 from parloom.report.clusters import cluster_document, cluster_screen
 from tests.examples import examples
@@ -139,4 +139,4 @@ def test_any_tree_of_known_keys(document: dict[str, Any]) -> None:
 @given(st.text(max_size=20) | st.sampled_from(["a\x00.yaml", "/", "x" * 5000 + ".yaml", "2x8x"]))
 def test_any_spec(spec: str) -> None:
     with contextlib.suppress(InputError):
-        assert read_cluster(spec).cluster.num_devices > 0
+        assert resolve_cluster(spec).cluster.num_devices > 0

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from parloom.cost.clusters import load_cluster, read_cluster, resolve_cluster
+from parloom.cost.clusters import load_cluster, resolve_cluster
 from parloom.cost.collectives import collective
 from parloom.cost.devices import find_device, known_devices
-from parloom.errors import InputError, NotYetError
+from parloom.errors import InputError
 from parloom.ir.mesh import part_of
 
 LAB = """\
@@ -333,18 +333,14 @@ parts:
 """
 
 
-def test_unequal_parts_are_described_and_not_planned_for(tmp_path: Path) -> None:
+def test_unequal_parts_are_described(tmp_path: Path) -> None:
     path = write(tmp_path, UNEVEN)
-    cluster = read_cluster(path).cluster
+    cluster = resolve_cluster(path).cluster
     assert (cluster.num_devices, [part.count for part in cluster.parts]) == (16, [2, 1])
     assert cluster.price_per_hour == pytest.approx(8 * 3.06 + 8 * 5.12)
-    with pytest.raises(
-        NotYetError, match=r"unequal parts \(2 x old, 1 x new\).*not planned for yet"
-    ):
-        resolve_cluster(path)
-    with pytest.raises(NotYetError, match="not planned for yet"):
+    with pytest.raises(InputError, match=r"unequal parts \(2 x old, 1 x new\).*equal devices"):
         collective("all_reduce", 1.0, ((0, 3),), cluster)
-    again = read_cluster(read_cluster(path).spec)
+    again = resolve_cluster(resolve_cluster(path).spec)
     assert again.cluster == cluster
     assert not again.assumptions
 
@@ -402,7 +398,7 @@ levels: [{name: NVLink, size: 2, bandwidth: 64GB/s}]
 )  # fmt: skip
 def test_more_faults_have_a_place(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_cluster(write(tmp_path, text))
+        resolve_cluster(write(tmp_path, text))
 
 
 def test_a_direction_that_is_said_is_believed(tmp_path: Path) -> None:
@@ -413,6 +409,6 @@ def test_a_direction_that_is_said_is_believed(tmp_path: Path) -> None:
 def test_the_files_on_the_page_are_read(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs/clusters.md"
     texts = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    found = [read_cluster(write(tmp_path, text)).cluster for text in texts]
+    found = [resolve_cluster(write(tmp_path, text)).cluster for text in texts]
     assert [cluster.num_devices for cluster in found] == [64, 256, 16]
     assert [bool(cluster.parts) for cluster in found] == [False, False, True]

@@ -238,7 +238,7 @@ def test_that_the_other_search_was_stopped_is_said(
     plan = case_of(GRAPH, CLUSTER, next(data_parallel(GRAPH, CLUSTER))).plan
     best = ScoredPlan(plan.decisions, Prediction(1.0, 1))
     status = Status.INTERRUPTED if stopped else Status.COMPLETE
-    other = Choice(best, (best,), 2**40, status=status)
+    other = Choice(best, (best,), lambda _: True, status=status)
     monkeypatch.setattr("parloom.explain.choose", lambda request, say: other)
     said: list[str] = []
     explain(plan, path="plan.json", versus="auto", progress=said.append)

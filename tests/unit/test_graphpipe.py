@@ -11,9 +11,9 @@ import pytest
 from parloom.comparators.pipelines import split
 from parloom.comparators.tree_split import PRECISION, tree_split
 from parloom.cost.clusters import load_cluster
-from parloom.cost.stages import aligned, crossed
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions
+from parloom.ir.regular_parts import aligned, crossed
 from parloom.ir.series_parallel import Parallel, Series, Tree, decompose, items_in
 from parloom.search.pipelines.costs import Ints, ItemCosts, Sent
 from tests.property.test_series_parallel import closure, numbered, ordered

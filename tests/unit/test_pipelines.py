@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from parloom.comparators.pipelines import split
 from parloom.cost.clusters import load_cluster
-from parloom.cost.stages import crossed
 from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.ir.action_lists import check_lists, parse_action
 from parloom.ir.graph import Graph
@@ -19,6 +18,7 @@ from parloom.ir.mesh import Cluster, Mesh, grid
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage
 from parloom.ir.plan_json import plan_from_json, plan_to_json
+from parloom.ir.regular_parts import crossed
 from parloom.ir.schedules import schedule, stage_depths
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions
@@ -158,7 +158,6 @@ def test_ranks_of_a_group_have_the_same_list() -> None:
 @pytest.mark.parametrize(
     ("devices", "schedule", "said"),
     [
-        ((range(1), range(2, 3)), "1f1b", "stages have no device 1, and some after it"),
         ((range(1), range(1, 2)), "1f1c", "no schedule '1f1c'"),
         ((range(1), range(1, 2)), "one_stage", "one_stage is for one stage, not 2"),
     ],

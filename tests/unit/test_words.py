@@ -188,10 +188,10 @@ def test_memory_is_shown_beside_what_was_allowed(given: str) -> None:
 def test_the_links_of_an_axis_are_named() -> None:
     two, flat = megatron(perceptron(), CLUSTER)
     slow, fast = (level.name for level in reversed(CLUSTER.levels))
-    data, tensor, _ = words(perceptron(), two, CLUSTER.levels)
+    data, tensor, _ = words(perceptron(), two, CLUSTER)
     assert data.startswith(f"axis data over 2 devices ({slow}) splits samples")
     assert tensor.startswith(f"axis tensor over 2 devices ({fast}) splits output features")
-    assert f"4 devices ({slow}, {fast}) splits" in words(perceptron(), flat, CLUSTER.levels)[0]
+    assert f"4 devices ({slow}, {fast}) splits" in words(perceptron(), flat, CLUSTER)[0]
 
 
 def test_what_one_flag_costs_and_what_several_cost() -> None:

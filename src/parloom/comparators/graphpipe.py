@@ -31,11 +31,10 @@ def graphpipe(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
         say(f"graphpipe: {microbatches} microbatches, {len(chosen)} stages")
         ends = accumulate(size for _, size in chosen)
         stages = [
-            (tuple(keys[i] for i in sorted(items)), range(end - size, end))
+            (tuple(keys[i] for i in sorted(items)), range(end - size, end), costs[size].whole)
             for (items, size), end in zip(chosen, ends, strict=True)
         ]
-        wholes = {size: found.whole for size, found in costs.items()}
-        plan = replicated(request, base, wholes, stages)
+        plan = replicated(request, base, stages)
         yield _by_depth(plan, [items for items, _ in chosen], edges)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from parloom.comparators.baselines import plain
 from parloom.comparators.layers import chain_of
-from parloom.cost.stages import crossed
 from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
@@ -26,6 +25,7 @@ from parloom.ir.plan import (
     Stage,
     one_stage,
 )
+from parloom.ir.regular_parts import RegularPart, crossed, regular_parts
 from parloom.ir.stages import stage_items
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.request import Request, Say
@@ -67,7 +67,8 @@ def pipedream(request: Request, base: Decisions, say: Say) -> Iterator[Decisions
         chosen = split(costs, request.cluster)
         if chosen is not None:
             wholes = {size: found.whole for size, found in costs.items()}
-            plan = replicated(request, base, wholes, _ranges(request, chosen))
+            stages = [(*own, wholes[len(own[1])]) for own in _ranges(request, chosen)]
+            plan = replicated(request, base, stages)
             say(f"pipedream: {plan.num_microbatches} microbatches, {len(chosen)} stages")
             yield plan
 
@@ -77,11 +78,11 @@ def item_costs(request: Request, base: Decisions) -> Iterator[dict[int, ItemCost
     that the samples divide into; sizes over which they do not divide are left out.
     """
     cluster, graph = request.cluster, request.graph
-    pricer = Pricer(request, factorize(graph), stage_items(graph))
+    pricer = Pricer(request, factorize(graph), stage_items(graph), cluster)
     for microbatches in _counts(request, base, cluster.num_devices):
         found: dict[int, ItemCosts] = {}
         for size in sorted({1, cluster.num_devices, *part_sizes(cluster)}):
-            whole = _replicas(request, base, size, microbatches)
+            whole = _replicas(request, base, cluster, size, microbatches)
             if whole is not None:
                 with suppress(LayoutError, InputError):
                     found[size] = pricer.price(whole)
@@ -91,30 +92,58 @@ def item_costs(request: Request, base: Decisions) -> Iterator[dict[int, ItemCost
 
 def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
     """Stages that take equally long by the peak rates of their devices, one forward and one
-    backward pass in turns, replicated inside (Whale: Jia et al., ATC'22): on equal devices, stages
-    of equally many FLOPs on equally many devices, for every number of stages.
+    backward pass in turns, replicated inside (Whale: Jia et al., ATC'22): each type of devices in
+    equally many groups, for every number of them. Devices of more memory come first, as first
+    stages have most microbatches in flight.
     """
-    cluster, graph = request.cluster, request.graph
+    graph, keys = request.graph, stage_items(request.graph)
     flops = chain_of(graph, factorize(graph)).flops
-    sizes = [prime.stride for prime in cluster.prime_axes()]
-    for size in (*sizes, cluster.num_devices):
-        count = cluster.num_devices // size
-        if count > len(flops):
+    (dtype, *_) = (entry.value.spec.dtype for entry in graph.of_kind("parameter"))
+    for groups in _groups(request.cluster):
+        if len(groups) > len(flops):
             continue
-        chosen = [(first, last, size) for first, last in pairwise(even(flops, count))]
-        for microbatches in _counts(request, base, count):
-            whole = _replicas(request, base, size, microbatches)
-            if whole is not None:
-                yield replicated(request, base, {size: whole}, _ranges(request, chosen))
+        rates = [len(devices) * part.cluster.device.rate(dtype) for part, devices in groups]
+        ends = even(flops, rates)
+        for microbatches in _counts(request, base, len(groups)):
+            wholes = (
+                _replicas(request, base, part.cluster, len(devices), microbatches)
+                for part, devices in groups
+            )
+            stages = [
+                (keys[first:last], devices, whole)
+                for (first, last), (_, devices), whole in zip(
+                    pairwise(ends), groups, wholes, strict=True
+                )
+                if whole is not None
+            ]
+            if len(stages) == len(groups):
+                yield replicated(request, base, stages)
 
 
-def even(flops: Sequence[float], count: int) -> list[int]:
-    """Where `count` ranges of items begin and end that have the most equal FLOPs, each at least one
-    item: the k-th ends where the sum is nearest to k shares.
+def _groups(cluster: Cluster) -> Iterator[list[tuple[RegularPart, range]]]:
+    """Neighboring devices, as many groups of each regular part, the largest number first."""
+    parts = sorted(regular_parts(cluster), key=lambda part: -part.cluster.device.memory_bytes)
+    sizes = [[p.stride for p in part.cluster.prime_axes()] for part in parts]
+    counts = [
+        {1, *(len(p.devices) // size for size in own)} for p, own in zip(parts, sizes, strict=True)
+    ]
+    for count in sorted(set.intersection(*counts), reverse=True):
+        found = []
+        for part in parts:
+            size = len(part.devices) // count
+            begins = part.devices[::size]
+            found += [(part, range(begin, begin + size)) for begin in begins]
+        yield found
+
+
+def even(flops: Sequence[float], rates: Sequence[float]) -> list[int]:
+    """Where ranges of items begin and end that have FLOPs in proportion to `rates`, each at least
+    one item: each ends where the sum is nearest to the share of those until then.
     """
-    sums, ends = [0.0, *accumulate(flops)], [0]
+    sums, ends, count = [0.0, *accumulate(flops)], [0], len(rates)
+    shares = list(accumulate(rates))
     for index in range(1, count):
-        wanted = sums[-1] * index / count
+        wanted = sums[-1] * shares[index - 1] / shares[-1]
         among = range(ends[-1] + 1, len(flops) - count + index + 1)
         ends.append(min(among, key=lambda at: abs(sums[at] - wanted)))
     return [*ends, len(flops)]
@@ -148,10 +177,12 @@ def _counts(request: Request, base: Decisions, stages: int) -> tuple[int, ...]:
     return (asked,)
 
 
-def _replicas(request: Request, base: Decisions, size: int, microbatches: int) -> Decisions | None:
+def _replicas(
+    request: Request, base: Decisions, cluster: Cluster, size: int, microbatches: int
+) -> Decisions | None:
     """The model on `size` devices that replicate it; None where samples do not divide."""
     try:
-        part = part_of(request.cluster, size)
+        part = part_of(cluster, size)
         found = next(plain("data_parallel", request.graph, part, microbatches), None)
     except (LayoutError, InputError):
         return None
@@ -205,18 +236,17 @@ def split(costs: Mapping[int, ItemCosts], cluster: Cluster) -> list[tuple[int, i
 def replicated(
     request: Request,
     base: Decisions,
-    wholes: Mapping[int, Decisions],
-    chosen: Sequence[tuple[Sequence[str], range]],
+    chosen: Sequence[tuple[Sequence[str], range, Decisions]],
 ) -> Decisions:
-    """The plan of stages of these items that their devices replicate, by 1F1B; `wholes` are the
-    model on so many devices.
+    """The plan of stages of these items that their devices replicate, as in a plan of all items on
+    as many devices, by 1F1B.
     """
-    microbatches = next(iter(wholes.values())).num_microbatches
+    microbatches = chosen[0][2].num_microbatches
     stages: list[Stage] = []
     nodes: dict[str, NodeDecision] = {}
     prefixes = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
-    for items, devices in chosen:
-        whole, own = wholes[len(devices)], set(items)
+    for items, devices, whole in chosen:
+        own = set(items)
         stages.append(Stage(tuple(items), (devices,), whole.mesh))
         nodes |= {n.key: n for n in whole.nodes if prefixes[n.key] in own}
     if len(stages) == 1:

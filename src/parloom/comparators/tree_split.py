@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.cost.stages import aligned, crossed
 from parloom.ir.mesh import Cluster
+from parloom.ir.regular_parts import aligned, crossed
 from parloom.ir.series_parallel import Parallel, Series, Tree, items_in
 from parloom.search.pipelines.costs import ItemCosts
 

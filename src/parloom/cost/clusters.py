@@ -49,13 +49,6 @@ def load_cluster(spec: str) -> Cluster:
 
 
 def resolve_cluster(spec: str) -> LoadedCluster:
-    """As `read_cluster`, for planning: `NotYetError` for a cluster of unequal parts."""
-    loaded = read_cluster(spec)
-    loaded.cluster.prime_axes()
-    return loaded
-
-
-def read_cluster(spec: str) -> LoadedCluster:
     """The cluster of `2x8xH100`, `8xH100`, `4xcpu` or a YAML path, with its assumptions.
 
     A file's content, in braces, will do instead of its path. Raises `InputError` for an unknown

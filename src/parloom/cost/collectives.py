@@ -227,7 +227,7 @@ def candidates(
 def spans(group: Group, cluster: Cluster) -> Order:
     """The levels that `group` crosses, fastest first.
 
-    Raises `InputError` where it is not in the cluster, `NotYetError` for one of unequal parts.
+    Raises `InputError` where it is not in the cluster, and for one of unequal parts.
     """
     if cluster.parts:
         cluster.prime_axes()

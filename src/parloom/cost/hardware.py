@@ -1,5 +1,6 @@
 """The devices that a plan is for, and how a step on them is predicted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.regular_parts import RegularPart, regular_parts, used_cluster
 
 
 class Hardware(Protocol):
@@ -24,6 +26,12 @@ class Hardware(Protocol):
 
     def part(self, num_devices: int) -> "Hardware":
         """The first devices alone."""
+
+    def used_by(self, decisions: Decisions) -> "Hardware":
+        """The devices that a plan is priced on: see `used_cluster`."""
+
+    def regular(self) -> "Sequence[tuple[RegularPart, Hardware]]":
+        """The regular parts, each alone."""
 
     def simulate(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Timeline:
         """Play one step of a lowered program."""
@@ -46,6 +54,12 @@ class DataSheets:
 
     def part(self, num_devices: int) -> "DataSheets":
         return replace(self, cluster=part_of(self.cluster, num_devices))
+
+    def used_by(self, decisions: Decisions) -> "DataSheets":
+        return replace(self, cluster=used_cluster(self.cluster, decisions))
+
+    def regular(self) -> "Sequence[tuple[RegularPart, DataSheets]]":
+        return [(p, replace(self, cluster=p.alone)) for p in regular_parts(self.cluster)]
 
     def simulate(self, pcg: PCG, decisions: Decisions, optimizer: Optimizer) -> Timeline:
         return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)

@@ -76,12 +76,13 @@ class StageActions:
 
     `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split (`B` is
     then its first half); `B first`, `B last` and `W last` are those of the first and the last
-    microbatch, where they differ.
+    microbatch, where they differ. `device` is the type of its devices.
     """
 
     name: str
     actions: Mapping[str, Played]
     base: tuple[int, ...] = NOTHING
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,8 @@ class _Pipeline:
         mine = self.on[rank.index]
         base = tuple(map(sum, zip(*(stage.base for stage in mine), strict=True)))
         name = ", ".join(stage.name for stage in mine)
-        return Process(name, spans, base, tuple(waited.items()), tuple(left))
+        device = mine[0].device if mine else ""
+        return Process(name, spans, base, tuple(waited.items()), tuple(left), device)
 
     def _rank(self, index: int, listed: Sequence[Action], steps: int = 1) -> _Rank:
         """The instructions of one rank for steps that follow each other."""

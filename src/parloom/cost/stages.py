@@ -19,19 +19,19 @@ from parloom.cost.pipeline import (
 from parloom.cost.simulate import Simulator, simulate
 from parloom.cost.step import Priced, priced
 from parloom.cost.timeline import Timeline
-from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, group_lists
-from parloom.ir.mesh import Cluster, part_of
+from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
+from parloom.ir.regular_parts import devices_of, joined, own_part
 from parloom.ir.schedules import Lists
 from parloom.ir.stages import Crossing
 
-LevelOf = Callable[[int, int], int]
-"""The level of links between two stages."""
+JoinOf = Callable[[int, int], tuple[Cluster, int]]
+"""The level of links between two stages, and a cluster that has it."""
 Moved = tuple[float, float]
 """Bytes that each rank of one stage sends, and that each rank of another one receives."""
 
@@ -45,7 +45,8 @@ def simulate_stages(
 ) -> Timeline:
     """Play one step of all stages, which were lowered from `decisions`, on `cluster`."""
     if len(lowered.pcgs) == 1:
-        return simulate(lowered.only, cluster, decisions, optimizer, kernels)
+        own = own_part(cluster, decisions.stages[0]) if cluster.parts else cluster
+        return simulate(lowered.only, own, decisions, optimizer, kernels)
     player = StagePlayer(cluster, optimizer, kernels)
     stages = PricedStages(lowered, decisions.stages, player)
     return stages.play(tuple(own for _, own in group_lists(decisions)))
@@ -53,7 +54,7 @@ def simulate_stages(
 
 class StagePlayer:
     """Prices the programs of stages on parts of `cluster` and plays their actions; each program is
-    priced and played once, however many stages and plans have it.
+    priced and played once on equal devices, however many stages and plans have it.
     """
 
     def __init__(
@@ -61,32 +62,42 @@ class StagePlayer:
     ) -> None:
         self.cluster, self.optimizer, self.kernels = cluster, optimizer, kernels
         self._simulator = Simulator()
+        # One object for equal devices.
+        self._own: dict[tuple[range, ...], Cluster] = {}
+        self._alike: dict[Cluster, Cluster] = {}
         # By identity: with their programs, which nothing else may keep.
-        self._priced: dict[int, tuple[PCG, Priced]] = {}
-        self._played: dict[tuple[int, bool], StageActions] = {}
+        self._priced: dict[tuple[int, int], tuple[PCG, Priced]] = {}
+        self._played: dict[tuple[int, int, bool], StageActions] = {}
 
-    def priced(self, pcg: PCG) -> Priced:
-        """What the operators and transfers of a program take."""
-        if id(pcg) not in self._priced:
-            found = priced(pcg, self._part(pcg), pcg.decisions, self.optimizer, self.kernels)
-            self._priced[id(pcg)] = pcg, found
-        return self._priced[id(pcg)][1]
+    def own(self, stage: PlannedStage) -> Cluster:
+        """The devices of a stage; raises `InputError` as `own_part` does."""
+        if stage.devices not in self._own:
+            found = own_part(self.cluster, stage)
+            self._own[stage.devices] = self._alike.setdefault(found, found)
+        return self._own[stage.devices]
 
-    def actions(self, pcg: PCG, *, split: bool) -> StageActions:
+    def priced(self, pcg: PCG, stage: PlannedStage) -> Priced:
+        """What the operators and transfers of a stage's program take."""
+        own = self.own(stage)
+        key = id(pcg), id(own)
+        if key not in self._priced:
+            self._priced[key] = pcg, priced(pcg, own, pcg.decisions, self.optimizer, self.kernels)
+        return self._priced[key][1]
+
+    def actions(self, pcg: PCG, stage: PlannedStage, *, split: bool) -> StageActions:
         """The actions of a stage, with gradients of weights apart where its passes are `split`."""
-        own, key = self.priced(pcg), (id(pcg), split)
+        found, own = self.priced(pcg, stage), self.own(stage)
+        key = id(pcg), id(own), split
         if key not in self._played:
-            stage = Stage(pcg, self._part(pcg), own)
-            self._played[key] = play_stage("", stage, self._simulator, split=split)
+            device = own.device.name if self.cluster.parts else ""
+            played = play_stage("", Stage(pcg, own, found), self._simulator, split=split)
+            self._played[key] = replace(played, device=device)
         return self._played[key]
-
-    def _part(self, pcg: PCG) -> Cluster:
-        return part_of(self.cluster, pcg.decisions.mesh.num_ranks)
 
 
 class PricedStages:
-    """The stages of a plan, to be played under any action lists. `level_of` says over which level
-    of links two stages send, where that is not the one between their devices.
+    """The stages of a plan, to be played under any action lists. `join_of` says over which level of
+    links two stages send, where that is not the one between their devices.
     """
 
     def __init__(
@@ -94,21 +105,20 @@ class PricedStages:
         lowered: LoweredStages,
         planned: Sequence[PlannedStage],
         player: StagePlayer,
-        level_of: LevelOf | None = None,
+        join_of: JoinOf | None = None,
     ) -> None:
-        cluster = player.cluster
-        for index, stage in enumerate(planned):
-            _check_aligned(index, stage, cluster)
-        self.lowered, self.player = lowered, player
-        devices = [[d for part in stage.devices for d in part] for stage in planned]
-        self.level_of = level_of or (lambda a, b: crossed(devices[a], devices[b], cluster))
-        self.edges = tuple(_edges(lowered, self.level_of, cluster))
+        self.lowered, self.planned, self.player = lowered, planned, player
+        for stage in planned:
+            player.own(stage)
+        devices = [devices_of(stage) for stage in planned]
+        self.join_of = join_of or (lambda a, b: joined(player.cluster, devices[a], devices[b]))
+        self.edges = tuple(_edges(lowered, self.join_of))
         self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
 
     def actions(self, index: int, *, split: bool) -> StageActions:
         """The actions of a stage, by its number; see `StagePlayer.actions`."""
-        played = self.player.actions(self.lowered.pcgs[index], split=split)
-        return replace(played, name=f"stage {index}")
+        pcg, stage = self.lowered.pcgs[index], self.planned[index]
+        return replace(self.player.actions(pcg, stage, split=split), name=f"stage {index}")
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""
@@ -124,35 +134,17 @@ class PricedStages:
         for stage in holders:
             pcg, graph = self.lowered.pcgs[stage], self.lowered.cut.graphs[stage]
             position = next(i for i, entry in enumerate(graph.inputs) if entry.target == name)
-            held = self.player.priced(pcg).parameters
+            held = self.player.priced(pcg, self.planned[stage]).parameters
             own = held.by_name[pcg.graph.inputs[position].value.name]
             sizes.append(held.stored_of(own).get("gradients", 0))
-        level = max(self.level_of(holders[0], other) for other in holders[1:])
         ring = len(holders)
         size = 2 * (ring - 1) / ring * max(sizes)
-        return Shared(tuple(holders), send(size, size, level, self.player.cluster))
+        joins = (self.join_of(holders[0], other) for other in holders[1:])
+        sends = (send(size, size, level, own) for own, level in joins)
+        return Shared(tuple(holders), max(sends, key=lambda sent: sent.ps))
 
 
-def aligned(devices: Sequence[int], cluster: Cluster) -> bool:
-    """Whether as few nodes as can be have the devices: a stage is priced as such a part."""
-    below = 1
-    for level in cluster.levels:
-        below *= level.size
-        if len({device // below for device in devices}) > max(1, len(devices) // below):
-            return False
-    return True
-
-
-def _check_aligned(index: int, stage: PlannedStage, cluster: Cluster) -> None:
-    devices = [device for part in stage.devices for device in part]
-    if not aligned(devices, cluster):
-        raise InputError(
-            f"stage {index} has devices {devices[0]} to {devices[-1]} of {cluster.name}, which lie"
-            " over more nodes than so many need: that is not predicted yet; begin at a multiple"
-        )
-
-
-def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[Edge]:
+def _edges(lowered: LoweredStages, join_of: JoinOf) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
     found: dict[tuple[int, int], list[tuple[Moved, Moved | None]]] = {}
     for crossing in lowered.cut.crossings:
@@ -161,7 +153,7 @@ def _edges(lowered: LoweredStages, level_of: LevelOf, cluster: Cluster) -> list[
             values.append(crossing_bytes(lowered, crossing, target))
     edges = []
     for (source, target), values in sorted(found.items()):
-        level = level_of(source, target)
+        cluster, level = join_of(source, target)
         forward = send(*_sum(there for there, _ in values), level, cluster)
         back = [moved for _, moved in values if moved is not None]
         edges.append(
@@ -196,14 +188,3 @@ def _moved(received: PValue, source: PCG, target: PCG) -> Moved:
     each = prod(local_shape(received.layout, received.spec.shape, target.mesh))
     each *= DTYPE_BYTES[received.spec.dtype]
     return each * target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks, each
-
-
-def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
-    """The outermost level of links that joins devices of two stages."""
-    found, below = 0, 1
-    for level, each in enumerate(cluster.levels):
-        parts = {devices[end] // below for devices in (one, other) for end in (0, -1)}
-        if len(parts) > 1:
-            found = level
-        below *= each.size
-    return found

@@ -107,7 +107,8 @@ class Message:
 class Process:
     """The device that stands for all ranks of a stage, and the memory it holds all along.
 
-    `waited` are ps per kind of transfer between actions, `left` what actions left under way.
+    `waited` are ps per kind of transfer between actions, `left` what actions left under way;
+    `device` is the type of the device on a mixed cluster.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Process:
     base: tuple[int, ...] = NOTHING
     waited: tuple[tuple[str, int], ...] = ()
     left: tuple[Slice, ...] = ()
+    device: str = ""
 
     @property
     def memory(self) -> Memory:
@@ -154,11 +156,19 @@ class Timeline:
         """The most that any device holds."""
         return max(process.memory.peak for process in self.processes)
 
+    @property
+    def peaks(self) -> tuple[tuple[str, int], ...]:
+        """The most that any device of each type holds, on a mixed cluster."""
+        found: dict[str, int] = {}
+        for process in self.processes:
+            found[process.device] = max(found.get(process.device, 0), process.memory.peak)
+        return tuple((device, peak) for device, peak in found.items() if device)
+
     def prediction(self) -> Prediction:
         """As a plan stores it: what the device that holds the most has of each component then."""
         memory = max((p.memory for p in self.processes), key=lambda memory: memory.peak)
         parts = tuple(zip(COMPONENTS, memory.at_peak, strict=True))
-        return Prediction(self.step_s, memory.peak, parts, "spec")
+        return Prediction(self.step_s, memory.peak, parts, "spec", peaks=self.peaks)
 
     def busy(self, process: int = 0) -> dict[str, int]:
         """Picoseconds that the compute stream and the channels are busy."""

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from parloom.cost.clusters import read_cluster
+from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError, ParloomError
 from parloom.execute.consistent import check_results
 from parloom.execute.optimizers import named_optimizer
 from parloom.input_files import MIB, read_input
-from parloom.ir.mesh import check_part
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
+from parloom.ir.regular_parts import used_cluster
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
 
@@ -96,7 +96,7 @@ def read_plan(path: Path) -> Plan:
     data = read_input(file, "the plan", MOST_PLAN_BYTES, "make one with `parloom plan`")
     plan = plan_from_json(data, str(file))
     try:
-        check_part(read_cluster(plan.cluster).cluster, plan.decisions.num_ranks)
+        used_cluster(resolve_cluster(plan.cluster).cluster, plan.decisions)
     except InputError as error:
         raise InputError(
             f"{file}: cluster: {error}. If the file was edited by hand, undo that; `parloom plan"

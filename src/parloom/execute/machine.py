@@ -16,12 +16,14 @@ from parloom.cost.measured import (
 from parloom.cost.simulate import simulate
 from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
+from parloom.errors import InputError
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
 from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, check_part, part_of
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
+from parloom.ir.regular_parts import RegularPart, regular_parts, used_cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,20 @@ class Machine:
         check_part(self.cluster, num_devices)
         if num_devices == self.cluster.num_devices:
             return self
-        cluster = part_of(self.described.cluster, num_devices)
+        return self._on(part_of(self.described.cluster, num_devices))
+
+    def used_by(self, decisions: Decisions) -> "Machine":
+        """The devices that a plan is priced on: see `used_cluster`."""
+        return self._on(used_cluster(self.described.cluster, decisions))
+
+    def regular(self) -> "list[tuple[RegularPart, Machine]]":
+        """The regular parts, each alone."""
+        return [(p, self._on(p.alone)) for p in regular_parts(self.described.cluster)]
+
+    def _on(self, cluster: Cluster) -> "Machine":
+        """Devices of this machine, as they are described, as one of their own."""
+        if cluster == self.described.cluster:
+            return self
         described = replace(self.described, cluster=cluster)
         return _machine(described, self.calibration, self.path, self.cores)
 
@@ -99,9 +114,7 @@ class Machine:
 
 def cluster_of(plan: Plan) -> Cluster:
     """The devices that `plan` uses, as they are described."""
-    cluster = resolve_cluster(plan.cluster).cluster
-    ranks = plan.decisions.num_ranks
-    return cluster if ranks == cluster.num_devices else part_of(cluster, ranks)
+    return used_cluster(resolve_cluster(plan.cluster).cluster, plan.decisions)
 
 
 def machine_of(plan: Plan, calibration: str | Path | None = None) -> Machine:
@@ -110,7 +123,7 @@ def machine_of(plan: Plan, calibration: str | Path | None = None) -> Machine:
     Raises `InputError` as `machine_for` does.
     """
     planned = plan.prediction.cores if plan.prediction else None
-    return machine_for(plan.cluster, calibration, planned, plan.decisions.num_ranks)
+    return machine_for(plan.cluster, calibration, planned).used_by(plan.decisions)
 
 
 def machine_for(
@@ -139,6 +152,11 @@ def _machine(
     shared = loaded if cores is None else on_this_machine(loaded, cores)
     if found is None:
         return Machine(shared, loaded, cores=cores, notes=notes)
+    if loaded.cluster.parts:
+        raise InputError(
+            f"{loaded.cluster.name} has parts of several types, and a calibration is of one: plan"
+            " without --calibration, or for one of the parts"
+        )
     here = fingerprint() if loaded.cluster.device.name == "cpu" else None
     different = mismatches(found, loaded.cluster, here)
     slowdown = 1.0

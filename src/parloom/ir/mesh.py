@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from parloom.errors import InputError, LayoutError, NotYetError
+from parloom.errors import InputError, LayoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Cluster:
     """A device type and its levels, innermost (fastest) first.
 
     A cluster of unequal `parts` (devices, or the size of nodes) has one level, which joins them,
-    and the device of its first part. It can be described and checked, not planned for.
+    and the device of its first part; `regular_parts` says what it consists of.
     """
 
     name: str
@@ -179,12 +179,11 @@ class Cluster:
         return total
 
     def prime_axes(self) -> tuple[PrimeAxis, ...]:
-        """Prime axes from the fastest link to the slowest; `NotYetError` for unequal parts."""
+        """Prime axes from the fastest link to the slowest; `InputError` for unequal parts."""
         if self.parts:
             names = ", ".join(f"{part.count} x {part.cluster.name}" for part in self.parts)
-            raise NotYetError(
-                f"{self.name} has unequal parts ({names}): such a cluster can be described and "
-                f"checked, but not planned for yet; plan for one of its parts"
+            raise InputError(
+                f"{self.name} has unequal parts ({names}), and this needs equal devices"
             )
         axes: list[PrimeAxis] = []
         stride = 1
@@ -199,8 +198,10 @@ def part_of(cluster: Cluster, count: int) -> Cluster:
     """`count` devices of `cluster`, which has several such parts: of each level, the innermost
     first, as many as divide both. They are neighbors where inner levels are whole.
 
-    Raises `InputError` where there is no such part.
+    Raises `InputError` where there is no such part, and for a mixed cluster.
     """
+    if cluster.parts:
+        cluster.prime_axes()
     levels: list[Level] = []
     left = count
     for level in cluster.levels:
@@ -224,8 +225,11 @@ def check_part(cluster: Cluster, num_devices: int) -> None:
 
 def part_sizes(cluster: Cluster) -> tuple[int, ...]:
     """How many devices the parts of `cluster` have, the largest first: a divisor of a level above
-    whole inner levels (of 2 x 8 devices 8, 4, 2, 1), so that a part is the first devices.
+    whole inner levels (of 2 x 8 devices 8, 4, 2, 1), so that a part is the first devices. A mixed
+    cluster has no such parts.
     """
+    if cluster.parts:
+        return ()
     sizes: set[int] = set()
     inner = 1
     for level in cluster.levels:

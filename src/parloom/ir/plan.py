@@ -236,6 +236,7 @@ class Prediction:
     `memory` is what each component has at the instant at which most is held: `peak_bytes` in all.
     `error`: nine steps in ten take between 1/e^error and e^error times as long. `cores`: those that
     the processes of a CPU cluster were taken to have, as far as they need them; None elsewhere.
+    `peaks` are the largest peaks by type of device, on a cluster of several types.
     """
 
     step_s: float
@@ -244,6 +245,7 @@ class Prediction:
     source: str = "spec"
     error: float = 0.0
     cores: int | None = None
+    peaks: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

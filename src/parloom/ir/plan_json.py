@@ -104,14 +104,18 @@ def _digest(graph: str, evaluation: str) -> str:
 def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
     if prediction is None:
         return None
-    found = {
+    found: dict[str, Any] = {
         "step_s": prediction.step_s,
         "peak_bytes": prediction.peak_bytes,
         "memory": dict(prediction.memory),
         "source": prediction.source,
         "error": prediction.error,
     }
-    return found if prediction.cores is None else {**found, "cores": prediction.cores}
+    if prediction.cores is not None:
+        found["cores"] = prediction.cores
+    if prediction.peaks:
+        found["peaks"] = dict(prediction.peaks)
+    return found
 
 
 def _read_prediction(document: schema.PredictionDocument | None) -> Prediction | None:
@@ -125,6 +129,7 @@ def _read_prediction(document: schema.PredictionDocument | None) -> Prediction |
         document.source,
         document.error,
         document.cores,
+        tuple(document.peaks.items()),
     )
 
 

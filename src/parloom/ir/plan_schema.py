@@ -153,6 +153,7 @@ class PredictionDocument(Document):
     source: Literal["spec", "calibrated", "measured"]
     error: Number = 0.0
     cores: Count | None = None
+    peaks: dict[Name, Index] = {}
 
 
 class AlternativeDocument(Document):

@@ -31,7 +31,6 @@ from parloom.ir.plan import (
     ActivationDecision,
     Decisions,
     ParameterDecision,
-    one_stage,
 )
 from parloom.ir.stages import ARRIVING, cut, of_stage
 from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators
@@ -277,10 +276,11 @@ def _recomputed_values(activation: ActivationDecision, block: Function) -> Probl
 def _executable(planned: Planned) -> Problems:
     """Fields that plans have from the first version on and that do not run yet."""
     _, decisions = planned
-    if decisions.schedule != "one_stage" or decisions.stages != one_stage(decisions.mesh):
+    stage, schedule = decisions.stages[0], decisions.schedule
+    if schedule != "one_stage" or stage.items or len(stage.devices) > 1:
         yield (
-            f"only one stage, on the first devices, is executable yet (schedule"
-            f" {decisions.schedule!r}, {len(decisions.stages)} stages)"
+            "one stage has all items, neighboring devices and the schedule 'one_stage', not"
+            f" {schedule!r}"
         )
     if decisions.batch_norm != "global":
         yield f"batch_norm {decisions.batch_norm!r} is not yet executable"

@@ -49,10 +49,6 @@ def _stages(planned: Planned) -> Problems:
         )
     except (LayoutError, InputError) as error:
         yield str(error)
-    devices = {d for stage in decisions.stages for part in stage.devices for d in part}
-    if devices != set(range(len(devices))):
-        missing = min(set(range(max(devices))) - devices)
-        yield f"stages have no device {missing}, and some after it; only the first devices may be"
     for one, other in combinations(decisions.stages, 2):
         both = {d for part in one.devices for d in part} & {d for p in other.devices for d in p}
         if both and one.devices != other.devices:

@@ -94,7 +94,7 @@ def _screen(cluster: Cluster) -> list[RenderableType]:
         parts = ", ".join(f"{part.count} x {part.cluster.name}" for part in cluster.parts)
         lines: list[RenderableType] = [
             Text(f"{cluster.name}: {cluster.num_devices} devices, {cluster.backend}", "bold"),
-            Text(f"unequal parts ({parts}): described and checked, not planned for yet"),
+            Text(f"unequal parts ({parts}); a stage lies within one"),
             *_price(cluster),
             Text(""),
             *_table(cluster.levels),

@@ -39,7 +39,7 @@ def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
     stages = plan.decisions.stages
     return {
         "title": title_words(plan, case.cluster),
-        "words": list(words(parse_graph(plan.graph), plan.decisions, case.cluster.levels)),
+        "words": list(words(parse_graph(plan.graph), plan.decisions, case.cluster)),
         "num_microbatches": plan.decisions.num_microbatches,
         "schedule": plan.decisions.schedule,
         "stages": [{"items": list(s.items), "devices": ranks_text(s.devices)} for s in stages],
@@ -56,7 +56,7 @@ def pipeline_screen(case: PipelineCase) -> RenderableType:
     """What `parloom explain` prints of a pipeline."""
     decisions = case.plan.decisions
     names = process_names(decisions)
-    facts = words(parse_graph(case.plan.graph), decisions, case.cluster.levels)
+    facts = words(parse_graph(case.plan.graph), decisions, case.cluster)
     title = title_words(case.plan, case.cluster)
     return Group(
         timeline_screen(case.timeline, title, names, case.source),

@@ -14,11 +14,10 @@ from parloom.ir.plan import Alternative, Plan, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
+from parloom.report.mixed import fullest_bytes, peak_lines
 from parloom.report.words import (
     constraint_lines,
     explained_words,
-    memory_limit,
-    memory_words,
     source_words,
     title_words,
     words,
@@ -66,6 +65,7 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "solver_gap": plan.solver_gap,
         "status": plan.status,
         "peak_bytes": prediction.peak_bytes if prediction else None,
+        "peaks": dict(prediction.peaks) if prediction else {},
         "memory": [dict(prediction.memory)] if prediction else [],
         "prediction_source": prediction.source if prediction else None,
         "prediction_error": prediction.error if prediction else None,
@@ -103,7 +103,7 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
     table.add_column()
     table.add_column(overflow="fold")
     graph = parse_graph(plan.graph)
-    for index, line in enumerate(words(graph, plan.decisions, cluster.levels)):
+    for index, line in enumerate(words(graph, plan.decisions, cluster)):
         table.add_row("" if index else "plan", Text(line))
     used = plan.decisions.num_ranks
     if used < cluster.num_devices:
@@ -119,8 +119,8 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
             table.add_row(
                 "bound", Text(f"{least}, however well it overlaps; this one is {above} above that")
             )
-        peak, there = plan.prediction.peak_bytes, cluster.device.memory_bytes
-        table.add_row("peak", Text(memory_words(peak, memory_limit(plan, there), there)))
+        for index, line in enumerate(peak_lines(plan, cluster)):
+            table.add_row("" if index else "peak", Text(line))
     return table
 
 
@@ -128,7 +128,7 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
     """One bar per component, the largest at full width; the share is of what may be used."""
     memory = plan.prediction.memory if plan.prediction else ()
     full = max([size for _, size in memory] + [1])
-    limit = memory_limit(plan, cluster.device.memory_bytes)
+    limit = fullest_bytes(plan, cluster)
     rows = (
         (name, size / full, f"{format_bytes(size)}  {size / limit:.1%}") for name, size in memory
     )

@@ -122,7 +122,7 @@ def _side(case: Case, name: str) -> Document:
         "step_s": case.timeline.step_s,
         "peak_bytes": case.ledger.peak.num_bytes,
         "fits": case.ledger.peak.num_bytes <= case.limit,
-        "words": list(words(parse_graph(case.plan.graph), case.decisions, case.cluster.levels)),
+        "words": list(words(parse_graph(case.plan.graph), case.decisions, case.cluster)),
     }
 
 

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -19,8 +19,17 @@ from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops import Rule
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.ops.rule import RING, Dims
-from parloom.ir.plan import Constraint, Decisions, ParameterDecision, Plan, Prediction, Storage
+from parloom.ir.plan import (
+    Constraint,
+    Decisions,
+    ParameterDecision,
+    Plan,
+    Prediction,
+    Stage,
+    Storage,
+)
 from parloom.ir.plan_json import ranks_text
+from parloom.ir.regular_parts import devices_of, part_with, regular_parts
 from parloom.ir.stages import cut, of_stage
 from parloom.rewrite.rewrites import rewritten
 
@@ -41,12 +50,13 @@ ATTENTION = "scaled_dot_product_attention"
 INTERRUPTED = "interrupted; this is the best of what was found until then"
 
 
-def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> tuple[str, ...]:
-    """Per mesh axis what it splits, over which links where `levels` are given, and how parameters
+def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) -> tuple[str, ...]:
+    """Per mesh axis what it splits, over which links where `cluster` is given, and how parameters
     are stored; `graph` as captured.
     """
     if len(decisions.stages) > 1:
-        return tuple(_stage_words(rewritten(graph, decisions.rewrites), decisions, levels))
+        return tuple(_stage_words(rewritten(graph, decisions.rewrites), decisions, cluster))
+    levels = _levels(decisions.stages[0], cluster)
     ways = ways_of(graph, decisions)
     lines = [
         _axis_words(axis, ways[axis.name], links_of(axis, levels)) for axis in decisions.mesh.axes
@@ -81,7 +91,12 @@ def words(graph: Graph, decisions: Decisions, levels: Sequence[Level] = ()) -> t
     return tuple(lines)
 
 
-def _stage_words(graph: Graph, decisions: Decisions, levels: Sequence[Level]) -> Iterator[str]:
+def _levels(stage: Stage, cluster: Cluster | None) -> tuple[Level, ...]:
+    """Those that the devices of a stage are in."""
+    return part_with(cluster, devices_of(stage)).cluster.levels if cluster else ()
+
+
+def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) -> Iterator[str]:
     """Which items each stage has, on which devices, and what they split there."""
     count = len(decisions.stages)
     yield f"{count} stages, schedule {decisions.schedule}"
@@ -89,7 +104,7 @@ def _stage_words(graph: Graph, decisions: Decisions, levels: Sequence[Level]) ->
     for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
         items = " to ".join(dict.fromkeys((stage.items[0], stage.items[-1])))
         devices = f"device{'s' * (stage.mesh.num_ranks > 1)} {ranks_text(stage.devices)}"
-        ways = ways_of(own, of_stage(decisions, parts, index))
+        ways, levels = ways_of(own, of_stage(decisions, parts, index)), _levels(stage, cluster)
         axes = "; ".join(
             _axis_words(axis, ways[axis.name], links_of(axis, levels))
             for axis in stage.mesh.axes
@@ -402,8 +417,18 @@ def constraint_line(constraint: Constraint, found: Prediction) -> str:
 
 def title_words(plan: Plan, cluster: Cluster) -> str:
     """What is planned, on which devices, and by which method."""
-    devices = f"{cluster.num_devices} x {cluster.device.name}"
+    devices = device_words(cluster)
     return f"{plan.source.spec} on {cluster.name} ({devices}): {plan.method}"
+
+
+def device_words(cluster: Cluster, devices: Iterable[int] | None = None) -> str:
+    """How many devices of each type there are, among `devices` where given: `8 x A + 4 x B`."""
+    among = set(range(cluster.num_devices) if devices is None else devices)
+    found: dict[str, int] = {}
+    for part in regular_parts(cluster):
+        name = part.cluster.device.name
+        found[name] = found.get(name, 0) + len(among.intersection(part.devices))
+    return " + ".join(f"{count} x {name}" for name, count in found.items() if count)
 
 
 def uncalibrated_words(plan: Plan, source: Source) -> str:

@@ -80,6 +80,10 @@ def possible(request: Request, base: Decisions) -> bool:
     """
     if clashes(request.pinned):
         return False
+    return any(_possible(own, base) for _, own in request.regular())
+
+
+def _possible(request: Request, base: Decisions) -> bool:
     contexts = Contexts(replace(request, budget=None), base)
     for mesh, count in product(contexts.meshes, contexts.counts):
         program = contexts.on(mesh, count)

@@ -443,7 +443,12 @@ def least_work_ps(contexts: Contexts) -> float:
 
 def least_passes_ps(program: Program, prices: Prices) -> float:
     """What the operators of a program compute at least, each with the best of its choices."""
-    menus, total = Menus(program, prices.single), 0
+    return float(sum(least_times_ps(program, prices)))
+
+
+def least_times_ps(program: Program, prices: Prices) -> Iterator[int]:
+    """The same of each operator."""
+    menus = Menus(program, prices.single)
     for index, operator in enumerate(program.operators):
         choices = menus.of(index).choices
         times = (
@@ -453,8 +458,7 @@ def least_passes_ps(program: Program, prices: Prices) -> float:
             )
             for choice in choices
         )
-        total += min(times, default=0)  # where pins leave none
-    return float(total)
+        yield min(times, default=0)  # where pins leave none
 
 
 def least_way_ps(program: Program, prices: Prices) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol
 
 from parloom.cost.hardware import Hardware
 from parloom.errors import InputError
@@ -13,6 +14,7 @@ from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
+from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.pinned import NONE, Pinned
@@ -20,6 +22,16 @@ from parloom.search.pinned import NONE, Pinned
 AUTO = "auto"
 LOW_PRECISION = ("bfloat16", "float16")
 Say = Callable[[str], None]
+
+
+class Peaks(Protocol):
+    """What a device holds at most: of all, and of each type on a cluster of several types."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def peaks(self) -> tuple[tuple[str, int], ...]: ...
 
 
 class Wanted(Enum):
@@ -72,6 +84,37 @@ class Request:
     def on(self, num_devices: int) -> "Request":
         """The same of that many of the first devices, all of which are used."""
         return replace(self, machine=self.machine.part(num_devices), all_devices=True)
+
+    def of(self, decisions: Decisions) -> "Request":
+        """The same of the devices that a plan uses; raises `InputError` for others than it may."""
+        return replace(self, machine=self.machine.used_by(decisions), all_devices=True)
+
+    def regular(self) -> tuple[tuple[RegularPart, "Request"], ...]:
+        """The request on each regular part of the cluster."""
+        return tuple(
+            (part, replace(self, machine=machine, limit_bytes=limit))
+            for part, machine in self.machine.regular()
+            for limit in [self.limit_of(part.cluster.device.name)]
+        )
+
+    def limit_of(self, device: str) -> int:
+        """What a device of this type may hold."""
+        if not self.cluster.parts:
+            return self.limit_bytes
+        return min(self.limit_bytes, memory_of(self.cluster, device))
+
+    def fits(self, found: Peaks) -> bool:
+        """Whether no device holds more than it may."""
+        peaks = found.peaks or (("", found.peak_bytes),)
+        return all(size <= self.limit_of(device) for device, size in peaks)
+
+    def placed(self, decisions: Decisions) -> Prediction:
+        """The step of a plan on the devices that it uses, which may be some of these."""
+        part = self.of(decisions)
+        found = part.predict(decisions)
+        if found.peaks or not self.cluster.parts:
+            return found
+        return replace(found, peaks=((part.cluster.device.name, found.peak_bytes),))
 
     def parts(self) -> Iterator["Request"]:
         """The request on every part of the cluster that a plan may use, the largest first."""

@@ -136,9 +136,10 @@ class PipelineSearch:
         items, factored = stage_items(self.request.graph), contexts.whole.factored
         self.items = items
         self.orders = orders(len(items), item_edges(self.request.graph))
-        self.pricer = Pricer(self.request, factored, items)
+        self.pricer = Pricer(self.request, factored, items, self.request.cluster)
         self.judge = Judge(self.request, factored)
         self.layouts: dict[tuple[int, int], list[_Layout]] = {}
+        self.margin = MARGINS[0]
         self.splits: list[Split] = []
         self.judged: list[JudgedSplit] = []
 
@@ -203,7 +204,7 @@ class PipelineSearch:
     def _look(self, size: int, count: int) -> Split | None:
         """Add the splits of one context: the one with the least closed form."""
         found: list[Split] = []
-        for layout in self._layouts_of(size, count):
+        for layout in self.layouts_of(size, count):
             found += self._even(layout.costs)
         self.splits += found
         best = min(found, key=_closed_ps, default=None)
@@ -229,7 +230,7 @@ class PipelineSearch:
             if split.stored_bytes() <= self.request.limit_bytes:
                 yield split
 
-    def _layouts_of(self, size: int, count: int) -> list[_Layout]:
+    def layouts_of(self, size: int, count: int) -> list[_Layout]:
         """Layouts on one group that may be worth it."""
         if (size, count) not in self.layouts:
             part = self.contexts.on_part(self.request.on(size))
@@ -245,7 +246,7 @@ class PipelineSearch:
                     continue
                 for hides in (True, False):
                     known = {layout.costs.whole for layout in found}
-                    found += self._laid_out(context, hides, MARGINS[0], known)
+                    found += self._laid_out(context, hides, self.margin, known)
             self.layouts[size, count] = found
         return self.layouts[size, count]
 
@@ -287,7 +288,7 @@ class PipelineSearch:
         costs: dict[int, ItemCosts] = {}
         for other in parts:
             if size / AROUND <= other <= size * AROUND:
-                layouts = self._layouts_of(other, best.num_microbatches)
+                layouts = self.layouts_of(other, best.num_microbatches)
                 each = (layout.costs for layout in layouts)
                 found = min(each, key=lambda c: int(c.loads_ps.sum()), default=None)
                 if found is not None:
@@ -380,7 +381,7 @@ class PipelineSearch:
         improved = True
         while improved and left:
             improved = False
-            for split in _moves(best.split):
+            for split in moves(best.split):
                 if split.ends in tried or not left:
                     continue
                 tried.add(split.ends)
@@ -395,7 +396,7 @@ def _closed_ps(split: Split) -> float:
     return split.step_ps
 
 
-def _moves(split: Split) -> Iterator[Split]:
+def moves(split: Split) -> Iterator[Split]:
     """Splits with one boundary moved by an item, those first whose busiest group has less."""
     found: list[tuple[float, Split]] = []
     ends = split.ends

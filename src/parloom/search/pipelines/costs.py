@@ -19,6 +19,7 @@ from parloom.ir.lower import lower
 from parloom.ir.lower_stages import LoweredStages, Stager
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions, Stage
+from parloom.ir.regular_parts import slowest_join
 from parloom.ir.stages import Crossing, Cut
 from parloom.search.least import batch_bytes
 from parloom.search.pipelines.alike import AlikeStages
@@ -139,10 +140,16 @@ class ItemCosts:
 
 
 class Pricer:
-    """Prices the items of one request; calls of one block with equal layouts are priced once."""
+    """Prices the items of one request; calls of one block with equal layouts are priced once.
 
-    def __init__(self, request: Request, factored: Factored, items: tuple[str, ...]) -> None:
+    Values between stages cross the outermost links of `whole`, of which the devices are a part.
+    """
+
+    def __init__(
+        self, request: Request, factored: Factored, items: tuple[str, ...], whole: Cluster
+    ) -> None:
         self.request, self.factored, self.items = request, factored, items
+        self.join = slowest_join(whole)
         self._stager = Stager(factored)
         self._cuts: dict[int, Cut] = {}
         self._alike = AlikeStages()
@@ -157,12 +164,10 @@ class Pricer:
             self._cuts[count] = self._stager.cut(apart)
         lowered = self._alike.lower(self._cuts[count], apart)
         cluster, kernels = request.cluster, request.machine.kernels
-        outermost = max(i for i, level in enumerate(cluster.levels) if level.size > 1)
-        apart_priced = PricedStages(
-            lowered, stages, StagePlayer(cluster, request.optimizer, kernels), lambda *_: outermost
-        )
+        player = StagePlayer(cluster, request.optimizer, kernels)
+        apart_priced = PricedStages(lowered, stages, player, lambda *_: self.join)
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
-        sent = tuple(_sent(lowered, crossing, cluster) for crossing in lowered.cut.crossings)
+        sent = tuple(_sent(lowered, each, cluster, self.join) for each in lowered.cut.crossings)
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
         passes, once, kept, stored, passing = np.array(found, dtype=np.int64).T
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
@@ -196,15 +201,18 @@ class Pricer:
         return *_times(stage), kept, sum(stage.base) - batch + gradients, passing + batch
 
 
-def _sent(lowered: LoweredStages, crossing: Crossing, cluster: Cluster) -> Sent:
+def _sent(
+    lowered: LoweredStages, crossing: Crossing, cluster: Cluster, join: tuple[Cluster, int]
+) -> Sent:
+    """A crossing over each level of links, of which `join` is the outermost."""
     forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
+    *inner, _ = cluster.levels
     # A level of one child has no links: nothing crosses it.
-    levels = [
-        max((i for i in range(at + 1) if cluster.levels[i].size > 1), default=None)
-        for at in range(len(cluster.levels))
-    ]
+    ways = [(cluster, at) if level.size > 1 else None for at, level in enumerate(inner)]
     there, again = (
-        tuple(0 if at is None else send(*moved, at, cluster).ps for at in levels) if moved else None
+        tuple(send(*moved, way[1], way[0]).ps if way else 0 for way in (*ways, join))
+        if moved
+        else None
         for moved in (forward, back)
     )
     assert there is not None

@@ -116,7 +116,9 @@ class StageBounds:
         apart = replace(whole, stages=stages)
         judge, place = self.judge, sets.index(after & ~before)
         pcg = judge.alike.stage(judge.stager.cut(apart), apart, place)
-        together, split = (judge.player.actions(pcg, split=way) for way in (False, True))
+        together, split = (
+            judge.player.actions(pcg, stages[place], split=way) for way in (False, True)
+        )
         count = costs.num_microbatches
         whole_ps = min(together.actions[kind].ps for kind in together.actions if kind[0] == "B")
         reduce, step, gather = (together.actions[kind].ps for kind in UPDATE)

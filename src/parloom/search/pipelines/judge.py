@@ -4,6 +4,7 @@ that fits as the simulator plays it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from parloom.cost.pipeline import Edge, StageActions, pass_times
 from parloom.cost.stages import PricedStages, StagePlayer
@@ -76,8 +77,7 @@ class Judge:
         ]
         if not played:
             return None
-        limit = self.request.limit_bytes
-        fitting = [one for one in played if one.timeline.peak_bytes <= limit]
+        fitting = [one for one in played if self.request.fits(one.timeline)]
         best = min(fitting, key=lambda one: one.step_ps, default=None)
         if best is None:
             best = min(played, key=lambda one: one.timeline.peak_bytes)
@@ -93,10 +93,8 @@ class Judge:
 
     def decisions(self, split: Split) -> Decisions:
         """The split as a plan without a schedule."""
-        begins, at = [], 0
-        for costs in split.costs:
-            begins.append(at)
-            at += costs.num_devices
+        sizes = [costs.num_devices for costs in split.costs]
+        begins = split.begins or tuple(accumulate(sizes, initial=0))
         stages, own = [], {}
         for (first, last), group in zip(split.ranges, split.groups, strict=True):
             whole, items = split.costs[group].whole, split.costs[group].items[first:last]
@@ -162,7 +160,8 @@ class Judge:
             own = [stages.actions(i, split=apart) for i in range(num_stages)]
             times = [pass_times(actions, i) for i, actions in enumerate(own)]
             links = [_link(e) for e in edges]
-            room = _room(own, ranks, self.request.limit_bytes)
+            limits = [self.request.limit_of(actions.device) for actions in own]
+            room = _room(own, ranks, limits)
             if min(room) <= 0:
                 continue
             found = list_schedule(times, links, ranks, count, split=apart, limits_bytes=room)
@@ -182,14 +181,15 @@ def _link(edge: Edge) -> Link:
     return Link(edge.source, edge.target, edge.forward.ps, back)
 
 
-def _room(stages: Sequence[StageActions], ranks: Sequence[int], limit: int) -> list[int]:
-    """What activations in flight may take on each rank: the limit less what is there all along, and
-    what the largest pass holds for a while.
+def _room(stages: Sequence[StageActions], ranks: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """What activations in flight may take on each rank: the limit, of the devices of each stage,
+    less what is there all along, and what the largest pass holds for a while.
     """
+    limit = dict(zip(ranks, limits, strict=True))
     base, passing = [0] * (max(ranks) + 1), [0] * (max(ranks) + 1)
     for stage, rank in zip(stages, ranks, strict=True):
         base[rank] += sum(stage.base)
         for kind in [kind for kind in stage.actions if kind[0] in "FBW"]:
             memory = stage.actions[kind].memory
             passing[rank] = max(passing[rank], memory.peak - max(0, sum(memory.net)))
-    return [limit - a - b for a, b in zip(base, passing, strict=True)]
+    return [limit[rank] - base[rank] - passing[rank] for rank in range(len(base))]

@@ -43,12 +43,14 @@ GROUPS = 64
 @dataclass(frozen=True)
 class Split:
     """Stages as ranges of items, `ends` behind each, with the group of devices that each has;
-    `costs` are those of items by group.
+    `costs` are those of items by group, `begins` the first device of each where they do not follow
+    each other.
     """
 
     ends: tuple[int, ...]
     groups: tuple[int, ...]
     costs: tuple[ItemCosts, ...]
+    begins: tuple[int, ...] = ()
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -136,13 +138,13 @@ class Split:
 
 def even_splits(costs: ItemCosts, count: int) -> Iterator[Split]:
     """Splits over `count` groups with the same layouts."""
-    places = _places(costs.loads_ps, PLACES)
-    for groups in _placements(count, len(places) - 1):
+    places = places_of(costs.loads_ps, PLACES)
+    for groups in placements(count, len(places) - 1):
         for ends in dict.fromkeys(_ends(costs, places, np.array(groups))):
             yield Split(ends, groups, (costs,) * count)
 
 
-def _placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
+def placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
     """The group of each stage."""
     for chunks in CHUNKS:
         for num_stages in (chunks * count, chunks * count + 1):
@@ -152,7 +154,7 @@ def _placements(count: int, most: int) -> Iterator[tuple[int, ...]]:
             yield (*range(count), *reversed(range(count)))
 
 
-def _places(loads: Cuts, most: int) -> Cuts:
+def places_of(loads: Cuts, most: int) -> Cuts:
     """Where stages may end: everywhere, or at about equal shares of the load."""
     total = np.concatenate([[0], np.cumsum(loads)])
     if len(total) <= most:
@@ -270,7 +272,7 @@ def uneven_splits(costs: Mapping[int, ItemCosts], devices: int) -> Iterator[Spli
     if len(costs) < 2 or devices % unit or devices // unit > GROUPS:
         return
     (any_costs, *_) = costs.values()
-    places = _places(any_costs.loads_ps, PLACES_OF_UNEVEN)
+    places = places_of(any_costs.loads_ps, PLACES_OF_UNEVEN)
     loads: dict[int, Floats] = {}
     for size, own in costs.items():
         total = np.concatenate([[0], np.cumsum(own.loads_ps)])[places].astype(float)

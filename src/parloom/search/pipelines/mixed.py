@@ -1,0 +1,305 @@
+"""Pipelines over the parts of a mixed cluster: a stage lies within one part.
+
+The whole model is laid out on groups of each part (`auto.PipelineSearch`), its items are priced
+there, and one dynamic program splits them over groups of all parts (`parts.splits_over_parts`).
+Splits are ranked by their closed form and simulated, as on equal devices.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil, inf
+
+import numpy as np
+
+from parloom.cost.units import format_seconds
+from parloom.errors import InputError, LayoutError
+from parloom.ir.mesh import part_of, part_sizes
+from parloom.ir.plan import GLOBAL, Decisions, Status
+from parloom.ir.stages import stage_items
+from parloom.search.contexts import Contexts, SimulatedPlan
+from parloom.search.meshes import logical_meshes
+from parloom.search.optimize import least_times_ps
+from parloom.search.pipelines.auto import (
+    APART,
+    BESIDE_PINS,
+    EACH,
+    FORMS,
+    JUDGED,
+    MARGINS,
+    MOVED,
+    NEARBY,
+    PipelineSearch,
+    moves,
+)
+from parloom.search.pipelines.costs import ItemCosts, Pricer
+from parloom.search.pipelines.judge import Judge, JudgedSplit
+from parloom.search.pipelines.parts import PartCosts, few_sizes, in_turns, splits_over_parts
+from parloom.search.pipelines.split import Floats, Split
+from parloom.search.prices import Prices
+from parloom.search.request import Request, Say
+from parloom.search.work import OutOfWorkError
+
+# Numbers of microbatches that are looked at, around the best.
+COUNTS = 5
+# Numbers of microbatches, the best first, whose splits are simulated.
+BEST_COUNTS = 3
+# Microbatches in flight whose activations splits count, as long as none fits.
+IN_FLIGHT = (0, 2, 4)
+# Splits whose groups take several stages in turns, and how many of these are simulated.
+BASES, TURNS = 3, 12
+# How often the multipliers of a bound are changed.
+ROUNDS = 100
+
+
+@dataclass(frozen=True)
+class AcrossParts:
+    """Pipelines over several parts that were simulated and fit, the fastest first; what no plan on
+    the cluster takes less than; how the search ended, and what was left out.
+    """
+
+    found: tuple[SimulatedPlan, ...]
+    bound_ps: float
+    status: Status = Status.COMPLETE
+    left_out: str = ""
+
+
+def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) -> AcrossParts:
+    """Pipelines over the parts of a mixed cluster; `best_ps` is the fastest plan on one of them."""
+    contexts = [Contexts(own, base) for _, own in request.regular()]
+    bound_ps = least_shared_ps(contexts)
+    if request.pinned.pins or request.batch_semantics != GLOBAL:
+        return AcrossParts((), bound_ps, left_out=BESIDE_PINS if request.pinned.pins else APART)
+    search = MixedSearch(request, contexts, best_ps, say)
+    status = Status.COMPLETE
+    try:
+        search.run()
+    except OutOfWorkError:
+        status = Status.OUT_OF_BUDGET
+    except KeyboardInterrupt:
+        status = Status.INTERRUPTED
+    return AcrossParts(tuple(search.plans()), bound_ps, status)
+
+
+def least_shared_ps(contexts: Sequence[Contexts]) -> float:
+    """No plan takes less: all operators, each shared among the parts of the cluster in any way, on
+    their devices in equal shares.
+
+    Each operator takes the least time w that it can on one device of a part. With x the share of an
+    operator on a part of n devices, this is a linear program: the least t that is for each part no
+    less than the sum over operators of x w / n. Any multipliers of these rows that add up to one
+    give a bound; the best of some are taken.
+    """
+    times = []
+    for each in contexts:
+        cluster, count = each.request.cluster, each.counts[0]
+        program, (mesh,) = each.program(count), logical_meshes(part_of(cluster, 1))
+        assert program is not None, "the whole batch is always one microbatch"
+        prices = Prices(program, each.walker(mesh), each.shared)
+        own = np.fromiter(least_times_ps(program, prices), dtype=np.float64)
+        times.append(count * own / cluster.num_devices)
+    return shared_bound_ps(np.array(times))
+
+
+def shared_bound_ps(times: Floats) -> float:
+    """A bound for operators that take `times` [part, operator] and may be shared in any way.
+
+    Multipliers follow the loads of parts to which each operator goes where it is cheapest.
+    """
+    weights, best = 1 / np.maximum(times.sum(axis=1), 1e-30), 0.0
+    for step in range(ROUNDS):
+        weights = weights / weights.sum()
+        costs = weights[:, None] * times
+        cheapest = costs.argmin(axis=0)
+        best = max(best, float(costs.min(axis=0).sum()))
+        loads = np.bincount(
+            cheapest, weights=times[cheapest, np.arange(times.shape[1])], minlength=len(times)
+        )
+        weights = weights * np.exp(loads / max(loads.sum(), 1e-30) / (1 + step))
+    return best
+
+
+class MixedSearch:
+    """Searches pipelines over several parts; the first is simulated even where `best_ps`, the
+    fastest plan on one part, promises to be faster: an answer says what leaving devices out saves.
+    """
+
+    def __init__(
+        self, request: Request, contexts: Sequence[Contexts], best_ps: float, say: Say
+    ) -> None:
+        self.request, self.say, self.best_ps = request, say, best_ps
+        items, factored = stage_items(request.graph), contexts[0].whole.factored
+        self.parts = [part for part, _ in request.regular()]
+        self.num_items = len(items)
+        for own in contexts:
+            own.work = contexts[0].work  # they count together
+        self.searches = [PipelineSearch(own, inf, say) for own in contexts]
+        for search, devices in zip(self.searches, self._devices_like_all(), strict=True):
+            search.devices = devices
+            search.pricer = Pricer(search.request, factored, items, request.cluster)
+        self.judge = Judge(request, factored)
+        self.judged: list[JudgedSplit] = []
+        self.tried: set[tuple[object, ...]] = set()
+
+    def run(self) -> None:
+        """Numbers of microbatches on groups that are whole parts, then around the best with all
+        sizes of groups; with less memory where no split fits; moves of boundaries.
+        """
+        if self.num_items < 2:
+            return
+        whole = [[part.cluster.num_devices] for part in self.parts]
+        sizes = [sorted({*part_sizes(p.cluster), p.cluster.num_devices}) for p in self.parts]
+        finer = few_sizes(sizes, [part.cluster.num_devices for part in self.parts])
+        for margin in MARGINS:
+            for search in self.searches:
+                if search.margin != margin:
+                    search.margin, search.layouts = margin, {}
+            for in_flight in IN_FLIGHT:
+                splits = self._around(2 * len(self.parts), whole, in_flight)
+                if finer != whole:
+                    best = min(splits, key=lambda split: split.step_ps, default=None)
+                    count = best.num_microbatches if best else 2 * len(self.parts)
+                    splits += self._around(count, finer, in_flight)
+                self._judge_best(splits)
+                self._take_turns()
+                if any(map(self._fits, self.judged)):
+                    self._move()
+                    return
+
+    def plans(self) -> Iterator[SimulatedPlan]:
+        """The fastest that fit, and the fastest on each number of devices."""
+        fitting = filter(self._fits, self.judged)
+        seen: set[int] = set()
+        for one in sorted(fitting, key=_step_ps):
+            if one.decisions.num_ranks not in seen:
+                seen.add(one.decisions.num_ranks)
+                yield one.predicted(self.request)
+
+    def _devices_like_all(self) -> list[int]:
+        """For each part: how many such devices would be as fast, or hold as much, as all devices;
+        whole parts.
+        """
+        rates = [max(rate for _, rate in p.cluster.device.flops_per_s) for p in self.parts]
+        rooms = [search.request.limit_bytes for search in self.searches]
+        counts = [part.cluster.num_devices for part in self.parts]
+        found = []
+        for own, rate, room in zip(counts, rates, rooms, strict=True):
+            like = max(
+                sum(n * other for n, other in zip(counts, each, strict=True)) / mine
+                for each, mine in ((rates, rate), (rooms, room))
+            )
+            found.append(ceil(like / own) * own)
+        return found
+
+    def _around(self, wanted: int, sizes: Sequence[Sequence[int]], in_flight: int) -> list[Split]:
+        """Splits of numbers of microbatches from the one nearest to `wanted` on, up and down as
+        long as the least closed form becomes less.
+        """
+        counts = self.searches[0].contexts.counts
+        start = min(range(len(counts)), key=lambda i: abs(counts[i] - wanted))
+        found: list[Split] = []
+        first = inf
+        for steps in (counts[start : start + COUNTS], counts[:start][::-1][: COUNTS - 1]):
+            before = first
+            for count in steps:
+                splits = self._splits(count, sizes, in_flight)
+                found += splits
+                least = min((split.step_ps for split in splits), default=inf)
+                if least < inf:
+                    seconds = format_seconds(least / 1e12)
+                    self.say(f"pipelines over parts, {count} microbatches: about {seconds}")
+                if least > before * (1 + NEARBY):
+                    break
+                before = min(before, least)
+                first = first if first < inf else least
+        return found
+
+    def _fits(self, one: JudgedSplit) -> bool:
+        return self.request.fits(one.timeline)
+
+    def _splits(self, count: int, sizes: Sequence[Sequence[int]], in_flight: int) -> list[Split]:
+        parts = []
+        for part, search, own in zip(self.parts, self.searches, sizes, strict=True):
+            costs = {size: self._costs(search, size, count) for size in own}
+            there = {size: found for size, found in costs.items() if found is not None}
+            parts.append(PartCosts(part, search.request.limit_bytes, there))
+        found = splits_over_parts(parts, min(in_flight, count))
+        return [s for s in found if len(s.ends) > 1 and (self._uses_all(s) or self._may_idle)]
+
+    @property
+    def _may_idle(self) -> bool:
+        return not self.request.all_devices
+
+    def _uses_all(self, split: Split) -> bool:
+        used = sum(costs.num_devices for costs in split.costs)
+        return used == self.request.cluster.num_devices
+
+    def _costs(self, search: PipelineSearch, size: int, count: int) -> ItemCosts | None:
+        each = (layout.costs for layout in search.layouts_of(size, count))
+        return min(each, key=lambda costs: int(costs.loads_ps.sum()), default=None)
+
+    def _judge_best(self, splits: Sequence[Split]) -> None:
+        """Simulate those with the least closed forms, of the best numbers of microbatches each and
+        of all placements: closed forms of one differ less from each other than from what the
+        simulator says. The first that uses all devices is simulated, whatever it promises.
+        """
+        by_count: dict[int, list[Split]] = {}
+        for split in sorted(splits, key=lambda split: split.step_ps):
+            by_count.setdefault(split.num_microbatches, []).append(split)
+        least = min((split.step_ps for split in splits), default=inf)
+        enough = min(self.best_ps, least) * (1 + FORMS)
+        for some in list(by_count.values())[:BEST_COUNTS]:
+            known: Counter[tuple[object, ...]] = Counter()
+            for split in some:
+                if sum(known.values()) >= JUDGED or split.step_ps > enough:
+                    break
+                kind = split.begins, tuple(costs.num_devices for costs in split.costs)
+                if known[kind] < EACH:
+                    known[kind] += self._judge(split) is not None
+        whole = filter(self._uses_all, sorted(splits, key=lambda split: split.step_ps))
+        for split in islice(whole, JUDGED):
+            if any(self._fits(one) and self._uses_all(one.split) for one in self.judged):
+                return
+            self._judge(split)
+
+    def _take_turns(self) -> None:
+        """Simulate several stages on each group of the best splits, where that promises more."""
+        fitting = sorted(filter(self._fits, self.judged), key=_step_ps)
+        found = [s for one in fitting[:BASES] for s in in_turns(one.split)]
+        for split in sorted(found, key=lambda split: split.step_ps)[:TURNS]:
+            self._judge(split)
+
+    def _judge(self, split: Split) -> JudgedSplit | None:
+        """None where it was tried before, or cannot be played."""
+        key = split.ends, split.groups, split.begins, split.costs
+        if key in self.tried:
+            return None
+        self.tried.add(key)
+        self.searches[0].contexts.work.spend()
+        try:
+            found = self.judge.judge(split)
+        except (LayoutError, InputError):
+            return None
+        if found is None:
+            return None
+        self.judged.append(found)
+        return found
+
+    def _move(self) -> None:
+        """Move one boundary of the best splits at a time, as long as that helps."""
+        fitting = sorted(filter(self._fits, self.judged), key=_step_ps)
+        for one in fitting[:BASES]:
+            best, left = one, len(self.judged) + MOVED
+            better: JudgedSplit | None = one
+            while better is not None and len(self.judged) < left:
+                best, better = better, None
+                for split in moves(best.split):
+                    found = self._judge(split) if len(self.judged) < left else None
+                    if found and self._fits(found) and _step_ps(found) < _step_ps(best):
+                        better = found
+                        break
+
+
+def _step_ps(one: JudgedSplit) -> int:
+    return one.timeline.step_ps
