@@ -55,6 +55,13 @@ def small_gpt() -> Built:
     return _gpt(32, width=96, depth=4)
 
 
+def heavy_head() -> Built:
+    """Six blocks of width 256 with a tied head that takes as long as two and a half of them."""
+    torch.manual_seed(0)
+    model, batch = zoo.build("gpt", batch=16, seq=64, vocab=8000, width=256, depth=6, heads=4)
+    return model, {"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()}
+
+
 def _zoo(name: str, **sizes: Any) -> Built:
     """A model of the zoo whose layers keep the size of what flows, so that few steps teach it."""
     torch.manual_seed(0)
@@ -92,6 +99,7 @@ MODELS = {
     "mlp": mlp,
     "gpt": gpt,
     "small_gpt": small_gpt,
+    "heavy_head": heavy_head,
     "mlp_unify": mlp_unify,
     "candle_uno": candle_uno,
     "dlrm": dlrm,

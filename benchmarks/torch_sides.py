@@ -6,7 +6,7 @@ express a model.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -155,15 +155,17 @@ def _attention(module: nn.Module, heads: int, head_width: int, x: Tensor) -> Ten
     return out
 
 
-def one_f_one_b(model: nn.Module, batch: Batch, rate: float) -> Step:
-    """torch.distributed.pipelining's 1F1B: as many layers or blocks on every rank.
+def one_f_one_b(model: nn.Module, batch: Batch, rate: float, *, by_flops: bool = False) -> Step:
+    """torch.distributed.pipelining's 1F1B: as many layers or blocks on every rank, or as many
+    FLOPs as the layers allow.
 
     Every rank has the batch; what is tied between stages is kept equal as Megatron-LM does it, by
     summing its gradients.
     """
     rank, stages = dist.get_rank(), dist.get_world_size()
     count = MICROBATCHES_PER_STAGE * stages
-    parts = split_evenly(model, {name: t.chunk(count)[0] for name, t in batch.items()}, stages)
+    microbatch = {name: t.chunk(count)[0] for name, t in batch.items()}
+    parts = split_layers(model, microbatch, stages, by_flops=by_flops)
     held = [{name for name, _ in part.named_parameters()} for part in parts]
     mine = dict(parts[rank].named_parameters())
     stage = PipelineStage(parts[rank], rank, stages, torch.device("cpu"))
@@ -191,8 +193,11 @@ def one_f_one_b(model: nn.Module, batch: Batch, rate: float) -> Step:
     return step
 
 
-def split_evenly(model: nn.Module, batch: Batch, stages: int) -> list[fx.GraphModule]:
-    """The model as a chain of modules, each from the batch and what the one before hands on.
+def split_layers(
+    model: nn.Module, batch: Batch, stages: int, *, by_flops: bool = False
+) -> list[fx.GraphModule]:
+    """The model as a chain of modules, each from the batch and what the one before hands on: of
+    equally many layers, or of FLOPs whose most is the least.
 
     A stage begins with the first use of its first layer's weights; what is made of the batch alone
     is made where it is used. (`pipeline` of torch.distributed.pipelining splits modules, too, but
@@ -214,6 +219,8 @@ def split_evenly(model: nn.Module, batch: Batch, stages: int) -> list[fx.GraphMo
                     used.setdefault(path, node)
     order = list(used.values())
     firsts = [order[len(order) * stage // stages] for stage in range(1, stages)]
+    if by_flops:
+        firsts = _balanced(nodes, order, stages)
     stage_of: dict[fx.Node, int] = {}
     for node in nodes:
         before = max(stage_of.values(), default=0)
@@ -234,6 +241,48 @@ def split_evenly(model: nn.Module, batch: Batch, stages: int) -> list[fx.GraphMo
         )
         for stage in range(stages)
     ]
+
+
+def _balanced(nodes: list[fx.Node], order: list[fx.Node], stages: int) -> list[fx.Node]:
+    """The first node of each stage but the first, of those where layers begin; a head whose weight
+    is tied is a layer, too.
+    """
+    read: set[fx.Node] = set()
+    begins: list[fx.Node] = []
+    for node in nodes:
+        weights = {n for n in node.all_input_nodes if n.op == "get_attr"}
+        if node in order or (_flops(node) and weights & read):
+            begins.append(node)
+        read |= weights
+    parts = [0.0]
+    for node in nodes:
+        if node in begins[1:]:
+            parts.append(0.0)
+        parts[-1] += _flops(node)
+
+    @cache
+    def slowest(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return sum(parts[first:]), ()
+        found = (
+            (max(sum(parts[first:end]), rest), (end, *ends))
+            for end in range(first + 1, len(parts) - left + 2)
+            for rest, ends in (slowest(end, left - 1),)
+        )
+        return min(found)
+
+    return [begins[end] for end in slowest(0, stages)[1]]
+
+
+def _flops(node: fx.Node) -> float:
+    """Those of a linear layer or a convolution; of anything else none."""
+    if not any(name in str(node.target) for name in ("aten.linear", "aten.conv")):
+        return 0.0
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    made, shape = node.meta["val"], weight.meta["val"].shape
+    found: float = 2.0 * made.numel() * shape[1:].numel()
+    return found
 
 
 def _stage(
@@ -280,5 +329,6 @@ SIDES: dict[str, Callable[[nn.Module, Batch, float], Step]] = {
     "FSDP2": fsdp,
     "DTensor": tensor_parallel,
     "1F1B": one_f_one_b,
+    "1F1B by FLOPs": partial(one_f_one_b, by_flops=True),
     "one device": one_device,
 }
