@@ -45,7 +45,8 @@ from tests.dist import lowered
 from tests.dist.lowered import Model
 
 PLANNED = Optimizer("adamw")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "eager_1f1b", "2f2b", "zb_v")
+CHUNKS = {"interleaved_1f1b": 2, "zb_v": 2}
 MOST_STAGES = 4
 MESHES = {
     1: Mesh(()), 2: grid({"x": 2}), 3: grid({"x": 3}), 4: grid({"x": 2, "y": 2}),
@@ -87,13 +88,18 @@ def drawn(
     chunks: int = 1,
     seed: int = 0,
 ) -> Decisions:
-    """A pipeline with random layouts and storage; stage s is on group s % (stages / chunks)."""
+    """A pipeline with random layouts and storage; stage s is on group s % (stages / chunks), or on
+    that of a V.
+    """
     rng = random.Random(seed)
     groups = len(stages) // chunks
     begins = [sum(sizes[:g]) for g in range(groups + 1)]
+    placed_on = [
+        min(s, 2 * groups - 1 - s) if schedule == "zb_v" else s % groups for s in range(len(stages))
+    ]
     placed = tuple(
-        Stage(items, (range(begins[s % groups], begins[s % groups + 1]),), MESHES[sizes[s % groups]])
-        for s, items in enumerate(stages)
+        Stage(items, (range(begins[group], begins[group + 1]),), MESHES[sizes[group]])
+        for group, items in zip(placed_on, stages, strict=True)
     )
     nodes: list[NodeDecision] = []
     for own, stage in zip(cut(graph, stages).graphs, placed, strict=True):
@@ -117,7 +123,7 @@ def pipeline_of(model: Model, schedule: str, ranks: int, seed: int) -> Decisions
     random values of all blocks are made again.
     """
     rng = random.Random(f"{schedule} {ranks} {seed}")
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chunks = CHUNKS.get(schedule, 1)
     groups = 2 if ranks == 2 else rng.randint(2, min(MOST_STAGES, ranks))
     sizes = [1] * groups
     while sum(sizes) < ranks:

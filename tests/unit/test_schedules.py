@@ -9,13 +9,18 @@ from parloom.ir.plan import Action
 from parloom.ir.schedules import AUTOMATIC, Lists, round_of, schedule
 from parloom.ir.zero_bubble import PassTimes, zero_bubble
 
-PLAIN = ("gpipe", "1f1b", "zb_h1", "zb_h2")
+PLAIN = ("gpipe", "1f1b", "eager_1f1b", "2f2b", "3f3b", "zb_h1", "zb_h2")
 STEP = (Action("REDUCE"), Action("STEP"), Action("GATHER"))
 
 
 def splits_backward(name: str) -> bool:
     """Whether a schedule runs the gradients of inputs and of weights apart."""
-    return name in ("zb_h1", "zb_h2", "zb_1p", "zb_2p")
+    return name in ("zb_h1", "zb_h2", "zb_v", "zb_1p", "zb_2p")
+
+
+def rank_of(name: str, stage: int, ranks: int) -> int:
+    """Where a stage is."""
+    return min(stage, 2 * ranks - 1 - stage) if name == "zb_v" else stage % ranks
 
 
 def peak_in_flight(listed: tuple[Action, ...]) -> int:
@@ -39,12 +44,14 @@ PASSES = st.builds(
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[str, int, int, int, Lists]:
     """(name, ranks, microbatches, chunks, lists)."""
-    name = draw(st.sampled_from((*PLAIN, "interleaved_1f1b", *AUTOMATIC)))
+    name = draw(st.sampled_from((*PLAIN, "interleaved_1f1b", "zb_v", *AUTOMATIC)))
     ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 20))
     if name == "interleaved_1f1b":
         chunks = draw(st.integers(2, 4))
         lists = schedule(name, ranks * chunks, microbatches, chunks)
         return name, ranks, microbatches, chunks, lists
+    if name == "zb_v":
+        return name, ranks, microbatches, 2, schedule(name, 2 * ranks, microbatches, 2)
     if name in AUTOMATIC:
         times = draw(st.lists(PASSES, min_size=ranks, max_size=ranks))
         return name, ranks, microbatches, 1, zero_bubble(times, microbatches, AUTOMATIC[name])
@@ -77,7 +84,7 @@ def test_every_pass_runs_once_in_order_on_its_rank(
     kinds = "FBW" if splits_backward(name) else "FB"
     for rank, listed in enumerate(lists):
         run = passes(listed)
-        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        stages = [s for s in range(ranks * chunks) if rank_of(name, s, ranks) == rank]
         wanted = {Action(k, m, s) for k in kinds for m in range(microbatches) for s in stages}
         assert set(run) == wanted
         assert len(run) == len(wanted)
@@ -110,6 +117,9 @@ def test_in_flight_is_the_closed_form(case: tuple[str, int, int, int, Lists]) ->
         most = {
             "gpipe": microbatches,
             "1f1b": ranks - rank,
+            "eager_1f1b": 2 * (ranks - rank) - 1,
+            "2f2b": 2 * (ranks - rank),
+            "3f3b": 3 * (ranks - rank),
             "interleaved_1f1b": 2 * (ranks - rank - 1)
             + (chunks - 1) * round_of(ranks, microbatches)
             + 1,
@@ -161,6 +171,32 @@ def test_1f1b_of_two_ranks_reads_as_in_the_paper() -> None:
     assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2 REDUCE STEP GATHER"
 
 
+def test_groups_of_two_microbatches() -> None:
+    """The last group has those that are left."""
+    first, last = schedule("2f2b", 2, 5)
+    assert " ".join(map(str, first)).startswith("F0 F1 F2 F3 B0 B1 F4 B2 B3 B4 REDUCE")
+    assert " ".join(map(str, last)).startswith("1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3 1F4 1B4 REDUCE")
+
+
+@pytest.mark.parametrize("ranks", range(1, 7))
+def test_a_v_has_no_bubble_and_holds_what_1f1b_does(ranks: int) -> None:
+    """Where all passes take as long, after the pipeline is full (Qi et al., NeurIPS'24): each rank
+    is idle only until its first pass, and holds two halves of 1F1B's stages on the first rank.
+    """
+    microbatches = 2 * ranks + 3
+    lists = schedule("zb_v", 2 * ranks, microbatches, 2)
+    ends: dict[Action, int] = {}
+    waiting = [list(passes(listed)) for listed in lists]
+    free, busy = [0] * ranks, 6 * microbatches
+    while any(waiting):
+        for rank, queue in enumerate(waiting):
+            while queue and ends.keys() >= set(needs(queue[0], 2 * ranks)):
+                begin = max([free[rank], *(ends[a] for a in needs(queue[0], 2 * ranks))])
+                free[rank] = ends[queue.pop(0)] = begin + 1
+    assert max(end - busy for end in free) <= ranks
+    assert max(map(peak_in_flight, map(passes, lists))) <= 2 * ranks
+
+
 def test_interleaved_ranks_visit_their_chunks_in_rounds() -> None:
     first, _ = schedule("interleaved_1f1b", 4, 4, 2)
     forward = [(a.microbatch, a.stage) for a in first if a.kind == "F"]
@@ -178,6 +214,8 @@ def test_interleaved_ranks_visit_their_chunks_in_rounds() -> None:
         ("gpipe", 2, 0, 1, "at least 1"),
         ("interleaved_1f1b", 4, 8, 1, "at least 2 chunks"),
         ("interleaved_1f1b", 5, 8, 2, "multiple of the chunks"),
+        ("zb_v", 4, 8, 1, "takes two chunks a rank, not 1"),
+        ("0f0b", 2, 4, 1, "no schedule '0f0b'"),
         ("zb_1p", 4, 8, 1, "times of stages"),
         ("zb_3p", 4, 8, 1, "did you mean 'zb_"),
         ("one_stage", 2, 6, 1, "one_stage is for one stage"),

@@ -5,7 +5,7 @@ that no two ranks of the sending stage have twice, and arrives so on the receivi
 goes once over the links between them, and movements inside of the stages do the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.errors import InputError, NotYetError
@@ -119,6 +119,11 @@ def action_lists(decisions: Decisions, ranks: Sequence[Sequence[int]]) -> tuple[
     return tuple(by_stage[first[rank]] for rank in sorted(first))
 
 
+def _stages(indices: Collection[int]) -> str:
+    names = ", ".join(map(str, sorted(indices)))
+    return f"stages {names}" if len(indices) > 1 else f"stage {names}"
+
+
 def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]]:
     """The stages of every group of devices, and its action list.
 
@@ -135,9 +140,10 @@ def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]
         raise InputError(f"{count} stages on {size} groups of devices do not go around")
     lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // size)
     for stages, listed in zip(own, lists, strict=True):
-        if {action.stage for action in listed if action.microbatch is not None} != set(stages):
+        placed = {action.stage for action in listed if action.microbatch is not None}
+        if placed != set(stages):
             raise InputError(
-                f"{decisions.schedule} places stage s on group s % {size} of the devices; stages"
-                f" {', '.join(map(str, stages))} share theirs"
+                f"{decisions.schedule} has {_stages(placed)} on a group of the devices; in the plan"
+                f" {_stages(stages)} {'share' if len(stages) > 1 else 'has'} one"
             )
     return list(zip(own, lists, strict=True))

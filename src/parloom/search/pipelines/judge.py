@@ -142,17 +142,14 @@ class Judge:
     def _lists(self, stages: PricedStages, split: Split, count: int) -> Iterator[tuple[str, Lists]]:
         """Named schedules that take the stages as they are placed, and searched ones."""
         num_stages, num_groups = len(split.groups), len(split.costs)
-        chunks, left = divmod(num_stages, num_groups)
         edges = stages.edges
-        if not left and split.groups == tuple(s % num_groups for s in range(num_stages)):
-            chain = all(e.target == e.source + 1 for e in edges)
-            names = ("1f1b", "zb_h1") if chunks == 1 else ("interleaved_1f1b",)
-            for name in names if chain else ():
-                yield name, schedule(name, num_stages, count, chunks)
-            if not chain and chunks == 1:  # as lists: schedules by name take chains
+        chain = all(edge.target == edge.source + 1 for edge in edges)
+        for name in _names(split.groups, num_groups):
+            if chain:
+                yield name, schedule(name, num_stages, count, num_stages // num_groups)
+            elif num_stages == num_groups:  # as lists: schedules by name take chains
                 pairs = [(edge.source, edge.target) for edge in edges]
-                for name in names:
-                    yield SEARCHED, schedule(name, num_stages, count, edges=pairs)
+                yield SEARCHED, schedule(name, num_stages, count, edges=pairs)
         if num_stages * count > MOST_PASSES:
             return
         ranks = _numbered(split.groups)
@@ -167,6 +164,16 @@ class Judge:
             found = list_schedule(times, links, ranks, count, split=apart, limits_bytes=room)
             if found is not None:
                 yield SEARCHED, found.lists
+
+
+def _names(groups: tuple[int, ...], num_groups: int) -> tuple[str, ...]:
+    """Schedules that place stages so, of those that are worth it."""
+    num_stages = len(groups)
+    if groups == tuple(stage % num_groups for stage in range(num_stages)):
+        if num_stages == num_groups:
+            return ("1f1b", "eager_1f1b", "zb_h1")
+        return () if num_stages % num_groups else ("interleaved_1f1b",)
+    return ("zb_v",) if groups == (*range(num_groups), *reversed(range(num_groups))) else ()
 
 
 def _numbered(groups: Sequence[int]) -> list[int]:
