@@ -27,7 +27,7 @@ def compared(seed: int, num_operators: int) -> Row:
     began = time.process_time()
     search = searched(request, layouts)
     found_s = time.process_time() - began
-    least = least_of_all(search.judge, layouts, request.cluster.num_devices)
+    least = least_of_all(search.tried.judge, layouts, request.cluster.num_devices)
     items, edges = len(stage_items(request.graph)), item_edges(request.graph)
     best = best_of(request, search)
     return {
@@ -37,7 +37,7 @@ def compared(seed: int, num_operators: int) -> Row:
         "devices": request.cluster.num_devices,
         "microbatches": list(layouts),
         "enumerated": least.number,
-        "simulated": len(search.judged),
+        "simulated": len(search.tried.judged),
         "search_cpu_s": round(found_s, 2),
         "enumeration_cpu_s": round(time.process_time() - began - found_s, 1),
         "step_ms": round(best / 1e9, 4),

@@ -43,7 +43,7 @@ from parloom.execute.verify import VerifyReport
 from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
 from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
@@ -391,7 +391,7 @@ def calibrate(
         for name in ("data_parallel", "megatron"):
             for proposed in candidates(replace(request, method=name), progress).found:
                 decisions = proposed.decisions
-                pcgs.append(lower(rewritten(graph, decisions.rewrites), decisions))
+                pcgs += lower_stages(rewritten(graph, decisions.rewrites), decisions).pcgs
     return calibration_run.calibrate(pcgs, machine, progress)
 
 

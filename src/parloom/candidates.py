@@ -43,6 +43,7 @@ from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.stripes import with_stripes
 
 RANDOM = "random"
+SPENT = f"{AUTO}: the budget (--budget) is used up; the best until then"
 # Plans of each rule of thumb that are simulated beside a search.
 BESIDE = 8
 # How many of the search's proposals stand in a plan.
@@ -78,8 +79,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All scored plans of a method; why others are none; what the search proved, and how it
-    ended.
+    """All scored plans of a method; why others are none; what the search proved, how it ended, and
+    how much of its budget is left.
     """
 
     found: tuple[ScoredPlan, ...]
@@ -87,6 +88,7 @@ class Candidates:
     bound_s: float | None = None
     solver_gap: float | None = None
     status: Status = Status.COMPLETE
+    work_left: int | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     """What the method proposes on each part of a mixed cluster, and on several of them."""
     found: list[ScoredPlan] = []
     refused: list[str] = []
-    statuses = [Status.COMPLETE]
+    statuses, left = [Status.COMPLETE], request.budget
     alone = () if request.all_devices or request.method in ACROSS else request.regular()
     shares = {part: least_work_ps(Contexts(own, base_of(own))) for part, own in alone}
     for part, own in sorted(alone, key=lambda each: shares[each[0]] / len(each[0].devices)):
@@ -123,10 +125,16 @@ def _of_parts(request: Request, say: Say) -> Candidates:
             continue
         say(where)
         try:
-            there = _of_one_part(own, say)
+            there = _of_one_part(replace(own, budget=left), say)
+        except (KeyboardInterrupt, StoppedError):
+            if not found:
+                raise
+            statuses.append(Status.INTERRUPTED)
+            break
         except (InputError, LayoutError) as error:
             refused.append(f"{request.method} on {part.cluster.name}: {one_line(error)}")
             continue
+        left = there.work_left
         found += (_on_part(part, plan) for plan in there.found)
         refused += (f"on {part.cluster.name}: {line}" for line in there.refused)
         statuses.append(there.status)
@@ -135,9 +143,9 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     bound = None
     if request.method in (AUTO, *ACROSS) and statuses[-1] is not Status.INTERRUPTED:
         fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
-        across = _across(request, min(fitting, default=inf), say)
+        across = _across(replace(request, budget=left), min(fitting, default=inf), say)
         found += across.found
-        refused += across.refused
+        refused += (line for line in across.refused if line not in refused)
         statuses.append(across.status)
         bound = across.bound_s
     worst = next((s for s in (Status.INTERRUPTED, Status.OUT_OF_BUDGET) if s in statuses), None)
@@ -161,6 +169,8 @@ def _across(request: Request, best_s: float, say: Say) -> Candidates:
             for p in across.found
         ]
         words = (f"{AUTO}: {across.left_out}",) if across.left_out else ()
+        if across.status is Status.OUT_OF_BUDGET:
+            words = (*words, SPENT)
         return Candidates(tuple(found), words, across.bound_ps / 1e12, None, across.status)
     proposed = _Proposed()
     _propose(request, (request.method,), MOST, proposed, say)
@@ -207,13 +217,14 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     if proposed.stopped:
         status = Status.INTERRUPTED
     if status is Status.OUT_OF_BUDGET:
-        refused.append(f"{AUTO}: --budget {request.budget} is used up; the best until then")
+        refused.append(SPENT)
     # Where the search finds nothing that fits, there may be a plan that does not.
     if not found and (searched is None or status is not Status.COMPLETE):
         raise _nothing(method, status, against, proposed.refused)
     bound = searched.bound_ps / 1e12 if searched and searched.bound_ps else None
     gap = searched.solver_gap if searched else None
-    return Candidates(tuple(found), tuple(refused), bound, gap, status)
+    left = searched.work_left if searched else request.budget
+    return Candidates(tuple(found), tuple(refused), bound, gap, status, left)
 
 
 def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:

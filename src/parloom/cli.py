@@ -290,7 +290,7 @@ def cluster_check(
     found = loaded.cluster
     if as_json:
         document = {"ok": True, "name": found.name, "num_devices": found.num_devices}
-        show_json(document | {"planned": not found.parts, "assumptions": list(loaded.assumptions)})
+        show_json(document | {"assumptions": list(loaded.assumptions)})
     elif found.parts:
         parts = ", ".join(f"{part.count} x {part.cluster.name}" for part in found.parts)
         _print(f"{cluster}: fine: {found.name}, {parts}")

@@ -148,7 +148,7 @@ def test_no_pipeline_is_below_the_bound(name: str, slow: str) -> None:
     for count in contexts.counts:
         search._look(1, count)  # noqa: SLF001 - every split, not only those that promise most
     for split in search.splits:
-        found = search.judge.judge(split)
+        found = search.tried.judge.judge(split)
         if found is not None:
             steps.append(found.timeline.step_ps)
     assert len(steps) > 3

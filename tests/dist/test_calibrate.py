@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parloom import cli, zoo
+from parloom import api, cli, zoo
 from parloom.capture import capture
 from parloom.cost.calibration import (
     Calibration,
@@ -37,6 +37,11 @@ from parloom.comparators.baselines import METHODS
 from tests.zoo_sizes import small
 
 CPU = torch.device("cpu")
+SLOW = (
+    "{name: slow, device: {name: core, memory: 2GiB, memory_bandwidth: 5GB/s,"
+    " rates: {fp32: 12GFLOP/s}}, backend: gloo, levels: [{name: net, size: 4,"
+    " bandwidth: 100Mbit/s, latency: 200us}]}"
+)
 
 
 def lowered(name: str, method: str) -> PCG:
@@ -252,3 +257,17 @@ def wrong_cluster() -> str:
 
 def test_more_devices_than_ranks_are_refused() -> None:
     assert len(set(fork_ranks(2, wrong_cluster))) == 1
+
+
+def test_models_whose_rules_of_thumb_are_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's best plan of a model with equal blocks may have stages: all of their operators."""
+    programs: list[str] = []
+
+    def counted(pcgs: list[PCG], *_: object) -> None:
+        programs.extend(pcg.main.name for pcg in pcgs)
+
+    monkeypatch.setattr(measuring, "calibrate", counted)
+    found = api.search(api.capture("zoo:gpt", batch=8), cluster=SLOW, method="megatron")
+    assert len(found.decisions.stages) == 4
+    api.calibrate(["zoo:gpt"], cluster=SLOW)
+    assert len(programs) > 4

@@ -33,7 +33,7 @@ class Least:
 
 
 def least_of_all(judge: Judge, layouts: Layouts, devices: int) -> Least:
-    """The fastest of all pipelines on at most so many devices that keep to the request's limit."""
+    """The fastest of all pipelines on so many devices that keep to the request's limit."""
     found = Least()
     edges = item_edges(judge.request.graph)
     for count, by_size in layouts.items():
@@ -75,7 +75,7 @@ def _placed(
             continue
         for sizes in product(by_size, repeat=num_groups):
             begins = [sum(sizes[:group]) for group in range(num_groups)]
-            if devices % sum(sizes) or any(b % s for b, s in zip(begins, sizes, strict=True)):
+            if sum(sizes) != devices or any(b % s for b, s in zip(begins, sizes, strict=True)):
                 continue
             for chosen in product(*(by_size[size] for size in sizes)):
                 ordered = {id(costs): costs.ordered(order) for costs in chosen}

@@ -77,7 +77,7 @@ def drawn(seed: int, num_operators: int) -> tuple[Request, Layouts]:
 
 def best_of(request: Request, search: PipelineSearch) -> float:
     """The step of the fastest plan that fits."""
-    fitting = [one for one in search.judged if one.timeline.peak_bytes <= request.limit_bytes]
+    fitting = [one for one in search.tried.judged if one.timeline.peak_bytes <= request.limit_bytes]
     return min((one.timeline.step_ps for one in fitting), default=inf)
 
 
@@ -85,8 +85,8 @@ def best_of(request: Request, search: PipelineSearch) -> float:
 def test_no_pipeline_is_faster(seed: int) -> None:
     request, layouts = drawn(seed, 4)
     search = searched(request, layouts)
-    least = least_of_all(search.judge, layouts, request.cluster.num_devices)
-    assert least.number > len(search.judged)
+    least = least_of_all(search.tried.judge, layouts, request.cluster.num_devices)
+    assert least.number > len(search.tried.judged)
     assert best_of(request, search) == least.step_ps
 
 
@@ -95,27 +95,29 @@ def test_no_pipeline_is_faster_in_little_memory(seed: int) -> None:
     """Less than the fastest holds."""
     request, layouts = drawn(seed, 3)
     free = searched(request, layouts)
-    fastest = min(free.judged, key=lambda one: one.timeline.step_ps)
+    fastest = min(free.tried.judged, key=lambda one: one.timeline.step_ps)
     tight = replace(request, limit_bytes=int(0.9 * fastest.timeline.peak_bytes))
     search = searched(tight, layouts)
-    least = least_of_all(search.judge, layouts, tight.cluster.num_devices)
+    least = least_of_all(search.tried.judge, layouts, tight.cluster.num_devices)
     assert best_of(tight, search) == least.step_ps
     assert least.step_ps >= fastest.timeline.step_ps
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 8, 15, 42, 48, 53, 117])
 def test_bounds_of_splits_hold(seed: int) -> None:
-    """None is simulated to be faster, and they come in ascending order."""
+    """None is simulated to be faster, and they come in ascending order: with operators that no
+    stage owns (48), and weights of several stages (117).
+    """
     request, layouts = drawn(seed, 4)
     search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
-    every = EverySplit(search.judge, layouts)
+    every = EverySplit(search.tried.judge, layouts, lambda: None)
     kinds = every.kinds()
     assert kinds
     before = 0.0
     for least_ps, split in islice(every.splits(kinds), 60):
         assert least_ps >= before
         before = least_ps
-        found = search.judge.judge(split)
+        found = search.tried.judge.judge(split)
         assert found is not None
         assert found.timeline.step_ps >= least_ps * (1 - 1e-9)
 
@@ -139,6 +141,8 @@ def test_a_search_that_leaves_splits_out_is_seen() -> None:
     """The oracle of the tests above can fail: without stages that share a group."""
     request, layouts = drawn(4, 4)
     search = searched(request, layouts)
-    apart = [one for one in search.judged if len(set(one.split.groups)) == len(one.split.groups)]
+    apart = [
+        one for one in search.tried.judged if len(set(one.split.groups)) == len(one.split.groups)
+    ]
     assert apart
     assert min(one.timeline.step_ps for one in apart) > best_of(request, search)

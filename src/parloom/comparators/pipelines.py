@@ -105,16 +105,15 @@ def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
         rates = [len(devices) * part.cluster.device.rate(dtype) for part, devices in groups]
         ends = even(flops, rates)
         for microbatches in _counts(request, base, len(groups)):
-            wholes = (
-                _replicas(request, base, part.cluster, len(devices), microbatches)
-                for part, devices in groups
-            )
+            sizes = {part.first: (part.cluster, len(devices)) for part, devices in groups}
+            wholes = {
+                first: _replicas(request, base, *of_part, microbatches)
+                for first, of_part in sizes.items()
+            }
             stages = [
                 (keys[first:last], devices, whole)
-                for (first, last), (_, devices), whole in zip(
-                    pairwise(ends), groups, wholes, strict=True
-                )
-                if whole is not None
+                for (first, last), (part, devices) in zip(pairwise(ends), groups, strict=True)
+                if (whole := wholes[part.first]) is not None
             ]
             if len(stages) == len(groups):
                 yield replicated(request, base, stages)

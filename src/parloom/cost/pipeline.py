@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from parloom.cost.actions import Stage
 from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
+from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
 from parloom.cost.tasks import SHARES, kind_of, picoseconds
 from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span, Timeline
@@ -95,13 +96,22 @@ class Shared:
     sent: Send
 
 
-def send(sent: float, received: float, level: int, cluster: Cluster) -> Send:
+def send(
+    sent: float, received: float, level: int, cluster: Cluster, kernels: Kernels | None = None
+) -> Send:
     """What it takes over a level of `cluster` where each rank of one stage sends so many bytes and
-    each one of the other receives so many.
+    each one of the other receives so many: as measured, where `kernels` know.
     """
-    found = collective("send", max(sent, received), ((level, 2),), cluster)
-    latency = picoseconds(found.latency_s)
-    whole = picoseconds(found.seconds) - latency
+    size, group = max(sent, received), ((level, 2),)
+    table = kernels.exchanges if kernels is not None else None
+    measured = table.exchange("send", size, group) if table is not None else None
+    if measured is not None:
+        seconds, latency_s, _ = measured
+    else:
+        found = collective("send", size, group, cluster)
+        seconds, latency_s = found.seconds, found.latency_s
+    latency = picoseconds(latency_s)
+    whole = max(0, picoseconds(seconds) - latency)
     both = round(whole * min(sent, received) / max(sent, received, 1))
     more = whole - both
     return Send(latency, both, level, *((more, 0) if sent > received else (0, more)))

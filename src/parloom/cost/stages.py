@@ -112,7 +112,7 @@ class PricedStages:
             player.own(stage)
         devices = [devices_of(stage) for stage in planned]
         self.join_of = join_of or (lambda a, b: joined(player.cluster, devices[a], devices[b]))
-        self.edges = tuple(_edges(lowered, self.join_of))
+        self.edges = tuple(_edges(lowered, self.join_of, player.kernels))
         self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
 
     def actions(self, index: int, *, split: bool) -> StageActions:
@@ -140,11 +140,12 @@ class PricedStages:
         ring = len(holders)
         size = 2 * (ring - 1) / ring * max(sizes)
         joins = (self.join_of(holders[0], other) for other in holders[1:])
-        sends = (send(size, size, level, own) for own, level in joins)
+        kernels = self.player.kernels
+        sends = (send(size, size, level, own, kernels) for own, level in joins)
         return Shared(tuple(holders), max(sends, key=lambda sent: sent.ps))
 
 
-def _edges(lowered: LoweredStages, join_of: JoinOf) -> list[Edge]:
+def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
     found: dict[tuple[int, int], list[tuple[Moved, Moved | None]]] = {}
     for crossing in lowered.cut.crossings:
@@ -154,10 +155,15 @@ def _edges(lowered: LoweredStages, join_of: JoinOf) -> list[Edge]:
     edges = []
     for (source, target), values in sorted(found.items()):
         cluster, level = join_of(source, target)
-        forward = send(*_sum(there for there, _ in values), level, cluster)
+        forward = send(*_sum(there for there, _ in values), level, cluster, kernels)
         back = [moved for _, moved in values if moved is not None]
         edges.append(
-            Edge(source, target, forward, send(*_sum(back), level, cluster) if back else None)
+            Edge(
+                source,
+                target,
+                forward,
+                send(*_sum(back), level, cluster, kernels) if back else None,
+            )
         )
     return edges
 

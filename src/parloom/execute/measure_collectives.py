@@ -18,7 +18,7 @@ from parloom.cost.collectives import Group, group_of
 from parloom.execute.measure import WINDOWS
 from parloom.ir.mesh import Cluster, MeshAxis
 from parloom.runtime.comm import DistributedGroup
-from parloom.runtime.work import Work
+from parloom.runtime.work import DONE, Work
 
 SIZES = {
     "cpu": (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22),
@@ -40,12 +40,41 @@ def collectives(
 ) -> Iterator[TimedCollective]:
     """All kinds over all groups, on every rank alike; sizes of whole tensors in bytes."""
     products = _Products.on(device, least_s)
+    for group, pair in _pairs(cluster):
+        for size in sizes or SIZES[device.type]:
+            sending = partial(_send, torch.zeros(max(1, size // 4), device=device), pair)
+            yield TimedCollective("send", group, size, *_timed(sending, products, least_s))
     for group, members in _groups(cluster):
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
             for size in sizes or SIZES[device.type]:
                 start = _starter(kind, size, members, device)
                 seconds, lost = _timed(start, products, least_s)
                 yield TimedCollective(kind, group, size, seconds, lost)
+
+
+def _pairs(cluster: Cluster) -> Iterator[tuple[Group, tuple[int, int] | tuple[()]]]:
+    """For each level, the sender and the receiver of the pair of neighbors that this rank is in;
+    nothing where it has no neighbor.
+    """
+    rank, stride = dist.get_rank(), 1
+    for level, each in enumerate(cluster.levels):
+        if each.size > 1:
+            index = rank // stride % each.size
+            first = rank - index % 2 * stride
+            alone = index % 2 == 0 and index + 1 == each.size
+            yield ((level, 2),), () if alone else (first, first + stride)
+        stride *= each.size
+
+
+def _send(tensor: Tensor, pair: tuple[int, int] | tuple[()]) -> Work:
+    """One message from the first to the second of the pair."""
+    if not pair:
+        return DONE
+    sender, receiver = pair
+    sends = dist.get_rank() == sender
+    work = dist.isend(tensor, receiver) if sends else dist.irecv(tensor, sender)
+    assert work is not None
+    return work
 
 
 def _groups(cluster: Cluster) -> Iterator[tuple[Group, DistributedGroup]]:

@@ -277,10 +277,15 @@ def _executable(planned: Planned) -> Problems:
     """Fields that plans have from the first version on and that do not run yet."""
     _, decisions = planned
     stage, schedule = decisions.stages[0], decisions.schedule
-    if schedule != "one_stage" or stage.items or len(stage.devices) > 1:
+    if schedule != "one_stage":
+        yield f"one stage has the schedule 'one_stage', not {schedule!r}"
+    if stage.items:
+        yield f"one stage has all items: leave out {stage.items[0]} and the others"
+    num_devices = sum(map(len, stage.devices))
+    if len(stage.devices) > 1 or num_devices != stage.mesh.num_ranks:
         yield (
-            "one stage has all items, neighboring devices and the schedule 'one_stage', not"
-            f" {schedule!r}"
+            f"one stage has as many neighboring devices as its mesh has ranks,"
+            f" {stage.mesh.num_ranks}, not {num_devices} in {len(stage.devices)} runs"
         )
     if decisions.batch_norm != "global":
         yield f"batch_norm {decisions.batch_norm!r} is not yet executable"

@@ -7,41 +7,30 @@ first ones are simulated, and boundaries of the best are moved.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import inf
 
 from parloom.cost.units import format_seconds
-from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import item_edges, stage_items
-from parloom.search.contexts import Contexts, ContextSearch, SimulatedPlan, with_passes
-from parloom.search.decide import decisions_of
-from parloom.search.least import batch_bytes
+from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.optimize import Searched, least_way_ps, least_work_ps
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.every import MOST_DEVICES, EverySplit, Layouts
-from parloom.search.pipelines.judge import Judge, JudgedSplit
+from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
+from parloom.search.pipelines.layouts import GroupLayouts
 from parloom.search.pipelines.orders import orders
 from parloom.search.pipelines.split import Split, even_splits, uneven_splits
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
-from parloom.search.step_rows import Passes, ShadowPrices, row_prices
 from parloom.search.work import OutOfWorkError
 
-# Meshes of a group that are searched: of one axis, and cut between levels.
-MESHES = 2
 # The shares by which closed forms may become longer from one number of microbatches to the next,
 # and be above the least of all that is simulated.
 NEARBY, FORMS = 0.02, 0.15
-# Microbatches that a group has in flight for each of its stages, by 1F1B, and more for other lists.
-SLACK = 1.25
-# Shares of the memory that layouts are made for: what a stage holds beyond what is counted differs.
-MARGINS = (0.9, 0.7)
-# How near the first bound of a context is to the least Lagrangian.
-ROUGH = 0.01
 # Groups of several sizes are at most so many times larger and smaller than the best even ones.
 AROUND = 2
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
@@ -64,29 +53,46 @@ def with_pipelines(request: Request, base: Decisions, searched: Searched, say: S
         words = f"{searched.left_out}; {reason}" if searched.left_out else reason
         return replace(searched, left_out=words)
     best = min((p.step_ps for p in searched.proposals), default=inf)
-    search, status = None, searched.status
+    searches: list[PipelineSearch] = []
+    status = searched.status
     try:
         contexts = Contexts(replace(request, budget=searched.work_left), base)
-        search = PipelineSearch(contexts, best, say)
-        if status is Status.COMPLETE:
-            search.run()
+        for own in _asked(request):
+            whole = own.cluster.num_devices == request.cluster.num_devices
+            searches.append(PipelineSearch(contexts if whole else contexts.on_part(own), best, say))
+            if status is Status.COMPLETE:
+                searches[-1].run()
+            best = searches[-1].best_ps
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
-    if search is None:
+    if not searches:
         return replace(searched, status=status, bound_ps=0.0)
-    found = sorted((*searched.proposals, *search.plans()), key=lambda p: p.step_ps)
-    bound_ps = 0.0 if status is Status.INTERRUPTED else min(searched.bound_ps, search.least_ps)
-    left = search.contexts.work.left
+    plans = (plan for search in searches for plan in search.plans())
+    found = sorted((*searched.proposals, *plans), key=lambda p: p.step_ps)
+    # Parts of the cluster have fewer devices for the same work.
+    bound_ps = min(searched.bound_ps, searches[0].least_ps)
+    smallest = searched.smallest
+    for search in searches:
+        smallest = search.smallest(smallest)
     return replace(
         searched,
         proposals=tuple(found),
         status=status,
-        bound_ps=bound_ps,
-        work_left=left,
-        smallest=search.smallest(searched.smallest),
+        bound_ps=0.0 if status is Status.INTERRUPTED else bound_ps,
+        work_left=searches[0].contexts.work.left,
+        smallest=smallest,
     )
+
+
+def _asked(request: Request) -> Iterator[Request]:
+    """The request, and where some devices may be left idle and all are few, the same on parts of
+    several devices.
+    """
+    yield request
+    if request.cluster.num_devices <= MOST_DEVICES:
+        yield from (own for own in request.parts() if own.cluster.num_devices > 1)
 
 
 def least_pipeline_ps(contexts: Contexts) -> float:
@@ -117,15 +123,6 @@ def least_pipeline_ps(contexts: Contexts) -> float:
     return least_ps
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A layout of the whole model on one group, in which its items are priced."""
-
-    context: ContextSearch
-    margin: float
-    costs: ItemCosts
-
-
 class PipelineSearch:
     """Searches pipelines that are faster than `best_ps`; none takes less than `least_ps`."""
 
@@ -136,12 +133,10 @@ class PipelineSearch:
         items, factored = stage_items(self.request.graph), contexts.whole.factored
         self.items = items
         self.orders = orders(len(items), item_edges(self.request.graph))
-        self.pricer = Pricer(self.request, factored, items, self.request.cluster)
-        self.judge = Judge(self.request, factored)
-        self.layouts: dict[tuple[int, int], list[_Layout]] = {}
-        self.margin = MARGINS[0]
+        pricer = Pricer(self.request, factored, items, self.request.cluster)
+        self.layouts = GroupLayouts(contexts, pricer, self.devices)
+        self.tried = Tried(Judge(self.request, factored), contexts.work.spend)
         self.splits: list[Split] = []
-        self.judged: list[JudgedSplit] = []
 
     def run(self) -> None:
         """All sizes of groups, the numbers of microbatches that promise most."""
@@ -153,18 +148,18 @@ class PipelineSearch:
         self._add_uneven()
         self._judge_best()
         if not self.judge_every(self._promising_layouts()):
-            self._move()
+            for best in self.tried.fitting()[:1]:
+                self.tried.move(best, MOVED)
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""
-        limit = self.request.limit_bytes
-        fitting = [one for one in self.judged if one.timeline.peak_bytes <= limit]
-        for one in sorted(fitting, key=lambda one: one.timeline.step_ps)[:2]:
+        for one in self.tried.fitting()[:2]:
             yield one.predicted(self.request)
 
     def smallest(self, known: SimulatedPlan | None) -> SimulatedPlan | None:
         """The smallest of all plans that were simulated, `known` among them."""
-        found = min(self.judged, key=lambda one: one.timeline.peak_bytes, default=None)
+        judged = self.tried.judged
+        found = min(judged, key=lambda one: one.timeline.peak_bytes, default=None)
         if found is None or (known and known.peak_bytes <= found.timeline.peak_bytes):
             return known
         return found.predicted(self.request)
@@ -204,7 +199,7 @@ class PipelineSearch:
     def _look(self, size: int, count: int) -> Split | None:
         """Add the splits of one context: the one with the least closed form."""
         found: list[Split] = []
-        for layout in self.layouts_of(size, count):
+        for layout in self.layouts.of(size, count, self._enough_ps()):
             found += self._even(layout.costs)
         self.splits += found
         best = min(found, key=_closed_ps, default=None)
@@ -214,68 +209,15 @@ class PipelineSearch:
         return best
 
     def _even(self, costs: ItemCosts) -> Iterator[Split]:
-        """Splits over groups with these layouts, items in several orders; over fewer groups where
-        devices may be left idle and are few.
-        """
-        size, most = costs.num_devices, self.devices // costs.num_devices
-        fewer = not self.request.all_devices and self.devices <= MOST_DEVICES
-        for devices in part_sizes(self.request.cluster) if fewer else ():
-            if devices % size == 0 and devices > size:
-                yield from self._promising(even_splits(costs, devices // size))
+        """Splits over groups with these layouts, items in several orders."""
         for order in self.orders:
-            yield from self._promising(even_splits(costs.ordered(order), most))
+            found = even_splits(costs.ordered(order), self.devices // costs.num_devices)
+            yield from self._promising(found)
 
     def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
         for split in splits:
             if split.stored_bytes() <= self.request.limit_bytes:
                 yield split
-
-    def layouts_of(self, size: int, count: int) -> list[_Layout]:
-        """Layouts on one group that may be worth it."""
-        if (size, count) not in self.layouts:
-            part = self.contexts.on_part(self.request.on(size))
-            found: list[_Layout] = []
-            for mesh in part.meshes[:MESHES]:
-                program = part.on(mesh, count)
-                if program is None:
-                    continue
-                context = part.search(program, mesh, count)
-                free = ShadowPrices()
-                context.columns.prove(free, ROUGH)
-                if context.columns.bounds[free] / (self.devices // size) > self._enough_ps():
-                    continue
-                for hides in (True, False):
-                    known = {layout.costs.whole for layout in found}
-                    found += self._laid_out(context, hides, self.margin, known)
-            self.layouts[size, count] = found
-        return self.layouts[size, count]
-
-    def _laid_out(
-        self, context: ContextSearch, hides: bool, margin: float, known: Collection[Decisions] = ()
-    ) -> Iterator[_Layout]:
-        """The layout of a context whose estimate is the least in its share of the memory, unless
-        it is known.
-        """
-        size, count = context.mesh.num_ranks, context.num_microbatches
-        groups = self.devices // size
-        in_flight = max(1.0, min(count, SLACK * groups))
-        pipelined = with_passes(context, Passes(count, in_flight, hides))
-        room = self.request.limit_bytes - batch_bytes(self.request.graph)
-        pipelined.limit = max(1.0, margin * groups * room)
-        pipelined.run(context.duals)
-        candidate = next(pipelined.candidates(), None)
-        if candidate is None:
-            return
-        prices = row_prices(pipelined.duals, pipelined.passes)
-        base = self.contexts.base
-        whole = decisions_of(pipelined.layouts, candidate, count, base, prices)
-        self.contexts.work.spend()
-        if whole in known:
-            return
-        try:
-            yield _Layout(pipelined, margin, self.pricer.price(whole))
-        except (LayoutError, InputError):
-            return  # as where a buffer would be written in one stage and read in another
 
     def _add_uneven(self) -> None:
         """Splits over groups of several sizes around those of the best split, with as many
@@ -288,7 +230,7 @@ class PipelineSearch:
         costs: dict[int, ItemCosts] = {}
         for other in parts:
             if size / AROUND <= other <= size * AROUND:
-                layouts = self.layouts_of(other, best.num_microbatches)
+                layouts = self.layouts.of(other, best.num_microbatches, self._enough_ps())
                 each = (layout.costs for layout in layouts)
                 found = min(each, key=lambda c: int(c.loads_ps.sum()), default=None)
                 if found is not None:
@@ -300,16 +242,15 @@ class PipelineSearch:
         made for less memory.
         """
         self._judge_of(self.splits)
-        if any(map(self._fits, self.judged)):
+        if self.tried.fitting():
             return
         # Again where nothing was small enough to be simulated, or what was simulated was too large.
-        large = {id(one.split.costs[0].whole) for one in self.judged}
+        large = {id(one.split.costs[0].whole) for one in self.tried.judged}
         small = {id(split.costs[0].whole) for split in self.splits} - large
         self.splits = []
-        for layout in chain.from_iterable(tuple(self.layouts.values())):
+        for layout in list(chain.from_iterable(self.layouts.known.values())):
             if id(layout.costs.whole) not in small:
-                context = layout.context
-                for other in self._laid_out(context, context.passes.hides, MARGINS[1]):
+                for other in self.layouts.smaller(layout):
                     self.splits += self._even(other.costs)
         self._judge_of(self.splits)
 
@@ -326,26 +267,16 @@ class PipelineSearch:
             if known[kind] < EACH:
                 known[kind] += self._judge(split) is not None
 
-    def _fits(self, one: JudgedSplit) -> bool:
-        return one.timeline.peak_bytes <= self.request.limit_bytes
-
     def _judge(self, split: Split) -> JudgedSplit | None:
-        self.contexts.work.spend()
-        try:
-            found = self.judge.judge(split)
-        except (LayoutError, InputError):
-            return None
-        if found is None:
-            return None
-        self.judged.append(found)
-        if self._fits(found):
-            self.best_ps = min(self.best_ps, float(found.timeline.step_ps))
+        found = self.tried.play(split)
+        if found is not None and self.tried.fits(found):
+            self.best_ps = min(self.best_ps, float(found.step_ps))
         return found
 
     def _promising_layouts(self) -> Layouts:
         """Layouts in which the work may be shared so that it takes no longer than the best."""
         found: dict[int, dict[int, list[ItemCosts]]] = {}
-        for (size, count), layouts in self.layouts.items():
+        for (size, count), layouts in self.layouts.known.items():
             most_ps = self.best_ps * (self.devices // size)
             own = [one.costs for one in layouts if one.costs.loads_ps.sum() < most_ps]
             if own:
@@ -358,54 +289,20 @@ class PipelineSearch:
         """
         if not layouts:
             return True
-        every = EverySplit(self.judge, layouts)
+        every = EverySplit(self.tried.judge, layouts, self.tried.spend)
         kinds = every.kinds()
         if kinds is None:
             return False
+        every.enough_ps = self.best_ps
         for index, (least_ps, split) in enumerate(every.splits(kinds)):
             if least_ps >= self.best_ps:
                 break
             if index >= most:
                 return False
             self._judge(split)
+            every.enough_ps = self.best_ps
         return True
-
-    def _move(self) -> None:
-        """Move one boundary of the best split at a time, as long as that helps."""
-        fitting = [one for one in self.judged if self._fits(one)]
-        best = min(fitting, key=lambda one: one.timeline.step_ps, default=None)
-        if best is None:
-            return
-        tried = {best.split.ends}
-        left = MOVED
-        improved = True
-        while improved and left:
-            improved = False
-            for split in moves(best.split):
-                if split.ends in tried or not left:
-                    continue
-                tried.add(split.ends)
-                left -= 1
-                found = self._judge(split)
-                if found and self._fits(found) and found.timeline.step_ps < best.timeline.step_ps:
-                    best, improved = found, True
-                    break
 
 
 def _closed_ps(split: Split) -> float:
     return split.step_ps
-
-
-def moves(split: Split) -> Iterator[Split]:
-    """Splits with one boundary moved by an item, those first whose busiest group has less."""
-    found: list[tuple[float, Split]] = []
-    ends = split.ends
-    for index in range(len(ends) - 1):
-        for change in (-1, 1):
-            moved = (*ends[:index], ends[index] + change, *ends[index + 1 :])
-            before = moved[index - 1] if index else 0
-            if before < moved[index] < moved[index + 1]:
-                other = replace(split, ends=moved)
-                found.append((other.step_ps, other))
-    for _, other in sorted(found, key=lambda entry: entry[0]):
-        yield other

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.actions import Stage as Actions
+from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
 from parloom.cost.stages import PricedStages, StagePlayer, crossing_bytes
@@ -167,7 +168,8 @@ class Pricer:
         player = StagePlayer(cluster, request.optimizer, kernels)
         apart_priced = PricedStages(lowered, stages, player, lambda *_: self.join)
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
-        sent = tuple(_sent(lowered, each, cluster, self.join) for each in lowered.cut.crossings)
+        crossings = lowered.cut.crossings
+        sent = tuple(_sent(lowered, each, cluster, self.join, kernels) for each in crossings)
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
         passes, once, kept, stored, passing = np.array(found, dtype=np.int64).T
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
@@ -202,7 +204,11 @@ class Pricer:
 
 
 def _sent(
-    lowered: LoweredStages, crossing: Crossing, cluster: Cluster, join: tuple[Cluster, int]
+    lowered: LoweredStages,
+    crossing: Crossing,
+    cluster: Cluster,
+    join: tuple[Cluster, int],
+    kernels: Kernels | None,
 ) -> Sent:
     """A crossing over each level of links, of which `join` is the outermost."""
     forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
@@ -210,7 +216,7 @@ def _sent(
     # A level of one child has no links: nothing crosses it.
     ways = [(cluster, at) if level.size > 1 else None for at, level in enumerate(inner)]
     there, again = (
-        tuple(send(*moved, way[1], way[0]).ps if way else 0 for way in (*ways, join))
+        tuple(send(*moved, way[1], way[0], kernels).ps if way else 0 for way in (*ways, join))
         if moved
         else None
         for moved in (forward, back)

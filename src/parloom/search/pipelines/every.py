@@ -7,10 +7,10 @@ come before and followed by the backward passes that come after: splits are simu
 of that bound (best-first search: Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, combinations, pairwise, product
 from math import comb, factorial, inf
 
 import numpy as np
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from parloom.cost.pipeline import Edge, Send, Shared, StageActions
 from parloom.errors import InputError, LayoutError
-from parloom.ir.mesh import part_sizes
+from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Stage
+from parloom.ir.stages import stage_items
 from parloom.search.pipelines.costs import UPDATE, ItemCosts
 from parloom.search.pipelines.judge import Judge
 from parloom.search.pipelines.split import Split
@@ -86,36 +87,57 @@ def members(some: int) -> list[int]:
     return [item for item in range(some.bit_length()) if some >> item & 1]
 
 
-class StageBounds:
-    """Prices stages by the set of items before them and the one with them."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Free:
+    """How operators are laid out that no stage owns: as in the layout of the first group, along
+    axes that all of a plan's meshes have.
+    """
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
-        self._known: dict[tuple[int, int, int], Bound] = {}
+    first: Decisions
+    meshes: tuple[Mesh, ...]
+
+
+class StageBounds:
+    """Prices stages by the set of items before them and the one with them; each costs `spend`."""
+
+    def __init__(self, judge: Judge, spend: Callable[[], None]) -> None:
+        self.judge, self.spend = judge, spend
+        graph = judge.request.graph
+        items = set(stage_items(graph))
+        free = {f.key for f in graph.flat() if (f.prefix or f.node.key) not in items}
+        self.free = frozenset(free)
+        self._known: dict[tuple[int, int, int, object], Bound] = {}
         self._wholes: list[Decisions] = []  # which are told apart by identity
 
-    def of(self, costs: ItemCosts, before: int, after: int) -> Bound:
+    def of(self, costs: ItemCosts, before: int, after: int, free: Free) -> Bound:
         """The stage of what `after` has beyond `before`, in the layouts of `costs`."""
-        key = id(costs.whole), before, after
+        rest = (id(free.first), free.meshes) if self.free else None
+        key = id(costs.whole), before, after, rest
         if key not in self._known:
-            self._wholes.append(costs.whole)
+            self._wholes += costs.whole, free.first
+            self.spend()
             try:
-                self._known[key] = self._priced(costs, before, after)
+                self._known[key] = self._priced(costs, before, after, free)
             except (LayoutError, InputError):
                 self._known[key] = IMPOSSIBLE  # as where a buffer is written in another stage
         return self._known[key]
 
-    def _priced(self, costs: ItemCosts, before: int, after: int) -> Bound:
+    def _priced(self, costs: ItemCosts, before: int, after: int, free: Free) -> Bound:
         every = (1 << len(costs.items)) - 1
         sets = [some for some in (before, after & ~before, every & ~after) if some]
-        whole = costs.whole
-        stages = tuple(
-            Stage(tuple(costs.items[i] for i in members(some)), whole.stages[0].devices, whole.mesh)
+        whole, devices = costs.whole, costs.whole.stages[0].devices
+        stages = [
+            Stage(tuple(costs.items[i] for i in members(some)), devices, whole.mesh)
             for some in sets
-        )
-        apart = replace(whole, stages=stages)
+        ]
         judge, place = self.judge, sets.index(after & ~before)
-        pcg = judge.alike.stage(judge.stager.cut(apart), apart, place)
+        nodes = [node for node in whole.nodes if node.key not in self.free]
+        nodes += (node for node in free.first.nodes if node.key in self.free)
+        apart = replace(whole, stages=tuple(stages), nodes=tuple(nodes))
+        parts = judge.stager.cut(apart)
+        # The other meshes count for what all stages compute alike.
+        others = (Stage((), devices, mesh) for mesh in free.meshes)
+        pcg = judge.alike.stage(parts, replace(apart, stages=(*stages, *others)), place)
         together, split = (
             judge.player.actions(pcg, stages[place], split=way) for way in (False, True)
         )
@@ -154,10 +176,13 @@ class _Kind:
 
 
 class EverySplit:
-    """All splits over groups of devices, of the layouts that are given."""
+    """All splits over groups of all devices, of the layouts that are given; of those that take no
+    less than `enough_ps` some may be left out.
+    """
 
-    def __init__(self, judge: Judge, layouts: Layouts) -> None:
-        self.judge, self.layouts, self.bounds = judge, layouts, StageBounds(judge)
+    def __init__(self, judge: Judge, layouts: Layouts, spend: Callable[[], None]) -> None:
+        self.judge, self.layouts, self.bounds = judge, layouts, StageBounds(judge, spend)
+        self.enough_ps = inf
         some = next(costs for by in layouts.values() for own in by.values() for costs in own)
         self.edges = sorted(
             {(v.source, item, v.backward_ps is not None) for v in some.sent for item in v.targets}
@@ -174,7 +199,6 @@ class EverySplit:
         devices, items = self.judge.request.cluster.num_devices, self.sets[-1].bit_length()
         if devices > MOST_DEVICES:
             return None
-        ways = {num: self._number(num) for num in range(2, items + 1)}
         sizes = [
             (count, num, own)
             for count, by_size in self.layouts.items()
@@ -182,12 +206,7 @@ class EverySplit:
             for own in self._sizes(sorted(by_size), num)
         ]
         for placed_by, number in ((placements, stirling), (_regular, _num_regular)):
-            total = sum(
-                ways[stages] * number(stages, groups)
-                for _, groups, _ in sizes
-                for stages in range(groups, items + 1)
-            )
-            if total <= MOST_SPLITS:
+            if self._are_few(items, [groups for _, groups, _ in sizes], number):
                 return [
                     _Kind(count, placed, own)
                     for count, groups, own in sizes
@@ -198,24 +217,28 @@ class EverySplit:
 
     def _sizes(self, sizes: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:
         """The devices of groups, each of which begins at a multiple of its own."""
-        request = self.judge.request
-        uses = {request.cluster.num_devices}
-        if not request.all_devices:
-            uses.update(part_sizes(request.cluster))
+        devices = self.judge.request.cluster.num_devices
         for own in product(sizes, repeat=num_groups):
             begins = [sum(own[:index]) for index in range(num_groups)]
             if any(begin % size for begin, size in zip(begins, own, strict=True)):
                 continue
-            if sum(own) in uses:
+            if sum(own) == devices:
                 yield own
 
-    def _number(self, num_stages: int) -> int:
-        """How many ways there are to cut so many stages."""
-        ways = np.zeros(len(self.sets))
+    def _are_few(
+        self, items: int, groups: Sequence[int], number: Callable[[int, int], int]
+    ) -> bool:
+        """Whether there are no more than `MOST_SPLITS`, placed on groups in so many ways."""
+        beyond, ways, total = self.beyond.astype(float), np.zeros(len(self.sets)), 0.0
         ways[0] = 1
-        for _ in range(num_stages):
-            ways = ways @ self.beyond
-        return int(ways[-1])
+        for stages in range(1, items + 1):
+            ways = ways @ beyond  # how many ways there are to cut so many stages
+            if stages > 1:
+                placed = sum(number(stages, some) for some in groups if some <= stages)
+                total += float(ways[-1]) * placed
+            if total > MOST_SPLITS:
+                return False
+        return True
 
     def _chains(self, num_stages: int) -> NDArray[np.int64]:
         """The sets between stages, [way, stage + 1], by their places in `sets`."""
@@ -241,10 +264,11 @@ class EverySplit:
                 else:
                     first.least_ps = max(first.least_ps, self._with_sends(first))
                     first.sends = True
-                    if first.least_ps < inf:
+                    if first.least_ps < self.enough_ps:
                         heappush(waiting, first)
             for one in some:
-                heappush(waiting, one)
+                if one.least_ps < self.enough_ps:
+                    heappush(waiting, one)
 
     def _with_sends(self, one: "_Waiting") -> float:
         """What a split takes at least with what its stages send each other."""
@@ -261,7 +285,7 @@ class EverySplit:
         if not kinds:
             return
         tables = {
-            (count, size): self._table(layouts)
+            (count, size): self._table(count, layouts)
             for count, by_size in self.layouts.items()
             for size, layouts in by_size.items()
         }
@@ -277,14 +301,34 @@ class EverySplit:
             places = chains[len(kind.groups)][of_chain[place]]
             yield float(found[place]), self._laid_out(kind, [self.sets[at] for at in places])
 
-    def _table(self, layouts: Sequence[ItemCosts]) -> Floats:
-        """What stages take of a step, [whole or split passes, set before, set with the stage]."""
+    def _table(self, count: int, layouts: Sequence[ItemCosts]) -> Floats:
+        """What stages take of a step at least, [whole or split passes, set before, set with the
+        stage].
+        """
         found = np.full((2, len(self.sets), len(self.sets)), inf)
         for before, after in np.argwhere(self.beyond):
             ends = self.sets[before], self.sets[after]
-            loads = [self.bounds.of(costs, *ends).load_ps for costs in layouts]
+            loads = [
+                self.bounds.of(costs, *ends, free).load_ps
+                for costs in layouts
+                for free in self._free(count, costs)
+            ]
             found[:, before, after] = np.min(loads, axis=0)
         return found
+
+    def _free(self, count: int, costs: ItemCosts) -> list[Free]:
+        """How operators that no stage owns may be laid out where some group has these layouts."""
+        if not self.bounds.free:
+            return [Free(costs.whole, (costs.whole.mesh,))]
+        every = [own for by_size in self.layouts[count].values() for own in by_size]
+        meshes = list(dict.fromkeys(own.whole.mesh for own in every))
+        return [
+            Free(first.whole, some)
+            for first in every
+            for size in range(1, len(meshes) + 1)
+            for some in combinations(meshes, size)
+            if {costs.whole.mesh, first.whole.mesh} <= set(some)
+        ]
 
     def _loads(
         self, kind: _Kind, chains: NDArray[np.int64], tables: Mapping[tuple[int, int], Floats]
@@ -310,9 +354,12 @@ class EverySplit:
         ordered = {
             id(costs): costs.ordered(order) for size in set(kind.sizes) for costs in layouts[size]
         }
+        meshes = dict.fromkeys(c.whole.mesh for by_size in layouts.values() for c in by_size)
         for chosen in product(*(layouts[size] for size in kind.sizes)):
+            own = {costs.whole.mesh for costs in chosen}
+            free = Free(chosen[0].whole, tuple(mesh for mesh in meshes if mesh in own))
             bounds = [
-                self.bounds.of(chosen[group], *cut)
+                self.bounds.of(chosen[group], *cut, free)
                 for group, cut in zip(kind.groups, cuts, strict=True)
             ]
             stored = [0.0] * len(kind.sizes)
@@ -355,12 +402,14 @@ def _least_ps(
         ends_ps = [0.0] * len(split.costs)
         for group in range(len(split.costs)):
             own = [stage for stage, other in enumerate(groups) if other == group]
-            ends_ps[group] = (
-                min(before[stage] for stage in own)
-                + sum(bounds[stage].passes_ps[way] + bounds[stage].reduce_ps for stage in own)
-                # Gradients of weights may be the last passes.
-                + (0.0 if way else min(after[stage][way] for stage in own))
+            passes_ps, reduce_ps = (
+                sum(bounds[stage].passes_ps[way] for stage in own),
+                sum(bounds[stage].reduce_ps for stage in own),
             )
+            # Gradients of weights may be the last passes.
+            rest_ps = 0.0 if way else min(after[stage][way] for stage in own)
+            begins_ps = min(before[stage] for stage in own)
+            ends_ps[group] = begins_ps + passes_ps + max(reduce_ps, rest_ps)
         for ring in shared:
             members_of = {groups[stage] for stage in ring.stages}
             if len(members_of) > 1:

@@ -2,13 +2,14 @@
 that fits as the simulator plays it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from parloom.cost.pipeline import Edge, StageActions, pass_times
 from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.timeline import Timeline
+from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import Factored
 from parloom.ir.list_schedule import Link, list_schedule
 from parloom.ir.lower_stages import LoweredStages, Stager
@@ -16,7 +17,7 @@ from parloom.ir.plan import Decisions, ParameterDecision, Stage
 from parloom.ir.schedules import Lists, schedule
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pipelines.alike import AlikeStages
-from parloom.search.pipelines.split import Split
+from parloom.search.pipelines.split import Split, moves
 from parloom.search.request import Request
 
 SEARCHED = "searched"
@@ -35,6 +36,10 @@ class JudgedSplit:
     decisions: Decisions
     lowered: LoweredStages
     timeline: Timeline
+
+    @property
+    def step_ps(self) -> int:
+        return self.timeline.step_ps
 
     def predicted(self, request: Request) -> SimulatedPlan:
         """The plan as it is predicted with the bands of the machine."""
@@ -113,7 +118,7 @@ class Judge:
             wholes[0],
             stages=tuple(stages),
             nodes=tuple(nodes),
-            parameters=tuple(self._parameters(split, own)),
+            parameters=tuple(self._parameters(split, stages)),
             activations=tuple(
                 a
                 for group, whole in enumerate(wholes)
@@ -122,21 +127,22 @@ class Judge:
             ),
         )
 
-    def _parameters(self, split: Split, own: dict[str, int]) -> Iterator[ParameterDecision]:
-        """Each parameter as the group stores it that reads it first."""
-        if len({id(costs) for costs in split.costs}) == 1:
+    def _parameters(self, split: Split, stages: Sequence[Stage]) -> Iterator[ParameterDecision]:
+        """Each parameter as the group stores it whose stage comes first of those that read it."""
+        if len({id(costs.whole) for costs in split.costs}) == 1:
             yield from split.costs[0].whole.parameters
             return
         graph = self.request.graph
-        reader: dict[str, int] = {}
+        stage_of = {item: index for index, stage in enumerate(stages) for item in stage.items}
+        owner: dict[str, int] = {}
         names = {i.value.name: i.target for i in graph.of_kind("parameter")}
         for flat in graph.flat():
-            for operand in flat.operands:
-                if operand in names:
-                    reader.setdefault(names[operand], own.get(flat.prefix or flat.node.key, 0))
+            stage = stage_of.get(flat.prefix or flat.node.key, 0)
+            for name in (names[operand] for operand in flat.operands if operand in names):
+                owner[name] = min(stage, owner.get(name, stage))
         for group, costs in enumerate(split.costs):
             for parameter in costs.whole.parameters:
-                if reader.get(parameter.name, 0) == group:
+                if split.groups[owner.get(parameter.name, 0)] == group:
                     yield parameter
 
     def _lists(self, stages: PricedStages, split: Split, count: int) -> Iterator[tuple[str, Lists]]:
@@ -164,6 +170,52 @@ class Judge:
             found = list_schedule(times, links, ranks, count, split=apart, limits_bytes=room)
             if found is not None:
                 yield SEARCHED, found.lists
+
+
+class Tried:
+    """The splits of one request that were simulated, each once; each costs `spend`."""
+
+    def __init__(self, judge: Judge, spend: Callable[[], None]) -> None:
+        self.judge, self.spend = judge, spend
+        self.judged: list[JudgedSplit] = []
+        self._known: set[tuple[object, ...]] = set()
+
+    def play(self, split: Split) -> JudgedSplit | None:
+        """The split as a plan; None where it was tried before, or cannot be played."""
+        wholes = tuple(id(costs.whole) for costs in split.costs)
+        items = tuple(split.costs[0].items[end - 1] for end in split.ends)
+        key = split.ends, split.groups, split.begins, wholes, items
+        if key in self._known:
+            return None
+        self._known.add(key)
+        self.spend()
+        try:
+            found = self.judge.judge(split)
+        except (LayoutError, InputError):
+            return None
+        if found is not None:
+            self.judged.append(found)
+        return found
+
+    def fits(self, one: JudgedSplit) -> bool:
+        """Whether no device holds more than it may."""
+        return self.judge.request.fits(one.timeline)
+
+    def fitting(self) -> list[JudgedSplit]:
+        """Those that fit, the fastest first."""
+        return sorted(filter(self.fits, self.judged), key=lambda one: one.step_ps)
+
+    def move(self, best: JudgedSplit, most: int) -> None:
+        """Move one boundary at a time of a split, as long as that helps, and at most so often."""
+        left = len(self.judged) + most
+        better: JudgedSplit | None = best
+        while better is not None:
+            best, better = better, None
+            for split in moves(best.split):
+                found = self.play(split) if len(self.judged) < left else None
+                if found is not None and self.fits(found) and found.step_ps < best.step_ps:
+                    better = found
+                    break
 
 
 def _names(groups: tuple[int, ...], num_groups: int) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Pipelines over the parts of a mixed cluster: a stage lies within one part.
 
-The whole model is laid out on groups of each part (`auto.PipelineSearch`), its items are priced
+The whole model is laid out on groups of each part (`layouts.py`), its items are priced
 there, and one dynamic program splits them over groups of all parts (`parts.splits_over_parts`).
 Splits are ranked by their closed form and simulated, as on equal devices.
 """
@@ -14,7 +14,6 @@ from math import ceil, inf
 import numpy as np
 
 from parloom.cost.units import format_seconds
-from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import part_of, part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
@@ -27,14 +26,12 @@ from parloom.search.pipelines.auto import (
     EACH,
     FORMS,
     JUDGED,
-    MARGINS,
     MOVED,
     NEARBY,
-    PipelineSearch,
-    moves,
 )
 from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.pipelines.judge import Judge, JudgedSplit
+from parloom.search.pipelines.judge import Judge, Tried
+from parloom.search.pipelines.layouts import MARGINS, GroupLayouts
 from parloom.search.pipelines.parts import PartCosts, few_sizes, in_turns, splits_over_parts
 from parloom.search.pipelines.split import Floats, Split
 from parloom.search.prices import Prices
@@ -67,19 +64,20 @@ class AcrossParts:
 
 def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) -> AcrossParts:
     """Pipelines over the parts of a mixed cluster; `best_ps` is the fastest plan on one of them."""
-    contexts = [Contexts(own, base) for _, own in request.regular()]
-    bound_ps = least_shared_ps(contexts)
-    if request.pinned.pins or request.batch_semantics != GLOBAL:
-        return AcrossParts((), bound_ps, left_out=BESIDE_PINS if request.pinned.pins else APART)
-    search = MixedSearch(request, contexts, best_ps, say)
-    status = Status.COMPLETE
+    bound_ps, search, status = 0.0, None, Status.COMPLETE
     try:
+        contexts = [Contexts(own, base) for _, own in request.regular()]
+        bound_ps = least_shared_ps(contexts)
+        if request.pinned.pins or request.batch_semantics != GLOBAL:
+            reason = BESIDE_PINS if request.pinned.pins else APART
+            return AcrossParts((), bound_ps, left_out=reason)
+        search = MixedSearch(request, contexts, best_ps, say)
         search.run()
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
-    return AcrossParts(tuple(search.plans()), bound_ps, status)
+    return AcrossParts(tuple(search.plans()) if search else (), bound_ps, status)
 
 
 def least_shared_ps(contexts: Sequence[Contexts]) -> float:
@@ -134,13 +132,13 @@ class MixedSearch:
         self.num_items = len(items)
         for own in contexts:
             own.work = contexts[0].work  # they count together
-        self.searches = [PipelineSearch(own, inf, say) for own in contexts]
-        for search, devices in zip(self.searches, self._devices_like_all(), strict=True):
-            search.devices = devices
-            search.pricer = Pricer(search.request, factored, items, request.cluster)
-        self.judge = Judge(request, factored)
-        self.judged: list[JudgedSplit] = []
-        self.tried: set[tuple[object, ...]] = set()
+        self.limits = [own.request.limit_bytes for own in contexts]
+        self.layouts = [
+            GroupLayouts(own, Pricer(own.request, factored, items, request.cluster), devices)
+            for own, devices in zip(contexts, self._devices_like_all(), strict=True)
+        ]
+        self.counts = contexts[0].counts
+        self.tried = Tried(Judge(request, factored), contexts[0].work.spend)
 
     def run(self) -> None:
         """Numbers of microbatches on groups that are whole parts, then around the best with all
@@ -152,9 +150,11 @@ class MixedSearch:
         sizes = [sorted({*part_sizes(p.cluster), p.cluster.num_devices}) for p in self.parts]
         finer = few_sizes(sizes, [part.cluster.num_devices for part in self.parts])
         for margin in MARGINS:
-            for search in self.searches:
-                if search.margin != margin:
-                    search.margin, search.layouts = margin, {}
+            if margin != self.layouts[0].margin:
+                self.layouts = [
+                    GroupLayouts(own.contexts, own.pricer, own.devices, margin)
+                    for own in self.layouts
+                ]
             for in_flight in IN_FLIGHT:
                 splits = self._around(2 * len(self.parts), whole, in_flight)
                 if finer != whole:
@@ -163,15 +163,16 @@ class MixedSearch:
                     splits += self._around(count, finer, in_flight)
                 self._judge_best(splits)
                 self._take_turns()
-                if any(map(self._fits, self.judged)):
-                    self._move()
+                fitting = self.tried.fitting()
+                for one in fitting[:BASES]:
+                    self.tried.move(one, MOVED)
+                if fitting:
                     return
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The fastest that fit, and the fastest on each number of devices."""
-        fitting = filter(self._fits, self.judged)
         seen: set[int] = set()
-        for one in sorted(fitting, key=_step_ps):
+        for one in self.tried.fitting():
             if one.decisions.num_ranks not in seen:
                 seen.add(one.decisions.num_ranks)
                 yield one.predicted(self.request)
@@ -181,13 +182,12 @@ class MixedSearch:
         whole parts.
         """
         rates = [max(rate for _, rate in p.cluster.device.flops_per_s) for p in self.parts]
-        rooms = [search.request.limit_bytes for search in self.searches]
         counts = [part.cluster.num_devices for part in self.parts]
         found = []
-        for own, rate, room in zip(counts, rates, rooms, strict=True):
+        for own, rate, room in zip(counts, rates, self.limits, strict=True):
             like = max(
                 sum(n * other for n, other in zip(counts, each, strict=True)) / mine
-                for each, mine in ((rates, rate), (rooms, room))
+                for each, mine in ((rates, rate), (self.limits, room))
             )
             found.append(ceil(like / own) * own)
         return found
@@ -196,7 +196,7 @@ class MixedSearch:
         """Splits of numbers of microbatches from the one nearest to `wanted` on, up and down as
         long as the least closed form becomes less.
         """
-        counts = self.searches[0].contexts.counts
+        counts = self.counts
         start = min(range(len(counts)), key=lambda i: abs(counts[i] - wanted))
         found: list[Split] = []
         first = inf
@@ -215,15 +215,14 @@ class MixedSearch:
                 first = first if first < inf else least
         return found
 
-    def _fits(self, one: JudgedSplit) -> bool:
-        return self.request.fits(one.timeline)
-
     def _splits(self, count: int, sizes: Sequence[Sequence[int]], in_flight: int) -> list[Split]:
         parts = []
-        for part, search, own in zip(self.parts, self.searches, sizes, strict=True):
-            costs = {size: self._costs(search, size, count) for size in own}
+        for part, layouts, limit, own in zip(
+            self.parts, self.layouts, self.limits, sizes, strict=True
+        ):
+            costs = {size: _fastest(layouts, size, count) for size in own}
             there = {size: found for size, found in costs.items() if found is not None}
-            parts.append(PartCosts(part, search.request.limit_bytes, there))
+            parts.append(PartCosts(part, limit, there))
         found = splits_over_parts(parts, min(in_flight, count))
         return [s for s in found if len(s.ends) > 1 and (self._uses_all(s) or self._may_idle)]
 
@@ -234,10 +233,6 @@ class MixedSearch:
     def _uses_all(self, split: Split) -> bool:
         used = sum(costs.num_devices for costs in split.costs)
         return used == self.request.cluster.num_devices
-
-    def _costs(self, search: PipelineSearch, size: int, count: int) -> ItemCosts | None:
-        each = (layout.costs for layout in search.layouts_of(size, count))
-        return min(each, key=lambda costs: int(costs.loads_ps.sum()), default=None)
 
     def _judge_best(self, splits: Sequence[Split]) -> None:
         """Simulate those with the least closed forms, of the best numbers of microbatches each and
@@ -256,50 +251,20 @@ class MixedSearch:
                     break
                 kind = split.begins, tuple(costs.num_devices for costs in split.costs)
                 if known[kind] < EACH:
-                    known[kind] += self._judge(split) is not None
+                    known[kind] += self.tried.play(split) is not None
         whole = filter(self._uses_all, sorted(splits, key=lambda split: split.step_ps))
         for split in islice(whole, JUDGED):
-            if any(self._fits(one) and self._uses_all(one.split) for one in self.judged):
+            if any(self._uses_all(one.split) for one in self.tried.fitting()):
                 return
-            self._judge(split)
+            self.tried.play(split)
 
     def _take_turns(self) -> None:
         """Simulate several stages on each group of the best splits, where that promises more."""
-        fitting = sorted(filter(self._fits, self.judged), key=_step_ps)
-        found = [s for one in fitting[:BASES] for s in in_turns(one.split)]
+        found = [s for one in self.tried.fitting()[:BASES] for s in in_turns(one.split)]
         for split in sorted(found, key=lambda split: split.step_ps)[:TURNS]:
-            self._judge(split)
-
-    def _judge(self, split: Split) -> JudgedSplit | None:
-        """None where it was tried before, or cannot be played."""
-        key = split.ends, split.groups, split.begins, split.costs
-        if key in self.tried:
-            return None
-        self.tried.add(key)
-        self.searches[0].contexts.work.spend()
-        try:
-            found = self.judge.judge(split)
-        except (LayoutError, InputError):
-            return None
-        if found is None:
-            return None
-        self.judged.append(found)
-        return found
-
-    def _move(self) -> None:
-        """Move one boundary of the best splits at a time, as long as that helps."""
-        fitting = sorted(filter(self._fits, self.judged), key=_step_ps)
-        for one in fitting[:BASES]:
-            best, left = one, len(self.judged) + MOVED
-            better: JudgedSplit | None = one
-            while better is not None and len(self.judged) < left:
-                best, better = better, None
-                for split in moves(best.split):
-                    found = self._judge(split) if len(self.judged) < left else None
-                    if found and self._fits(found) and _step_ps(found) < _step_ps(best):
-                        better = found
-                        break
+            self.tried.play(split)
 
 
-def _step_ps(one: JudgedSplit) -> int:
-    return one.timeline.step_ps
+def _fastest(layouts: GroupLayouts, size: int, count: int) -> ItemCosts | None:
+    each = (layout.costs for layout in layouts.of(size, count))
+    return min(each, key=lambda costs: int(costs.loads_ps.sum()), default=None)

@@ -9,7 +9,7 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from math import comb, gcd
@@ -322,3 +322,16 @@ def _within(
         sizes.append(size)
         at = at[0] - size // unit, first_place
     return tuple(reversed(ends)), tuple(reversed(sizes))
+
+
+def moves(split: Split) -> Iterator[Split]:
+    """Splits with one boundary moved by an item, those first whose closed form is the least."""
+    found: list[Split] = []
+    ends = split.ends
+    for index in range(len(ends) - 1):
+        for change in (-1, 1):
+            moved = (*ends[:index], ends[index] + change, *ends[index + 1 :])
+            before = moved[index - 1] if index else 0
+            if before < moved[index] < moved[index + 1]:
+                found.append(replace(split, ends=moved))
+    yield from sorted(found, key=lambda other: other.step_ps)
