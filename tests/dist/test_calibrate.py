@@ -140,7 +140,7 @@ def on_rank() -> Calibration:
 def test_ranks_measure_collectives_and_agree() -> None:
     first, *others = fork_ranks(4, on_rank)
     assert first.num_ranks == 4
-    assert len(first.collectives) == 2 * 4 * 5
+    assert len(first.collectives) == (2 * 4 + 1) * 5  # two groups of four kinds, and messages
     for other in others:
         assert other.streams == first.streams
         assert other.launch_s == first.launch_s

@@ -35,8 +35,9 @@ from parloom.cost.measured import (
     mismatches,
     source_of,
 )
+from parloom.cost.pipeline import send
 from parloom.cost.simulate import simulate
-from parloom.cost.tasks import COMPUTE
+from parloom.cost.tasks import COMPUTE, picoseconds
 from parloom.cost.timeline import Timeline
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
@@ -292,3 +293,23 @@ def test_one_device_has_no_collective_to_look_up() -> None:
     cluster, kernels = calibrated(load_cluster("1xcpu"), MADE)
     assert isinstance(kernels, Kernels)
     assert simulate(pcg, cluster, Decisions(), kernels=kernels).step_s > 0
+
+
+def test_messages_between_stages_take_what_was_measured() -> None:
+    """Where no message was measured, what an all-reduce of two ranks takes, which sends as much;
+    without that, what data sheets say.
+    """
+    over = ((0, 2),)
+    sent = (TimedCollective("send", over, 1 << 10, 1e-3, 0.0),
+            TimedCollective("send", over, 1 << 20, 9e-2, 0.0))  # fmt: skip
+    summed = (TimedCollective("all_reduce", over, 1 << 10, 2e-3, 0.0),
+              TimedCollective("all_reduce", over, 1 << 20, 1e-1, 0.0))  # fmt: skip
+    times = []
+    for known in (sent + summed, summed, ()):
+        cluster, kernels = calibrated(CLUSTER, replace(MADE, collectives=known))
+        found = send(1 << 20, 1 << 20, 0, cluster, kernels)
+        times.append((found.ps, found.latency_ps))
+    assert times[0] == (picoseconds(9e-2), picoseconds(1e-3))
+    assert times[1] == (picoseconds(1e-1), picoseconds(2e-3))
+    cluster, _ = calibrated(CLUSTER, MADE)
+    assert times[2][0] == send(1 << 20, 1 << 20, 0, cluster).ps < times[0][0] / 10

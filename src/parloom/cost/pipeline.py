@@ -100,8 +100,11 @@ def send(
     sent: float, received: float, level: int, cluster: Cluster, kernels: Kernels | None = None
 ) -> Send:
     """What it takes over a level of `cluster` where each rank of one stage sends so many bytes and
-    each one of the other receives so many: as measured, where `kernels` know.
+    each one of the other receives so many: as measured, where `kernels` know. Nothing crosses a
+    level of one child, as between stages on the same devices.
     """
+    if cluster.levels[level].size == 1:
+        return Send(level=level)
     size, group = max(sent, received), ((level, 2),)
     table = kernels.exchanges if kernels is not None else None
     measured = table.exchange("send", size, group) if table is not None else None

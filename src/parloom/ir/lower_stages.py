@@ -7,6 +7,7 @@ goes once over the links between them, and movements inside of the stages do the
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from parloom.errors import InputError, NotYetError
 from parloom.ir.factors import Factored, factorize
@@ -71,12 +72,16 @@ class Stager:
         made = self._on_one_device(decisions)
         values = {c.value.name: made[c.value.name] for c in parts.crossings}
         boundary = Boundary(
-            sample_dims(self.factored),
+            self._sample_dims,
             {name: value.layout for name, value in values.items()},
             frozenset(name for name, value in values.items() if value.differentiable),
         )
         assert all({*v.axes, *v.partial_axes} <= {TIME} for v in boundary.in_time.values())
         return replace(parts, graphs=tuple(replace(g, boundary=boundary) for g in parts.graphs))
+
+    @cached_property
+    def _sample_dims(self) -> dict[str, int]:
+        return dict(sample_dims(self.factored))
 
     def _on_one_device(self, decisions: Decisions) -> dict[str, PValue]:
         """All values of the graph, lowered with the microbatches of a plan on one device."""

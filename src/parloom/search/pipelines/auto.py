@@ -301,7 +301,7 @@ class PipelineSearch:
                 return False
             self._judge(split)
             every.enough_ps = self.best_ps
-        return True
+        return every.is_whole
 
 
 def _closed_ps(split: Split) -> float:

@@ -212,13 +212,9 @@ def _sent(
 ) -> Sent:
     """A crossing over each level of links, of which `join` is the outermost."""
     forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
-    *inner, _ = cluster.levels
-    # A level of one child has no links: nothing crosses it.
-    ways = [(cluster, at) if level.size > 1 else None for at, level in enumerate(inner)]
+    ways = (*((cluster, level) for level in range(len(cluster.levels) - 1)), join)
     there, again = (
-        tuple(send(*moved, way[1], way[0], kernels).ps if way else 0 for way in (*ways, join))
-        if moved
-        else None
+        tuple(send(*moved, level, own, kernels).ps for own, level in ways) if moved else None
         for moved in (forward, back)
     )
     assert there is not None

@@ -31,6 +31,8 @@ Layouts = Mapping[int, Mapping[int, Sequence[ItemCosts]]]
 # Stages of a model and microbatches on them, with their groups, that are all looked at.
 MOST_SPLITS = 150_000
 MOST_DEVICES = 8
+# Splits whose bounds know what is sent, which is where the time goes.
+MOST_PRICED = 2_000
 # Sets of items between which stages are cut.
 MOST_SETS = 40
 
@@ -177,12 +179,12 @@ class _Kind:
 
 class EverySplit:
     """All splits over groups of all devices, of the layouts that are given; of those that take no
-    less than `enough_ps` some may be left out.
+    less than `enough_ps` some may be left out, of others where it then `is_whole` no longer.
     """
 
     def __init__(self, judge: Judge, layouts: Layouts, spend: Callable[[], None]) -> None:
         self.judge, self.layouts, self.bounds = judge, layouts, StageBounds(judge, spend)
-        self.enough_ps = inf
+        self.enough_ps, self.is_whole = inf, True
         some = next(costs for by in layouts.values() for own in by.values() for costs in own)
         self.edges = sorted(
             {(v.source, item, v.backward_ps is not None) for v in some.sent for item in v.targets}
@@ -256,12 +258,17 @@ class EverySplit:
     def splits(self, kinds: Sequence[_Kind]) -> Iterator[tuple[float, Split]]:
         """Splits of these kinds and what they take at least, in ascending order of that."""
         waiting: list[_Waiting] = []
+        priced = 0
         for least, some in chain(self._ranked(kinds), ((inf, ()),)):
             while waiting and waiting[0].least_ps <= least:
                 first = heappop(waiting)
                 if first.sends:
                     yield first.least_ps, first.split
+                elif priced == MOST_PRICED:
+                    self.is_whole = False
+                    return
                 else:
+                    priced += 1
                     first.least_ps = max(first.least_ps, self._with_sends(first))
                     first.sends = True
                     if first.least_ps < self.enough_ps:
