@@ -123,6 +123,24 @@ def test_pins_leave_pipelines_out(slow: str) -> None:
     assert any(BESIDE_PINS in note for note in pinned.notes), pinned.notes
 
 
+def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
+    """Nothing crosses the level inside a node, which has one child: several stages on one device
+    were refused there.
+    """
+    path = tmp_path / "nodes.yaml"
+    inside = "  - {name: loopback, size: 1, bandwidth: 1GB/s, latency: 1us}\n  - {name: net"
+    path.write_text(CLUSTER.replace("  - {name: net", inside))
+    machine = machine_for(str(path), None)
+    memory = machine.cluster.device.memory_bytes
+    request = Request(captured().graph, machine, captured().optimizer, memory)
+    search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
+    search._look(1, 4)  # noqa: SLF001 - one context is enough
+    several = [split for split in search.splits if len(split.groups) > len(split.costs)]
+    assert several
+    assert all(search.tried.play(split) is not None for split in several)
+    assert not search.tried.refused
+
+
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"batch": 1, "seq": 64},
     "mmt": {"batch": 1, "seq": 16, "width": 64, "depth": 2, "heads": 4, "inner": 128},

@@ -147,6 +147,8 @@ class PipelineSearch:
                 self._look_on(size)
         self._add_uneven()
         self._judge_best()
+        if self.tried.refused and not self.tried.judged:
+            self.say(f"no pipeline could be played: {self.tried.refused}")
         if not self.judge_every(self._promising_layouts()):
             for best in self.tried.fitting()[:1]:
                 self.tried.move(best, MOVED)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from parloom.cost.pipeline import Edge, StageActions, pass_times
 from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.timeline import Timeline
-from parloom.errors import InputError, LayoutError
+from parloom.errors import InputError, LayoutError, one_line
 from parloom.ir.factors import Factored
 from parloom.ir.list_schedule import Link, list_schedule
 from parloom.ir.lower_stages import LoweredStages, Stager
@@ -178,6 +178,7 @@ class Tried:
     def __init__(self, judge: Judge, spend: Callable[[], None]) -> None:
         self.judge, self.spend = judge, spend
         self.judged: list[JudgedSplit] = []
+        self.refused = ""  # why the first one was none that was none
         self._known: set[tuple[object, ...]] = set()
 
     def play(self, split: Split) -> JudgedSplit | None:
@@ -191,7 +192,8 @@ class Tried:
         self.spend()
         try:
             found = self.judge.judge(split)
-        except (LayoutError, InputError):
+        except (LayoutError, InputError) as error:
+            self.refused = self.refused or one_line(error)
             return None
         if found is not None:
             self.judged.append(found)
