@@ -66,7 +66,7 @@ def test_plans_over_axes_of_other_primes_equal_one_device(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "branches"), [("mmt", 3), ("candle_uno", 2), ("dlrm", 1), ("mlp_unify", 2)]
+    ("name", "branches"), [("mmt", 3), ("candle_uno", 3), ("dlrm", 1), ("mlp_unify", 2)]
 )
 def test_branches_run_beside_each_other(name: str, branches: int) -> None:
     """Some of GraphPipe's stages wait for no other one; its lists, checked, predicted and run."""
