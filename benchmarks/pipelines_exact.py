@@ -4,8 +4,8 @@
 
 For each graph, at most three layouts for each size of groups, on two devices (odd seeds; 1, 2 and 4
 microbatches) or four (2 microbatches): the fastest step of the search, which ends at its bound or
-where it has simulated as much as `auto` does, and of every cut, placement, layout and schedule, priced by the simulator alone. Exit code 1 where
-they differ.
+where it has simulated as much as `auto` does, and of every cut, placement, layout and schedule,
+priced by the simulator alone. Exit code 1 where they differ.
 """
 
 import argparse
