@@ -21,7 +21,7 @@ from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts
 from parloom.search.pipelines.auto import PipelineSearch
 from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.pipelines.every import EverySplit, Layouts, item_sets, placements, stirling
+from parloom.search.pipelines.every import EverySplit, Layouts, all_placements, item_sets, stirling
 from parloom.search.request import Request, base_of
 from tests.property.every_pipeline import least_of_all
 from tests.property.searched import ADAM, random_graph
@@ -133,7 +133,7 @@ def test_all_cuts_of_a_graph_are_there() -> None:
 
 @pytest.mark.parametrize(("stages", "groups"), [(4, 2), (5, 3), (6, 6), (7, 1)])
 def test_placements_are_counted(stages: int, groups: int) -> None:
-    every = list(placements(stages, groups))
+    every = list(all_placements(stages, groups))
     assert len(set(every)) == len(every) == stirling(stages, groups)
 
 

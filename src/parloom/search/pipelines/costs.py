@@ -126,11 +126,6 @@ class ItemCosts:
         found: Ints = self.crossing_ps[-1]
         return found
 
-    @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of items of which the second reads what the first makes."""
-        return tuple(sorted({(v.source, target) for v in self.sent for target in v.targets}))
-
     @property
     def num_devices(self) -> int:
         return self.whole.num_ranks
