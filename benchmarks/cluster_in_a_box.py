@@ -46,16 +46,23 @@ def make_plans(folder: Path, pairs: list[tuple[str, str]]) -> None:
 
 
 class Bed:
-    """A bed of the tool `testbed.py` with 0.25 core a host, torn down on exit."""
+    """A bed of the tool `testbed.py` with 0.25 core and 2 GB a host, torn down on exit; the last
+    host has half of both where it is `slow`.
+    """
 
-    def __init__(self, tool: Path, name: str, rate: str, hosts: int = 4) -> None:
+    def __init__(
+        self, tool: Path, name: str, rate: str, hosts: int = 4, *, slow: bool = False
+    ) -> None:
         self._tool = [sys.executable, str(tool / "testbed.py" if tool.is_dir() else tool)]
         self._name = name
         self._rate = rate
-        self._hosts = str(hosts)
+        devices = [{"cpu": 0.25, "mem": "2g"} for _ in range(hosts)]
+        if slow:
+            devices[-1] = {"cpu": 0.125, "mem": "1g"}
+        self._hosts = json.dumps({"hosts": [{"devices": [device]} for device in devices]})
 
     def __enter__(self) -> "Bed":
-        self._call("up", "--hosts", self._hosts, "--rate", self._rate, "--cpu", "0.25")
+        self._call("up", "--hosts-spec", self._hosts, "--rate", self._rate)
         return self
 
     def __exit__(self, *_: object) -> None:
