@@ -379,19 +379,18 @@ def calibrate(
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
     machine = resolve_cluster(cluster or f"{size}xcpu").cluster
-    machine.prime_axes()  # or it says that it has parts of several types
     if found and (cluster is None or found[0].decisions.num_ranks == size):
         machine = cluster_of(found[0])  # what the plan uses of the cluster
     pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]
     for model in models:
         graph = capture(model, progress=progress).graph
-        request = Request(
-            graph, DataSheets(machine), PlannedOptimizer(), machine.device.memory_bytes
-        )
-        for name in ("data_parallel", "megatron"):
-            for proposed in candidates(replace(request, method=name), progress).found:
-                decisions = proposed.decisions
-                pcgs += lower_stages(rewritten(graph, decisions.rewrites), decisions).pcgs
+        for part in regular_parts(machine):
+            sheets, memory = DataSheets(part.alone), part.alone.device.memory_bytes
+            request = Request(graph, sheets, PlannedOptimizer(), memory)
+            for name in ("data_parallel", "megatron"):
+                for proposed in candidates(replace(request, method=name), progress).found:
+                    decisions = proposed.decisions
+                    pcgs += lower_stages(rewritten(graph, decisions.rewrites), decisions).pcgs
     return calibration_run.calibrate(pcgs, machine, progress)
 
 

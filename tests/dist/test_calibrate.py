@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parloom import api, cli, zoo
 from parloom.capture import capture
@@ -21,17 +20,19 @@ from parloom.cost.calibration import (
 )
 from parloom.cost.clusters import load_cluster
 from parloom.cost.kernels import local_operator
-from parloom.cost.measured import calibrated, source_of
+from parloom.cost.cluster_file import read_cluster_text
+from parloom.cost.measured import calibrated, mismatches, source_of
 from parloom.errors import InputError
 from parloom.execute import calibrate as measuring
 from parloom.execute import measure_collectives
-from parloom.execute.calibrate import _mean_of, calibrate, fingerprint
+from parloom.execute.calibrate import calibrate, fingerprint, mean_of
 from parloom.execute.measure import Clock, operators
 from parloom.execute.measure_collectives import collectives
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import PCG, Compute
+from parloom.ir.regular_parts import regular_parts
 from parloom.runtime.comm import SingleGroup
 from parloom.comparators.baselines import METHODS
 from tests.zoo_sizes import small
@@ -132,7 +133,8 @@ def lowered_mlp(width: int) -> PCG:
 
 def on_rank() -> Calibration:
     cluster = load_cluster("4xcpu")
-    timed = list(collectives(cluster, CPU, sizes=(1 << 10, 1 << 16), least_s=1e-3))
+    (whole,) = regular_parts(cluster)
+    timed = list(collectives(whole, CPU, sizes=(1 << 10, 1 << 16), least_s=1e-3))
     assert {t.group for t in timed} == {((0, 2),), ((0, 4),)}
     return calibrate([], cluster, least_s=1e-3)
 
@@ -148,20 +150,77 @@ def test_ranks_measure_collectives_and_agree() -> None:
     assert calibration_from_json(calibration_to_json(first), "here") == first
 
 
-def slower_than_the_others() -> tuple[Product, ...]:
-    """Rank 0 stops at 64, as one does for which that takes long; the other goes on to 128."""
-    rank = dist.get_rank()
-    sides = {"float32": (64, 128)[: 1 + rank], "bfloat16": (64,)}
-    own = [Product(d, n, n, n, n * 1e-3 * (1 + rank)) for d in sides for n in sides[d]]
-    return _mean_of(own)
-
-
 def test_the_mean_over_ranks_is_of_equal_products() -> None:
-    """A float32 product of 2048 and a bfloat16 one of 32 were averaged, by their places."""
+    """A float32 product of 2048 and a bfloat16 one of 32 were averaged, by their places. Here rank
+    0 stops at 64, as one does for which that takes long; the other goes on to 128.
+    """
+    ranks = []
+    for rank in range(2):
+        sides = {"float32": (64, 128)[: 1 + rank], "bfloat16": (64,)}
+        ranks.append([Product(d, n, n, n, n * 1e-3 * (1 + rank)) for d in sides for n in sides[d]])
     kept = tuple(Product(dtype, 64, 64, 64, 0.096) for dtype in ("float32", "bfloat16"))
-    for found in fork_ranks(2, slower_than_the_others):
-        assert [replace(p, seconds=0.0) for p in found] == [replace(p, seconds=0.0) for p in kept]
-        assert [p.seconds for p in found] == pytest.approx([p.seconds for p in kept])
+    found = mean_of(ranks)
+    assert [replace(p, seconds=0.0) for p in found] == [replace(p, seconds=0.0) for p in kept]
+    assert [p.seconds for p in found] == pytest.approx([p.seconds for p in kept])
+
+
+MIXED = """
+backend: gloo
+join: {name: network, bandwidth: 1Gbit/s, latency: 100us}
+parts:
+  - device: {name: fast, memory: 2GiB, memory_bandwidth: 5GB/s, rates: {fp32: 9GFLOP/s}}
+    levels: [{name: host, size: 2, bandwidth: 10Gbit/s}]
+  - device: {name: slow, memory: 1GiB, memory_bandwidth: 5GB/s, rates: {fp32: 9GFLOP/s}}
+    levels: [{name: host, size: 1, bandwidth: 10Gbit/s}]
+"""
+
+
+def on_mixed_rank() -> Calibration:
+    cluster, _ = read_cluster_text(MIXED, "mixed.yaml")
+    return calibrate([lowered_mlp(64)], cluster, least_s=1e-3)
+
+
+def test_a_mixed_cluster_is_measured_type_by_type() -> None:
+    found, *others = fork_ranks(3, on_mixed_rank)
+    assert all(other == found for other in others)
+    assert [name for name, _ in found.types] == ["fast", "slow"]
+    fast, slow = (own for _, own in found.types)
+    assert fast.fingerprint.device == "fast"
+    assert slow.fingerprint.device == "slow"
+    # Two devices of one type exchange; what joins the parts is known to all.
+    assert {c.kind for c in fast.collectives if c.group == ((0, 2),)} > {"all_reduce", "send"}
+    assert {(c.kind, c.group) for c in slow.collectives} == {("send", ((1, 2),))}
+    assert found.collectives == slow.collectives
+    # The mean over all ranks, two of which are fast.
+    means = [(2 * a.seconds + b.seconds) / 3 for a, b in zip(fast.streams, slow.streams)]
+    assert [s.seconds for s in found.streams] == pytest.approx(means)
+    assert calibration_from_json(calibration_to_json(found), "here") == found
+
+
+def test_stages_are_priced_by_what_was_measured_of_their_type() -> None:
+    cluster, _ = read_cluster_text(MIXED, "mixed.yaml")
+    pcg = lowered_mlp(64)
+    own = calibrate([pcg], None, least_s=1e-3)
+    def times(factor: float, device: str) -> Calibration:
+        operators = (
+            replace(o, forward_s=factor * o.forward_s, backward_s=factor * o.backward_s)
+            for o in own.operators
+        )
+        return replace(
+            own, operators=tuple(operators), fingerprint=replace(own.fingerprint, device=device)
+        )
+
+    mixed = replace(own, types=(("fast", times(1, "fast")), ("slow", times(7, "slow"))))
+    assert mismatches(mixed, cluster, None) == ()
+    assert mismatches(own, cluster, None) == tuple(
+        f"device: {own.fingerprint.device}, not {name}" for name in ("fast", "slow")
+    )
+    measured, kernels = calibrated(cluster, mixed)
+    assert [p.cluster.device.name for p in measured.parts] == ["fast", "slow"]
+    computed = [item for item in pcg.main.body if isinstance(item, Compute)]
+    operator = local_operator(computed[0], pcg.mesh)
+    fast, slow = (kernels.on(p.cluster.device).seconds(operator).forward_s for p in measured.parts)
+    assert slow == pytest.approx(7 * fast)
 
 
 def test_a_calibration_with_the_model_is_called_measured() -> None:

@@ -232,8 +232,8 @@ def test_what_cannot_be(two: str, tmp_path: Path) -> None:
         api.search(captured(), cluster=two, devices=2)
     path = tmp_path / "measured.json"
     path.write_text(calibration_to_json(MADE))
-    with pytest.raises(InputError, match="a calibration is of one"):
-        machine_for(two, path)
+    # Of one type only, and no part is of it: it says so.
+    assert {name for line in machine_for(two, path).different for name in line.split()} > {"fast,"}
     graph = captured().graph
     stages = tuple(
         Stage(items, (devices,), mesh)

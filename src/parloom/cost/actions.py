@@ -451,7 +451,7 @@ class Stage:
         if part == "W" and not (work.weights_s or made):
             return
         seconds = work.compute_s - (work.weights_s if part == "I" else 0.0)
-        seconds = work.weights_s if part == "W" else seconds
+        seconds = work.weights_s + self.software.split_s if part == "W" else seconds
         takes: Changes = ()
         gives: Changes = ()
         if part != "W":

@@ -103,9 +103,12 @@ class TimedCollective:
 class Calibration:
     """All that was measured.
 
-    `launch_s` is what an operator takes that does next to nothing. `error` is how far repetitions
+    `launch_s` is what an operator takes that does next to nothing, `split_s` as in
+    `cost.software`. `error` is how far repetitions
     of the same measurement were apart (90th percentile of |log|). `links` are those that
-    collectives went over, from the devices outwards.
+    collectives went over, from the devices outwards. A mixed cluster has a calibration for each
+    device type, by its name in `types`; the rest is then the mean over all ranks, and what crosses
+    between parts.
     """
 
     fingerprint: Fingerprint
@@ -117,6 +120,12 @@ class Calibration:
     collectives: tuple[TimedCollective, ...] = ()
     error: float = 0.0
     links: tuple[str, ...] = ()
+    types: tuple[tuple[str, "Calibration"], ...] = ()
+    split_s: float = 0.0
+
+    def of(self, device: str) -> "Calibration":
+        """That of a device type, where there is one of its own."""
+        return dict(self.types).get(device, self)
 
 
 def links_of(cluster: Cluster) -> tuple[str, ...]:
@@ -160,6 +169,10 @@ def calibration_from_json(text: str | bytes, where: str) -> Calibration:
     if place is not None:
         where_in = ".".join(map(str, place))
         raise InputError(f"{where}: {where_in}: control characters in a name or text")
+    return _calibration(document)
+
+
+def _calibration(document: "_Calibration") -> Calibration:
     return Calibration(
         Fingerprint(**document.fingerprint.model_dump()),
         document.num_ranks,
@@ -170,6 +183,8 @@ def calibration_from_json(text: str | bytes, where: str) -> Calibration:
         tuple(_collective(c) for c in document.collectives),
         document.error,
         tuple(document.links),
+        tuple((name, _calibration(own)) for name, own in getattr(document, "types", ())),
+        document.split_s,
     )
 
 
@@ -263,8 +278,7 @@ class _CollectivePart(_Part):
     lost: Annotated[Number, _between(0, LARGEST_LOSS)]
 
 
-class _Document(_Part):
-    parloom_calibration: Literal[2]
+class _Calibration(_Part):
     fingerprint: _FingerprintPart
     num_ranks: Count
     launch_s: Annotated[Number, _between(SHORTEST_S, LONGEST_LAUNCH_S, " s")]
@@ -274,6 +288,16 @@ class _Document(_Part):
     collectives: list[_CollectivePart]
     error: Annotated[Number, _between(0, LARGEST_ERROR)]
     links: list[str] = []
+    split_s: Annotated[Number, _between(0, LONGEST_LAUNCH_S, " s")] = 0.0
+
+
+class _OfType(_Calibration):
+    types: Annotated[list[Any], Field(max_length=0)] = []
+
+
+class _Document(_Calibration):
+    parloom_calibration: Literal[2]
+    types: list[tuple[str, _OfType]] = []
 
 
 _PARTS = (_Document, _FingerprintPart, _ProductPart, _StreamPart, _TimedPart, _CollectivePart)

@@ -191,7 +191,8 @@ class Kernels:
     `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast, with
     `scaling` of TENSOR, ROW or BLOCK. With `autocast` of 16-bit
     operands and results other operators work in 32 bits. Operators take `pace` times as long as on
-    a device of mean speed (`slowest`).
+    a device of mean speed (`slowest`). `types` are for those of a mixed
+    cluster, by name.
     """
 
     device: Device
@@ -202,6 +203,11 @@ class Kernels:
     exchanges: MeasuredExchanges | None = None
     autocast: bool = False
     pace: float = 1.0
+    types: tuple[tuple[str, "Kernels"], ...] = ()
+
+    def on(self, device: Device) -> "Kernels":
+        """Those of a device type, where it has its own."""
+        return dict(self.types).get(device.name, self) if self.types else self
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""

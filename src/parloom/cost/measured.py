@@ -28,11 +28,12 @@ from parloom.cost.kernels import (
     local_operator,
     product_sizes,
 )
-from parloom.cost.software import OWN
+from parloom.cost.software import OWN, Software
 from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES
-from parloom.ir.mesh import Cluster, Device, Efficiency
+from parloom.ir.mesh import Cluster, Device, Efficiency, Part
 from parloom.ir.pcg import PCG, Compute
+from parloom.ir.regular_parts import regular_parts
 
 CALIBRATED = "calibrated"
 # From this share of the operators' time on, a prediction is called measured.
@@ -229,6 +230,9 @@ def calibrated(
 
     `slowdown`: how many processes share what one had to itself when it was measured.
     """
+    if cluster.parts:
+        return _calibrated_parts(cluster, calibration, slowdown)
+    calibration = calibration.of(cluster.device.name)
     rates = dict(cluster.device.flops_per_s)
     for product in calibration.products:
         rates[product.dtype] = 0.0
@@ -242,10 +246,31 @@ def calibrated(
         efficiency=Efficiency(1.0, 1.0, cluster.device.efficiency.attention, 1.0),
         cores=0,
     )
-    software = replace(OWN, launch_s=calibration.launch_s * slowdown)
     table = Table(calibration, slowdown)
-    kernels = Kernels(device, software, table, exchanges=table)
+    kernels = Kernels(device, _software(calibration, slowdown), table, exchanges=table)
     return replace(cluster, device=device), kernels
+
+
+def _calibrated_parts(
+    cluster: Cluster, calibration: Calibration, slowdown: float
+) -> tuple[Cluster, Kernels]:
+    """The same of a mixed cluster: each part by what was measured of its device type."""
+    parts: list[Part] = []
+    types: dict[str, Kernels] = {}
+    for part in cluster.parts:
+        own, kernels = calibrated(part.cluster, calibration, slowdown)
+        types |= dict(kernels.types) | {kernels.device.name: replace(kernels, types=())}
+        parts.append(replace(part, cluster=own))
+    table = Table(calibration, slowdown)
+    software = _software(calibration, slowdown)
+    device = parts[0].cluster.device
+    every = Kernels(device, software, table, exchanges=table, types=tuple(types.items()))
+    return replace(cluster, device=device, parts=tuple(parts)), every
+
+
+def _software(calibration: Calibration, slowdown: float) -> Software:
+    launch_s, split_s = calibration.launch_s * slowdown, calibration.split_s * slowdown
+    return replace(OWN, launch_s=launch_s, split_s=split_s)
 
 
 def mismatches(
@@ -267,8 +292,10 @@ def mismatches(
     lines: list[str] = []
     if cluster.device.name == "cpu" and here is not None:
         lines += found.differences(here)
-    elif found.device != cluster.device.name:
-        lines.append(f"device: {found.device}, not {cluster.device.name}")
+    else:
+        for name in dict.fromkeys(p.cluster.device.name for p in regular_parts(cluster)):
+            device = calibration.of(name).fingerprint.device
+            lines += [f"device: {device}, not {name}"] if device != name else []
     for measured, described in zip(calibration.links, links_of(cluster), strict=False):
         if measured != described:
             lines.append(f"links: {measured}, not {described}")

@@ -39,7 +39,8 @@ SHARED = "gradients of shared weights"
 class Send:
     """What one rank sends to its peer in another stage: alone, latency and then `moves_ps` on the
     links of topology level `level` of both, and beside it what one of them alone has to move: it
-    stands for fewer ranks.
+    stands for fewer ranks. `computes_ps` is what the message takes of the time of the devices at
+    both ends, where processors send.
     """
 
     latency_ps: int = 0
@@ -47,6 +48,18 @@ class Send:
     level: int = 0
     sends_ps: int = 0
     receives_ps: int = 0
+    computes_ps: int = 0
+
+    def beside(self, other: "Send") -> "Send":
+        """Both messages, of which neither waits for the other."""
+        return Send(
+            max(self.latency_ps, other.latency_ps),
+            self.moves_ps + other.moves_ps,
+            max(self.level, other.level),
+            self.sends_ps + other.sends_ps,
+            self.receives_ps + other.receives_ps,
+            self.computes_ps + other.computes_ps,
+        )
 
     @property
     def ps(self) -> int:
@@ -108,8 +121,10 @@ def send(
     size, group = max(sent, received), ((level, 2),)
     table = kernels.exchanges if kernels is not None else None
     measured = table.exchange("send", size, group) if table is not None else None
+    computes_ps = 0
     if measured is not None:
-        seconds, latency_s, _ = measured
+        seconds, latency_s, slows = measured
+        computes_ps = picoseconds(seconds * slows / (1 + slows))
     else:
         found = collective("send", size, group, cluster)
         seconds, latency_s = found.seconds, found.latency_s
@@ -117,7 +132,8 @@ def send(
     whole = max(0, picoseconds(seconds) - latency)
     both = round(whole * min(sent, received) / max(sent, received, 1))
     more = whole - both
-    return Send(latency, both, level, *((more, 0) if sent > received else (0, more)))
+    ends = (more, 0) if sent > received else (0, more)
+    return Send(latency, both, level, *ends, computes_ps)
 
 
 def play_stage(
@@ -317,13 +333,12 @@ class _Pipeline:
             played = stage.actions.get(f"{action.kind} {place}", played)
         alone = len(self.on[rank.index]) == 1
         name = f"{action.kind}{action.microbatch}" if alone else str(action)
-        self._run(rank, name, played, self._needs(action))
+        came, leaves = self._messages(action)
+        more = sum(sent.computes_ps for _, sent in (*came, *leaves))
+        needs = tuple(_key(action.kind, action.microbatch or 0, edge) for edge, _ in came)
+        self._run(rank, name, replace(played, ps=played.ps + more) if more else played, needs)
         back = action.kind == "B"
-        sides = {"F": self.out_of, "B": self.into}.get(action.kind)
-        for edge in sides[action.stage] if sides else ():
-            sent = edge.backward if back else edge.forward
-            if sent is None:
-                continue
+        for edge, sent in leaves:
             peer = self.rank_of[edge.source if back else edge.target]
             key = _key(action.kind, action.microbatch or 0, edge)
             self.ways[key] = rank.index, peer
@@ -375,16 +390,15 @@ class _Pipeline:
             rank.instructions.append(Launch(key, channel, left.ps, flows))
             rank.under_way.append(key)
 
-    def _needs(self, action: Action) -> tuple[str, ...]:
-        """The messages that an action reads."""
-        microbatch = action.microbatch or 0
+    def _messages(self, action: Action) -> tuple[list[tuple[Edge, Send]], list[tuple[Edge, Send]]]:
+        """What an action reads, and what it sends."""
+        into, out_of = self.into[action.stage], self.out_of[action.stage]
         if action.kind == "F":
-            mine = self.into[action.stage]
-        elif action.kind == "B":
-            mine = [edge for edge in self.out_of[action.stage] if edge.backward]
-        else:
-            return ()
-        return tuple(_key(action.kind, microbatch, edge) for edge in mine)
+            return [(e, e.forward) for e in into], [(e, e.forward) for e in out_of]
+        if action.kind == "B":
+            came, leaves = ([(e, e.backward) for e in es if e.backward] for es in (out_of, into))
+            return came, leaves
+        return [], []
 
     def _link(self, rank: int, level: int, inward: bool = False) -> int:
         return (rank * self.levels + level) * 2 + inward

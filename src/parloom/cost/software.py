@@ -43,7 +43,9 @@ class Software:
     8-bit products as these read them. `stops_early`: a recomputed block runs up to the last
     operator that saves a tensor (non-reentrant checkpoints of PyTorch), otherwise to its end
     (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`: time from kernel to kernel.
-    `memory` is what the framework keeps beside tensors of the model.
+    `split_s`: what an operator that reads a weight takes longer where its two gradients are made
+    apart, on devices whose host computes. `memory` is what the framework keeps beside tensors of
+    the model.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Software:
     fuses_casts: bool = False
     stops_early: bool = True
     launch_s: float = 5e-6
+    split_s: float = 0.0
     bucket_elements: tuple[int, int] = (0, 0)
     overlaps_gathers: bool = False
     memory: FrameworkMemory = OWN_MEMORY

@@ -2,14 +2,16 @@
 as their schedule says.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from math import prod
 
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import (
     Edge,
+    Send,
     Shared,
     StageActions,
     play_stage,
@@ -155,22 +157,14 @@ def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> 
     edges = []
     for (source, target), values in sorted(found.items()):
         cluster, level = join_of(source, target)
-        forward = send(*_sum(there for there, _ in values), level, cluster, kernels)
-        back = [moved for _, moved in values if moved is not None]
-        edges.append(
-            Edge(
-                source,
-                target,
-                forward,
-                send(*_sum(back), level, cluster, kernels) if back else None,
-            )
-        )
+        sends = [
+            [send(moved[0], moved[1], level, cluster, kernels) for moved in way if moved]
+            for way in zip(*values, strict=True)
+        ]
+        forward, back = (reduce(Send.beside, way) if way else None for way in sends)
+        assert forward is not None
+        edges.append(Edge(source, target, forward, back))
     return edges
-
-
-def _sum(values: Iterable[Moved]) -> Moved:
-    sent, received = zip(*values, strict=True)
-    return sum(sent), sum(received)
 
 
 def crossing_bytes(

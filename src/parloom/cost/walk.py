@@ -60,7 +60,7 @@ class Walker:
         kernels: Kernels | None = None,
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
-        self.kernels = kernels or Kernels(cluster.device)
+        self.kernels = (kernels or Kernels(cluster.device)).on(cluster.device)
         self._known: dict[str, Walked] = {}
 
     @property

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from parloom.cost.calibration import (
     Product,
     Stream,
     Timed,
-    TimedCollective,
     links_of,
 )
 from parloom.cost.calibration import calibration_from_json as from_json
@@ -33,10 +32,11 @@ from parloom.cost.devices import find_device
 from parloom.errors import InputError, LaunchError
 from parloom.execute import measure
 from parloom.execute.doctor import num_cores
-from parloom.execute.measure_collectives import collectives
+from parloom.execute.measure_collectives import collectives, sends_between
 from parloom.input_files import MIB, read_input
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
+from parloom.ir.regular_parts import regular_parts
 
 Say = Callable[[str], None]
 M = TypeVar("M", Product, Stream, Timed)
@@ -121,33 +121,78 @@ def calibrate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)  # as a rank of a plan computes
-    clock = measure.Clock(device, least_s)
+    every = _of_all_ranks(_measured(pcgs, measure.Clock(device, least_s), say))
+    whole = _mean_rates(every, fingerprint(), size)
+    if cluster is None or size == 1:
+        return whole
+    say(f"measuring collectives between {size} ranks")
+    parts = regular_parts(cluster)
+    if not cluster.parts:
+        timed = _told(collectives(parts[0], device, None, least_s), "collectives", say)
+        return replace(whole, collectives=tuple(timed), links=links_of(cluster))
+    joins = tuple(_told(sends_between(parts, device, least_s), "messages", say))
+    types: dict[str, Calibration] = {}
+    for part in parts:
+        name = part.cluster.device.name
+        own = tuple(_told(collectives(part, device, None, least_s), "collectives", say))
+        if name in types:
+            own += types[name].collectives
+        alike = [r for p in parts if p.cluster.device.name == name for r in p.devices]
+        of_type = replace(whole.fingerprint, device=name)
+        rates = _mean_rates([every[rank] for rank in alike], of_type, size)
+        types[name] = replace(rates, collectives=own + joins)
+    return replace(whole, collectives=joins, links=links_of(cluster), types=tuple(types.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What one rank measured of its device; memory twice."""
+
+    launches_s: tuple[float, ...]
+    split_s: float
+    products: tuple[Product, ...]
+    streams: tuple[Stream, ...]
+    again: tuple[Stream, ...]
+    operators: tuple[Timed, ...]
+
+
+def _measured(pcgs: Sequence[PCG], clock: measure.Clock, say: Say) -> _Rates:
     say("measuring operators that do next to nothing, products, memory")
-    launches = _agreed([measure.launch_s(clock) for _ in range(3)])
-    dtypes = DTYPES[device.type]
-    products = _mean_of(list(_told(measure.products(clock, dtypes), "products", say)))
-    streams, again = (_mean_of(list(measure.streams(clock))) for _ in range(2))
+    launches = tuple(measure.launch_s(clock) for _ in range(3))
+    dtypes = DTYPES[clock.device.type]
+    products = tuple(_told(measure.products(clock, dtypes), "products", say))
+    streams, again = (tuple(measure.streams(clock)) for _ in range(2))
     if pcgs:
         say(f"measuring the operators of {len(pcgs)} programs")
-    timed = measure.operators(pcgs, clock, say)
-    operators = _mean_of(list(_told(timed, "operators", say)))
-    found: tuple[TimedCollective, ...] = ()
-    if cluster is not None and size > 1:
-        say(f"measuring collectives between {size} ranks")
-        found = tuple(_told(collectives(cluster, device, least_s=least_s), "collectives", say))
+    operators = tuple(_told(measure.operators(pcgs, clock, say), "operators", say))
+    return _Rates(launches, measure.split_s(clock), products, streams, again, operators)
+
+
+def _of_all_ranks(own: _Rates) -> list[_Rates]:
+    if not dist.is_initialized():
+        return [own]
+    every: list[_Rates] = [own] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def _mean_rates(ranks: Sequence[_Rates], machine: Fingerprint, num_ranks: int) -> Calibration:
+    """The mean over some of the ranks that measured together."""
+    launches = [fmean(times) for times in zip(*(own.launches_s for own in ranks), strict=True)]
+    launch_s = sorted(launches)[1]
+    streams, again = (mean_of([getattr(r, name) for r in ranks]) for name in ("streams", "again"))
     pairs = [(a.seconds, b.seconds) for a, b in zip(streams, again, strict=True)]
-    pairs += [(a, sorted(launches)[1]) for a in launches]
+    pairs += [(a, launch_s) for a in launches]
     apart = sorted(abs(math.log(a / b)) for a, b in pairs)
     return Calibration(
-        fingerprint(),
-        size,
-        sorted(launches)[1],
-        products,
+        machine,
+        num_ranks,
+        launch_s,
+        mean_of([own.products for own in ranks]),
         streams,
-        operators,
-        found,
-        apart[min(len(apart) - 1, math.ceil(0.9 * len(apart)) - 1)],
-        links_of(cluster) if cluster is not None and found else (),
+        mean_of([own.operators for own in ranks]),
+        split_s=fmean(own.split_s for own in ranks),
+        error=apart[min(len(apart) - 1, math.ceil(0.9 * len(apart)) - 1)],
     )
 
 
@@ -161,36 +206,26 @@ def _told(measured: Iterable[T], what: str, say: Say) -> Iterator[T]:
         yield one
 
 
-def _mean_of(measured: list[M]) -> tuple[M, ...]:
+def mean_of(of_ranks: Sequence[Sequence[M]]) -> tuple[M, ...]:
     """The measurements that all ranks made, each with the mean of their times.
 
     Ranks stop at different sizes: those that are slower measure fewer.
     """
-    if not measured or not dist.is_initialized():
-        return tuple(measured)
-    fields = [n for n in ("seconds", "forward_s", "backward_s") if hasattr(measured[0], n)]
+    if not of_ranks[0]:
+        return ()
+    fields = [n for n in ("seconds", "forward_s", "backward_s") if hasattr(of_ranks[0][0], n)]
     timeless: dict[str, Any] = dict.fromkeys(fields, 0.0)
-    of_ranks: list[dict[M, tuple[float, ...]]] = [{} for _ in range(dist.get_world_size())]
-    own = {replace(m, **timeless): tuple(getattr(m, n) for n in fields) for m in measured}
-    dist.all_gather_object(of_ranks, own)
+    known: list[dict[M, tuple[float, ...]]] = [
+        {replace(m, **timeless): tuple(getattr(m, n) for n in fields) for m in own}
+        for own in of_ranks
+    ]
     found = []
-    for one in of_ranks[0]:
-        if all(one in times for times in of_ranks):
-            means = map(fmean, zip(*(times[one] for times in of_ranks), strict=True))
+    for one in known[0]:
+        if all(one in times for times in known):
+            means = map(fmean, zip(*(times[one] for times in known), strict=True))
             timed: dict[str, Any] = dict(zip(fields, means, strict=True))
             found.append(replace(one, **timed))
     return tuple(found)
-
-
-def _agreed(times: list[float]) -> list[float]:
-    """The mean over ranks, each of which has as many times."""
-    if not dist.is_initialized():
-        return times
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(found)
-    mean: list[float] = (found / dist.get_world_size()).tolist()
-    return mean
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -16,7 +16,6 @@ from parloom.cost.measured import (
 from parloom.cost.simulate import simulate
 from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
-from parloom.errors import InputError
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
 from parloom.ir.lower_stages import LoweredStages
@@ -152,11 +151,6 @@ def _machine(
     shared = loaded if cores is None else on_this_machine(loaded, cores)
     if found is None:
         return Machine(shared, loaded, cores=cores, notes=notes)
-    if loaded.cluster.parts:
-        raise InputError(
-            f"{loaded.cluster.name} has parts of several types, and a calibration is of one: plan"
-            " without --calibration, or for one of the parts"
-        )
     here = fingerprint() if loaded.cluster.device.name == "cpu" else None
     different = mismatches(found, loaded.cluster, here)
     slowdown = 1.0

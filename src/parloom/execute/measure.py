@@ -18,6 +18,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from parloom import runtime as rt
 from parloom.codegen.source import expression, identifier
@@ -31,6 +32,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import PCG, Compute, PValue
 from parloom.runtime import Context, SingleComm
+from parloom.runtime.split_backward import SplitBackward
 
 LEAST_S = 0.1
 WINDOWS = 3  # of which the one in the middle counts
@@ -92,6 +94,31 @@ def launch_s(clock: Clock) -> float:
     """An operator on one element, recorded by autograd as in a training step."""
     x = torch.zeros(1, device=clock.device, requires_grad=True)
     return clock.typical(lambda: [x + 1.0 for _ in range(100)], 100)
+
+
+def split_s(clock: Clock) -> float:
+    """What it takes, for each operator that reads a weight, to make gradients of weights apart."""
+    count = 16
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(count))).to(clock.device)
+    given = torch.ones(1, 8, device=clock.device)
+
+    def backward(*, split: bool) -> float:
+        x = torch.zeros(1, 8, device=clock.device, requires_grad=True)
+        y = layers(x)
+        if not split:
+            return clock.elapsed(lambda: torch.autograd.backward([y], [given]))
+
+        def halves() -> None:
+            apart = SplitBackward([get_gradient_edge(y)], [x])
+            apart.inputs([given])
+            apart.weights()
+
+        return clock.elapsed(halves)
+
+    for split in (True, False):
+        backward(split=split)
+    apart_s, whole_s = clock.typical_of(lambda: (backward(split=True), backward(split=False)))
+    return max(0.0, apart_s - whole_s) / count
 
 
 def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:

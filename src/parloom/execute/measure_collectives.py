@@ -16,7 +16,8 @@ from torch import Tensor
 from parloom.cost.calibration import TimedCollective
 from parloom.cost.collectives import Group, group_of
 from parloom.execute.measure import WINDOWS
-from parloom.ir.mesh import Cluster, MeshAxis
+from parloom.ir.mesh import MeshAxis
+from parloom.ir.regular_parts import RegularPart
 from parloom.runtime.comm import DistributedGroup
 from parloom.runtime.work import DONE, Work
 
@@ -30,21 +31,23 @@ LEAST_COMPUTED_S = 0.005
 # What a processor under a quota saves while it waits is spent after computing for so long.
 SAVED_S = 0.03
 Start = Callable[[], Work]
+Pair = tuple[int, int] | tuple[()]
+"""Sender and receiver; nothing for a rank that does neither."""
 
 
 def collectives(
-    cluster: Cluster,
+    part: RegularPart,
     device: torch.device,
     sizes: Sequence[int] | None = None,
     least_s: float = 0.1,
 ) -> Iterator[TimedCollective]:
-    """All kinds over all groups, on every rank alike; sizes of whole tensors in bytes."""
+    """All kinds over all groups of a part, on every rank alike; sizes of whole tensors in bytes.
+    Ranks of other parts only compute.
+    """
     products = _Products.on(device, least_s)
-    for group, pair in _pairs(cluster):
-        for size in sizes or SIZES[device.type]:
-            sending = partial(_send, torch.zeros(max(1, size // 4), device=device), pair)
-            yield TimedCollective("send", group, size, *_timed(sending, products, least_s))
-    for group, members in _groups(cluster):
+    for group, pair in _pairs(part):
+        yield from _sends(group, pair, products, sizes or SIZES[device.type], least_s)
+    for group, members in _groups(part):
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
             for size in sizes or SIZES[device.type]:
                 start = _starter(kind, size, members, device)
@@ -52,21 +55,44 @@ def collectives(
                 yield TimedCollective(kind, group, size, seconds, lost)
 
 
-def _pairs(cluster: Cluster) -> Iterator[tuple[Group, tuple[int, int] | tuple[()]]]:
+def sends_between(
+    parts: Sequence[RegularPart], device: torch.device, least_s: float = 0.1
+) -> Iterator[TimedCollective]:
+    """Messages between the first devices of parts, in pairs, over the links that join them."""
+    products = _Products.on(device, least_s)
+    pair: Pair = ()
+    for one, other in zip(parts[::2], parts[1::2], strict=False):
+        if dist.get_rank() in (one.first, other.first):
+            pair = one.first, other.first
+    group = ((len(parts[0].cluster.levels) - 1, 2),)
+    yield from _sends(group, pair, products, SIZES[device.type], least_s)
+
+
+def _sends(
+    group: Group, pair: Pair, products: "_Products", sizes: Sequence[int], least_s: float
+) -> Iterator[TimedCollective]:
+    for size in sizes:
+        tensor = torch.zeros(max(1, size // 4), device=products.a.device)
+        timed = _timed(partial(_send, tensor, pair), products, least_s)
+        yield TimedCollective("send", group, size, *timed)
+
+
+def _pairs(part: RegularPart) -> Iterator[tuple[Group, Pair]]:
     """For each level, the sender and the receiver of the pair of neighbors that this rank is in;
     nothing where it has no neighbor.
     """
     rank, stride = dist.get_rank(), 1
-    for level, each in enumerate(cluster.levels):
+    for level, each in enumerate(part.alone.levels):
         if each.size > 1:
-            index = rank // stride % each.size
+            index = (rank - part.first) // stride % each.size
             first = rank - index % 2 * stride
             alone = index % 2 == 0 and index + 1 == each.size
-            yield ((level, 2),), () if alone else (first, first + stride)
+            outside = rank not in part.devices
+            yield ((level, 2),), () if alone or outside else (first, first + stride)
         stride *= each.size
 
 
-def _send(tensor: Tensor, pair: tuple[int, int] | tuple[()]) -> Work:
+def _send(tensor: Tensor, pair: Pair) -> Work:
     """One message from the first to the second of the pair."""
     if not pair:
         return DONE
@@ -77,9 +103,11 @@ def _send(tensor: Tensor, pair: tuple[int, int] | tuple[()]) -> Work:
     return work
 
 
-def _groups(cluster: Cluster) -> Iterator[tuple[Group, DistributedGroup]]:
-    """One group like each that the meshes of a plan have: runs of prime axes, fastest first."""
-    primes, rank = cluster.prime_axes(), dist.get_rank()
+def _groups(part: RegularPart) -> Iterator[tuple[Group, DistributedGroup | None]]:
+    """One group like each that the meshes of a plan have: runs of prime axes, fastest first. Ranks
+    of other parts are in none.
+    """
+    primes, rank = part.alone.prime_axes(), dist.get_rank()
     known: set[Group] = set()
     for first in range(len(primes)):
         for last in range(first + 1, len(primes) + 1):
@@ -91,14 +119,13 @@ def _groups(cluster: Cluster) -> Iterator[tuple[Group, DistributedGroup]]:
             stride = primes[first].stride
             below = stride * axis.size
             mine: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
-            for start in range(0, cluster.num_devices, below):
+            for start in range(part.devices.start, part.devices.stop, below):
                 for offset in range(stride):
                     ranks = tuple(range(start + offset, start + below, stride))
                     made = dist.new_group(list(ranks))
                     if rank in ranks:
                         mine = ranks, made
-            assert mine is not None
-            yield group, DistributedGroup(mine[1], mine[0], rank)
+            yield group, DistributedGroup(mine[1], mine[0], rank) if mine is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +156,12 @@ class _Products:
         return max(1, round(seconds / self.each_s))
 
 
-def _starter(kind: str, num_bytes: int, group: DistributedGroup, device: torch.device) -> Start:
+def _starter(
+    kind: str, num_bytes: int, group: DistributedGroup | None, device: torch.device
+) -> Start:
     """The collective on float32 tensors, the larger of which has `num_bytes`."""
+    if group is None:
+        return lambda: DONE
     whole = max(group.size, num_bytes // 4 // group.size * group.size)
     big = torch.zeros(whole, device=device)
     small = torch.zeros(whole // group.size, device=device)

@@ -78,6 +78,11 @@ class SplitBackward:
         self._early = []
         while self._late:
             begins, given, edges = self._late.pop(0)
+            if all(_name(edge.node) == LEAF for edge in edges):
+                # Each is read here alone: autograd takes the gradients home itself.
+                leaves = [_leaf(edge.node) for edge in edges]
+                torch.autograd.backward(begins, given, inputs=leaves)
+                continue
             found = torch.autograd.grad(begins, edges, given, allow_unused=True)
             for edge, gradient in zip(edges, found, strict=True):
                 delivery.give(edge, gradient)
@@ -85,52 +90,70 @@ class SplitBackward:
 
 
 class _Graph:
-    """The nodes between roots and ends."""
+    """The nodes between roots and ends: `behind` are those that a node gives gradients to."""
 
     def __init__(self, roots: Iterable[GradientEdge], ends: set[Node]) -> None:
         self.ends = ends
         self.begin = list(roots)
-        self.order = _topological([edge.node for edge in self.begin], ends)
-        self.consumers: dict[Node, list[tuple[Node, int]]] = {}
+        self.weights: set[Node] = set()
+        self.behind: dict[Node, list[tuple[Node, int]]] = {}
+        self.order = self._topological()
         self._entries: dict[Node, dict[int, None]] = {}
         for edge in self.begin:
             self._entries.setdefault(edge.node, {})[edge.output_nr] = None
         for node in self.order:
-            for following, number in _next(node, ends):
+            for following, number in self.behind[node]:
                 self._entries.setdefault(following, {})[number] = None
         # Chains of one operand behind which are weights: casts, transposes, lookups.
-        self.chains: set[Node] = set()
+        self.chains = set(self.weights)
         for node in reversed(self.order):
-            behind = _next(node, ends)
-            chain = len(behind) == 1 and behind[0][0] in self.chains
-            if node not in ends and (_is_weight(node) or chain):
+            behind = self.behind[node]
+            if len(behind) == 1 and behind[0][0] in self.chains:
                 self.chains.add(node)
         self.readers = [node for node in self.order if self._reads(node)]
-        self.sources = self._find_sources()
-
-    def _reads(self, node: Node) -> bool:
-        if node in self.ends:
-            return False
-        if node in self.chains:
-            return any(edge.node is node for edge in self.begin) and not _is_weight(node)
-        return any(following in self.chains for following, _ in _next(node, self.ends))
-
-    def _find_sources(self) -> dict[tuple[Node, int], _Source]:
-        found: dict[tuple[Node, int], _Source] = {}
+        self.sources: dict[tuple[Node, int], _Source] = {}
+        self._sources_of: dict[Node, list[_Source]] = {}
         for node in self.readers:
             for key in self._weights_behind(node):
-                found.setdefault(key, _Source(*key)).readers.append(node)
-        return found
+                source = self.sources.setdefault(key, _Source(*key))
+                source.readers.append(node)
+                self._sources_of.setdefault(node, []).append(source)
+
+    def _topological(self) -> list[Node]:
+        """All nodes that the roots reach, each before those that it gives gradients to."""
+        done: list[Node] = []
+        stack = [(edge.node, False) for edge in reversed(self.begin)]
+        while stack:
+            node, closes = stack.pop()
+            if closes:
+                done.append(node)
+            elif node not in self.behind:
+                self.behind[node] = behind = self._next(node)
+                stack.append((node, True))
+                stack.extend((following, False) for following, _ in behind)
+        return list(reversed(done))
+
+    def _next(self, node: Node) -> list[tuple[Node, int]]:
+        if node in self.ends:
+            return []
+        if _is_weight(node):
+            self.weights.add(node)
+            return []
+        return [(following, number) for following, number in node.next_functions if following]
+
+    def _reads(self, node: Node) -> bool:
+        if node in self.chains:
+            return any(edge.node is node for edge in self.begin) and node not in self.weights
+        return any(following in self.chains for following, _ in self.behind[node])
 
     def _weights_behind(self, node: Node) -> list[tuple[Node, int]]:
         """The weights that a reader reads, through chains."""
         behind: dict[tuple[Node, int], None] = {}
-        for following, number in _next(node, self.ends):
-            at, place = following, number
+        for at, place in self.behind[node]:
             if at not in self.chains:
                 continue
-            while not _is_weight(at):
-                ((at, place),) = _next(at, self.ends)
+            while at not in self.weights:
+                ((at, place),) = self.behind[at]
             behind[at, place] = None
         return list(behind)
 
@@ -140,11 +163,8 @@ class _Graph:
 
     def sources_of(self, reader: Node) -> list[GradientEdge]:
         """The weights of a reader whose gradients come with the second half."""
-        return [
-            GradientEdge(s.node, s.number)
-            for s in self.sources.values()
-            if s.readers == [reader] and not self._is_early(s)
-        ]
+        mine = self._sources_of.get(reader, ())
+        return [GradientEdge(s.node, s.number) for s in mine if not self._is_early(s)]
 
     def entries(self, node: Node) -> list[GradientEdge]:
         """Where gradients flow into a node."""
@@ -194,33 +214,15 @@ def _home(node: Node) -> tuple[Node, int]:
     return unit, number
 
 
+def _leaf(node: Any) -> Tensor:
+    leaf: Tensor = node.variable
+    return leaf
+
+
 def _name(node: Node) -> str:
-    return node.name().rpartition("::")[2]
+    return type(node).__name__
 
 
 def _in_python(node: Any) -> bool:
     """Whether a function in Python is behind a node, which computes all its gradients at once."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _next(node: Node, ends: set[Node]) -> list[tuple[Node, int]]:
-    """The nodes that a node gives gradients to."""
-    if node in ends or _is_weight(node):
-        return []
-    return [(following, number) for following, number in node.next_functions if following]
-
-
-def _topological(roots: Sequence[Node], ends: set[Node]) -> list[Node]:
-    """All nodes that the roots reach, each before those that it gives gradients to."""
-    done: dict[Node, None] = {}
-    opened: set[Node] = set()
-    stack = [(node, False) for node in reversed(roots)]
-    while stack:
-        node, closes = stack.pop()
-        if closes:
-            done[node] = None
-        elif node not in opened:
-            opened.add(node)
-            stack.append((node, True))
-            stack.extend((following, False) for following, _ in _next(node, ends))
-    return list(reversed(done))

@@ -2,8 +2,8 @@
 
 What crosses is sharded over the ranks of both stages, each in its own way; a rank sends another one
 the boxes that the other needs and it has. Of ranks that hold the same box, receivers take turns.
-Messages are received in the order in which their sender sends them, which its action list says, one
-of each sender ahead of need: so they travel while the rank computes.
+Messages are received in the order in which their sender sends them, which its action list says,
+those of one action of each sender ahead of need: so they travel while the rank computes.
 """
 
 from collections import Counter, defaultdict, deque
@@ -63,6 +63,11 @@ class Letter:
     microbatch: int
     piece: Piece
 
+    @property
+    def action(self) -> Action:
+        """After which it is sent."""
+        return _action(self.wire, self.wire.source, self.microbatch)
+
 
 class Transfers:
     """One rank's messages of a step; `actions` are the lists of all ranks."""
@@ -118,10 +123,13 @@ class Transfers:
         self._under_way.clear()
 
     def receive_ahead(self) -> None:
-        """Be ready for the next message of every sender."""
+        """Be ready for all messages of the next action of every sender."""
         ready = {piece.sender for posted in self._posted.values() for _, _, piece in posted}
         for sender, queue in self._expected.items():
-            if queue and sender not in ready:
+            if sender in ready:
+                continue
+            first = queue[0].action if queue else None
+            while queue and queue[0].action == first:
                 self._post(sender)
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> None:
