@@ -49,9 +49,9 @@ backend: gloo
 join: {{name: network, bandwidth: {rate}, latency: 200us, efficiency: 0.96}}
 parts:
   - count: {others}
-    device: {{name: core, memory: 2GiB, memory_bandwidth: 5GB/s, rates: {{fp32: 12GFLOP/s}}}}
+    device: {{name: core, memory: 3GiB, memory_bandwidth: 5GB/s, rates: {{fp32: 12GFLOP/s}}}}
     levels: [{{name: host, size: 1, bandwidth: 1Gbit/s}}]
-  - device: {{name: half, memory: 1GiB, memory_bandwidth: 3GB/s, rates: {{fp32: 6GFLOP/s}}}}
+  - device: {{name: half, memory: 1500MiB, memory_bandwidth: 3GB/s, rates: {{fp32: 6GFLOP/s}}}}
     levels: [{{name: host, size: 1, bandwidth: 1Gbit/s}}]
 """
 Row = dict[str, Any]

@@ -46,7 +46,7 @@ def make_plans(folder: Path, pairs: list[tuple[str, str]]) -> None:
 
 
 class Bed:
-    """A bed of the tool `testbed.py` with 0.25 core and 2 GB a host, torn down on exit; the last
+    """A bed of the tool `testbed.py` with 0.25 core and 3 GB a host, torn down on exit; the last
     host has half of both where it is `slow`.
     """
 
@@ -56,9 +56,9 @@ class Bed:
         self._tool = [sys.executable, str(tool / "testbed.py" if tool.is_dir() else tool)]
         self._name = name
         self._rate = rate
-        devices = [{"cpu": 0.25, "mem": "2g"} for _ in range(hosts)]
+        devices = [{"cpu": 0.25, "mem": "3g"} for _ in range(hosts)]
         if slow:
-            devices[-1] = {"cpu": 0.125, "mem": "1g"}
+            devices[-1] = {"cpu": 0.125, "mem": "1500m"}
         self._hosts = json.dumps({"hosts": [{"devices": [device]} for device in devices]})
 
     def __enter__(self) -> "Bed":
