@@ -1,7 +1,8 @@
 """One rank of the cluster benchmarks: plans of parloom and what torch offers, in turns.
 
 Started on every device of the bed. All sides of a row train the same model from the same weights on
-the same batch with the same optimizer; rank 0 prints one JSON line per row.
+the same batch with the same optimizer; rank 0 prints one JSON line per row. A plan that leaves
+devices idle is trained before the others, by the ranks that it has.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import time
 import warnings
 from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from torch.optim import SGD
 from torch_sides import SIDES, Step
 
 from parloom import api
+from parloom.ir.regular_parts import devices_of
 
 REST_S = 0.03
 SLOW = 3.0
@@ -76,13 +79,48 @@ def _started(name: str, side: str, plans: Path) -> tuple[Step, Tensor] | str:
     return next(filter(None, errors)) if any(errors) else (step, loss)
 
 
-def compare(name: str, names: list[str], plans: Path, steps: int, first: int) -> dict[str, object]:
-    """Time all sides in turns; the one at `first` begins, and the next one in the next turn.
+@dataclass(frozen=True)
+class Alone:
+    """A side that was trained before the others: its steps on the slowest rank, and all losses."""
+
+    seconds: list[float]
+    losses: list[float]
+
+
+def trained_alone(name: str, side: str, plans: Path, steps: int, port: int) -> Alone | None:
+    """Train a plan that has fewer ranks than there are; rank 0 of the bed may be none of them."""
+    stages = api.load(plans / name / side).decisions.stages if side not in SIDES else ()
+    used = sorted({device for stage in stages for device in devices_of(stage)})
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not used or len(used) == world:
+        return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, rank == 0)  # type: ignore[attr-defined]
+    if rank in used:
+        dist.init_process_group("gloo", store=store, rank=used.index(rank), world_size=len(used))
+        step = parloom_step(name, plans / name / side)
+        losses = [step()]
+        times = []
+        for _ in range(1 + steps):
+            seconds, loss = _timed(step)
+            times.append(seconds)
+            losses.append(loss)
+        found = Alone(_slowest(times[1:]), [_mean(loss) for loss in losses])
+        dist.destroy_process_group()
+        if rank == used[0]:
+            store.set("found", json.dumps(asdict(found)))
+    return Alone(**json.loads(store.get("found")))
+
+
+def compare(
+    name: str, names: list[str], plans: Path, steps: int, first: int, alone: dict[str, Alone]
+) -> dict[str, object]:
+    """Time all sides in turns but those that were trained `alone`; the one at `first` begins, and
+    the next one in the next turn.
 
     Of sides that take `SLOW` times as long as the fastest the second step counts, of others all
     after it: buckets are formed in the first step, memory is warm in the second.
     """
-    started = {side: _started(name, side, plans) for side in names}
+    started = {side: _started(name, side, plans) for side in names if side not in alone}
     sides = {side: found[0] for side, found in started.items() if not isinstance(found, str)}
     losses = {side: [found[1]] for side, found in started.items() if not isinstance(found, str)}
     times: dict[str, list[float]] = {side: [] for side in sides}
@@ -100,9 +138,12 @@ def compare(name: str, names: list[str], plans: Path, steps: int, first: int) ->
     last = min(len(of_side) for of_side in losses.values()) - 1
     return {
         "model": name,
-        "seconds": {side: _slowest(t if side in slow else t[1:]) for side, t in times.items()},
-        "losses": {side: _mean(losses[side][last]) for side in sides},
-        "first_losses": {side: _mean(losses[side][0]) for side in sides},
+        "seconds": {side: own.seconds for side, own in alone.items()}
+        | {side: _slowest(t if side in slow else t[1:]) for side, t in times.items()},
+        "losses": {side: own.losses[last] for side, own in alone.items()}
+        | {side: _mean(losses[side][last]) for side in sides},
+        "first_losses": {side: own.losses[0] for side, own in alone.items()}
+        | {side: _mean(losses[side][0]) for side in sides},
         "errors": {side: found for side, found in started.items() if isinstance(found, str)},
     }
 
@@ -116,11 +157,20 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # what torch says of its own sides
+    rows = [(name, sides.split(",")) for name, _, sides in (r.partition(":") for r in args.rows)]
+    alone: dict[str, dict[str, Alone]] = {name: {} for name, _ in rows}
+    port = int(os.environ["MASTER_PORT"])
+    for name, sides in rows:
+        for side in sides:
+            port += 1
+            with redirect_stdout(StringIO()):
+                own = trained_alone(name, side, args.plans, args.steps, port)
+            if own is not None:
+                alone[name][side] = own
     dist.init_process_group("gloo")
-    for row in args.rows:
-        name, _, sides = row.partition(":")
+    for name, sides in rows:
         with redirect_stdout(StringIO()):  # the log of the steps
-            found = compare(name, sides.split(","), args.plans, args.steps, args.first)
+            found = compare(name, sides, args.plans, args.steps, args.first, alone[name])
         gc.collect()
         if dist.get_rank() == 0:
             print("RESULT " + json.dumps(found), flush=True)

@@ -48,6 +48,11 @@ def load_cluster(spec: str) -> Cluster:
     return resolve_cluster(spec).cluster
 
 
+def short_name(spec: str) -> str:
+    """A cluster in a sentence: its spec, or the name that a file's content gives it."""
+    return load_cluster(spec).name if spec.startswith("{") else spec
+
+
 def resolve_cluster(spec: str) -> LoadedCluster:
     """The cluster of `2x8xH100`, `8xH100`, `4xcpu` or a YAML path, with its assumptions.
 

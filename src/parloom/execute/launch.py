@@ -27,7 +27,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from parloom.cost.clusters import load_cluster
+from parloom.cost.clusters import load_cluster, short_name
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
@@ -134,11 +134,14 @@ def check_world_size(plan: Plan, world_size: int) -> None:
     ranks, devices = plan.decisions.num_ranks, load_cluster(plan.cluster).num_devices
     if world_size == ranks:
         return
-    where = plan.cluster if ranks == devices else f"of the {devices} of {plan.cluster}"
+    name = short_name(plan.cluster)
+    where = name if ranks == devices else f"of the {devices} of {name}"
     kept = tuple(c for c in plan.constraints if not c.text.startswith(DEVICES))
     other = replace(plan, constraints=kept, cluster="...").command()
     if ranks < world_size == devices:  # all of the cluster's ranks were started
-        other = f"{replace(plan, constraints=kept).command()} {DEVICES}{world_size}"
+        asked = "FILE" if plan.cluster.startswith("{") else plan.cluster
+        other = replace(plan, constraints=kept, cluster=asked).command()
+        other = f"{other} {DEVICES}{world_size}"
     raise LaunchError(
         f"the plan is for {ranks} ranks ({where}) and this job has {world_size}; start {ranks}"
         f" processes, or plan for {world_size}: {other}"
@@ -346,8 +349,9 @@ def _check_script(argv: Sequence[str]) -> None:
 def _check_devices(plan: Plan, ranks: int) -> None:
     devices = torch.cuda.device_count()
     if devices < ranks:
+        name = short_name(plan.cluster)
         raise LaunchError(
-            f"the plan needs {ranks} GPUs ({plan.cluster}) and this machine has {devices}; on a "
+            f"the plan needs {ranks} GPUs ({name}) and this machine has {devices}; on a "
             f"cluster start its ranks with torchrun on every node, and without GPUs prove the plan "
             f"with `parloom verify --shrink`"
         )

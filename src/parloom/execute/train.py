@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parloom.capture import Loss, parameters_of
 from parloom.capture.ambient import check_settings, refuse_around_step
-from parloom.cost.clusters import load_cluster
+from parloom.cost.clusters import load_cluster, short_name
 from parloom.cost.kernels import SPEC
 from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
@@ -361,7 +361,8 @@ def _device(plan: Plan) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError(
-            f"the plan is for {plan.cluster}, and torch sees no GPU here; plan for 4xcpu to try it"
+            f"the plan is for {short_name(plan.cluster)}, and torch sees no GPU here; plan for 4xcpu"
+            " to try it"
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

@@ -7,7 +7,7 @@ Splits are ranked by their closed form and simulated, as on equal devices.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil, inf
 
@@ -163,6 +163,7 @@ class MixedSearch:
                     splits += self._around(count, finer, in_flight)
                 self._judge_best(splits)
                 self._take_turns()
+                self._recount()
                 fitting = self.tried.fitting()
                 for one in fitting[:BASES]:
                     self.tried.move(one, MOVED)
@@ -263,6 +264,32 @@ class MixedSearch:
         found = [s for one in self.tried.fitting()[:BASES] for s in in_turns(one.split)]
         for split in sorted(found, key=lambda split: split.step_ps)[:TURNS]:
             self.tried.play(split)
+
+    def _recount(self) -> None:
+        """Simulate the best splits with other numbers of microbatches, as long as one is faster:
+        several stages on a group pay at fewer than one.
+        """
+        for one in self.tried.fitting()[:BASES]:
+            best = one
+            for direction in (-1, 1):
+                at = self.counts.index(best.split.num_microbatches) + direction
+                while 0 <= at < len(self.counts):
+                    split = self._with_count(best.split, self.counts[at])
+                    found = self.tried.play(split) if split else None
+                    if found is None or not self.tried.fits(found) or found.step_ps >= best.step_ps:
+                        break
+                    best, at = found, at + direction
+
+    def _with_count(self, split: Split, count: int) -> Split | None:
+        """The same stages on the same groups; None where a group has no layout for it."""
+        found: list[ItemCosts] = []
+        for group, begin in zip(split.costs, split.begins, strict=True):
+            at = next(i for i, part in enumerate(self.parts) if begin in part.devices)
+            costs = _fastest(self.layouts[at], group.num_devices, count)
+            if costs is None:
+                return None
+            found.append(costs)
+        return replace(split, costs=tuple(found))
 
 
 def _fastest(layouts: GroupLayouts, size: int, count: int) -> ItemCosts | None:
