@@ -48,10 +48,11 @@ def _timed(step: Step) -> tuple[float, Tensor]:
     return time.perf_counter() - started, loss
 
 
-def _slowest(times: list[float]) -> list[float]:
-    """Each step's time on the rank that took longest."""
+def _slowest(times: list[float], side: str = "") -> list[float]:
+    """Each step's time on the rank that took longest; of one device alone on the fastest."""
     longest = torch.tensor(times, dtype=torch.float64)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    alone = side == "one device"
+    dist.all_reduce(longest, dist.ReduceOp.MIN if alone else dist.ReduceOp.MAX)
     found: list[float] = longest.tolist()
     return found
 
@@ -139,7 +140,7 @@ def compare(
     return {
         "model": name,
         "seconds": {side: own.seconds for side, own in alone.items()}
-        | {side: _slowest(t if side in slow else t[1:]) for side, t in times.items()},
+        | {side: _slowest(t if side in slow else t[1:], side) for side, t in times.items()},
         "losses": {side: own.losses[last] for side, own in alone.items()}
         | {side: _mean(losses[side][last]) for side in sides},
         "first_losses": {side: own.losses[0] for side, own in alone.items()}

@@ -361,8 +361,8 @@ def _device(plan: Plan) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError(
-            f"the plan is for {short_name(plan.cluster)}, and torch sees no GPU here; plan for 4xcpu"
-            " to try it"
+            f"the plan is for {short_name(plan.cluster)}, and torch sees no GPU here; plan for"
+            " 4xcpu to try it"
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

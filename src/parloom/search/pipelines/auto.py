@@ -175,9 +175,7 @@ class PipelineSearch:
         start = min(range(len(counts)), key=lambda i: abs(counts[i] - groups))
         first = before = self._look(size, counts[start])
         for count in reversed(counts[:start]):
-            # Groups wait no less for each other's larger microbatches.
-            waits_ps = before.step_ps - max(before.loads_ps()) if before else 0.0
-            if self.least_ps + waits_ps > self._enough_ps():
+            if before is not None and self._least_with(before, count) > self._enough_ps():
                 break
             found = self._look(size, count)
             if before and (not found or found.step_ps > before.step_ps * (1 + NEARBY)):
@@ -192,6 +190,15 @@ class PipelineSearch:
             if not found or found.step_ps > before.step_ps * (1 + NEARBY):
                 break
             before = found
+
+    def _least_with(self, before: Split, count: int) -> float:
+        """What closed forms come to at least with fewer microbatches than in `before`: these take
+        as much longer as they are larger, if all together take the least that there is.
+        """
+        load_ps = max(before.loads_ps())
+        larger = before.num_microbatches / count * min(1.0, self.least_ps / load_ps)
+        waits_ps = before.step_ps - load_ps
+        return max(self.least_ps + waits_ps * max(1.0, larger), before.way_ps * larger)
 
     def _enough_ps(self) -> float:
         """The closed form beyond which a split is not simulated."""

@@ -80,7 +80,12 @@ class Split:
         # With several stages on each group, the busiest one waits for others only at the ends.
         chunks = len(self.groups) / len(self.costs)
         computed = loads[busiest] + self._way_ps(busiest) / chunks
-        return max(computed, self._way_ps(None), self._links_ps()) + self._shared_ps()
+        return max(computed, self.way_ps, self._links_ps()) + self._shared_ps()
+
+    @cached_property
+    def way_ps(self) -> float:
+        """The longest way of a microbatch through all stages."""
+        return self._way_ps(None)
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], tuple[int, int]]:
