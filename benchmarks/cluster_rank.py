@@ -14,6 +14,7 @@ import time
 import warnings
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from parloom.ir.regular_parts import devices_of
 
 REST_S = 0.03
 SLOW = 3.0
+LONGEST_S = 1800
 
 
 def parloom_step(name: str, plan: Path) -> Step:
@@ -49,10 +51,16 @@ def _timed(step: Step) -> tuple[float, Tensor]:
 
 
 def _slowest(times: list[float], side: str = "") -> list[float]:
-    """Each step's time on the rank that took longest; of one device alone on the fastest."""
+    """Each step's time on the rank that took longest; of one device alone those of the rank that is
+    the fastest in all.
+    """
     longest = torch.tensor(times, dtype=torch.float64)
-    alone = side == "one device"
-    dist.all_reduce(longest, dist.ReduceOp.MIN if alone else dist.ReduceOp.MAX)
+    if side == "one device":
+        ranks = [torch.empty_like(longest) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, longest)
+        longest = min(ranks, key=lambda own: float(own.sum()))
+    else:
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
     found: list[float] = longest.tolist()
     return found
 
@@ -95,7 +103,9 @@ def trained_alone(name: str, side: str, plans: Path, steps: int, port: int) -> A
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not used or len(used) == world:
         return None
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, rank == 0)  # type: ignore[attr-defined]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], port, world, rank == 0, timedelta(seconds=LONGEST_S)
+    )
     if rank in used:
         dist.init_process_group("gloo", store=store, rank=used.index(rank), world_size=len(used))
         step = parloom_step(name, plans / name / side)
@@ -109,7 +119,11 @@ def trained_alone(name: str, side: str, plans: Path, steps: int, port: int) -> A
         dist.destroy_process_group()
         if rank == used[0]:
             store.set("found", json.dumps(asdict(found)))
-    return Alone(**json.loads(store.get("found")))
+    found = Alone(**json.loads(store.get("found")))
+    store.add("read", 1)
+    while rank == 0 and store.add("read", 0) < world:  # its store ends with it
+        time.sleep(REST_S)
+    return found
 
 
 def compare(
@@ -127,16 +141,17 @@ def compare(
     times: dict[str, list[float]] = {side: [] for side in sides}
     slow: set[str] = set()
     for index in range(1 + steps):
-        begin = (first + index) % len(sides)
+        begin = (first + index) % max(1, len(sides))
         for side, step in (*list(sides.items())[begin:], *list(sides.items())[:begin]):
             if side not in slow:
                 seconds, loss = _timed(step)
                 times[side].append(seconds)
                 losses[side].append(loss)
-        if index == 0:
+        if index == 0 and sides:
             warm = _slowest([times[side][0] for side in sides])
             slow = {s for s, t in zip(sides, warm, strict=True) if t > SLOW * min(warm)}
-    last = min(len(of_side) for of_side in losses.values()) - 1
+    counts = [len(of_side) for of_side in losses.values()]
+    last = min([*counts, *(len(own.losses) for own in alone.values())]) - 1
     return {
         "model": name,
         "seconds": {side: own.seconds for side, own in alone.items()}

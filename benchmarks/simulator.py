@@ -40,6 +40,7 @@ from parloom.cost.works import Called
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
+from parloom.ir.regular_parts import Join
 from parloom.ir.schedules import schedule
 from parloom.rewrite.rewrites import rewritten
 
@@ -147,7 +148,8 @@ def pipeline(name: str, ends: Priced, middle: Priced, pcg: PCG) -> tuple[float, 
     cluster = load_cluster("8x8xA100")
     start = time.process_time()
     player = Simulator()
-    sent = send(HIDDEN_BYTES / 8, HIDDEN_BYTES / 8, 1, cluster)  # each tensor rank sends its part
+    # Each tensor rank sends its part.
+    sent = send(HIDDEN_BYTES / 8, HIDDEN_BYTES / 8, Join(cluster, 1))
 
     def played(title: str, found: Priced) -> StageActions:
         return play_stage(title, Stage(pcg, cluster, found), player, split=name.startswith("zb"))

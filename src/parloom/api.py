@@ -379,8 +379,9 @@ def calibrate(
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
     machine = resolve_cluster(cluster or f"{size}xcpu").cluster
-    if found and (cluster is None or found[0].decisions.num_ranks == size):
-        machine = cluster_of(found[0])  # what the plan uses of the cluster
+    if found:
+        used = cluster_of(found[0])  # what the plan uses of the cluster
+        machine = used if cluster is None or used.num_devices == size else machine
     pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]
     for model in models:
         graph = capture(model, progress=progress).graph

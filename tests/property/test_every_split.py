@@ -38,7 +38,7 @@ PLENTY = 2**40
 def layouts_of(request: Request, rng: Random, most: int, counts: tuple[int, ...]) -> Layouts:
     """At most so many layouts for each size of groups and number of microbatches."""
     graph, found = request.graph, dict[int, dict[int, list[ItemCosts]]]()
-    pricer = Pricer(request, factorize(graph), stage_items(graph), request.cluster)
+    pricer = Pricer(request, factorize(graph), stage_items(graph), request.machine)
     for count in counts:
         for size in (1, 2):
             part = part_of(request.cluster, size)

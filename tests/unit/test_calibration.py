@@ -44,6 +44,7 @@ from parloom.ir.graph import TensorSpec
 from parloom.ir.lower import lower
 from parloom.ir.pcg import Compute
 from parloom.ir.plan import Decisions
+from parloom.ir.regular_parts import Join
 from tests.unit.graphs import perceptron
 from tests.unit.test_simulate import chunked
 from tests.unit.test_simulate import model as blocks
@@ -307,9 +308,9 @@ def test_messages_between_stages_take_what_was_measured() -> None:
     times = []
     for known in (sent + summed, summed, ()):
         cluster, kernels = calibrated(CLUSTER, replace(MADE, collectives=known))
-        found = send(1 << 20, 1 << 20, 0, cluster, kernels)
+        found = send(1 << 20, 1 << 20, Join(cluster, 0), kernels)
         times.append((found.ps, found.latency_ps))
     assert times[0] == (picoseconds(9e-2), picoseconds(1e-3))
     assert times[1] == (picoseconds(1e-1), picoseconds(2e-3))
     cluster, _ = calibrated(CLUSTER, MADE)
-    assert times[2][0] == send(1 << 20, 1 << 20, 0, cluster).ps < times[0][0] / 10
+    assert times[2][0] == send(1 << 20, 1 << 20, Join(cluster, 0)).ps < times[0][0] / 10

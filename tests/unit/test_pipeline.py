@@ -24,6 +24,7 @@ from parloom.cost.tasks import ACTIVATIONS, COMPONENTS, COMPUTE
 from parloom.cost.timeline import Memory, Played, Timeline
 from parloom.errors import InputError, VerifyError
 from parloom.ir.plan import Action
+from parloom.ir.regular_parts import Join
 from parloom.ir.schedules import Lists, schedule
 from tests.unit.test_schedules import peak_in_flight, splits_backward
 
@@ -279,7 +280,7 @@ def test_the_last_backward_pass_may_differ() -> None:
 
 def test_send_is_the_collective_layer_s() -> None:
     cluster = load_cluster("2x8xH100")
-    inside, between = (send(1e8, 1e8, level, cluster) for level in (0, 1))
+    inside, between = (send(1e8, 1e8, Join(cluster, level)) for level in (0, 1))
     assert 0 < inside.moves_ps < between.moves_ps
     assert 0 < inside.latency_ps < between.latency_ps
     assert (inside.level, between.level) == (0, 1)

@@ -9,10 +9,12 @@ from parloom.errors import InputError
 from parloom.ir.mesh import Cluster, Mesh, grid
 from parloom.ir.plan import Decisions, Stage, one_stage
 from parloom.ir.regular_parts import (
+    Join,
     check_on_any,
     joined,
     memory_of,
     own_part,
+    part_with,
     regular_parts,
     slowest_join,
     used_cluster,
@@ -58,9 +60,9 @@ def test_a_regular_cluster_is_its_own_part() -> None:
     (part,) = regular_parts(cluster)
     assert part.cluster == cluster
     assert part.devices == range(8)
-    assert joined(cluster, range(4), range(4, 8)) == (cluster, 1)
-    assert joined(cluster, range(2), range(2, 4)) == (cluster, 0)
-    assert slowest_join(cluster) == (cluster, 1)
+    assert joined(cluster, range(4), range(4, 8)) == Join(cluster, 1)
+    assert joined(cluster, range(2), range(2, 4)) == Join(cluster, 0)
+    assert slowest_join(cluster) == Join(cluster, 1)
 
 
 def test_parts_follow_each_other_and_have_levels_alike(nested: Cluster) -> None:
@@ -77,8 +79,9 @@ def test_parts_follow_each_other_and_have_levels_alike(nested: Cluster) -> None:
 
 def test_parts_are_joined_by_the_slowest_link_between_them(nested: Cluster) -> None:
     def rate(one: range, other: range) -> tuple[float, float]:
-        own, level = joined(nested, one, other)
-        link = own.levels[level].link
+        found = joined(nested, one, other)
+        assert found.bridges == (part_with(nested, one) != part_with(nested, other))
+        link = found.cluster.levels[found.level].link
         return link.bandwidth_bytes_per_s, link.latency_s
 
     assert rate(range(4), range(4, 8)) == (10e9 / 8, 50e-6)  # nodes of one part
@@ -86,8 +89,9 @@ def test_parts_are_joined_by_the_slowest_link_between_them(nested: Cluster) -> N
     assert rate(range(8, 12), range(16, 18)) == (10e9 / 8, 50e-6)
     assert rate(range(16, 18), range(18, 19)) == (25e9 / 8, 10e-6)  # inside of an island
     assert rate(range(16, 18), range(20, 22)) == (10e9 / 8, 50e-6)  # between two islands
-    own, level = slowest_join(nested)
-    assert own.levels[level].link.bandwidth_bytes_per_s == 10e9 / 8
+    slowest = slowest_join(nested)
+    assert slowest.bridges
+    assert slowest.cluster.levels[slowest.level].link.bandwidth_bytes_per_s == 10e9 / 8
 
 
 def test_a_stage_lies_within_one_part(nested: Cluster) -> None:

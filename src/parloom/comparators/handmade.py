@@ -37,6 +37,7 @@ from parloom.ir.plan import (
     Decisions,
     Optimizer,
 )
+from parloom.ir.regular_parts import Join
 from parloom.ir.repeat import run_of, shared_parameters, stage
 from parloom.ir.schedules import SPLIT
 from parloom.rewrite.rewrites import rewritten
@@ -167,7 +168,7 @@ class Program:
             ring = len({index % self.chosen.pipeline for index in holders})
             crossed = _crossed(holders, self.chosen, cluster)
             moved = 2 * (ring - 1) / ring * size
-            found.append(Shared(holders, send(moved, moved, crossed, cluster)))
+            found.append(Shared(holders, send(moved, moved, Join(cluster, crossed))))
         return tuple(found)
 
 
@@ -207,7 +208,7 @@ def _sent_bytes(pcg: PCG) -> float:
 def _send(index: int, pcg: PCG, chosen: Configuration, cluster: Cluster) -> Send:
     """What goes from a stage to the next one, over the level that joins the two ranks."""
     size = _sent_bytes(pcg)
-    return send(size, size, _crossed((index, index + 1), chosen, cluster), cluster)
+    return send(size, size, Join(cluster, _crossed((index, index + 1), chosen, cluster)))
 
 
 def _crossed(stages: Sequence[int], chosen: Configuration, cluster: Cluster) -> int:

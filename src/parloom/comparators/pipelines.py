@@ -78,7 +78,7 @@ def item_costs(request: Request, base: Decisions) -> Iterator[dict[int, ItemCost
     that the samples divide into; sizes over which they do not divide are left out.
     """
     cluster, graph = request.cluster, request.graph
-    pricer = Pricer(request, factorize(graph), stage_items(graph), cluster)
+    pricer = Pricer(request, factorize(graph), stage_items(graph), request.machine)
     for microbatches in _counts(request, base, cluster.num_devices):
         found: dict[int, ItemCosts] = {}
         for size in sorted({1, cluster.num_devices, *part_sizes(cluster)}):

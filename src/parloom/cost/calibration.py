@@ -106,9 +106,9 @@ class Calibration:
     `launch_s` is what an operator takes that does next to nothing, `split_s` as in
     `cost.software`. `error` is how far repetitions
     of the same measurement were apart (90th percentile of |log|). `links` are those that
-    collectives went over, from the devices outwards. A mixed cluster has a calibration for each
-    device type, by its name in `types`; the rest is then the mean over all ranks, and what crosses
-    between parts.
+    collectives went over, from the devices outwards. `types` are the calibrations of a mixed
+    cluster's device types, by name; its own rates are then means over all ranks, and its
+    collectives messages between parts.
     """
 
     fingerprint: Fingerprint
@@ -183,7 +183,7 @@ def _calibration(document: "_Calibration") -> Calibration:
         tuple(_collective(c) for c in document.collectives),
         document.error,
         tuple(document.links),
-        tuple((name, _calibration(own)) for name, own in getattr(document, "types", ())),
+        tuple((name, _calibration(own)) for name, own in document.types),
         document.split_s,
     )
 
@@ -289,15 +289,11 @@ class _Calibration(_Part):
     error: Annotated[Number, _between(0, LARGEST_ERROR)]
     links: list[str] = []
     split_s: Annotated[Number, _between(0, LONGEST_LAUNCH_S, " s")] = 0.0
-
-
-class _OfType(_Calibration):
-    types: Annotated[list[Any], Field(max_length=0)] = []
+    types: list[tuple[str, "_Calibration"]] = []
 
 
 class _Document(_Calibration):
     parloom_calibration: Literal[2]
-    types: list[tuple[str, _OfType]] = []
 
 
 _PARTS = (_Document, _FingerprintPart, _ProductPart, _StreamPart, _TimedPart, _CollectivePart)

@@ -191,8 +191,8 @@ class Kernels:
     `product_dtype` where one is given (8-bit floats, TF32), to which their operands are cast, with
     `scaling` of TENSOR, ROW or BLOCK. With `autocast` of 16-bit
     operands and results other operators work in 32 bits. Operators take `pace` times as long as on
-    a device of mean speed (`slowest`). `types` are for those of a mixed
-    cluster, by name.
+    a device of mean speed (`slowest`). `types` has the kernels of a
+    mixed cluster's device types, by name.
     """
 
     device: Device

@@ -259,7 +259,7 @@ def _calibrated_parts(
     types: dict[str, Kernels] = {}
     for part in cluster.parts:
         own, kernels = calibrated(part.cluster, calibration, slowdown)
-        types |= dict(kernels.types) | {kernels.device.name: replace(kernels, types=())}
+        types |= dict(kernels.types) or {kernels.device.name: kernels}
         parts.append(replace(part, cluster=own))
     table = Table(calibration, slowdown)
     software = _software(calibration, slowdown)
@@ -296,7 +296,8 @@ def mismatches(
         for name in dict.fromkeys(p.cluster.device.name for p in regular_parts(cluster)):
             device = calibration.of(name).fingerprint.device
             lines += [f"device: {device}, not {name}"] if device != name else []
-    for measured, described in zip(calibration.links, links_of(cluster), strict=False):
+    links = calibration.links if cluster.parts else calibration.of(cluster.device.name).links
+    for measured, described in zip(links, links_of(cluster), strict=False):
         if measured != described:
             lines.append(f"links: {measured}, not {described}")
     return tuple(lines)

@@ -19,11 +19,11 @@ from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
 from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
-from parloom.cost.tasks import SHARES, kind_of, picoseconds
+from parloom.cost.tasks import COMPUTE, SHARES, kind_of, picoseconds
 from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span, Timeline
 from parloom.errors import InputError
-from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Action
+from parloom.ir.regular_parts import Join
 from parloom.ir.schedules import AUTOMATIC, Lists, schedule
 from parloom.ir.zero_bubble import PassTimes, zero_bubble
 
@@ -39,8 +39,8 @@ SHARED = "gradients of shared weights"
 class Send:
     """What one rank sends to its peer in another stage: alone, latency and then `moves_ps` on the
     links of topology level `level` of both, and beside it what one of them alone has to move: it
-    stands for fewer ranks. `computes_ps` is what the message takes of the time of the devices at
-    both ends, where processors send.
+    stands for fewer ranks. `computes_ps` is what devices lose at both ends, where that was
+    measured: processors that send compute less.
     """
 
     latency_ps: int = 0
@@ -64,7 +64,7 @@ class Send:
     @property
     def ps(self) -> int:
         """How long it takes alone."""
-        return self.latency_ps + self.moves_ps + self.sends_ps + self.receives_ps
+        return self.latency_ps + self.moves_ps + max(self.sends_ps, self.receives_ps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +109,23 @@ class Shared:
     sent: Send
 
 
-def send(
-    sent: float, received: float, level: int, cluster: Cluster, kernels: Kernels | None = None
-) -> Send:
-    """What it takes over a level of `cluster` where each rank of one stage sends so many bytes and
-    each one of the other receives so many: as measured, where `kernels` know. Nothing crosses a
-    level of one child, as between stages on the same devices.
+def send(sent: float, received: float, join: Join, kernels: Kernels | None = None) -> Send:
+    """What it takes where each rank of one stage sends so many bytes and each one of the other
+    receives so many: as measured, where `kernels`, those of the whole cluster, know. Nothing
+    crosses a level of one child, as between stages on the same devices.
     """
+    level, cluster = join.level, join.cluster
     if cluster.levels[level].size == 1:
         return Send(level=level)
     size, group = max(sent, received), ((level, 2),)
+    if kernels is not None and not join.bridges:
+        kernels = kernels.on(cluster.device)
     table = kernels.exchanges if kernels is not None else None
     measured = table.exchange("send", size, group) if table is not None else None
     computes_ps = 0
     if measured is not None:
         seconds, latency_s, slows = measured
-        computes_ps = picoseconds(seconds * slows / (1 + slows))
+        computes_ps = picoseconds(seconds * slows / (1 + slows))  # the part that kernels lose
     else:
         found = collective("send", size, group, cluster)
         seconds, latency_s = found.seconds, found.latency_s
@@ -193,9 +194,11 @@ def pass_times(stage: StageActions, index: int, edges: Sequence[Edge] = ()) -> P
     weights = stage.actions.get("W")
     held = sum(forward.memory.net)
     kept = held + sum(backward.memory.net) if weights else 0
+    there = [e.forward for e in edges if index in (e.source, e.target)]
+    back = [e.backward for e in edges if index in (e.source, e.target) and e.backward]
     return PassTimes(
-        forward.ps,
-        backward.ps,
+        forward.ps + sum(sent.computes_ps for sent in there),
+        backward.ps + sum(sent.computes_ps for sent in back),
         weights.ps if weights else 0,
         max((e.forward.ps for e in edges if e.source == index), default=0),
         max((e.backward.ps for e in edges if e.target == index and e.backward), default=0),
@@ -336,7 +339,10 @@ class _Pipeline:
         came, leaves = self._messages(action)
         more = sum(sent.computes_ps for _, sent in (*came, *leaves))
         needs = tuple(_key(action.kind, action.microbatch or 0, edge) for edge, _ in came)
-        self._run(rank, name, replace(played, ps=played.ps + more) if more else played, needs)
+        if more:
+            busy = (*played.busy, (COMPUTE, more))
+            played = replace(played, ps=played.ps + more, busy=busy)
+        self._run(rank, name, played, needs)
         back = action.kind == "B"
         for edge, sent in leaves:
             peer = self.rank_of[edge.source if back else edge.target]

@@ -43,8 +43,8 @@ class Software:
     8-bit products as these read them. `stops_early`: a recomputed block runs up to the last
     operator that saves a tensor (non-reentrant checkpoints of PyTorch), otherwise to its end
     (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`: time from kernel to kernel.
-    `split_s`: what an operator that reads a weight takes longer where its two gradients are made
-    apart, on devices whose host computes. `memory` is what the framework keeps beside tensors of
+    `split_s`: the overhead of each operator that reads a weight where the gradient of the weight is
+    made in a pass of its own, on processors. `memory` is what the framework keeps beside tensors of
     the model.
     """
 

@@ -5,7 +5,7 @@ as their schedule says.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from math import prod
+from math import ceil, prod
 
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
@@ -20,6 +20,7 @@ from parloom.cost.pipeline import (
 )
 from parloom.cost.simulate import Simulator, simulate
 from parloom.cost.step import Priced, priced
+from parloom.cost.tasks import COMMUNICATION, COMPONENTS
 from parloom.cost.timeline import Timeline
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
@@ -28,12 +29,12 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PValue
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.plan import Stage as PlannedStage
-from parloom.ir.regular_parts import devices_of, joined, own_part
+from parloom.ir.regular_parts import Join, devices_of, joined, own_part
 from parloom.ir.schedules import Lists
 from parloom.ir.stages import Crossing
 
-JoinOf = Callable[[int, int], tuple[Cluster, int]]
-"""The level of links between two stages, and a cluster that has it."""
+JoinOf = Callable[[int, int], Join]
+"""The level of links between two stages."""
 Moved = tuple[float, float]
 """Bytes that each rank of one stage sends, and that each rank of another one receives."""
 
@@ -117,10 +118,29 @@ class PricedStages:
         self.edges = tuple(_edges(lowered, self.join_of, player.kernels))
         self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
 
-    def actions(self, index: int, *, split: bool) -> StageActions:
+    def alone(self, index: int, *, split: bool) -> StageActions:
         """The actions of a stage, by its number; see `StagePlayer.actions`."""
         pcg, stage = self.lowered.pcgs[index], self.planned[index]
         return replace(self.player.actions(pcg, stage, split=split), name=f"stage {index}")
+
+    def actions(self, index: int, *, split: bool) -> StageActions:
+        """The same with memory for all that one pass of each sender sends: it is received ahead."""
+        found, ahead = self.alone(index, split=split), [0] * len(COMPONENTS)
+        ahead[COMMUNICATION] = ceil(self._ahead_bytes(index))
+        return replace(found, base=tuple(map(sum, zip(found.base, ahead, strict=True))))
+
+    def _ahead_bytes(self, index: int) -> float:
+        """What the ranks of a stage receive after one pass of each stage that sends to it."""
+        found = 0.0
+        for crossing in self.lowered.cut.crossings:
+            for target in crossing.targets:
+                if index not in (crossing.source, target):
+                    continue
+                if self.planned[crossing.source].devices == self.planned[target].devices:
+                    continue
+                there, back = crossing_bytes(self.lowered, crossing, target)
+                found += there[1] if index == target else back[1] if back else 0.0
+        return found
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""
@@ -143,7 +163,7 @@ class PricedStages:
         size = 2 * (ring - 1) / ring * max(sizes)
         joins = (self.join_of(holders[0], other) for other in holders[1:])
         kernels = self.player.kernels
-        sends = (send(size, size, level, own, kernels) for own, level in joins)
+        sends = (send(size, size, join, kernels) for join in joins)
         return Shared(tuple(holders), max(sends, key=lambda sent: sent.ps))
 
 
@@ -156,9 +176,9 @@ def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> 
             values.append(crossing_bytes(lowered, crossing, target))
     edges = []
     for (source, target), values in sorted(found.items()):
-        cluster, level = join_of(source, target)
+        join = join_of(source, target)
         sends = [
-            [send(moved[0], moved[1], level, cluster, kernels) for moved in way if moved]
+            [send(moved[0], moved[1], join, kernels) for moved in way if moved]
             for way in zip(*values, strict=True)
         ]
         forward, back = (reduce(Send.beside, way) if way else None for way in sends)

@@ -122,7 +122,7 @@ def calibrate(
     if device.type == "cpu":
         torch.set_num_threads(1)  # as a rank of a plan computes
     every = _of_all_ranks(_measured(pcgs, measure.Clock(device, least_s), say))
-    whole = _mean_rates(every, fingerprint(), size)
+    whole = _mean_rates(every, every[0].machine, size)
     if cluster is None or size == 1:
         return whole
     say(f"measuring collectives between {size} ranks")
@@ -136,11 +136,13 @@ def calibrate(
         name = part.cluster.device.name
         own = tuple(_told(collectives(part, device, None, least_s), "collectives", say))
         if name in types:
-            own += types[name].collectives
+            own += types[name].collectives  # where they differ, the slower counts
         alike = [r for p in parts if p.cluster.device.name == name for r in p.devices]
-        of_type = replace(whole.fingerprint, device=name)
-        rates = _mean_rates([every[rank] for rank in alike], of_type, size)
-        types[name] = replace(rates, collectives=own + joins)
+        machine = every[alike[0]].machine
+        if machine.device == "cpu":  # cluster files call processors as they like
+            machine = replace(machine, device=name)
+        rates = _mean_rates([every[rank] for rank in alike], machine, size)
+        types[name] = replace(rates, collectives=own, links=links_of(part.alone))
     return replace(whole, collectives=joins, links=links_of(cluster), types=tuple(types.items()))
 
 
@@ -148,6 +150,7 @@ def calibrate(
 class _Rates:
     """What one rank measured of its device; memory twice."""
 
+    machine: Fingerprint
     launches_s: tuple[float, ...]
     split_s: float
     products: tuple[Product, ...]
@@ -158,14 +161,23 @@ class _Rates:
 
 def _measured(pcgs: Sequence[PCG], clock: measure.Clock, say: Say) -> _Rates:
     say("measuring operators that do next to nothing, products, memory")
-    launches = tuple(measure.launch_s(clock) for _ in range(3))
+    launches, split_s = tuple(measure.launch_s(clock) for _ in range(3)), measure.split_s(clock)
+    _together()
     dtypes = DTYPES[clock.device.type]
     products = tuple(_told(measure.products(clock, dtypes), "products", say))
+    _together()
     streams, again = (tuple(measure.streams(clock)) for _ in range(2))
+    _together()
     if pcgs:
         say(f"measuring the operators of {len(pcgs)} programs")
     operators = tuple(_told(measure.operators(pcgs, clock, say), "operators", say))
-    return _Rates(launches, measure.split_s(clock), products, streams, again, operators)
+    return _Rates(fingerprint(), launches, split_s, products, streams, again, operators)
+
+
+def _together() -> None:
+    """Ranks begin what comes next together, so that what they share is shared."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _of_all_ranks(own: _Rates) -> list[_Rates]:

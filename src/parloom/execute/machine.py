@@ -70,7 +70,8 @@ class Machine:
         if cluster == self.described.cluster:
             return self
         described = replace(self.described, cluster=cluster)
-        return _machine(described, self.calibration, self.path, self.cores)
+        shares = self.cores is not None
+        return _machine(described, self.calibration, self.path, self.cores, shares=shares)
 
     def simulate(
         self, pcg: PCG, decisions: Decisions, optimizer: Optimizer | None = None
@@ -143,11 +144,18 @@ def machine_for(
 
 
 def _machine(
-    loaded: LoadedCluster, found: Calibration | None, path: str, planned: int | None
+    loaded: LoadedCluster,
+    found: Calibration | None,
+    path: str,
+    planned: int | None,
+    *,
+    shares: bool = True,
 ) -> Machine:
-    """`loaded` with the rates that were measured (read from `path`), and shared cores."""
+    """`loaded` with the rates that were measured (read from `path`), and with shared cores where it
+    `shares` those of one machine: parts of a cluster do as the whole one does.
+    """
     measured = found.fingerprint.cores if found and found.fingerprint.device == "cpu" else None
-    cores, notes = _cores(loaded.cluster, measured or planned)
+    cores, notes = _cores(loaded.cluster, measured or planned) if shares else (None, ())
     shared = loaded if cores is None else on_this_machine(loaded, cores)
     if found is None:
         return Machine(shared, loaded, cores=cores, notes=notes)
@@ -171,7 +179,7 @@ def _cores(cluster: Cluster, known: int | None) -> tuple[int | None, tuple[str, 
     """The cores that processes on one machine have, not more than there are processes, and whether
     this computer has others; None where the cluster is no such machine.
     """
-    if cluster.device.name != "cpu" or len(cluster.levels) > 1:
+    if cluster.device.name != "cpu" or len(cluster.levels) > 1 or cluster.parts:
         return None, ()
     here, ranks = num_cores(), cluster.num_devices
     cores = min(known or here, ranks)

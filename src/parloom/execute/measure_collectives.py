@@ -42,9 +42,9 @@ def collectives(
     least_s: float = 0.1,
 ) -> Iterator[TimedCollective]:
     """All kinds over all groups of a part, on every rank alike; sizes of whole tensors in bytes.
-    Ranks of other parts only compute.
+    Ranks of other parts do nothing meanwhile.
     """
-    products = _Products.on(device, least_s)
+    products = _Products.on(device, least_s, idle=dist.get_rank() not in part.devices)
     for group, pair in _pairs(part):
         yield from _sends(group, pair, products, sizes or SIZES[device.type], least_s)
     for group, members in _groups(part):
@@ -58,14 +58,16 @@ def collectives(
 def sends_between(
     parts: Sequence[RegularPart], device: torch.device, least_s: float = 0.1
 ) -> Iterator[TimedCollective]:
-    """Messages between the first devices of parts, in pairs, over the links that join them."""
-    products = _Products.on(device, least_s)
-    pair: Pair = ()
-    for one, other in zip(parts[::2], parts[1::2], strict=False):
-        if dist.get_rank() in (one.first, other.first):
-            pair = one.first, other.first
-    group = ((len(parts[0].cluster.levels) - 1, 2),)
-    yield from _sends(group, pair, products, SIZES[device.type], least_s)
+    """Messages between the first devices of each part and the next one, every other pair at once;
+    of pairs that differ the slower counts.
+    """
+    group, rank = ((len(parts[0].cluster.levels) - 1, 2),), dist.get_rank()
+    for first in range(min(2, len(parts) - 1)):
+        after = zip(parts[first::2], parts[first + 1 :: 2], strict=False)
+        pairs = [(one.first, other.first) for one, other in after]
+        pair: Pair = next((both for both in pairs if rank in both), ())
+        products = _Products.on(device, least_s, idle=not pair)
+        yield from _sends(group, pair, products, SIZES[device.type], least_s)
 
 
 def _sends(
@@ -130,25 +132,26 @@ def _groups(part: RegularPart) -> Iterator[tuple[Group, DistributedGroup | None]
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """Matrix products, each of which takes `each_s` where all ranks compute."""
+    """Matrix products, each of which takes `each_s` where all ranks compute that are not `idle`."""
 
     a: Tensor
     b: Tensor
     out: Tensor
     each_s: float = 0.0
+    idle: bool = False
 
     @classmethod
-    def on(cls, device: torch.device, least_s: float) -> "_Products":
+    def on(cls, device: torch.device, least_s: float, *, idle: bool = False) -> "_Products":
         a, b, out = (torch.rand(SIDE, SIDE, device=device) for _ in range(3))
-        made = cls(a, b, out)
+        made = cls(a, b, out, idle=idle)
         made.compute(10)
         calls = 10
         while (elapsed_s := _most(_elapsed(partial(made.compute, calls), 1, device))) < least_s:
             calls *= 2
-        return cls(a, b, out, elapsed_s / calls)
+        return cls(a, b, out, elapsed_s / calls, idle)
 
     def compute(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(0 if self.idle else count):
             torch.mm(self.a, self.b, out=self.out)
 
     def count(self, seconds: float) -> int:

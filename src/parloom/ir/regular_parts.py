@@ -92,37 +92,49 @@ def part_with(cluster: Cluster, devices: Sequence[int]) -> RegularPart:
     )
 
 
-def joined(cluster: Cluster, one: Sequence[int], other: Sequence[int]) -> tuple[Cluster, int]:
-    """The outermost level of links between devices of two stages, and a cluster that has it.
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A level of links of a cluster over which stages send to each other; `bridges` says that they
+    lie in different regular parts.
+    """
+
+    cluster: Cluster
+    level: int
+    bridges: bool = False
+
+
+def joined(cluster: Cluster, one: Sequence[int], other: Sequence[int]) -> Join:
+    """The outermost level of links between devices of two stages.
 
     Between two regular parts it is the slowest of the links that lead from one to the other.
     """
     mine, its = part_with(cluster, one), part_with(cluster, other)
     if mine.first == its.first:
         own, begin = mine.cluster, mine.first
-        return own, crossed([d - begin for d in one], [d - begin for d in other], own)
+        return Join(own, crossed([d - begin for d in one], [d - begin for d in other], own))
     common = 0
     while mine.path[common] == its.path[common]:
         common += 1
     return _bridge(mine.cluster, (*mine.uplinks[common:], *its.uplinks[common:]))
 
 
-def slowest_join(cluster: Cluster) -> tuple[Cluster, int]:
+def slowest_join(cluster: Cluster) -> Join:
     """The outermost level of links of a cluster, the slowest of those of its parts."""
     parts = regular_parts(cluster)
     if len(parts) == 1:
-        return cluster, len(parts[0].alone.levels) - 1
+        return Join(cluster, len(parts[0].alone.levels) - 1)
     return _bridge(parts[0].cluster, [link for part in parts for link in part.uplinks])
 
 
-def _bridge(cluster: Cluster, links: Sequence[Link]) -> tuple[Cluster, int]:
+def _bridge(cluster: Cluster, links: Sequence[Link]) -> Join:
     """`cluster` with one level more of its kind around it, as slow as the slowest of `links`."""
     link = replace(
         min(links, key=lambda link: link.payload_bytes_per_s),
         latency_s=max(link.latency_s for link in links),
     )
     *inner, last = cluster.levels
-    return replace(cluster, levels=(*inner, replace(last, size=2, link=link))), len(inner)
+    bridge = replace(cluster, levels=(*inner, replace(last, size=2, link=link)))
+    return Join(bridge, len(inner), bridges=True)
 
 
 def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:

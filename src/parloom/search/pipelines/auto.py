@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import chain
 from math import inf
 
+import numpy as np
+
 from parloom.cost.units import format_seconds
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
@@ -133,7 +135,7 @@ class PipelineSearch:
         items, factored = stage_items(self.request.graph), contexts.whole.factored
         self.items = items
         self.orders = orders(len(items), item_edges(self.request.graph))
-        pricer = Pricer(self.request, factored, items, self.request.cluster)
+        pricer = Pricer(self.request, factored, items, self.request.machine)
         self.layouts = GroupLayouts(contexts, pricer, self.devices)
         self.tried = Tried(Judge(self.request, factored), contexts.work.spend)
         self.splits: list[Split] = []
@@ -192,13 +194,13 @@ class PipelineSearch:
             before = found
 
     def _least_with(self, before: Split, count: int) -> float:
-        """What closed forms come to at least with fewer microbatches than in `before`: these take
-        as much longer as they are larger, if all together take the least that there is.
+        """An estimate of the least closed form with fewer microbatches than in `before`. A larger
+        microbatch takes longer on its way; all of them together may take less than now, down to
+        `least_ps`.
         """
         load_ps = max(before.loads_ps())
         larger = before.num_microbatches / count * min(1.0, self.least_ps / load_ps)
-        waits_ps = before.step_ps - load_ps
-        return max(self.least_ps + waits_ps * max(1.0, larger), before.way_ps * larger)
+        return max(self.least_ps + before.waits_ps * max(1.0, larger), before.way_ps * larger)
 
     def _enough_ps(self) -> float:
         """The closed form beyond which a split is not simulated."""
@@ -283,13 +285,17 @@ class PipelineSearch:
         return found
 
     def _promising_layouts(self) -> Layouts:
-        """Layouts in which the work may be shared so that it takes no longer than the best."""
+        """The layouts of each number of microbatches with which all groups together, each item in
+        the layout that is the best for it, take no longer than the best plan.
+        """
         found: dict[int, dict[int, list[ItemCosts]]] = {}
         for (size, count), layouts in self.layouts.known.items():
-            most_ps = self.best_ps * (self.devices // size)
-            own = [one.costs for one in layouts if one.costs.loads_ps.sum() < most_ps]
-            if own:
-                found.setdefault(count, {})[size] = own
+            if layouts:
+                found.setdefault(count, {})[size] = [one.costs for one in layouts]
+        for count, by_size in list(found.items()):
+            times = [size * own.loads_ps for size, each in by_size.items() for own in each]
+            if np.min(times, axis=0).sum() >= self.best_ps * self.devices:
+                del found[count]
         return found
 
     def judge_every(self, layouts: Layouts, most: int = EVERY) -> bool:

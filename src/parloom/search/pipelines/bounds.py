@@ -137,7 +137,7 @@ def least_ps(
     apart = [edge for edge in edges if groups[edge.source] != groups[edge.target]]
     found = [max(_links_ps(split, bounds, before, apart), default=0.0)] * 2
     for way in range(2):
-        ends_ps = [0.0] * len(split.costs)
+        ends_ps, reduced_ps = [0.0] * len(split.costs), [0.0] * len(split.costs)
         for group in range(len(split.costs)):
             own = [stage for stage, other in enumerate(groups) if other == group]
             passes_ps, reduce_ps = (
@@ -147,11 +147,12 @@ def least_ps(
             # Gradients of weights may be the last passes.
             rest_ps = 0.0 if way else min(after[stage][way] for stage in own)
             begins_ps = min(before[stage] for stage in own)
+            reduced_ps[group] = begins_ps + passes_ps + reduce_ps
             ends_ps[group] = begins_ps + passes_ps + max(reduce_ps, rest_ps)
         for ring in shared:
             members_of = {groups[stage] for stage in ring.stages}
             if len(members_of) > 1:
-                found[way] = max(found[way], ring.sent.ps + max(ends_ps[g] for g in members_of))
+                found[way] = max(found[way], ring.sent.ps + max(reduced_ps[g] for g in members_of))
         there_and_back = (
             before[stage] + bound.forward_ps + bound.backward_ps[way] + after[stage][way]
             for stage, bound in enumerate(bounds)

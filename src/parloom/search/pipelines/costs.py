@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.actions import Stage as Actions
+from parloom.cost.hardware import Hardware
 from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
@@ -20,7 +21,7 @@ from parloom.ir.lower import lower
 from parloom.ir.lower_stages import LoweredStages, Stager
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions, Stage
-from parloom.ir.regular_parts import slowest_join
+from parloom.ir.regular_parts import Join, slowest_join
 from parloom.ir.stages import Crossing, Cut
 from parloom.search.least import batch_bytes
 from parloom.search.pipelines.alike import AlikeStages
@@ -142,10 +143,10 @@ class Pricer:
     """
 
     def __init__(
-        self, request: Request, factored: Factored, items: tuple[str, ...], whole: Cluster
+        self, request: Request, factored: Factored, items: tuple[str, ...], whole: Hardware
     ) -> None:
         self.request, self.factored, self.items = request, factored, items
-        self.join = slowest_join(whole)
+        self.join, self.kernels = slowest_join(whole.cluster), whole.kernels
         self._stager = Stager(factored)
         self._cuts: dict[int, Cut] = {}
         self._alike = AlikeStages()
@@ -159,7 +160,7 @@ class Pricer:
         if count not in self._cuts:
             self._cuts[count] = self._stager.cut(apart)
         lowered = self._alike.lower(self._cuts[count], apart)
-        cluster, kernels = request.cluster, request.machine.kernels
+        cluster, kernels = request.cluster, self.kernels
         player = StagePlayer(cluster, request.optimizer, kernels)
         apart_priced = PricedStages(lowered, stages, player, lambda *_: self.join)
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
@@ -189,7 +190,7 @@ class Pricer:
         return _shares(all_passes, passes), _shares(all_once, once)
 
     def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int, int]:
-        stage, batch = stages.actions(index, split=False), batch_bytes(self.request.graph)
+        stage, batch = stages.alone(index, split=False), batch_bytes(self.request.graph)
         forward, backward, first = (stage.actions[k].memory for k in ("F", "B", "B first"))
         kept = max(0, sum(forward.net))
         passing = max(0, max(forward.peak, sum(forward.net) + backward.peak) - kept)
@@ -202,14 +203,14 @@ def _sent(
     lowered: LoweredStages,
     crossing: Crossing,
     cluster: Cluster,
-    join: tuple[Cluster, int],
+    join: Join,
     kernels: Kernels | None,
 ) -> Sent:
     """A crossing over each level of links, of which `join` is the outermost."""
     forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
-    ways = (*((cluster, level) for level in range(len(cluster.levels) - 1)), join)
+    ways = (*(Join(cluster, level) for level in range(len(cluster.levels) - 1)), join)
     there, again = (
-        tuple(send(*moved, level, own, kernels).ps for own, level in ways) if moved else None
+        tuple(send(*moved, way, kernels).ps for way in ways) if moved else None
         for moved in (forward, back)
     )
     assert there is not None

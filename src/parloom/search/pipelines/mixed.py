@@ -134,7 +134,7 @@ class MixedSearch:
             own.work = contexts[0].work  # they count together
         self.limits = [own.request.limit_bytes for own in contexts]
         self.layouts = [
-            GroupLayouts(own, Pricer(own.request, factored, items, request.cluster), devices)
+            GroupLayouts(own, Pricer(own.request, factored, items, request.machine), devices)
             for own, devices in zip(contexts, self._devices_like_all(), strict=True)
         ]
         self.counts = contexts[0].counts
@@ -266,8 +266,8 @@ class MixedSearch:
             self.tried.play(split)
 
     def _recount(self) -> None:
-        """Simulate the best splits with other numbers of microbatches, as long as one is faster:
-        several stages on a group pay at fewer than one.
+        """Simulate the best splits with other numbers of microbatches, as long as one is faster.
+        Where groups have several stages, fewer are the best than where each has one.
         """
         for one in self.tried.fitting()[:BASES]:
             best = one

@@ -75,12 +75,17 @@ class Split:
         its longest way through the other stages; at least its whole way, and what the busiest links
         take.
         """
+        computed = max(self.loads_ps()) + self.waits_ps
+        return max(computed, self.way_ps, self._links_ps()) + self._shared_ps()
+
+    @cached_property
+    def waits_ps(self) -> float:
+        """How long the busiest group waits for others: with several stages on each group, only at
+        the ends.
+        """
         loads = self.loads_ps()
         busiest = max(range(len(loads)), key=loads.__getitem__)
-        # With several stages on each group, the busiest one waits for others only at the ends.
-        chunks = len(self.groups) / len(self.costs)
-        computed = loads[busiest] + self._way_ps(busiest) / chunks
-        return max(computed, self.way_ps, self._links_ps()) + self._shared_ps()
+        return self._way_ps(busiest) * len(self.costs) / len(self.groups)
 
     @cached_property
     def way_ps(self) -> float:
