@@ -153,6 +153,11 @@ def _roomier(request: Request, small: ScoredPlan) -> ScoredPlan:
 def _filled(request: Request, small: ScoredPlan, least: int | None) -> Shortage:
     """What a plan holds at the instant at which it holds most."""
     decisions, machine, optimizer = small.decisions, request.machine, request.optimizer
+    if len(decisions.stages) > 1:  # by component: what runs then, and its tensors, are not kept
+        held = {name: size for name, size in small.prediction.memory if size}
+        memory = tuple(sorted(held.items(), key=lambda entry: -entry[1]))
+        peak_bytes = small.prediction.peak_bytes
+        return Shortage(request.limit_bytes, small.name, peak_bytes, memory, least_bytes=least)
     pcg = lower(rewritten(request.graph, decisions.rewrites), decisions)
     peak = ledger(machine.simulate(pcg, decisions, optimizer), pcg, machine.cluster).peak
     held = {name: size for name, size in zip(COMPONENTS, peak.held, strict=True) if size}

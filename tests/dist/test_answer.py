@@ -137,6 +137,14 @@ def test_a_change_that_is_priced_is_what_asking_for_it_gives(
     assert step_s(roomy) <= memory["step_s"]
 
 
+def test_pipelines_that_do_not_fit_are_explained(captured: api.Captured) -> None:
+    with pytest.raises(InfeasibleError, match="stages") as caught:
+        api.search(captured, cluster=CLUSTER, memory=TIGHT // 8, method="gpipe")
+    assert "  weights" in str(caught.value)
+    changes: Any = caught.value.document["changes"]
+    assert any(change["flags"].startswith("--memory") for change in changes)
+
+
 def test_a_change_that_leaves_too_much_weight_is_not_tried(
     captured: api.Captured,
     shortage: InfeasibleError,
