@@ -176,7 +176,7 @@ def value(tree: Tree, costs: Costs, split: Split, cluster: Cluster, limit: int) 
             return None
         begin = min(order.index(i) for i in items)
         after, before = in_row(tree, range(begin, begin + len(items)))
-        near = crossed(devices, [devices.start - 1], cluster), crossed(devices, [device], cluster)
+        near = [crossed((devices, [other]), cluster) for other in (devices.start - 1, device)]
         levels = near[0] if after else -1, near[1] if before else -1
         entering = sum(
             v.ps[levels[0]] for v in own.sent if v.source not in inside and inside & {*v.targets}

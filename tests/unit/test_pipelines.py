@@ -70,7 +70,7 @@ def slowest(
         own, devices = costs[size], range(device, device + size)
         worst = max(worst, int(own.adds_ps[first:last].sum()) + own.stage_ps)
         if before is not None:
-            level = crossed(before[0], devices, cluster)
+            level = crossed((before[0], devices), cluster)
             for end in (own, costs[before[1]]):
                 worst = max(worst, 3 * sum(s.ps[level] for s in end.sent if s.source == first - 1))
         device, before = device + size, (devices, size)

@@ -37,7 +37,7 @@ from parloom.ir.plan import (
     Decisions,
     Optimizer,
 )
-from parloom.ir.regular_parts import Join
+from parloom.ir.regular_parts import Join, crossed
 from parloom.ir.repeat import run_of, shared_parameters, stage
 from parloom.ir.schedules import SPLIT
 from parloom.rewrite.rewrites import rewritten
@@ -166,9 +166,9 @@ class Program:
         found = []
         for holders, size in sizes.items():
             ring = len({index % self.chosen.pipeline for index in holders})
-            crossed = _crossed(holders, self.chosen, cluster)
+            level = _crossed(holders, self.chosen, cluster)
             moved = 2 * (ring - 1) / ring * size
-            found.append(Shared(holders, send(moved, moved, Join(cluster, crossed))))
+            found.append(Shared(holders, send(moved, moved, Join(cluster, level))))
         return tuple(found)
 
 
@@ -214,10 +214,4 @@ def _send(index: int, pcg: PCG, chosen: Configuration, cluster: Cluster) -> Send
 def _crossed(stages: Sequence[int], chosen: Configuration, cluster: Cluster) -> int:
     """The level that joins the ranks of some stages."""
     devices = cluster.num_devices // chosen.pipeline
-    firsts = [stage % chosen.pipeline * devices for stage in stages]
-    crossed, below = 0, 1
-    for level, found in enumerate(cluster.levels):
-        if len({first // below for first in firsts}) > 1:
-            crossed = level
-        below *= found.size
-    return crossed
+    return crossed([[stage % chosen.pipeline * devices] for stage in stages], cluster)

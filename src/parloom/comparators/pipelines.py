@@ -212,7 +212,7 @@ def split(costs: Mapping[int, ItemCosts], cluster: Cluster) -> list[tuple[int, i
         if stage.start < 0 or stage.start % size:
             continue
         enters, leaves = (
-            sent[min(len(sent) - 1, crossed(stage, [end], cluster))]
+            sent[min(len(sent) - 1, crossed((stage, [end]), cluster))]
             for end in (stage.start - 1, stage.stop)
         )
         before = np.maximum(best[stage.start], enters)

@@ -223,7 +223,7 @@ class _Priced:
                 continue
             sent = self.loads.astype(float)
             for ends, in_row, near in ((enters, after, begin - 1), (leaves, before, devices.stop)):
-                level = crossed(devices, [near], cluster)
+                level = crossed((devices, [near]), cluster)
                 crossing = np.where(in_row, ends[level], ends[-1])
                 sent = np.maximum(sent, self.own.num_microbatches * crossing)
             found[behind] = sent

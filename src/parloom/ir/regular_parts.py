@@ -111,7 +111,7 @@ def joined(cluster: Cluster, one: Sequence[int], other: Sequence[int]) -> Join:
     mine, its = part_with(cluster, one), part_with(cluster, other)
     if mine.first == its.first:
         own, begin = mine.cluster, mine.first
-        return Join(own, crossed([d - begin for d in one], [d - begin for d in other], own))
+        return Join(own, crossed([[d - begin for d in some] for some in (one, other)], own))
     common = 0
     while mine.path[common] == its.path[common]:
         common += 1
@@ -137,11 +137,11 @@ def _bridge(cluster: Cluster, links: Sequence[Link]) -> Join:
     return Join(bridge, len(inner), bridges=True)
 
 
-def crossed(one: Sequence[int], other: Sequence[int], cluster: Cluster) -> int:
-    """The outermost level of links of a regular cluster that joins devices of two stages."""
+def crossed(stages: Sequence[Sequence[int]], cluster: Cluster) -> int:
+    """The outermost level of links of a regular cluster that joins the devices of stages."""
     found, below = 0, 1
     for level, each in enumerate(cluster.levels):
-        nodes = {devices[end] // below for devices in (one, other) for end in (0, -1)}
+        nodes = {devices[end] // below for devices in stages for end in (0, -1)}
         if len(nodes) > 1:
             found = level
         below *= each.size
