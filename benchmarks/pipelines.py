@@ -1,6 +1,6 @@
 """Published pipelines against what their method finds here, in the same prices.
 
-    PYTHONPATH=. python benchmarks/pipelines.py [--cases 1.3B,2.6B,6.7B,15B] [--json FILE]
+    PYTHONPATH=. python benchmarks/pipelines.py [--cases 1.3B,2.6B,6.7B,15B,39B] [--json FILE]
 
 Alpa (Zheng et al., OSDI 2022) published the stages of its GPTs: layers of eight (or as many as it
 clustered), devices of each stage. `--method alpa` is asked for the same model, cluster, batch and
@@ -51,6 +51,7 @@ CASES = MappingProxyType(
         "2.6B": Case(2560, 32, 32, "1x8xV100-16GB", 128, ((1, 2), (1, 2), (2, 4))),
         "6.7B": Case(4096, 32, 32, "2x8xV100-16GB", 64, ((1, 8), (1, 8))),
         "15B": Case(5120, 48, 40, "4x8xV100-16GB", 128, ((1, 8),) * 4),
+        "39B": Case(8192, 48, 64, "8x8xV100-16GB", 1024, ((1, 4),) * 16),
     }
 )
 
