@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from parloom.execute.log import RunRecord, StepLog, StepRecord, step_line
+from parloom.execute.log import RunRecord, StepLog, StepRecord, Waits, step_line, waits_line
 from parloom.ir.plan import Prediction
 
 RECORD = StepRecord(12, 2.9131, 0.412, 16974, "tok", 1288490189, "process", 0.398, True)
@@ -21,6 +21,12 @@ def test_step_line() -> None:
     assert "predicted" not in step_line(replace(RECORD, calibrated=False))
     plain = StepRecord(0, 1.0, 12.0, 24, "samples")
     assert step_line(plain) == "step 0 loss 1 | 12 s | 2 samples/s"
+
+
+def test_waits_line() -> None:
+    found = [Waits("stages 0, 2", 0.214, 0.18), Waits("stage 1", 0.04)]
+    said = "waits for other stages, of a step: stages 0, 2 21% (predicted 18%), stage 1 4%"
+    assert waits_line(found) == said
 
 
 def test_rank_0_writes_both_and_others_nothing(tmp_path: Path) -> None:

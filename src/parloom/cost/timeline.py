@@ -168,7 +168,10 @@ class Timeline:
         """As a plan stores it: what the device that holds the most has of each component then."""
         memory = max((p.memory for p in self.processes), key=lambda memory: memory.peak)
         parts = tuple(zip(COMPONENTS, memory.at_peak, strict=True))
-        return Prediction(self.step_s, memory.peak, parts, "spec", peaks=self.peaks)
+        several = range(len(self.processes)) if len(self.processes) > 1 else ()
+        waits_s = tuple(self.exposed(index).get("pipeline", 0) / 1e12 for index in several)
+        found = Prediction(self.step_s, memory.peak, parts, "spec", peaks=self.peaks)
+        return replace(found, waits_s=waits_s)
 
     def busy(self, process: int = 0) -> dict[str, int]:
         """Picoseconds that the compute stream and the channels are busy."""

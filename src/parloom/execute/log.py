@@ -6,7 +6,7 @@ In the file every run begins with a record of its own, told by its `plan_hash`.
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -59,6 +59,27 @@ class StepRecord:
     @property
     def items_per_s(self) -> float:
         return self.items / self.step_s if self.step_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The share of a step that the ranks of some stages waited for messages of others: of each rank
+    the mean. `predicted` is None where that is from data sheets.
+    """
+
+    stages: str
+    waits: float
+    predicted: float | None = None
+
+
+def waits_line(found: Sequence[Waits]) -> str:
+    """`waits for other stages: stage 0 21 % (predicted 18 %), stage 1 4 % (predicted 3 %)`."""
+
+    def words(one: Waits) -> str:
+        beside = "" if one.predicted is None else f" (predicted {one.predicted:.0%})"
+        return f"{one.stages} {one.waits:.0%}{beside}"
+
+    return f"waits for other stages, of a step: {', '.join(map(words, found))}"
 
 
 def step_line(record: StepRecord, *, compare: bool = True) -> str:
@@ -147,6 +168,14 @@ class StepLog:
         self._append(asdict(run))
         if self.writes and prediction is not None and prediction.source == SPEC:
             print(prediction_line(prediction), file=self._console or sys.stderr, flush=True)
+
+    def waits(self, found: Sequence[Waits]) -> None:
+        """Say how long ranks wait for messages of other stages, beside what was predicted."""
+        self.flush()
+        if self.writes:
+            print(waits_line(found), file=self._console or sys.stdout, flush=True)
+            for one in found:
+                self._append(asdict(one))
 
     def write(self, record: StepRecord) -> None:
         """Log one step."""

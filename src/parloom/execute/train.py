@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
 from parloom.execute.launch import check_world_size
-from parloom.execute.log import RunRecord, StepLog, StepRecord
+from parloom.execute.log import NUM_COMPARED, RunRecord, StepLog, StepRecord, Waits
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.same_model import agreed, check_again, check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
@@ -34,6 +36,7 @@ from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
+from parloom.ir.lower_stages import group_lists, stage_ranks
 from parloom.ir.microbatches import with_whole_batch
 from parloom.ir.ops import op_of
 from parloom.ir.plan import Plan
@@ -117,6 +120,7 @@ class Trainer(RuntimeTrainer):
             blocks=CompiledBlocks(run.compile_backend) if run.compile_backend else None,
         )
         self.run = run
+        self._steps_here = 0
         self._model: Original | None = None
         self._unchanged: Unchanged | None = None
         self.log = StepLog(comm.rank, run.log_path)
@@ -145,10 +149,12 @@ class Trainer(RuntimeTrainer):
         # Before the scheduler's turn; a tensor would change under it.
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
+        began = perf_counter()
         try:
             result = super().step(batch, local)
         except NotImplementedError as error:
             raise LaunchError(_no_kernel(error, self.device)) from error
+        step_s = perf_counter() - began
         if reading is not None:
             numbers: dict[str, Tensor | float] = {"loss": result.loss, "lr": rate}
             if result.grad_norm is not None:
@@ -162,7 +168,30 @@ class Trainer(RuntimeTrainer):
             )
             if reading.ready:
                 self.log.flush()
+        self._steps_here += 1
+        if self._steps_here == NUM_COMPARED and self._tells_waits:
+            self._tell_waits(result.waited_s / step_s)
         return result
+
+    @property
+    def _tells_waits(self) -> bool:
+        """On a GPU the host waits for nothing, so that its times say nothing."""
+        return len(self.run.plan.decisions.stages) > 1 and self.device.type == "cpu"
+
+    def _tell_waits(self, share: float) -> None:
+        """Compare once how long ranks waited for other stages with what was predicted."""
+        decisions, prediction = self.run.plan.decisions, self.run.plan.prediction
+        shares = [0.0] * decisions.num_ranks
+        if len(shares) > 1:
+            dist.all_gather_object(shares, share)
+        ranks, found = stage_ranks(decisions), []
+        known = prediction.waits_s if prediction and prediction.source != SPEC else ()
+        for index, (stages, _) in enumerate(group_lists(decisions)):
+            own = [shares[rank] for rank in ranks[stages[0]]]
+            predicted = known[index] / prediction.step_s if prediction and known else None
+            name = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+            found.append(Waits(name, fmean(own), predicted))
+        self.log.waits(found)
 
     def evaluate(self, batch: Mapping[str, Tensor], local: bool = False) -> Evaluation:
         """Loss and full outputs of the evaluation program (see the runtime's trainer).

@@ -236,7 +236,8 @@ class Prediction:
     `memory` is what each component has at the instant at which most is held: `peak_bytes` in all.
     `error`: nine steps in ten take between 1/e^error and e^error times as long. `cores`: those that
     the processes of a CPU cluster were taken to have, as far as they need them; None elsewhere.
-    `peaks` are the largest peaks by type of device, on a cluster of several types.
+    `peaks` are the largest peaks by type of device, on a cluster of several types. `waits_s`: how
+    long each group of devices that has the same stages waits for messages of others, in a step.
     """
 
     step_s: float
@@ -246,6 +247,7 @@ class Prediction:
     error: float = 0.0
     cores: int | None = None
     peaks: tuple[tuple[str, int], ...] = ()
+    waits_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

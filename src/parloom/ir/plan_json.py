@@ -115,6 +115,8 @@ def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
         found["cores"] = prediction.cores
     if prediction.peaks:
         found["peaks"] = dict(prediction.peaks)
+    if prediction.waits_s:
+        found["waits_s"] = list(prediction.waits_s)
     return found
 
 
@@ -130,6 +132,7 @@ def _read_prediction(document: schema.PredictionDocument | None) -> Prediction |
         document.error,
         document.cores,
         tuple(document.peaks.items()),
+        tuple(document.waits_s),
     )
 
 

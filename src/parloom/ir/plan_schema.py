@@ -154,6 +154,7 @@ class PredictionDocument(Document):
     error: Number = 0.0
     cores: Count | None = None
     peaks: dict[Name, Index] = {}
+    waits_s: list[Number] = []
 
 
 class AlternativeDocument(Document):

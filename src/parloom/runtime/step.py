@@ -33,13 +33,15 @@ class StepResult:
     """The global loss before the update, and the gradient norm before clipping if one was asked.
 
     `loss_scale` is the scale that the step's gradients had, where the program scales its loss;
-    where they overflowed, the step was `skipped`: no parameter was updated.
+    where they overflowed, the step was `skipped`: no parameter was updated. `waited_s`: how long
+    the host waited for messages of other stages.
     """
 
     loss: Tensor
     grad_norm: Tensor | None = None
     loss_scale: float | None = None
     skipped: bool = False
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class Step:
         stages.transfers.end_step()
         losses = {stage: p.losses for stage, p in passes.items() if p.losses is not None}
         loss = stages.total_loss(stages.pipeline, losses)
-        return StepResult(loss, self._grad_norm, scale, self._skipped)
+        waited_s = stages.transfers.waited_s
+        return StepResult(loss, self._grad_norm, scale, self._skipped, waited_s)
 
     def _run(self, action: Action, passes: Mapping[int, Passes]) -> None:
         once: dict[str, Callable[[], None]] = {

@@ -9,6 +9,7 @@ those of one action of each sender ahead of need: so they travel while the rank 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -102,6 +103,7 @@ class Transfers:
         # What a rank has done when its message arrives says which of those to it have arrived.
         self._places = [{action: i for i, action in enumerate(own)} for own in actions]
         comm.connect((p.sender, p.receiver) for of in self._pieces.values() for p in of)
+        self.waited_s = 0.0  # of the step, for messages
         self._expected: dict[int, deque[Letter]] = {}
         self._unposted: Counter[tuple[int, Wire, int]] = Counter()
         self._posted: dict[tuple[Wire, int], list[tuple[Work, Tensor, Piece]]] = {}
@@ -110,6 +112,7 @@ class Transfers:
 
     def begin_step(self) -> None:
         """Expect all messages of a step."""
+        self.waited_s = 0.0
         self._expected = {s: deque(messages) for s, messages in self._order.items() if messages}
         self._unposted = Counter(
             (sender, m.wire, m.microbatch) for sender, of in self._order.items() for m in of
@@ -199,7 +202,9 @@ class Transfers:
             while self._unposted[sender, wire, microbatch]:
                 self._post(sender)
         for work, part, piece in self._posted.pop((wire, microbatch), []):
+            began = perf_counter()
             work.wait()
+            self.waited_s += perf_counter() - began
             whole[piece.received] = part
             self._let_go(piece.sender, _action(wire, wire.source, microbatch))
         return whole
