@@ -26,8 +26,6 @@ class SharedParameters:
     def __init__(self, pipeline: Pipeline, parts: Sequence[Part], comm: Comm) -> None:
         self._comm = comm
         self._parts = {part.stage: part for part in parts}
-        self._device = parts[0].ctx.device
-        self._known: dict[_Copy, bool] = {}
         self._copies = [
             _Copy(name, stages[0], stage, pipeline)
             for name, stages in sorted(pipeline.shared.items())
@@ -43,36 +41,10 @@ class SharedParameters:
             sent = None if held is None else _gradient(held.owned)
             owner = self._held(copy.name, copy.owner)
             received = None if owner is None else torch.zeros_like(owner.owned)
-            if not self._flows(copy, held is not None and held.owned.grad is not None):
-                continue
             self._exchange(copy.gradients, sent, received, copy.gradient_dtype)
             if owner is not None and received is not None:
                 gradient = owner.owned.grad
                 owner.owned.grad = received if gradient is None else gradient + received
-
-    def _flows(self, copy: "_Copy", has_gradient: bool) -> bool:
-        """Whether the stage of a copy has gradients for this rank, or this one has some for the
-        owner: where no loss reaches a weight, there are none. It is the same in every step.
-        """
-        if copy not in self._known:
-            rank, found = self._comm.rank, has_gradient
-            flag = torch.tensor([float(has_gradient)], device=self._device)
-            under_way: list[tuple[Work, Tensor]] = []
-            for piece in copy.gradients:
-                if piece.sender == piece.receiver or rank not in (piece.sender, piece.receiver):
-                    continue
-                if piece.sender == rank:
-                    work = self._comm.send(flag, piece.receiver, SHARED)
-                    under_way.append((work, flag))
-                else:
-                    came = torch.empty_like(flag)
-                    work = self._comm.receive(came, piece.sender, SHARED)
-                    under_way.append((work, came))
-            for work, there in under_way:
-                work.wait()
-                found = found or bool(there.item())
-            self._known[copy] = found
-        return self._known[copy]
 
     def publish(self, *, frozen: bool = False) -> None:
         """Bring the copies up to date, after a load those that no step changes, too."""
