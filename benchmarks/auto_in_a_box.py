@@ -32,7 +32,7 @@ PIPELINES = ("1F1B", "1F1B by FLOPs")
 TO_BEAT = ("DDP", "FSDP2", "DTensor", *PIPELINES, "one device")
 SIDES = (AUTO, *TO_BEAT)
 MODELS = ("mlp_unify", "candle_uno", "dlrm", "small_gpt", "small_cnn", "heavy_head", "mmt")
-BEDS = "2:100mbit,2:250mbit,4:100mbit,4:250mbit"
+BEDS = ("2:100mbit", "2:250mbit", "4:100mbit", "4:250mbit")
 DRAWN, DRAWN_BEDS = (
     24,
     [
@@ -79,12 +79,12 @@ def prepare(bed: Bed, folder: Path, models: list[str], cluster: str) -> dict[str
 
 def cells(args: argparse.Namespace) -> dict[str, list[str]]:
     """The models of each bed: those asked for, or those that the seed draws."""
-    models = args.models.split(",")
+    models, beds = args.models.split(","), args.beds.split(",") if args.beds else []
     if args.draw is None:
-        return {bed: models for bed in args.beds.split(",")}
+        return dict.fromkeys(beds or BEDS, models)
     every = [(bed, model) for bed in DRAWN_BEDS for model in models]
     drawn = sorted(random.Random(args.draw).sample(every, DRAWN), key=every.index)
-    return {bed: [m for b, m in drawn if b == bed] for bed in dict(drawn)}
+    return {bed: [m for b, m in drawn if b == bed] for bed in beds or dict(drawn)}
 
 
 def measured(
@@ -171,7 +171,7 @@ def _line(row: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--testbed", type=Path, required=True, help="folder of testbed.py")
-    parser.add_argument("--beds", default=BEDS, help="hosts:rate[:slow],..")
+    parser.add_argument("--beds", help="hosts:rate[:slow],..; of those drawn only these")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--draw", type=int, metavar="SEED", help=f"{DRAWN} of all beds and models")
     parser.add_argument("--launches", type=int, default=3, help="0: calibrate and plan only")
