@@ -159,9 +159,10 @@ class Judge:
         if num_stages * count > MOST_PASSES:
             return
         ranks = _numbered(split.groups)
+        between = [edge for edge in edges if ranks[edge.source] != ranks[edge.target]]
         for apart in (False, True):
             own = [stages.actions(i, split=apart) for i in range(num_stages)]
-            times = [pass_times(actions, i) for i, actions in enumerate(own)]
+            times = [pass_times(actions, i, between) for i, actions in enumerate(own)]
             links = [_link(e) for e in edges]
             limits = [self.request.limit_of(actions.device) for actions in own]
             room = _room(own, ranks, limits)
