@@ -1,0 +1,170 @@
+"""Training of pipelines beside the loss: what nobody trains, shared weights, what logs say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parloom import api, zoo
+from parloom import runtime as rt
+from parloom.execute import checkpoint
+from parloom.execute.ranks import fork_ranks
+from parloom.ir.mesh import Mesh, grid
+from parloom.ir.plan import Decisions, ParameterDecision, Stage, Storage
+from parloom.ir.stages import cut, stage_items
+from tests.dist import lowered, staged
+
+
+class Frozen(nn.Module):
+    """A frozen table that two stages read, a head that nobody does, and rates by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.table(self.first(x))))
+        out: Tensor = self.table(hidden).square().mean()
+        return out
+
+
+def frozen_run(
+    pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path,
+    scale: float,
+) -> tuple[float, dict[str, Tensor], list[float]]:
+    """Save the first time; then start from other weights, load, and train."""
+    rates = {"first.weight": 0.1, "second.weight": 0.2}
+    trainer = rt.Trainer(
+        pipeline,
+        {name: tensor * scale for name, tensor in tensors.items()},
+        optimizer=lambda named: torch.optim.SGD(
+            [{"params": [p], "lr": rates.get(n, 0.3)} for n, p in named], lr=0.3
+        ),
+        comm=rt.DistributedComm(pipeline.mesh),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    if folder.exists():
+        checkpoint.load(trainer, folder)
+    else:
+        trainer.step(batch)
+        checkpoint.save(trainer, folder).wait()
+    loss = float(trainer.step(batch).loss)
+    return loss, trainer.state_dict(), [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+def test_checkpoints_have_what_nobody_trains(tmp_path: Path) -> None:
+    """Copies of frozen parameters, parameters that nobody reads, and rates of each group."""
+    model = lowered.of(Frozen(), {"x": torch.randn(8, 4)})
+    items = stage_items(model.graph)
+    storage = Storage(("x",), 0), Storage(("x",), 0), Storage(("x", "y"), 0)
+    mesh = grid({"x": 2, "y": 2})
+    plan = Decisions(
+        (Stage(items[:3], (range(1),), Mesh(())), Stage(items[3:], (range(1, 5),), mesh)),
+        parameters=(ParameterDecision("second.weight", *storage),),
+        schedule="1f1b",
+    )
+    pipelines = [staged.compiled(model, p).pipeline for p in (plan, Decisions())]
+
+    def run(pipeline: rt.Pipeline, scale: float) -> tuple[float, dict[str, Tensor], list[float]]:
+        given = pipeline, model.tensors, model.batch, tmp_path / "saved", scale
+        return fork_ranks(pipeline.num_ranks, frozen_run, *given, timeout_s=120)[-1]
+
+    loss, state, _ = run(pipelines[0], 1.0)
+    assert set(state) == set(model.tensors)
+    for pipeline in pipelines:
+        again, found, rates = run(pipeline, 3.0)
+        assert again == pytest.approx(loss, rel=1e-12)
+        assert {rate * 4 for rate in rates} <= {0.1, 0.2, 0.3}
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-12, atol=1e-14)
+
+
+class Detached(nn.Module):
+    """A weight that two stages read, and that no loss reaches in the last one, or in neither."""
+
+    def __init__(self, *, everywhere: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.everywhere = everywhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.detach() if self.everywhere else self.scale
+        y = self.first(x) * scale
+        found: Tensor = (self.second(y) * self.scale.detach()).square().mean()
+        return found
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_shared_weight_that_no_loss_reaches_is_left_alone(everywhere: bool) -> None:
+    """Zeros in the place of no gradient would have AdamW let the weight decay."""
+    model = lowered.of(Detached(everywhere=everywhere), {"x": torch.randn(8, 4)})
+    items = stage_items(model.graph)
+    after = next(i for i, item in enumerate(items) if "second" in item)
+    plan = Decisions(
+        (
+            Stage(items[:after], (range(1),), Mesh(())),
+            Stage(items[after:], (range(1, 3),), grid({"x": 2})),
+        ),
+        num_microbatches=2,
+        schedule="1f1b",
+    )
+    assert "scale" in cut(model.graph, [stage.items for stage in plan.stages]).shared
+
+    def run(comm: rt.Comm) -> dict[str, Tensor]:
+        pipeline = staged.compiled(model, plan if comm.mesh.num_ranks > 1 else Decisions()).pipeline
+        trainer = rt.Trainer(
+            pipeline,
+            model.tensors,
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], weight_decay=0.5),
+            comm=comm,
+        )
+        for _ in range(2):
+            trainer.step(model.batch)
+        return trainer.state_dict()
+
+    (alone,) = rt.run_threads(staged.compiled(model, Decisions()).pipeline.mesh, run)
+    moved = not torch.equal(alone["scale"], model.tensors["scale"])
+    assert moved is not everywhere
+    for state in rt.run_threads(staged.compiled(model, plan).pipeline.mesh, run):
+        torch.testing.assert_close(state["scale"], alone["scale"], rtol=1e-12, atol=0)
+
+
+def three_steps(folder: Path) -> None:
+    torch.set_num_threads(1)
+    model, batch = zoo.build("mlp", batch=16)
+    trainer = api.parallelize(
+        model,
+        folder,
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named]),
+        log_path=folder / "log.jsonl",
+    )
+    for _ in range(4):
+        trainer.step(batch)
+    trainer.log.close()
+
+
+def test_waits_for_other_stages_are_told_once(tmp_path: Path) -> None:
+    plan = api.plan("zoo:mlp", batch=16, cluster="2xcpu", devices=2, method="gpipe")
+    if len(plan.decisions.stages) < 2:
+        pytest.skip("gpipe has one stage")
+    assert plan.prediction is not None
+    assert len(plan.prediction.waits_s) == 2
+    assert 0 < max(plan.prediction.waits_s) < plan.prediction.step_s
+    # As of a calibrated plan, so that it is compared.
+    known = replace(plan, prediction=replace(plan.prediction, source="calibrated"))
+    api.save(known, tmp_path)
+    assert api.load(tmp_path).prediction == known.prediction
+    fork_ranks(2, three_steps, tmp_path, timeout_s=120)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    waits = [line for line in lines if "waits" in line]
+    assert [line["stages"] for line in waits] == ["stage 0", "stage 1"]
+    for line, wait_s in zip(waits, plan.prediction.waits_s, strict=True):
+        assert line["predicted"] == pytest.approx(wait_s / plan.prediction.step_s)
+        assert 0 <= line["waits"] <= 1
+    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4]
