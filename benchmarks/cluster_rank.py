@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,20 @@ SLOW = 3.0
 LONGEST_S = 1800
 
 
-def parloom_step(name: str, plan: Path) -> Step:
-    """The trainer of a plan that was made beforehand."""
+def parloom_step(name: str, plan: Path, waited: list[float] | None = None) -> Step:
+    """The trainer of a plan that was made beforehand; each step adds to `waited` how long this rank
+    waited for messages of other stages.
+    """
     model, batch = MODELS[name]()
     trainer = api.parallelize(model, plan, optimizer=lambda named: SGD(named, lr=rate_of(name)))
-    return lambda: trainer.step(batch).loss
+
+    def step() -> Tensor:
+        result = trainer.step(batch)
+        if waited is not None:
+            waited.append(result.waited_s)
+        return result.loss
+
+    return step
 
 
 def _timed(step: Step) -> tuple[float, Tensor]:
@@ -65,6 +75,12 @@ def _slowest(times: list[float], side: str = "") -> list[float]:
     return found
 
 
+def _of_ranks(value: float) -> list[float]:
+    found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([value], dtype=torch.float64))
+    return [float(one) for one in found]
+
+
 def _mean(loss: Tensor) -> float:
     """The loss of the whole batch: parts differ where ranks have samples of their own."""
     total = loss.double()
@@ -72,10 +88,10 @@ def _mean(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def _started(name: str, side: str, plans: Path) -> tuple[Step, Tensor] | str:
+def _started(name: str, side: str, plans: Path, waited: list[float]) -> tuple[Step, Tensor] | str:
     """A side and its first loss, or, on all ranks alike, torch's reason why it has none."""
     if side not in SIDES:
-        step = parloom_step(name, plans / name / side)
+        step = parloom_step(name, plans / name / side, waited)
         return step, step()
     error = ""
     try:
@@ -135,7 +151,10 @@ def compare(
     Of sides that take `SLOW` times as long as the fastest the second step counts, of others all
     after it: buckets are formed in the first step, memory is warm in the second.
     """
-    started = {side: _started(name, side, plans) for side in names if side not in alone}
+    waited: dict[str, list[float]] = {side: [] for side in names}
+    started = {
+        side: _started(name, side, plans, waited[side]) for side in names if side not in alone
+    }
     sides = {side: found[0] for side, found in started.items() if not isinstance(found, str)}
     losses = {side: [found[1]] for side, found in started.items() if not isinstance(found, str)}
     times: dict[str, list[float]] = {side: [] for side in sides}
@@ -160,6 +179,11 @@ def compare(
         | {side: _mean(losses[side][last]) for side in sides},
         "first_losses": {side: own.losses[0] for side, own in alone.items()}
         | {side: _mean(losses[side][0]) for side in sides},
+        "waits": {
+            side: _of_ranks(fmean(waited[side][2:]) / fmean(times[side][1:]))
+            for side in sides
+            if waited[side] and side not in slow
+        },
         "errors": {side: found for side, found in started.items() if isinstance(found, str)},
     }
 
