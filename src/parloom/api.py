@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from parloom import arguments
 from parloom.answer import answer
 from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
-from parloom.candidates import candidates
 from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
 from parloom.capture.ambient import Settings, settings
@@ -21,7 +20,6 @@ from parloom.capture.ranges import Ranges, ranges_of
 from parloom.changes import Origin
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
-from parloom.cost.hardware import DataSheets
 from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_bytes
@@ -43,7 +41,6 @@ from parloom.execute.verify import VerifyReport
 from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.lower_stages import lower_stages
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
 from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
@@ -51,9 +48,9 @@ from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.regular_parts import memory_of, regular_parts
 from parloom.ir.text import parse_graph, print_graph
+from parloom.measured_programs import measured_programs
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING, checkpoint_words, rate_words, routing_words
-from parloom.rewrite.rewrites import rewritten
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request
 
@@ -372,9 +369,9 @@ def calibrate(
     cluster: str | None = None,
     progress: Say = _silent,
 ) -> Calibration:
-    """Measure this machine: products, memory, the operators of `models` under the rule-of-thumb
-    plans for `cluster` and those of `plans`; under torchrun, with every rank calling alike, also
-    the collectives between the ranks.
+    """Measure this machine: products, memory, the operators of `models` (`measured_programs`) and
+    of `plans`; under torchrun, with every rank calling alike, also messages and collectives
+    between the ranks.
     """
     found = [load(path) for path in plans]
     size = calibration_run.world_size()
@@ -385,13 +382,7 @@ def calibrate(
     pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]
     for model in models:
         graph = capture(model, progress=progress).graph
-        for part in regular_parts(machine):
-            sheets, memory = DataSheets(part.alone), part.alone.device.memory_bytes
-            request = Request(graph, sheets, PlannedOptimizer(), memory)
-            for name in ("data_parallel", "megatron"):
-                for proposed in candidates(replace(request, method=name), progress).found:
-                    decisions = proposed.decisions
-                    pcgs += lower_stages(rewritten(graph, decisions.rewrites), decisions).pcgs
+        pcgs += measured_programs(graph, machine, progress)
     return calibration_run.calibrate(pcgs, machine, progress)
 
 

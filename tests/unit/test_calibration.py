@@ -149,11 +149,16 @@ def test_an_operator_takes_as_much_longer_as_it_is_larger_than_its_kin() -> None
     for rows, seconds in ((8, 0.25), (512, 0.5)):
         timed.append(Timed(key_of(index(rows)), launch + seconds, launch / 2))
     _, kernels = calibrated(CLUSTER, replace(MADE, operators=tuple(timed)))
-    found = kernels.seconds(index(32))  # nearer to 8
-    assert found.forward_s == pytest.approx(launch + 4 * 0.25)
+    found = kernels.seconds(index(4))
+    assert found.forward_s == pytest.approx(launch + 0.25 / 2)
     assert found.backward_s == pytest.approx(launch / 2)
     assert found.source == CALIBRATED
-    assert kernels.seconds(index(256)).forward_s == pytest.approx(launch + 0.5 / 2)
+    assert kernels.seconds(index(1024)).forward_s == pytest.approx(launch + 2 * 0.5)
+    # Between two, linear in what it moves.
+    for rows in (32, 256):
+        share = (rows - 8) / (512 - 8)
+        between = launch + 0.25 + share * 0.25
+        assert kernels.seconds(index(rows)).forward_s == pytest.approx(between)
     assert kernels.seconds(index(32, ())).forward_s < 1e-3  # makes no gradient: not of its kind
     timed = [Timed(key_of(operator(rows=8)), launch + 0.25, launch + 0.5)]
     _, kernels = calibrated(CLUSTER, replace(MADE, operators=tuple(timed)))

@@ -119,16 +119,25 @@ class Table:
         return Seconds(work + launch, gradients * (work + launch), weights, CALIBRATED)
 
     def _as_its_kin(self, operator: LocalOperator, sizes: "_Sizes") -> Seconds | None:
-        """From the time beyond the launch of the same operator at the nearest shapes."""
+        """From the time beyond the launch of the same operator at the nearest shapes: between two
+        that were measured linear in its work, otherwise in proportion to it.
+        """
         kin = self._kin.get(sizes.kind)
         if not kin:
             return None
-        nearest, timed = min(kin, key=lambda one: (one[0].distance(sizes), one[1].key))
+        ordered = sorted(kin, key=lambda one: (one[0].distance(sizes), one[1].key))
+        nearest, timed = ordered[0]
         launch, more = self._launch_s / self._slowdown, sizes.work / nearest.work
-        forward, backward = (
-            self._slowdown * (min(t, launch) + max(0.0, t - launch) * more)
-            for t in (timed.forward_s, timed.backward_s)
-        )
+        other = next((o for o in ordered[1:] if sizes.is_between(nearest, o[0])), None)
+
+        def seconds(name: str) -> float:
+            near_s = getattr(timed, name)
+            if other is None:
+                return self._slowdown * (min(near_s, launch) + max(0.0, near_s - launch) * more)
+            share = (sizes.work - nearest.work) / (other[0].work - nearest.work)
+            return self._slowdown * float(near_s + share * (getattr(other[1], name) - near_s))
+
+        forward, backward = seconds("forward_s"), seconds("backward_s")
         return Seconds(forward, backward, _of_weights(operator, backward), CALIBRATED)
 
     def exchange(
@@ -157,6 +166,13 @@ class _Sizes:
     kind: tuple[str, str, int]
     num_bytes: tuple[int, ...]
     work: float
+
+    def is_between(self, one: "_Sizes", other: "_Sizes") -> bool:
+        """Whether no operand is larger, and none smaller, than in both, and the work neither."""
+        ends = sorted((one.work, other.work))
+        sizes = zip(self.num_bytes, one.num_bytes, other.num_bytes, strict=True)
+        inside = all(min(a, b) <= own <= max(a, b) for own, a, b in sizes)
+        return inside and ends[0] < ends[1] and ends[0] <= self.work <= ends[1]
 
     def distance(self, other: "_Sizes") -> float:
         """How far shapes are apart."""
