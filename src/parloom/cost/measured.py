@@ -131,11 +131,12 @@ class Table:
         other = next((o for o in ordered[1:] if sizes.is_between(nearest, o[0])), None)
 
         def seconds(name: str) -> float:
-            near_s = getattr(timed, name)
+            near_s: float = getattr(timed, name)
             if other is None:
                 return self._slowdown * (min(near_s, launch) + max(0.0, near_s - launch) * more)
             share = (sizes.work - nearest.work) / (other[0].work - nearest.work)
-            return self._slowdown * float(near_s + share * (getattr(other[1], name) - near_s))
+            far_s: float = getattr(other[1], name)
+            return self._slowdown * (near_s + share * (far_s - near_s))
 
         forward, backward = seconds("forward_s"), seconds("backward_s")
         return Seconds(forward, backward, _of_weights(operator, backward), CALIBRATED)
