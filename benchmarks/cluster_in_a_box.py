@@ -70,7 +70,7 @@ class Bed:
 
     def run(self, *command: str) -> str:
         """Run `command` on every device; what they printed."""
-        return self._call("run", "--timeout", "560", "--", *command)
+        return self._call("run", "--timeout", "1500", "--", *command)
 
     def _call(self, verb: str, *arguments: str) -> str:
         command = [*self._tool, verb, "--name", self._name, *arguments]

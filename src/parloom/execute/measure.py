@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from math import prod
+from math import ceil, prod
 from statistics import median
 
 import torch
@@ -208,10 +208,14 @@ class _Trial:
         self._given: list[Tensor] = []
 
     def timed(self, key: str) -> Timed:
-        """Forward and backward pass; the first round warms up."""
-        self._round()
-        forward, backward = self._clock.typical_of(self._round)
+        """Forward and backward pass; the first round warms up, and says how many calls fill a
+        window.
+        """
         calls = len(self._turns)
+        whole_s = sum(self._round())
+        calls = min(calls, ceil(calls * self._clock.least_s / WINDOWS / max(whole_s, 1e-9)))
+        self._turns = self._turns[:calls]
+        forward, backward = self._clock.typical_of(self._round)
         return Timed(key, max(1e-9, forward / calls), backward / calls)
 
     def _round(self) -> tuple[float, float]:
