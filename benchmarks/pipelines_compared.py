@@ -70,29 +70,32 @@ def _experts(width: int, experts: int) -> tuple[nn.Module, dict[str, Any]]:
         )  # fmt: skip
 
 
-def _wide(channels: int, widening: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+def _wide(devices: int, channels: int, widening: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+    """Batch norm over the whole batch, so that there is one microbatch: 32 images a device, where
+    Alpa, whose microbatches have statistics of their own, takes 1,536 in all.
+    """
     with torch.device("meta"):
-        return resnet.build_wide_resnet(batch=1536, channels=channels, widening=widening)
+        return resnet.build_wide_resnet(batch=32 * devices, channels=channels, widening=widening)
 
 
 def wide_resnet_1b() -> tuple[nn.Module, dict[str, Any]]:
     """Wide-ResNet-50 of 1 B parameters, for four V100."""
-    return _wide(320)
+    return _wide(4, 320)
 
 
 def wide_resnet_2b() -> tuple[nn.Module, dict[str, Any]]:
     """The same of 2 B, for eight."""
-    return _wide(448)
+    return _wide(8, 448)
 
 
 def wide_resnet_4b() -> tuple[nn.Module, dict[str, Any]]:
     """The same of 4 B, for sixteen."""
-    return _wide(640)
+    return _wide(16, 640)
 
 
 def wide_resnet_7b() -> tuple[nn.Module, dict[str, Any]]:
     """The same of 6.8 B, for 32."""
-    return _wide(320, 16)
+    return _wide(32, 320, 16)
 
 
 def _zoo(model: str, batch: int, devices: int) -> Case:
