@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from parloom import api, zoo
 from parloom import runtime as rt
+from parloom.capture import capture, parameters_of
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
+from parloom.execute.verify import assemble
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, ParameterDecision, Stage, Storage
 from parloom.ir.stages import cut, stage_items
@@ -133,6 +135,30 @@ def test_a_shared_weight_that_no_loss_reaches_is_left_alone(everywhere: bool) ->
     assert moved is not everywhere
     for state in rt.run_threads(staged.compiled(model, plan).pipeline.mesh, run):
         torch.testing.assert_close(state["scale"], alone["scale"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_shared_weights_with_masters(sizes: tuple[int, int]) -> None:
+    """What the optimizer updates is finer than what stages compute with, in the owner and in the
+    copy.
+    """
+    module, batch = zoo.build("gpt", batch=4, seq=6, width=12, heads=2, depth=2, vocab=20)
+    graph = capture(module, batch)
+    model = lowered.Model(graph, parameters_of(module, graph), batch)
+    begin = sizes[0]
+    ranges = range(begin), range(begin, sum(sizes))
+    stages = tuple(
+        Stage(items, (own,), staged.MESHES[len(own)])
+        for items, own in zip(staged.even(graph, 2), ranges, strict=True)
+    )
+    alone = Decisions(master_dtype="float64")
+    plan = replace(alone, stages=stages, num_microbatches=2, schedule="1f1b")
+    assert cut(graph, [stage.items for stage in stages]).shared
+    one, two = (staged.compiled(model, decisions).pipeline for decisions in (alone, plan))
+    expected, found = (assemble(staged.train(pipeline, model)) for pipeline in (one, two))
+    for name, tensor in expected.state.items():
+        assert not torch.equal(tensor, model.tensors[name].to(tensor.dtype))
+        torch.testing.assert_close(found.state[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def three_steps(folder: Path) -> None:

@@ -37,6 +37,7 @@ def test_training_equals_one_device(storage: str) -> None:
     assert mlp.difference(run, mlp.single_device(mlp.adamw, clip_norm=0.5)) < 1e-9
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_wait_for_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ the last backward pass launches what is reduced once a step. `REDUCE`, `STEP` an
 step program.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -71,6 +71,8 @@ class Stage:
         lasting = {n for n, p in found.parameters.by_name.items() if not p.input.trainable}
         self.gathered = Gathered(found.parameters.gathers, self.links, self.pool, lasting)
         self.software = found.walker.kernels.software
+        # A GPU runs kernels while its processor issues others; a processor does one or the other.
+        self.issues_ahead = cluster.backend == "nccl"
         self.reduced = Reduced(self.links, self.pool)
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
@@ -177,7 +179,9 @@ class Stage:
         made = first and not self.software.memory.in_place
         if collect and part != "I" and not made:
             out.run("gradients", "collect", collect)
-        if part != "W":
+        if part == "W":
+            self._wait_for_processor(out, [w for w in works if isinstance(w, Work)])
+        else:
             self.gathered.drop_all(out)
         if part != "B":
             # What the gradients of weights need stays until they have been made.
@@ -403,6 +407,9 @@ class Stage:
                 remade += flat.work.takes - flat.work.gives if again else 0
             if again:
                 out.run(RECOMPUTED, "memory", after=((RECOMPUTATION, -discards),))
+        if part == "W":
+            own = (flat.work for flat in self._flat(call, part) if flat.component == ACTIVATIONS)
+            self._wait_for_processor(out, own)
         if remade and part in ("B", "I"):
             # The backward pass has given this back as activations.
             moved = ((RECOMPUTATION, -remade), (ACTIVATIONS, remade))
@@ -451,7 +458,8 @@ class Stage:
         if part == "W" and not (work.weights_s or made):
             return
         seconds = work.compute_s - (work.weights_s if part == "I" else 0.0)
-        seconds = work.weights_s + self.software.split_s if part == "W" else seconds
+        if part == "W":
+            seconds = work.weights_s + (0.0 if self.issues_ahead else self.software.split_s)
         takes: Changes = ()
         gives: Changes = ()
         if part != "W":
@@ -477,6 +485,14 @@ class Stage:
         key = key_of(f"activations {exchange.kind}", work.name)
         out.launch(self.links.exchange(key, exchange), work.name)
         out.run(work.name, "wait", waits=(key,), after=after)
+
+
+    def _wait_for_processor(self, out: Listing, works: Iterable[Work]) -> None:
+        """A GPU waits where gradients of weights made apart take its processor longer."""
+        times = [work.weights_s for work in works if work.weights_s]
+        late_s = len(times) * self.software.split_s - sum(times)
+        if self.issues_ahead and late_s > 0:
+            out.run("processor", "issue", picoseconds(late_s))
 
 
 def _each(component: int, change: int, sizes: Sizes) -> Changes:

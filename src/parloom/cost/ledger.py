@@ -27,10 +27,11 @@ from parloom.ir.pcg import PCG, PCall
 # What the compute stream does.
 COMPUTING, AGAIN, COPYING = "computing", "recomputation", "copies of movements"
 UPDATING, ADDING, WAITING = "optimizer update", "adding up microbatches", "waiting"
+ISSUING = "processor issues kernels"
 BESIDE = "slower beside collectives"
 MARKS = (RECOMPUTING, RECOMPUTED)
 MAIN, STEP = "main", "step program"
-OWN_KINDS = {"update": UPDATING, "collect": ADDING}
+OWN_KINDS = {"update": UPDATING, "collect": ADDING, "issue": ISSUING}
 HOST = ("to host", "from host")
 
 

@@ -43,8 +43,8 @@ class Software:
     8-bit products as these read them. `stops_early`: a recomputed block runs up to the last
     operator that saves a tensor (non-reentrant checkpoints of PyTorch), otherwise to its end
     (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`: time from kernel to kernel.
-    `split_s`: the overhead of each operator that reads a weight where the gradient of the weight is
-    made in a pass of its own, on processors. `memory` is what the framework keeps beside tensors of
+    `split_s`: what each operator that reads a weight adds on a processor where the gradient of the
+    weight is made in a pass of its own; a GPU waits where its kernels there take less than that. `memory` is what the framework keeps beside tensors of
     the model.
     """
 
@@ -126,5 +126,8 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
     }
 )  # fmt: skip
 
+# A call of autograd for each reader (0.20 to 0.23 ms of the host of an H100, torch 2.11, by
+# benchmarks/one_gpu.py).
+SPLIT_S = 2e-4
 # What parloom's own generated programs run on; clipping is the training script's.
-OWN = replace(GENERATIONS["eager"], name="parloom", clips=False)
+OWN = replace(GENERATIONS["eager"], name="parloom", clips=False, split_s=SPLIT_S)

@@ -11,6 +11,7 @@ Buckets are built after the first backward pass, in the order in which gradients
 no bucket, and all ranks launch the same collectives in the same order.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from parloom.runtime.work import Work
 FIRST_BUCKET_BYTES = 1 << 20  # as torch's DDP: a small one first, to start early
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Leaf:
     """A leaf weight, and the memory where its gradient collects over the microbatches.
 
@@ -124,8 +125,9 @@ class LeafGradients:
             leaf = _Leaf(held, held.weight, wanted, paths[held.name], each)
             local = not leaf.path and not leaf.chunked
             leaves = self._local if local else self._leaves
-            ready = _collect if local else partial(self._ready, len(leaves))
-            hook = partial(ready, leaf)
+            # Python's collector sees no cycles through these hooks.
+            index = None if local else len(leaves)
+            hook = partial(_accumulated, weakref.ref(self), weakref.ref(leaf), index)
             held.weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             leaves.append(leaf)
 
@@ -173,8 +175,8 @@ class LeafGradients:
             if leaf.weight is not leaf.held.owned:
                 leaf.weight.grad = None
 
-    def _ready(self, index: int, leaf: _Leaf, weight: Tensor) -> None:
-        """Autograd has left a gradient in `weight.grad`."""
+    def ready(self, index: int, leaf: _Leaf) -> None:
+        """Autograd has left a gradient that is to be reduced."""
         if not leaf.chunked or not (leaf.each or (self._last and not leaf.filled)):
             leaf.collect()
         if self._buckets is None:
@@ -228,8 +230,19 @@ class LeafGradients:
         return [index for index in order.tolist() if index >= 0]
 
 
-def _collect(leaf: _Leaf, weight: Tensor) -> None:
-    leaf.collect()
+def _accumulated(
+    gradients: "weakref.ref[LeafGradients]",
+    leaf: "weakref.ref[_Leaf]",
+    index: int | None,
+    weight: Tensor,
+) -> None:
+    """Autograd has left a gradient in `weight.grad`; `index`: that of one that is to be reduced."""
+    owner, own = gradients(), leaf()
+    assert owner is not None and own is not None, "a backward pass is the trainer's"
+    if index is None:
+        own.collect()
+    else:
+        owner.ready(index, own)
 
 
 def _flatten(leaves: list[_Leaf]) -> Tensor:

@@ -100,7 +100,7 @@ class ShardedParameter:
     def publish(self) -> None:
         """Copy the master to the stored chunk."""
         if self.has_master:
-            self.stored.copy_(self.owned)
+            self.stored.detach().copy_(self.owned.detach())
 
 
 def owner_axes(spec: ParameterSpec) -> tuple[str, ...]:

@@ -247,9 +247,8 @@ class Store:
 
     def publish(self) -> None:
         """Copy masters to the stored chunks."""
-        with torch.no_grad():
-            for held in self.helds.values():
-                held.publish()
+        for held in self.helds.values():
+            held.publish()
 
     def gather_weights(self) -> None:
         """Make whole the weights of which only the optimizer's chunk is up to date."""
