@@ -23,11 +23,13 @@ from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, Plan, Stage
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.stages import stage_items
+from parloom.ir.text import parse_graph
 from parloom.report.terminal import plan_screen
+from parloom.report.words import words
 from parloom.search.contexts import Contexts
 from parloom.search.pipelines.mixed import across_parts, least_shared_ps
 from parloom.search.request import Request, ScoredPlan, base_of
-from parloom.zoo import gpt
+from parloom.zoo import gpt, mlp
 from tests.dist.staged import even
 from tests.unit.test_calibration import MADE
 
@@ -263,3 +265,27 @@ def test_a_budget_ends_the_search_over_parts(two: str) -> None:
     request = replace(request_of(two), budget=3)
     across = across_parts(request, base_of(request), 1e18, lambda text: None)
     assert across.status.value == "out of budget"
+
+
+def many_samples() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Much to compute, and few weights whose gradients are summed."""
+    return mlp.build(batch=65536, features=64, hidden=64, depth=4, classes=8)
+
+
+def test_replicas_run_as_much_as_they_are_fast(two: str, tmp_path: Path) -> None:
+    """Each device has the whole model; the slow one runs half as many microbatches."""
+    plan = api.plan(f"{__file__}:many_samples", cluster=two, optimizer="sgd")
+    assert plan.decisions.schedule == "replicas"
+    shares = {s.devices[0][0]: len(s.microbatches) for s in plan.decisions.stages}
+    assert shares.keys() == {0, 1, 2}
+    assert abs(shares[0] - shares[1]) <= 1
+    assert shares[2] < shares[0] < 3 * shares[2]
+    assert plan.prediction is not None
+    assert plan.bound_s is not None
+    assert plan.bound_s <= plan.prediction.step_s
+    assert plan.prediction.step_s < min(a.step_s for a in plan.alternatives if "on quick" in a.name)
+    api.save(plan, tmp_path / "plan")
+    assert api.load(tmp_path / "plan") == plan
+    report = api.verify(plan)
+    assert report.passed, str(report)
+    assert any("microbatches" in line for line in words(parse_graph(plan.graph), plan.decisions))

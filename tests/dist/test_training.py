@@ -1,8 +1,11 @@
 """A hand-written program trained under every storage equals the same model on one device."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
 from parloom import runtime as rt
 from tests.dist import mlp
@@ -59,3 +62,21 @@ def test_a_lost_reduction_is_caught(name: str, when: str) -> None:
         mesh, lambda comm: mlp.parallel(comm, broken, mlp.adamw, clip_norm=0.5, halve=True)
     )
     assert max(mlp.difference(run, expected) for run in runs) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor"])
+def test_nothing_is_left_of_a_trainer_that_is_gone(name: str) -> None:
+    """Hooks of weights do not keep them: Python's collector would not see such cycles."""
+    mesh = rt.grid({"x": 2, "y": 2})
+    made = mlp.program(mesh, LAYOUTS[name])
+
+    def run(comm: rt.Comm) -> list[weakref.ref[Tensor]]:
+        trainer = rt.Trainer(made, mlp.model().state_dict(), optimizer=mlp.adamw, comm=comm)
+        trainer.step(mlp.batch())
+        helds = trainer.parts[0].store.helds.values()
+        return [weakref.ref(held.owned) for held in helds]
+
+    refs = [ref for of_rank in rt.run_threads(mesh, run) for ref in of_rank]
+    gc.collect()
+    assert refs
+    assert [ref for ref in refs if ref() is not None] == []

@@ -6,9 +6,12 @@ from parloom import zoo
 from parloom.capture import capture
 from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
-from parloom.cost.measured import calibrated, source_of
+from parloom.cost.kernels import local_operator
+from parloom.cost.measured import calibrated
 from parloom.execute.calibrate import calibrate, fingerprint
 from parloom.ir.lower import lower
+from parloom.ir.ops import op_of
+from parloom.ir.pcg import Compute
 
 pytestmark = pytest.mark.gpu
 
@@ -26,5 +29,8 @@ def test_a_gpu_is_measured() -> None:
             for p in made.products}  # fmt: skip
     assert best["bfloat16"] > best["float32"] > 5e12
     assert made.launch_s < 1e-4
+    assert 1e-5 < made.split_s < 1e-3
     _, kernels = calibrated(load_cluster("1xH100"), made)
-    assert source_of([pcg], kernels, made).name == "measured"
+    for item in (item for f in (pcg.main, *pcg.functions) for item in f.body):
+        if isinstance(item, Compute) and not op_of(item.node).view:
+            assert kernels.seconds(local_operator(item, pcg.mesh)).source == "measured"

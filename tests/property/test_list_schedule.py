@@ -101,7 +101,7 @@ def test_lists_run_as_long_as_they_say(seed: int) -> None:
     for split in (False, True):
         found = list_schedule(stages, links, ranks, count, split=split)
         assert found is not None
-        check_lists(_groups(ranks), found.lists, edges, count)
+        check_lists(_groups(ranks), found.lists, edges, [range(count)] * len(ranks))
         makespan, _ = _replay(found.lists, stages, links, ranks)
         assert makespan == found.makespan
         work = [s.forward + s.backward + (s.weights if split else 0) for s in stages]
@@ -172,7 +172,7 @@ def test_a_list_that_lacks_a_pass_is_refused() -> None:
     broken = replace(found, lists=(found.lists[0][1:], *found.lists[1:]))
     assert isinstance(broken, Listed)
     with pytest.raises(InputError, match="lacks"):
-        check_lists(_groups(ranks), broken.lists, edges, count)
+        check_lists(_groups(ranks), broken.lists, edges, [range(count)] * len(ranks))
 
 
 def test_bad_input() -> None:

@@ -236,7 +236,12 @@ def test_lists_of_stages_that_are_no_chain(stages: int, count: int, data: st.Dat
     depths = stage_depths(stages, edges)
     for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
         lists = schedule(name, stages, count, edges=edges)
-        check_lists([[i] for i in range(stages)], lists, [(a, b, True) for a, b in edges], count)
+        check_lists(
+            [[i] for i in range(stages)],
+            lists,
+            [(a, b, True) for a, b in edges],
+            [range(count)] * stages,
+        )
         if name == "1f1b":
             warm = [[a.kind for a in own].index("B") for own in lists]
             assert warm == [min(depth, count) for depth in depths]
@@ -260,9 +265,9 @@ def test_the_lists_of_all_schedules_run_a_step() -> None:
         for stages, count in product((1, 2, 4), (1, 3, 8)):
             lists = schedule(name, stages, count)
             edges = [(i, i + 1, True) for i in range(stages - 1)]
-            check_lists([[i] for i in range(stages)], lists, edges, count)
+            check_lists([[i] for i in range(stages)], lists, edges, [range(count)] * stages)
     lists = schedule("interleaved_1f1b", 6, 4, 3)
-    check_lists([[0, 2, 4], [1, 3, 5]], lists, [(i, i + 1, True) for i in range(5)], 4)
+    check_lists([[0, 2, 4], [1, 3, 5]], lists, [(i, i + 1, True) for i in range(5)], [range(4)] * 6)
 
 
 @pytest.mark.parametrize("text", ["F", "B-1", "X0", "2 F0", "F0.5", "step", "1234567F0"])

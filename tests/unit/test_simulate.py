@@ -12,8 +12,10 @@ from parloom.cost.actions import Stage
 from parloom.cost.clusters import load_cluster
 from parloom.cost.collectives import BACKENDS
 from parloom.cost.hardware import DataSheets
+from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import StageActions, play_stage, simulate_pipeline
 from parloom.cost.simulate import Simulator, simulate, step_tasks
+from parloom.cost.software import OWN
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS, COMPUTE, picoseconds
 from parloom.cost.timeline import Slice, Timeline, joined, memory_line, slices
@@ -355,9 +357,11 @@ def stage_of(
     decisions: Decisions,
     optimizer: Optimizer | None = None,
     split: bool = False,
+    split_s: float = 0.0,
 ) -> StageActions:
     """The actions of a program that is one stage."""
-    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer))
+    kernels = Kernels(cluster.device, replace(OWN, split_s=split_s))
+    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels))
     return play_stage("all", stage, Simulator(), split=split)
 
 
@@ -387,6 +391,24 @@ def test_a_split_backward_pass_is_as_long_as_a_whole_one() -> None:
     assert split.actions["W"].memory.net == whole.actions["B"].memory.net
     found = simulate_pipeline(schedule("zb_h1", 3, 2), [split] * 3)
     assert found.step_ps < simulate_pipeline(schedule("1f1b", 3, 2), [whole] * 3).step_ps
+
+
+def test_passes_of_weights_wait_for_their_processor() -> None:
+    """A GPU waits where its kernels are short; a processor issues nothing meanwhile."""
+    decisions = Decisions(num_microbatches=2)
+    pcg, readers, late_s = lower(model(), decisions), 2 * DEPTH, 1e-3
+    for name in ("1xH100", "1xcpu"):
+        cluster = load_cluster(name)
+        free, short, long = (
+            stage_of(pcg, cluster, decisions, split=True, split_s=s).actions
+            for s in (0, 1e-9, late_s)
+        )
+        for kind in ("F", "B"):
+            assert free[kind].ps == short[kind].ps == long[kind].ps
+        before = free["W"].ps if name == "1xcpu" else 0
+        whole = before + picoseconds(readers * late_s)
+        assert long["W"].ps == pytest.approx(whole, rel=0.01)
+        assert (short["W"].ps == free["W"].ps) is (name == "1xH100")
 
 
 def test_a_machine_far_too_slow_is_refused_in_words() -> None:

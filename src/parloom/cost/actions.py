@@ -486,7 +486,6 @@ class Stage:
         out.launch(self.links.exchange(key, exchange), work.name)
         out.run(work.name, "wait", waits=(key,), after=after)
 
-
     def _wait_for_processor(self, out: Listing, works: Iterable[Work]) -> None:
         """A GPU waits where gradients of weights made apart take its processor longer."""
         times = [work.weights_s for work in works if work.weights_s]

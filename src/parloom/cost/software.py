@@ -44,8 +44,8 @@ class Software:
     operator that saves a tensor (non-reentrant checkpoints of PyTorch), otherwise to its end
     (reentrant ones, as in Megatron-LM and DeepSpeed). `launch_s`: time from kernel to kernel.
     `split_s`: what each operator that reads a weight adds on a processor where the gradient of the
-    weight is made in a pass of its own; a GPU waits where its kernels there take less than that. `memory` is what the framework keeps beside tensors of
-    the model.
+    weight is made in a pass of its own; a GPU waits where its kernels there take less than that.
+    `memory` is what the framework keeps beside tensors of the model.
     """
 
     name: str

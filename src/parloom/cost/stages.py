@@ -2,7 +2,7 @@
 as their schedule says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from math import ceil, prod
@@ -116,7 +116,7 @@ class PricedStages:
         devices = [devices_of(stage) for stage in planned]
         self.join_of = join_of or (lambda a, b: joined(player.cluster, devices[a], devices[b]))
         self.edges = tuple(_edges(lowered, self.join_of, player.kernels))
-        self.shared = tuple(self._shared(*each) for each in lowered.cut.shared.items())
+        self.shared = tuple(self._shared_weights())
 
     def alone(self, index: int, *, split: bool) -> StageActions:
         """The actions of a stage, by its number; see `StagePlayer.actions`."""
@@ -148,10 +148,24 @@ class PricedStages:
         stages = [self.actions(i, split=i in split) for i in range(len(self.lowered.pcgs))]
         return simulate_pipeline(lists, stages, self.edges, shared=self.shared)
 
-    def _shared(self, name: str, holders: Sequence[int]) -> Shared:
+    def _shared_weights(self) -> Iterator[Shared]:
         """Gradients go to the stage that owns a parameter, and weights come back: twice its bytes
-        between two stages, as around a ring.
+        between two stages, as around a ring; those of the same stages in one message.
         """
+        sizes: dict[tuple[int, ...], int] = {}
+        for name, stages in self.lowered.cut.shared.items():
+            holders = tuple(sorted(stages))
+            sizes[holders] = sizes.get(holders, 0) + self._gradient_bytes(name, holders)
+        kernels = self.player.kernels
+        for holders, whole in sizes.items():
+            ring = len(holders)
+            size = 2 * (ring - 1) / ring * whole
+            joins = (self.join_of(holders[0], other) for other in holders[1:])
+            sends = (send(size, size, join, kernels) for join in joins)
+            yield Shared(holders, max(sends, key=lambda sent: sent.ps))
+
+    def _gradient_bytes(self, name: str, holders: Sequence[int]) -> int:
+        """What a rank has of the gradient of a parameter, in the stage where that is the most."""
         sizes = []
         for stage in holders:
             pcg, graph = self.lowered.pcgs[stage], self.lowered.cut.graphs[stage]
@@ -159,12 +173,7 @@ class PricedStages:
             held = self.player.priced(pcg, self.planned[stage]).parameters
             own = held.by_name[pcg.graph.inputs[position].value.name]
             sizes.append(held.stored_of(own).get("gradients", 0))
-        ring = len(holders)
-        size = 2 * (ring - 1) / ring * max(sizes)
-        joins = (self.join_of(holders[0], other) for other in holders[1:])
-        kernels = self.player.kernels
-        sends = (send(size, size, join, kernels) for join in joins)
-        return Shared(tuple(holders), max(sends, key=lambda sent: sent.ps))
+        return max(sizes)
 
 
 def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> list[Edge]:

@@ -97,8 +97,8 @@ def launch_s(clock: Clock) -> float:
 
 
 def split_s(clock: Clock) -> float:
-    """What it takes, for each operator that reads a weight, to make gradients of weights apart: on a
-    processor more than to make them with the others, on a GPU until its kernels are issued.
+    """What gradients of weights take where they are made apart, for each operator that reads one:
+    on a processor more than with the others, on a GPU until its kernels are issued.
     """
     count = 16
     layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(count))).to(clock.device)

@@ -145,7 +145,7 @@ def evaluation_program(plan: Plan, training: CompiledStages) -> CompiledStages |
     trained = [stage.pcg for stage in training.stages]
     factored, parts = factorize(graph), Cut((graph,), (), {})
     if len(trained) > 1:
-        placed = like(graph, training.cut, [stage.items for stage in plan.decisions.stages])
+        placed = like(graph, training.cut, plan.decisions)
         whole = replace(plan.decisions, num_microbatches=1)
         parts = staged(factored, whole, placed)
     pcgs = []

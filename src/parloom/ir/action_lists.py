@@ -24,22 +24,24 @@ def check_lists(
     groups: Sequence[Sequence[int]],
     lists: Sequence[Sequence[Action]],
     edges: Iterable[tuple[int, int, bool]],
-    num_microbatches: int,
+    microbatches: Sequence[Sequence[int]],
 ) -> None:
     """Raise `InputError` unless the lists of the groups of devices run a step.
 
     `groups` are the stages of each; `edges` are (source, target, whether a gradient comes back).
-    Every stage runs each microbatch forward and backward once, with W for all of them or none; each
-    list ends with the step program; and no list waits for one that waits for it.
+    Every stage runs each of its `microbatches` forward and backward once, with W for all of them or
+    none; each list ends with the step program; and no list waits for one that waits for it.
     """
     if len(lists) != len(groups):
         raise InputError(f"{len(lists)} action lists for {len(groups)} groups of devices")
     for stages, own in zip(groups, lists, strict=True):
-        _check_complete(stages, own, num_microbatches)
+        _check_complete(stages, own, microbatches)
     _check_order(groups, lists, list(edges))
 
 
-def _check_complete(stages: Sequence[int], own: Sequence[Action], count: int) -> None:
+def _check_complete(
+    stages: Sequence[int], own: Sequence[Action], microbatches: Sequence[Sequence[int]]
+) -> None:
     where = f"the list of stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     passes = [a for a in own if a.microbatch is not None]
     last = [a.kind for a in own[len(passes) :]]
@@ -52,11 +54,12 @@ def _check_complete(stages: Sequence[int], own: Sequence[Action], count: int) ->
     split = {a.stage for a in passes if a.kind == "W"}
     for stage in stages:
         for kind in ("F", "B", *(["W"] if stage in split else [])):
-            for microbatch in range(count):
+            for microbatch in microbatches[stage]:
                 if Action(kind, microbatch, stage) not in found:
                     raise InputError(
-                        f"{where} lacks {Action(kind, microbatch, stage)}: {count} microbatches"
-                        f" run {'F, B and W' if stage in split else 'F and B'} each"
+                        f"{where} lacks {Action(kind, microbatch, stage)}:"
+                        f" {len(microbatches[stage])} microbatches run"
+                        f" {'F, B and W' if stage in split else 'F and B'} each"
                     )
                 del found[Action(kind, microbatch, stage)]
     if found:

@@ -18,7 +18,7 @@ from parloom.ir.pcg import PCG, TIME, PValue, results_of
 from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
-from parloom.ir.stages import Cut, cut, of_stage
+from parloom.ir.stages import Cut, cut_plan, of_stage
 
 ActionList = tuple[Action, ...]
 
@@ -67,8 +67,7 @@ class Stager:
         """The stages as `decisions` cut the graph or as `stages`, which may be empty ones; each
         knows how what crosses lies in time: the whole graph is lowered on one device.
         """
-        items = stages or [stage.items for stage in decisions.stages]
-        parts = cut(self.factored.graph, items, empty=stages is not None)
+        parts = cut_plan(self.factored.graph, decisions, stages)
         made = self._on_one_device(decisions)
         values = {c.value.name: made[c.value.name] for c in parts.crossings}
         boundary = Boundary(
@@ -141,6 +140,11 @@ def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]
     if decisions.actions:
         return list(zip(own, decisions.actions, strict=True))
     count, size = len(decisions.stages), len(groups)
+    if len(decisions.replicas) > 1:
+        raise InputError(
+            f"{decisions.schedule} runs all microbatches in every stage, and the plan has"
+            f" {len(decisions.replicas)} replicas; list the actions of each"
+        )
     if count % size:
         raise InputError(f"{count} stages on {size} groups of devices do not go around")
     lists = schedule(decisions.schedule, count, decisions.num_microbatches, count // size)

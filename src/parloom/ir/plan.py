@@ -131,12 +131,15 @@ class Stage:
     """A convex set of items of main's body, the devices that compute them, and their mesh.
 
     `items` are keys of operators and prefixes of block calls; none are all. `devices` are ranks of
-    the cluster, in ascending ranges; the mesh numbers them from 0 in this order.
+    the cluster, in ascending ranges; the mesh numbers them from 0 in this order. `microbatches` are
+    those of the step that it runs, in ascending order; none are all. Stages that run the same ones
+    are a replica of the model.
     """
 
     items: tuple[str, ...]
     devices: tuple[range, ...]
     mesh: Mesh
+    microbatches: tuple[int, ...] = ()
 
 
 def one_stage(mesh: Mesh) -> tuple[Stage, ...]:
@@ -212,6 +215,18 @@ class Decisions:
         if len(self.stages) > 1:
             raise NotYetError(OF_ONE_STAGE)
         return self.stages[0].mesh
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each replica of the model, in the order of their first stages."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            found.setdefault(stage.microbatches, []).append(index)
+        return tuple(map(tuple, found.values()))
+
+    def microbatches_of(self, stage: int) -> tuple[int, ...]:
+        """Those that a stage runs."""
+        return self.stages[stage].microbatches or tuple(range(self.num_microbatches))
 
     @property
     def num_ranks(self) -> int:

@@ -7,6 +7,7 @@ complaint says file:line:column, what is wrong there, and what to do.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -152,6 +153,7 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
                 "items": list(stage.items),
                 "devices": ranks_text(stage.devices),
                 "mesh": [_axis(axis) for axis in stage.mesh.axes],
+                **({"microbatches": numbers_text(own)} if (own := stage.microbatches) else {}),
             }
             for stage in decisions.stages
         ],
@@ -164,6 +166,17 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
 def ranks_text(devices: tuple[range, ...]) -> str:
     """Ranks as `0-3,8`."""
     return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in devices)
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Ascending numbers as `0-3,8`."""
+    ranges: list[range] = []
+    for number in numbers:
+        if ranges and ranges[-1].stop == number:
+            ranges[-1] = range(ranges[-1].start, number + 1)
+        else:
+            ranges.append(range(number, number + 1))
+    return ranks_text(tuple(ranges))
 
 
 def _axis(axis: MeshAxis) -> dict[str, Any]:
@@ -377,18 +390,27 @@ class _Reader:
         """A stage has as many devices as its mesh numbers."""
         path: Path = ("decisions", "stages", index)
         mesh = self._mesh((*path, "mesh"), document.mesh)
-        devices: list[range] = []
-        for text in document.devices.split(","):
-            first, _, last = text.partition("-")
-            devices.append(range(int(first), int(last or first) + 1))
-            if not devices[-1] or any(r.stop >= devices[-1].start for r in devices[:-1]):
-                message = f"ranges are ascending and apart, as in 0-3,8-11, not {document.devices}"
-                raise self.error((*path, "devices"), message)
+        devices = self._ranges((*path, "devices"), document.devices)
         count = sum(map(len, devices))
         if count != mesh.num_ranks:
             message = f"{count} of them, and the mesh numbers {mesh.num_ranks}"
             raise self.error((*path, "devices"), message)
-        return Stage(tuple(document.items), tuple(devices), mesh)
+        own = self._ranges((*path, "microbatches"), document.microbatches or "")
+        if own and own[-1].stop > schema.MOST_MICROBATCHES:
+            message = f"there are at most {schema.MOST_MICROBATCHES} microbatches"
+            raise self.error((*path, "microbatches"), message)
+        microbatches = tuple(number for some in own for number in some)
+        return Stage(tuple(document.items), tuple(devices), mesh, microbatches)
+
+    def _ranges(self, path: Path, text: str) -> list[range]:
+        found: list[range] = []
+        for part in text.split(",") if text else ():
+            first, _, last = part.partition("-")
+            found.append(range(int(first), int(last or first) + 1))
+            if not found[-1] or any(r.stop >= found[-1].start for r in found[:-1]):
+                message = f"ranges are ascending and apart, as in 0-3,8-11, not {text}"
+                raise self.error(path, message)
+        return found
 
     def _mesh(self, path: Path, document: list[schema.AxisDocument]) -> Mesh:
         """A mesh numbers every rank once: sorted by stride, each stride is the product so far."""

@@ -16,7 +16,8 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Index = Annotated[int, Field(ge=0, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 # An action of the generated schedule is written for each.
-Microbatches = Annotated[int, Field(ge=1, le=2**16)]
+MOST_MICROBATCHES = 2**16
+Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 # Axis names reach generated code, so they are short identifiers; all other mentions of an axis are
@@ -85,11 +86,14 @@ class ParameterDocument(Document):
 
 
 class StageDocument(Document):
-    """Items of main's body (none: all), the ranks of the devices that compute them, their mesh."""
+    """Items of main's body (none: all), the ranks of the devices that compute them, their mesh, and
+    the microbatches that they run (none: all).
+    """
 
     items: list[Name]
     devices: Ranks
     mesh: list[AxisDocument]
+    microbatches: Ranks | None = None
 
 
 class RecomputedDocument(Document):

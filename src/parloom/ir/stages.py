@@ -15,7 +15,7 @@ from functools import cached_property
 from parloom.errors import LayoutError, nearest
 from parloom.ir.graph import Call, Function, Graph, Input, Node, Value
 from parloom.ir.ops import op_of
-from parloom.ir.plan import Decisions, ParameterDecision, one_stage
+from parloom.ir.plan import Decisions, ParameterDecision, Storage, one_stage
 
 Item = Node | Call
 ARRIVING = "arriving"
@@ -34,7 +34,7 @@ class Crossing:
 @dataclass(frozen=True)
 class Cut:
     """A graph in stages: the graph of each, what crosses between them, and parameters that several
-    stages read, by the user's name, with the stages in ascending order: the first one owns them.
+    stages read, by the user's name, with the stages: the first one owns them.
     """
 
     graphs: tuple[Graph, ...]
@@ -74,16 +74,76 @@ def cut(graph: Graph, stages: Sequence[Sequence[str]], *, empty: bool = False) -
     return _Stages(items, _stage_of(items, stages, empty), len(stages)).cut()
 
 
-def like(graph: Graph, parts: Cut, stages: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+def cut_plan(
+    graph: Graph, decisions: Decisions, stages: Sequence[Sequence[str]] | None = None
+) -> Cut:
+    """The stages of a plan, or with these items, which may be none; each replica of the model has
+    all items. Raises `LayoutError` as `cut` does, and for replicas that would write buffers.
+    """
+    items, empty = stages or [stage.items for stage in decisions.stages], stages is not None
+    replicas = decisions.replicas
+    if len(replicas) == 1:
+        return cut(graph, items, empty=empty)
+    if graph.updates:
+        raise LayoutError(
+            f"{graph.updates[0][0]} is computed from all samples of a step, and a replica sees some"
+            " of them; leave out the microbatches of stages"
+        )
+    graphs: dict[int, Graph] = {}
+    crossings: list[Crossing] = []
+    for members in replicas:
+        parts = cut(graph, [items[stage] for stage in members], empty=empty)
+        graphs.update(zip(members, parts.graphs, strict=True))
+        crossings += (
+            Crossing(c.value, members[c.source], tuple(members[t] for t in c.targets))
+            for c in parts.crossings
+        )
+    ordered = tuple(graphs[stage] for stage in range(len(items)))
+    return Cut(ordered, tuple(crossings), _owned_in_turns(ordered))
+
+
+def _owned_in_turns(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
+    """Parameters with the stages that read them, the owner first: large ones first, each goes to
+    the stage that owns the least, so that all send and receive about as much.
+    """
+    shared = _shared(graphs)
+    sizes = {
+        entry.target: entry.value.spec.num_elements
+        for own in graphs
+        for entry in own.of_kind("parameter")
+    }
+    owned = [0] * len(graphs)
+    found: dict[str, tuple[int, ...]] = {}
+    for name in sorted(shared, key=lambda name: (-sizes[name], name)):
+        owner = min(shared[name], key=lambda stage: (owned[stage], stage))
+        owned[owner] += sizes[name]
+        found[name] = (owner, *(stage for stage in shared[name] if stage != owner))
+    return found
+
+
+def like(graph: Graph, parts: Cut, decisions: Decisions) -> list[tuple[str, ...]]:
     """The items of `graph` in stages like those of the training program that `parts` cuts.
 
     An item that both have stays where it is; another one goes where its parameters are, or to the
     stage that makes what it reads. A stage may end up with none.
     """
+    found: list[tuple[str, ...]] = [()] * len(parts.graphs)
+    for members in decisions.replicas:
+        items = [decisions.stages[stage].items for stage in members]
+        placed = _like(graph, [parts.graphs[stage] for stage in members], items)
+        for stage, keys in zip(members, placed, strict=True):
+            found[stage] = keys
+    return found
+
+
+def _like(
+    graph: Graph, parts: Sequence[Graph], stages: Sequence[Sequence[str]]
+) -> list[tuple[str, ...]]:
+    """The same for the stages of one replica."""
     known = {key: stage for stage, keys in enumerate(stages) for key in keys}
     homes = {
         entry.target: stage
-        for stage, own in reversed(list(enumerate(parts.graphs)))
+        for stage, own in reversed(list(enumerate(parts)))
         for entry in own.of_kind("parameter")
     }
     home_of = {i.value.name: homes.get(i.target, 0) for i in graph.of_kind("parameter")}
@@ -106,6 +166,8 @@ def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
     what they compute with. An operator that several stages compute is split as decided where all
     meshes have the same of the axes, and not at all elsewhere.
     """
+    if len(decisions.replicas) > 1:
+        decisions = _with_axes(decisions, set(decisions.stages[index].mesh.names))
     graph, stage = parts.graphs[index], decisions.stages[index]
     flats = tuple(graph.flat())
     items = set(stage.items)
@@ -135,6 +197,33 @@ def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
             if p.name in stores
         ),
         activations=tuple(a for a in decisions.activations if a.prefix in calls),
+    )
+
+
+def _with_axes(decisions: Decisions, names: set[str]) -> Decisions:
+    """What is split along these axes: a replica without an axis has whole what others split."""
+
+    def kept(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in names)
+
+    def stored(storage: Storage) -> Storage:
+        return replace(storage, axes=kept(storage.axes))
+
+    return replace(
+        decisions,
+        nodes=tuple(
+            replace(n, factors=tuple((f, own) for f, axes in n.factors if (own := kept(axes))))
+            for n in decisions.nodes
+        ),
+        parameters=tuple(
+            replace(
+                p,
+                weight=stored(p.weight),
+                gradient=stored(p.gradient),
+                optimizer=stored(p.optimizer),
+            )
+            for p in decisions.parameters
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """Invariants of plans of several stages, one table; `ir/verify.py` raises what is broken."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from parloom.ir.action_lists import check_lists
 from parloom.ir.factors import Factored
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.plan import Decisions
-from parloom.ir.stages import cut
+from parloom.ir.stages import cut_plan
 
 Problems = Iterator[str]
 Planned = tuple[Factored, Decisions]
@@ -33,19 +34,30 @@ def _stages(planned: Planned) -> Problems:
             f"each microbatch leaves {name} to the next one, and stages run several at once: not"
             " yet there; use one stage or --batch-semantics global"
         )
+    run = Counter(m for of in decisions.replicas for m in decisions.microbatches_of(of[0]))
+    for microbatch in range(max(decisions.num_microbatches, 1 + max(run))):
+        if run[microbatch] != 1 or microbatch >= decisions.num_microbatches:
+            yield (
+                f"microbatch {microbatch} of {decisions.num_microbatches} is run by"
+                f" {run[microbatch]} replicas; each is run by one"
+            )
+            return
+    if len(decisions.replicas) > 1 and decisions.accumulates:
+        yield "replicas share a batch whose loss is that of the whole: not each microbatch's"
+        return
     groups = {stage.devices for stage in decisions.stages}
     if decisions.actions and len(decisions.actions) != len(groups):
         yield f"{len(decisions.actions)} action lists for {len(groups)} groups of devices"
         return
     try:
-        parts = cut(factored.graph, [stage.items for stage in decisions.stages])
+        parts = cut_plan(factored.graph, decisions)
         listed = group_lists(decisions)
         check_lists(
             [stages for stages, _ in listed],
             [own for _, own in listed],
             # Whether a gradient comes back is known once the stages are lowered.
             [(c.source, to, c.value.spec.is_float) for c in parts.crossings for to in c.targets],
-            decisions.num_microbatches,
+            [decisions.microbatches_of(stage) for stage in range(len(decisions.stages))],
         )
     except (LayoutError, InputError) as error:
         yield str(error)

@@ -28,9 +28,9 @@ from parloom.ir.plan import (
     Stage,
     Storage,
 )
-from parloom.ir.plan_json import ranks_text
+from parloom.ir.plan_json import numbers_text, ranks_text
 from parloom.ir.regular_parts import devices_of, part_with, regular_parts
-from parloom.ir.stages import cut, of_stage
+from parloom.ir.stages import cut_plan, of_stage
 from parloom.rewrite.rewrites import rewritten
 
 WARNING = "warning: "
@@ -100,7 +100,7 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
     """Which items each stage has, on which devices, and what they split there."""
     count = len(decisions.stages)
     yield f"{count} stages, schedule {decisions.schedule}"
-    parts = cut(graph, [stage.items for stage in decisions.stages])
+    parts = cut_plan(graph, decisions)
     for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
         items = " to ".join(dict.fromkeys((stage.items[0], stage.items[-1])))
         devices = f"device{'s' * (stage.mesh.num_ranks > 1)} {ranks_text(stage.devices)}"
@@ -110,7 +110,8 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
             for axis in stage.mesh.axes
             if axis.size > 1
         )
-        yield f"stage {index}: {items} ({devices}{axes and ': '}{axes})"
+        own_part = f", microbatches {numbers_text(stage.microbatches)}" * bool(stage.microbatches)
+        yield f"stage {index}: {items} ({devices}{axes and ': '}{axes}{own_part})"
 
 
 def process_names(decisions: Decisions) -> list[str]:

@@ -10,7 +10,7 @@ from parloom.runtime.batches import Batches
 from parloom.runtime.comm import Comm
 from parloom.runtime.passes import Losses, hoist
 from parloom.runtime.program import Action, Pipeline, Result, TensorSpec
-from parloom.runtime.same import told_by_one
+from parloom.runtime.same import told_by_some
 from parloom.runtime.sharding import axes_of, put
 from parloom.runtime.step import Stages
 from parloom.runtime.transfers import Transfers
@@ -24,12 +24,18 @@ class Evaluation:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
+def judging(pipeline: Pipeline) -> frozenset[int]:
+    """The stages that evaluate: those of the replica that trains on the first microbatch."""
+    return frozenset(stage for stage, own in enumerate(pipeline.replicas()) if 0 in own)
+
+
 def forward_actions(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
     """The forward passes of a rank: each microbatch through its stages in order."""
+    stages = [stage for stage in pipeline.stages_on(rank) if stage in judging(pipeline)]
     return tuple(
         Action("F", stage, microbatch)
         for microbatch in range(pipeline.programs[0].num_microbatches)
-        for stage in pipeline.stages_on(rank)
+        for stage in stages
     )
 
 
@@ -41,7 +47,8 @@ class Evaluator:
         lists = tuple(forward_actions(pipeline, rank) for rank in range(pipeline.num_ranks))
         self._actions = lists[stages.comm.rank]
         self._transfers = Transfers(pipeline, lists, stages.comm, stages.device)
-        self._parts = {part.stage: part for part in stages.parts}
+        self._judging = judging(pipeline)
+        self._parts = {part.stage: part for part in stages.parts if part.stage in self._judging}
 
     def run(self, batches: Mapping[int, Batches]) -> Evaluation:
         """Loss and full outputs of a batch, on every rank; `batches` are those of each stage."""
@@ -65,7 +72,8 @@ class Evaluator:
             self._transfers.end_step()
         loss = self._stages.total_loss(self.pipeline, losses)
         stages = self._stages
-        return Evaluation(loss, _told_to_all(self.pipeline, outputs, stages.comm, stages.device))
+        told = _told_to_all(self.pipeline, self._judging, outputs, stages.comm, stages.device)
+        return Evaluation(loss, told)
 
     def _forward(self, action: Action, batches: Batches, hoisted: tuple[Tensor, ...]) -> Result:
         """Compute a microbatch in a stage, and send what other stages need of it."""
@@ -100,14 +108,18 @@ def _collect(
 
 
 def _told_to_all(
-    pipeline: Pipeline, outputs: dict[str, Tensor], comm: Comm, device: torch.device
+    pipeline: Pipeline,
+    judging: frozenset[int],
+    outputs: dict[str, Tensor],
+    comm: Comm,
+    device: torch.device,
 ) -> dict[str, Tensor]:
-    """The outputs of all stages, on every rank."""
+    """The outputs of all stages that evaluate, on every rank."""
     if len(pipeline.programs) == 1:
         return outputs
     found = {}
-    for stage, program in enumerate(pipeline.programs):
-        for spec in program.outputs:
+    for stage in sorted(judging):
+        for spec in pipeline.programs[stage].outputs:
             mine = outputs.get(spec.name) if comm.rank == pipeline.ranks[stage][0] else None
-            found[spec.name] = told_by_one(mine, spec.shape, spec.dtype, comm, device)
+            found[spec.name] = told_by_some(mine, spec.shape, spec.dtype, comm, device)
     return found

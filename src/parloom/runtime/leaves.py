@@ -238,7 +238,8 @@ def _accumulated(
 ) -> None:
     """Autograd has left a gradient in `weight.grad`; `index`: that of one that is to be reduced."""
     owner, own = gradients(), leaf()
-    assert owner is not None and own is not None, "a backward pass is the trainer's"
+    assert owner is not None, "a backward pass is the trainer's"
+    assert own is not None, "its gradients have their leaves"
     if index is None:
         own.collect()
     else:

@@ -183,7 +183,7 @@ class Pipeline:
     `ranks[s]` are those of stage s, in the order of its mesh. Actions are `F0`, `B0`, `W0` of the
     only stage and `2F0` of stage 2: forward pass, backward pass, and where gradients of weights are
     made apart from it, these. `shared` are the stages that have a parameter, where several do; the
-    first one owns it.
+    first one owns it. Stages that run the same microbatches are a replica of the model.
     """
 
     programs: tuple[Program, ...]
@@ -208,6 +208,15 @@ class Pipeline:
         """The entries of the batch that some stage reads, each as the first of them does."""
         found = {spec.name: spec for p in reversed(self.programs) for spec in p.inputs}
         return tuple(found.values())
+
+    def replicas(self) -> tuple[frozenset[int], ...]:
+        """The microbatches that each stage runs."""
+        found: list[set[int]] = [set() for _ in self.programs]
+        for listed in self.actions:
+            for action in parsed(listed):
+                if action.kind not in ONCE:
+                    found[action.stage].add(action.microbatch)
+        return tuple(map(frozenset, found))
 
     def owner(self, parameter: str, stage: int) -> int:
         """The stage that updates a parameter which `stage` has."""

@@ -84,10 +84,10 @@ def check_same_batch(
                 raise InputError(f"input {name!r} {_differs(other, rank, bool(own[name]))}")
 
 
-def told_by_one(
+def told_by_some(
     mine: Tensor | None, shape: tuple[int, ...], dtype: str, comm: Comm, device: torch.device
 ) -> Tensor:
-    """A tensor that one rank has, on every rank; the others pass None."""
+    """The sum of what some ranks have, most often one, on every rank; the others pass None."""
     told = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
     if mine is not None:
         told.copy_(mine)

@@ -4,7 +4,10 @@ Before the update the owner adds up the gradients of all stages; after it the co
 weights. Each rank of the owner sends and receives the boxes of what it owns.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,9 +18,10 @@ from parloom.runtime.program import ParameterSpec, Pipeline, Program
 from parloom.runtime.sharded_parameter import ShardedParameter, boxes_of
 from parloom.runtime.sharding import Box
 from parloom.runtime.transfers import Piece, split
-from parloom.runtime.work import Work
 
 SHARED = 1 << 30  # the tag of their messages, which no value of a microbatch has
+Way = tuple[int, torch.dtype]
+"""Another rank, and what is sent to it or comes from it."""
 
 
 class SharedParameters:
@@ -36,23 +40,31 @@ class SharedParameters:
 
     def reduce(self) -> None:
         """Add the gradients of all stages up where a parameter is owned."""
+        moves, owners = [], []
         for copy in (copy for copy in self._copies if copy.trained):
             held = self._held(copy.name, copy.stage)
             sent = None if held is None else _gradient(held.owned)
             owner = self._held(copy.name, copy.owner)
             received = None if owner is None else torch.zeros_like(owner.owned)
-            self._exchange(copy.gradients, sent, received, copy.gradient_dtype)
-            if owner is not None and received is not None:
+            moves.append(_Move(copy.gradients, copy.gradient_dtype, sent, received))
+            owners.append(owner)
+        self._exchange(moves)
+        for owner, move in zip(owners, moves, strict=True):
+            if owner is not None and move.received is not None:
                 gradient = owner.owned.grad
-                owner.owned.grad = received if gradient is None else gradient + received
+                owner.owned.grad = move.received if gradient is None else gradient + move.received
 
     def publish(self, *, frozen: bool = False) -> None:
         """Bring the copies up to date, after a load those that no step changes, too."""
+        moves, copies = [], []
         for copy in (copy for copy in self._copies if copy.trained or frozen):
             owner, held = self._held(copy.name, copy.owner), self._held(copy.name, copy.stage)
             sent = None if owner is None else owner.stored.detach()
             received = None if held is None else held.owned.detach()
-            self._exchange(copy.weights, sent, received, copy.dtype)
+            moves.append(_Move(copy.weights, copy.dtype, sent, received))
+            copies.append(held)
+        self._exchange(moves)
+        for held in copies:
             if held is not None:
                 held.publish()
 
@@ -60,34 +72,52 @@ class SharedParameters:
         part = self._parts.get(stage)
         return None if part is None else part.store.helds[name]
 
-    def _exchange(
-        self,
-        pieces: Sequence[Piece],
-        sent: Tensor | None,
-        received: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        """Send the pieces of this rank in `dtype`, and receive those for it."""
+    def _exchange(self, moves: Sequence["_Move"]) -> None:
+        """Send the pieces of this rank, and receive those for it: one message to and from each
+        other rank and for each dtype, with all pieces in the order of `moves`, which is everywhere
+        the same.
+        """
         rank = self._comm.rank
-        under_way: list[tuple[Work, Tensor, Piece | None]] = []
-        for piece in pieces:
-            if piece.sender == piece.receiver == rank:
-                assert sent is not None
-                assert received is not None
-                received[piece.received] = sent[piece.sent].to(received.dtype)
-            elif piece.sender == rank:
-                assert sent is not None
-                part = sent[piece.sent].to(dtype).contiguous()
-                under_way.append((self._comm.send(part, piece.receiver, SHARED), part, None))
-            elif piece.receiver == rank:
-                assert received is not None
-                part = torch.empty(piece.shape, dtype=dtype, device=received.device)
-                work = self._comm.receive(part, piece.sender, SHARED)
-                under_way.append((work, part, piece))
-        for work, part, arrived in under_way:
+        leaving: dict[Way, list[Tensor]] = defaultdict(list)
+        coming: dict[Way, list[tuple[Tensor, Piece]]] = defaultdict(list)
+        for move in moves:
+            for piece in move.pieces:
+                if piece.sender == rank:
+                    assert move.sent is not None
+                    part = move.sent[piece.sent]
+                    if piece.receiver == rank:
+                        assert move.received is not None
+                        move.received[piece.received] = part.to(move.received.dtype)
+                    else:
+                        leaving[piece.receiver, move.dtype].append(part)
+                elif piece.receiver == rank:
+                    assert move.received is not None
+                    coming[piece.sender, move.dtype].append((move.received, piece))
+        works = []
+        for (sender, dtype), parts in coming.items():
+            size, device = sum(prod(piece.shape) for _, piece in parts), parts[0][0].device
+            flat = torch.empty(size, dtype=dtype, device=device)
+            works.append((self._comm.receive(flat, sender, SHARED), flat, parts))
+        for (receiver, dtype), pieces in leaving.items():
+            flat = torch.cat([piece.to(dtype).reshape(-1) for piece in pieces])
+            works.append((self._comm.send(flat, receiver, SHARED), flat, []))
+        for work, flat, parts in works:
             work.wait()
-            if arrived is not None and received is not None:
-                received[arrived.received] = part.to(received.dtype)
+            at = 0
+            for received, piece in parts:
+                part = flat[at : at + prod(piece.shape)].view(piece.shape)
+                received[piece.received] = part.to(received.dtype)
+                at += part.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """The pieces of one tensor that travel in `dtype`: what this rank has of them, and gets."""
+
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+    sent: Tensor | None
+    received: Tensor | None
 
 
 class _Copy:

@@ -22,7 +22,7 @@ from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.part import Part
 from parloom.runtime.passes import Losses, Passes
 from parloom.runtime.program import Action, Pipeline
-from parloom.runtime.same import told_by_one
+from parloom.runtime.same import told_by_some
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.transfers import Transfers
@@ -61,14 +61,14 @@ class Stages:
         return self.parts[0].ctx.device
 
     def total_loss(self, pipeline: Pipeline, losses: Mapping[int, Losses]) -> Tensor:
-        """The loss of the stage that has one, on all ranks."""
-        own = [of_stage.total() for of_stage in losses.values()]
+        """The loss of the stages that have one, on all ranks."""
+        own = {stage: of_stage.total() for stage, of_stage in losses.items()}
         if len(pipeline.programs) == 1:
             return own[0]
-        # Each rank of that stage has the whole loss: the first one tells all.
-        first = any(pipeline.ranks[stage][0] == self.comm.rank for stage in losses)
-        mine = own[0] if first else None
-        return told_by_one(mine, (), pipeline.loss_dtype, self.comm, self.device)
+        # Each rank of a stage has the loss of its replica: the first one tells all.
+        first = [loss for stage, loss in own.items() if pipeline.ranks[stage][0] == self.comm.rank]
+        mine = torch.stack(first).sum(0) if first else None
+        return told_by_some(mine, (), pipeline.loss_dtype, self.comm, self.device)
 
 
 class Step:

@@ -30,7 +30,7 @@ from parloom.runtime.optimizer import (
 )
 from parloom.runtime.part import Part, make_parts, owned
 from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
-from parloom.runtime.same import told_by_all, told_by_one
+from parloom.runtime.same import told_by_all, told_by_some
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import (
     SampleDims,
@@ -366,7 +366,7 @@ class Trainer:
             assert full is not None
             return full
         mine = full if self.comm.rank == self.pipeline.ranks[stage][0] else None
-        return told_by_one(mine, shape, dtype, self.comm, self.device)
+        return told_by_some(mine, shape, dtype, self.comm, self.device)
 
     def _check_settings(self, local: bool) -> None:
         """Raise `InputError` where ranks differ in what they must train alike with."""

@@ -254,15 +254,16 @@ def split(have: Iterable[Held], want: Iterable[Held]) -> Iterator[Piece]:
 
 def wires(pipeline: Pipeline) -> Iterator[Wire]:
     """All ways of values between stages, there and back."""
+    replicas = pipeline.replicas()
     made = {
-        crossing.value: stage
+        (crossing.value, replicas[stage]): stage
         for stage, program in enumerate(pipeline.programs)
         for crossing in program.leaving
     }
     for stage, program in enumerate(pipeline.programs):
         for crossing in program.arriving:
             for backward in (False, True) if crossing.flows else (False,):
-                yield Wire(crossing.value, made[crossing.value], stage, backward)
+                yield Wire(crossing.value, made[crossing.value, replicas[stage]], stage, backward)
 
 
 def _piece(sender: int, receiver: int, have: Box, want: Box) -> Piece | None:

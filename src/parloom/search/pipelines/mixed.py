@@ -30,9 +30,10 @@ from parloom.search.pipelines.auto import (
     NEARBY,
 )
 from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.pipelines.judge import Judge, Tried
+from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.layouts import MARGINS, GroupLayouts
 from parloom.search.pipelines.parts import PartCosts, few_sizes, in_turns, splits_over_parts
+from parloom.search.pipelines.replicas import Shares, replicated, shares
 from parloom.search.pipelines.split import Floats, Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say
@@ -72,6 +73,7 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
             reason = BESIDE_PINS if request.pinned.pins else APART
             return AcrossParts((), bound_ps, left_out=reason)
         search = MixedSearch(request, contexts, best_ps, say)
+        search.replicate()
         search.run()
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
@@ -139,6 +141,26 @@ class MixedSearch:
         ]
         self.counts = contexts[0].counts
         self.tried = Tried(Judge(request, factored), contexts[0].work.spend)
+        self.factored, self.replicas = factored, list[SimulatedPlan]()
+
+    def replicate(self) -> None:
+        """The whole model on each device, for more microbatches as long as that promises more."""
+        found: list[Shares] = []
+        for count in self.counts:
+            costs = [_fastest(layouts, 1, count) for layouts in self.layouts]
+            there = [own for own in costs if own is not None]
+            if len(there) < len(costs) or not all(map(self._has_room, there, self.limits)):
+                continue
+            of_count = shares(self.request, self.parts, there)
+            used = sum(map(bool, of_count.counts.values()))
+            if used == self.request.cluster.num_devices or (self._may_idle and used > 1):
+                found.append(of_count)
+                if of_count.step_ps > (1 + NEARBY) * min(one.step_ps for one in found):
+                    break
+        self.replicas += replicated(self.request, self.factored, found)
+
+    def _has_room(self, costs: ItemCosts, limit: int) -> bool:
+        return int(costs.stored_bytes.sum()) <= limit
 
     def run(self) -> None:
         """Numbers of microbatches on groups that are whole parts, then around the best with all
@@ -173,10 +195,19 @@ class MixedSearch:
     def plans(self) -> Iterator[SimulatedPlan]:
         """The fastest that fit, and the fastest on each number of devices."""
         seen: set[int] = set()
+        fitting = (one.predicted(self.request) for one in self._fitting())
+        for one in sorted((*self.replicas, *fitting), key=lambda one: one.step_ps):
+            if one.decisions.num_ranks not in seen:
+                seen.add(one.decisions.num_ranks)
+                yield one
+
+    def _fitting(self) -> Iterator[JudgedSplit]:
+        """The fastest split that fits on each number of devices."""
+        seen: set[int] = set()
         for one in self.tried.fitting():
             if one.decisions.num_ranks not in seen:
                 seen.add(one.decisions.num_ranks)
-                yield one.predicted(self.request)
+                yield one
 
     def _devices_like_all(self) -> list[int]:
         """For each part: how many such devices would be as fast, or hold as much, as all devices;
