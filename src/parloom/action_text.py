@@ -14,3 +14,14 @@ def read_action(text: str) -> tuple[str, int, int | None] | None:
         return text, 0, None
     found = _PASS.fullmatch(text)
     return (found[2], int(found[1] or 0), int(found[3])) if found else None
+
+
+def passes_beside(microbatch: int, own: int, other: int) -> range:
+    """The microbatches of a stage with `other` of them that have samples of one of a stage with
+    `own`; one of both numbers divides the other.
+    """
+    if own >= other:
+        first = microbatch // (own // other)
+        return range(first, first + 1)
+    each = other // own
+    return range(microbatch * each, (microbatch + 1) * each)

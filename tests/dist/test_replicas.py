@@ -141,7 +141,7 @@ def test_checkpoints_evaluation_and_clipping(tmp_path: Path) -> None:
     [
         (((0, 1), (1, 2, 3)), "microbatch 1 of 4 is run by 2 replicas"),
         (((0, 1), (3,)), "microbatch 2 of 4 is run by 0 replicas"),
-        (((0, 1, 2), (3, 4)), "microbatch 4 of 4 is run by 1 replicas"),
+        (((0, 1, 2), (3, 4)), "microbatch 4 of 4 is run by 1 replica;"),
     ],
 )
 def test_each_microbatch_is_run_once(shares: Shares, said: str) -> None:
@@ -155,7 +155,7 @@ def test_each_microbatch_is_run_once(shares: Shares, said: str) -> None:
 def test_what_replicas_cannot_have() -> None:
     graph = lowered.model("gpt").graph
     plan = replicas(graph, CASES[0], 0)
-    with pytest.raises(VerifyError, match="1f1b runs all microbatches in every stage"):
+    with pytest.raises(VerifyError, match="1f1b runs the same microbatches in every stage"):
         verify_decisions(graph, replace(plan, schedule="1f1b", actions=()))
     short = (plan.actions[0][1:], plan.actions[1])
     with pytest.raises(VerifyError, match="lacks F0: 3 microbatches run"):

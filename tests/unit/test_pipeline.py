@@ -23,9 +23,12 @@ from parloom.cost.pipeline import (
 from parloom.cost.tasks import ACTIVATIONS, COMPONENTS, COMPUTE
 from parloom.cost.timeline import Memory, Played, Timeline
 from parloom.errors import InputError, VerifyError
+from parloom.ir.action_lists import check_lists
+from parloom.ir.list_schedule import Link, list_schedule
 from parloom.ir.plan import Action
 from parloom.ir.regular_parts import Join
 from parloom.ir.schedules import Lists, schedule
+from parloom.ir.zero_bubble import PassTimes
 from tests.unit.test_schedules import peak_in_flight, splits_backward
 
 KINDS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_1p", "zb_2p")
@@ -243,6 +246,25 @@ def test_stages_lie_where_the_lists_have_them() -> None:
     assert simulate_pipeline(lists, stages, chain(4, sent, sent)).step_ps == 80 + 4 * 5
 
 
+def test_a_stage_with_larger_microbatches_waits_for_all_that_they_have() -> None:
+    """Two messages for each pass of the second stage, and two back."""
+    small, large = ({"F": profile(n), "B": profile(2 * n)} for n in (10, 20))
+    stages = [StageActions("0", small), StageActions("1", large)]
+    forward = [Action("F", m, 0) for m in range(4)]
+    lists = (
+        (*forward, *(Action("B", m, 0) for m in range(4))),
+        tuple(Action(kind, m, 1) for m in range(2) for kind in "FB"),
+    )
+    found = simulate_pipeline(lists, stages, chain(2, Send(5), Send(5)))
+    assert [(s.name, s.start_ps) for s in found.processes[1].spans] == [
+        ("F0", 25), ("B0", 45), ("F1", 85), ("B1", 105),
+    ]  # fmt: skip
+    # The second gradient of a pass goes over behind the first one.
+    assert [s.start_ps for s in found.processes[0].spans] == [0, 10, 20, 30, 90, 110, 150, 170]
+    assert found.step_ps == 190
+    assert sum(m.name.endswith("0 to 1") for m in found.messages) == 4
+
+
 def test_what_is_left_under_way_shares_the_link_and_is_waited_for() -> None:
     """A reduction that the last backward pass leaves to the step program."""
     left = Played(
@@ -359,3 +381,32 @@ def test_steps_that_synchronize_do_not_overlap() -> None:
     assert (own.step_ps, own.period_ps) == (27 * 5 + 4, 24 * 5 + 4)
     assert own.processes[0].spans[-2].start_ps == 24 * 5
     assert apart.exposed(0)["gradients norm"] == 3 * 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lists_for_microbatches_of_unequal_sizes(seed: int) -> None:
+    """Lists made for them are complete, do not wait for each other, and run as long as they say."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 5)
+    at_once = [rng.choice((1, 1, 2, 4)) for _ in range(count)]
+    times = [PassTimes(rng.randint(1, 9) * k, rng.randint(1, 9) * k, k) for k in at_once]
+    pairs = [(a, b) for b in range(1, count) for a in range(b) if b == a + 1 or rng.random() < 0.3]
+    ranks = list(range(count)) if rng.random() < 0.7 else [0, *(0 for _ in range(count - 1))]
+    for split in (False, True):
+        found = list_schedule(
+            times, [Link(a, b) for a, b in pairs], ranks, 8, at_once=at_once, split=split
+        )
+        assert found is not None
+        own = [[s for s in range(count) if ranks[s] == r] for r in range(max(ranks) + 1)]
+        shares = [range(8 // k) for k in at_once]
+        check_lists(own, found.lists, [(a, b, True) for a, b in pairs], shares)
+        stages = [
+            StageActions(
+                str(i),
+                {"F": profile(t.forward), "B": profile(t.backward)}
+                | ({"W": profile(t.weights)} if split else {}),
+            )
+            for i, t in enumerate(times)
+        ]
+        played = simulate_pipeline(found.lists, stages, [Edge(a, b) for a, b in pairs])
+        assert played.step_ps == found.makespan

@@ -228,6 +228,10 @@ def simulate_pipeline(
     return found if synchronizes else replace(found, period_ps=pipeline.period_ps())
 
 
+_Sent = tuple[str, Edge, Send]
+"""A message: its key, between which stages, and what it takes."""
+
+
 class _Pipeline:
     def __init__(
         self,
@@ -239,6 +243,10 @@ class _Pipeline:
     ) -> None:
         self.lists, self.stages = lists, stages
         self.rank_of = _placed(lists, len(stages))
+        self.counts = [0] * len(stages)  # of microbatches
+        for action in (a for own in lists for a in own):
+            if action.microbatch is not None:
+                self.counts[action.stage] = max(self.counts[action.stage], action.microbatch + 1)
         # Between stages on one rank nothing is sent.
         self.edges = [e for e in edges if self.rank_of[e.source] != self.rank_of[e.target]]
         self.into: list[list[Edge]] = [[] for _ in stages]
@@ -313,7 +321,6 @@ class _Pipeline:
         passes = [(i, (a.stage, a.kind)) for i, a in enumerate(listed) if a.microbatch is not None]
         ends = {key: i for i, key in passes}
         begins = {key: i for i, key in reversed(passes)}
-        count = 1 + max((a.microbatch for a in listed if a.microbatch is not None), default=0)
         for step in range(steps):
             for position, action in enumerate(listed):
                 if action.microbatch is None:
@@ -322,7 +329,8 @@ class _Pipeline:
                 key = action.stage, action.kind
                 place = {begins[key]: "first", ends[key]: "last"}.get(position, "")
                 if step:
-                    action = replace(action, microbatch=action.microbatch + step * count)
+                    later = step * self.counts[action.stage]
+                    action = replace(action, microbatch=action.microbatch + later)
                 self._pass(rank, action, place)
         return rank
 
@@ -337,16 +345,15 @@ class _Pipeline:
         alone = len(self.on[rank.index]) == 1
         name = f"{action.kind}{action.microbatch}" if alone else str(action)
         came, leaves = self._messages(action)
-        more = sum(sent.computes_ps for _, sent in (*came, *leaves))
-        needs = tuple(_key(action.kind, action.microbatch or 0, edge) for edge, _ in came)
+        more = sum(sent.computes_ps for _, _, sent in (*came, *leaves))
+        needs = tuple(key for key, _, _ in came)
         if more:
             busy = (*played.busy, (COMPUTE, more))
             played = replace(played, ps=played.ps + more, busy=busy)
         self._run(rank, name, played, needs)
         back = action.kind == "B"
-        for edge, sent in leaves:
+        for key, edge, sent in leaves:
             peer = self.rank_of[edge.source if back else edge.target]
-            key = _key(action.kind, action.microbatch or 0, edge)
             self.ways[key] = rank.index, peer
             channel = f"{rank.index} send {'backward' if back else 'forward'}"
             self._send(rank, peer, sent, key, channel)
@@ -396,15 +403,32 @@ class _Pipeline:
             rank.instructions.append(Launch(key, channel, left.ps, flows))
             rank.under_way.append(key)
 
-    def _messages(self, action: Action) -> tuple[list[tuple[Edge, Send]], list[tuple[Edge, Send]]]:
+    def _messages(self, action: Action) -> tuple[list[_Sent], list[_Sent]]:
         """What an action reads, and what it sends."""
         into, out_of = self.into[action.stage], self.out_of[action.stage]
         if action.kind == "F":
-            return [(e, e.forward) for e in into], [(e, e.forward) for e in out_of]
-        if action.kind == "B":
-            came, leaves = ([(e, e.backward) for e in es if e.backward] for es in (out_of, into))
-            return came, leaves
-        return [], []
+            ways = [[(e, e.forward) for e in edges] for edges in (into, out_of)]
+        elif action.kind == "B":
+            ways = [[(e, e.backward) for e in es if e.backward] for es in (out_of, into)]
+        else:
+            return [], []
+        came, leaves = (
+            [
+                (_key(action.kind, n, e), e, sent)
+                for e, sent in way
+                for n in self._numbers(action, e)
+            ]
+            for way in ways
+        )
+        return came, leaves
+
+    def _numbers(self, action: Action, edge: Edge) -> range:
+        """The messages between two stages that an action sends or reads: one for each microbatch of
+        the stage with the smaller ones.
+        """
+        microbatch, own = action.microbatch or 0, self.counts[action.stage]
+        each = max(self.counts[edge.source], self.counts[edge.target]) // own
+        return range(microbatch * each, (microbatch + 1) * each)
 
     def _link(self, rank: int, level: int, inward: bool = False) -> int:
         return (rank * self.levels + level) * 2 + inward

@@ -139,7 +139,12 @@ class PricedStages:
                 if self.planned[crossing.source].devices == self.planned[target].devices:
                     continue
                 there, back = crossing_bytes(self.lowered, crossing, target)
-                found += there[1] if index == target else back[1] if back else 0.0
+                moved = there[1] if index == target else back[1] if back else 0.0
+                # A pass of the other stage may be several messages.
+                pcgs = self.lowered.pcgs
+                most = max(pcgs[stage].num_microbatches for stage in (crossing.source, target))
+                other = crossing.source if index == target else target
+                found += moved * most / pcgs[other].num_microbatches
         return found
 
     def play(self, lists: Lists) -> Timeline:
@@ -199,8 +204,8 @@ def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> 
 def crossing_bytes(
     lowered: LoweredStages, crossing: Crossing, target: int
 ) -> tuple[Moved, Moved | None]:
-    """What moves of a microbatch of a value to stage `target`, and of its gradient back: None where
-    there is none.
+    """What moves of a value to stage `target`, and of its gradient back, None where there is none:
+    of a microbatch, the smaller one where the stages have unequal ones.
     """
     # By position: equal stages have one program, in which values have the names of one of them.
     name, graphs = crossing.value.name, lowered.cut.graphs
@@ -214,6 +219,7 @@ def crossing_bytes(
 
 
 def _moved(received: PValue, source: PCG, target: PCG) -> Moved:
-    each = prod(local_shape(received.layout, received.spec.shape, target.mesh))
-    each *= DTYPE_BYTES[received.spec.dtype]
+    most = max(source.num_microbatches, target.num_microbatches)
+    elements = prod(local_shape(received.layout, received.spec.shape, target.mesh))
+    each = elements * DTYPE_BYTES[received.spec.dtype] * target.num_microbatches / most
     return each * target.decisions.mesh.num_ranks / source.decisions.mesh.num_ranks, each

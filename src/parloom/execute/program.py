@@ -113,8 +113,17 @@ def compile_stages(stages: LoweredStages, decisions: Decisions, title: str) -> C
         tuple(tuple(map(str, own)) for own in lists),
         stages.cut.shared,
         loss.spec.dtype,
+        _replica_numbers(decisions),
     )
     return CompiledStages(stages.cut, compiled, pipeline)
+
+
+def _replica_numbers(decisions: Decisions) -> tuple[int, ...]:
+    """The replica of every stage; none where there is one."""
+    if len(decisions.replicas) == 1:
+        return ()
+    numbers = {s: number for number, own in enumerate(decisions.replicas) for s in own}
+    return tuple(numbers[stage] for stage in range(len(decisions.stages)))
 
 
 def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
@@ -146,7 +155,8 @@ def evaluation_program(plan: Plan, training: CompiledStages) -> CompiledStages |
     factored, parts = factorize(graph), Cut((graph,), (), {})
     if len(trained) > 1:
         placed = like(graph, training.cut, plan.decisions)
-        whole = replace(plan.decisions, num_microbatches=1)
+        alone = tuple(replace(stage, at_once=1) for stage in plan.decisions.stages)
+        whole = replace(plan.decisions, stages=alone, num_microbatches=1)
         parts = staged(factored, whole, placed)
     pcgs = []
     for own, pcg in zip(parts.graphs, trained, strict=True):

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from parloom.action_text import ONCE, read_action
+from parloom.action_text import ONCE, passes_beside, read_action
 from parloom.errors import InputError
 from parloom.ir.plan import Action
 
@@ -36,7 +36,7 @@ def check_lists(
         raise InputError(f"{len(lists)} action lists for {len(groups)} groups of devices")
     for stages, own in zip(groups, lists, strict=True):
         _check_complete(stages, own, microbatches)
-    _check_order(groups, lists, list(edges))
+    _check_order(lists, list(edges), [len(own) for own in microbatches])
 
 
 def _check_complete(
@@ -67,9 +67,9 @@ def _check_complete(
 
 
 def _check_order(
-    groups: Sequence[Sequence[int]],
     lists: Sequence[Sequence[Action]],
     edges: Sequence[tuple[int, int, bool]],
+    counts: Sequence[int],
 ) -> None:
     """Run all lists: each goes on as far as what it reads has been made."""
     done: set[Action] = set()
@@ -78,33 +78,40 @@ def _check_order(
     while moved:
         moved = False
         for index, own in enumerate(lists):
-            while at[index] < len(own) and not _missing(own[at[index]], edges, done):
+            while at[index] < len(own) and not _missing(own[at[index]], edges, counts, done):
                 done.add(own[at[index]])
                 at[index] += 1
                 moved = True
     stuck = [i for i, own in enumerate(lists) if at[i] < len(own)]
     if stuck:
         waits = (
-            f"{lists[i][at[i]]} waits for {_missing(lists[i][at[i]], edges, done)[0]}"
+            f"{lists[i][at[i]]} waits for {_missing(lists[i][at[i]], edges, counts, done)[0]}"
             for i in stuck
         )
         raise InputError(f"the action lists wait for each other: {', '.join(waits)}")
 
 
 def _missing(
-    action: Action, edges: Sequence[tuple[int, int, bool]], done: set[Action]
+    action: Action,
+    edges: Sequence[tuple[int, int, bool]],
+    counts: Sequence[int],
+    done: set[Action],
 ) -> list[Action]:
     """What an action reads that has not been made."""
     if action.microbatch is None:
         return []
     stage, microbatch = action.stage, action.microbatch
+
+    def beside(kind: str, other: int) -> list[Action]:
+        passes = passes_beside(microbatch, counts[stage], counts[other])
+        return [Action(kind, each, other) for each in passes]
+
     if action.kind == "F":
-        needs = [Action("F", microbatch, source) for source, to, _ in edges if to == stage]
+        needs = [need for source, to, _ in edges if to == stage for need in beside("F", source)]
     elif action.kind == "W":
         needs = [Action("B", microbatch, stage)]
     else:
         needs = [Action("F", microbatch, stage)]
-        needs += [
-            Action("B", microbatch, to) for source, to, back in edges if source == stage and back
-        ]
+        for source, to, back in edges:
+            needs += beside("B", to) if source == stage and back else []
     return [need for need in needs if need not in done]

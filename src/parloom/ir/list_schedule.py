@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import product
 from math import ceil
 
+from parloom.action_text import passes_beside
 from parloom.errors import InputError
 from parloom.ir.plan import Action
 from parloom.ir.schedules import STEP, Lists
@@ -49,14 +50,16 @@ def list_schedule(
     rank_of: Sequence[int],
     num_microbatches: int,
     *,
+    at_once: Sequence[int] = (),
     split: bool = False,
     limits_bytes: Sequence[int] | None = None,
 ) -> Listed | None:
     """The shortest action lists that are found, one for each rank; None where a rank cannot hold
     one microbatch in all of its stages.
 
-    `rank_of` are the ranks of the stages, numbered by their first stage; with `split` gradients of
-    weights are passes of their own. `limits_bytes`: what the activations of each rank may take.
+    `rank_of` are the ranks of the stages, numbered by their first stage; `at_once`: how many of the
+    microbatches each stage runs in one pass, if not one; with `split` gradients of weights are
+    passes of their own. `limits_bytes`: what the activations of each rank may take.
     Raises `InputError` for numbers below 1 and for a link to an earlier stage.
     """
     if min(len(stages), num_microbatches) < 1 or any(e.source >= e.target for e in links):
@@ -64,32 +67,38 @@ def list_schedule(
             f"{len(stages)} stages, {num_microbatches} microbatches: both must be at least 1, and"
             " links lead to later stages"
         )
-    needed = _in_flight(stages, links, rank_of)
+    counts = [num_microbatches // own for own in at_once or [1] * len(stages)]
+    needed = _in_flight(stages, links, rank_of, counts)
     caps = {tuple(ceil(times * each) for each in needed): None for times in MULTIPLES}
     found = (
-        _Greedy(stages, links, rank_of, num_microbatches, each, turns, split, limits_bytes).play()
+        _Greedy(stages, links, rank_of, counts, each, turns, split, limits_bytes).play()
         for each, turns in product(caps, (True, False))
     )
     return min(filter(None, found), key=lambda one: one.makespan, default=None)
 
 
 def _in_flight(
-    stages: Sequence[PassTimes], links: Iterable[Link], rank_of: Sequence[int]
+    stages: Sequence[PassTimes],
+    links: Iterable[Link],
+    rank_of: Sequence[int],
+    counts: Sequence[int],
 ) -> list[float]:
     """How many microbatches each rank needs in flight: the round trips from its stages, in periods
     of the slowest rank.
     """
-    busy = [0] * (max(rank_of) + 1)
-    for stage, rank in zip(stages, rank_of, strict=True):
-        busy[rank] += stage.forward + stage.backward + stage.weights
+    busy, most = [0.0] * (max(rank_of) + 1), max(counts)
+    for stage, rank, count in zip(stages, rank_of, counts, strict=True):
+        busy[rank] += (stage.forward + stage.backward + stage.weights) * count / most
     trips = [stage.forward + stage.backward for stage in stages]
     for link in sorted(links, key=lambda e: e.target, reverse=True):
         own = stages[link.source]
         beyond = link.forward + trips[link.target] + (link.backward or 0)
         trips[link.source] = max(trips[link.source], own.forward + beyond + own.backward)
     found = [0.0] * len(busy)
-    for trip, rank in zip(trips, rank_of, strict=True):
-        found[rank] += trip / max(1, *busy)
+    for trip, rank, count in zip(trips, rank_of, counts, strict=True):
+        # What runs several at once waits for all of them.
+        least = count // min(counts) if count > min(counts) else 0
+        found[rank] += max(trip / max(1.0, *busy) * count / most, least)
     return found
 
 
@@ -101,14 +110,16 @@ class _Greedy:
         stages: Sequence[PassTimes],
         links: Sequence[Link],
         rank_of: Sequence[int],
-        microbatches: int,
+        counts: Sequence[int],
         caps: Sequence[int],
         turns: bool,
         split: bool,
         limits_bytes: Sequence[int] | None,
     ) -> None:
         count, ranks = len(stages), max(rank_of) + 1
-        self.stages, self.rank_of, self.microbatches = stages, rank_of, microbatches
+        self.stages, self.rank_of, self.counts = stages, rank_of, counts
+        # By which microbatches of the step passes are ordered.
+        self.sizes = [max(counts) // own for own in counts]
         self.caps, self.turns, self.split, self.limits = caps, turns, split, limits_bytes
         self.own: list[list[int]] = [[] for _ in range(ranks)]
         # What a rank keeps free for the later stages of a microbatch, so that the oldest one ends:
@@ -124,14 +135,17 @@ class _Greedy:
         }
         reads = {"F": [0] * count, "B": [1] * count}
         for link in links:
-            self.sends["F"][link.source].append((link.target, link.forward))
-            reads["F"][link.target] += 1
+            a, b = link.source, link.target
+            self.sends["F"][a].append((b, link.forward))
+            reads["F"][b] += max(1, counts[a] // counts[b])
             if link.backward is not None:
-                self.sends["B"][link.target].append((link.source, link.backward))
-                reads["B"][link.source] += 1
+                self.sends["B"][b].append((a, link.backward))
+                reads["B"][a] += max(1, counts[b] // counts[a])
         # Of each pass, how many of what it reads are not under way, and when the rest is there.
-        self.missing = {k: [[n] * microbatches for n in reads[k]] for k in "FB"}
-        self.there = {k: [[0] * microbatches for _ in stages] for k in "FB"}
+        self.missing = {
+            k: [[n] * own for n, own in zip(reads[k], counts, strict=True)] for k in "FB"
+        }
+        self.there = {k: [[0] * own for own in counts] for k in "FB"}
         self.done = {kind: [0] * count for kind in "FBW"}
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
         self.free, self.held = [0] * ranks, [0] * ranks
@@ -146,7 +160,7 @@ class _Greedy:
             if chosen is not None:
                 self._run(rank, *chosen, now)
         last = self.done["W" if self.split else "B"]
-        if min(last) < self.microbatches:
+        if any(done < own for done, own in zip(last, self.counts, strict=True)):
             return None
         return Listed(tuple((*listed, *STEP) for listed in self.lists), max(self.free))
 
@@ -158,15 +172,15 @@ class _Greedy:
             best: tuple[int, int] | None = None
             for stage in self.own[rank]:
                 microbatch = self.done[kind][stage]
-                if microbatch == self.microbatches or self.missing[kind][stage][microbatch]:
+                if microbatch == self.counts[stage] or self.missing[kind][stage][microbatch]:
                     continue
                 if kind == "F" and not self._may_enter(rank, stage):
                     continue
                 comes = self.there[kind][stage][microbatch]
                 if comes > now:
                     soon = comes if soon == now else min(soon, comes)
-                elif best is None or (microbatch, -stage) < best:
-                    best = microbatch, -stage
+                elif best is None or (microbatch * self.sizes[stage], -stage) < best:
+                    best = microbatch * self.sizes[stage], -stage
             if best is not None:
                 return kind, -best[1]
         waiting = [s for s in self.own[rank] if self.done["W"][s] < self.done["B"][s]]
@@ -203,10 +217,11 @@ class _Greedy:
         heappush(self.queue, (end, rank))
         for other, took in self.sends[kind][stage]:
             peer, comes = self.rank_of[other], end
-            if peer != rank:  # one message after the other in each direction
-                comes = max(end, self.sent.get((rank, peer, kind), 0)) + took
-                self.sent[rank, peer, kind] = comes
-            self._arrive(kind, other, microbatch, comes)
+            for beside in passes_beside(microbatch, self.counts[stage], self.counts[other]):
+                if peer != rank:  # one message after the other in each direction
+                    comes = max(end, self.sent.get((rank, peer, kind), 0)) + took
+                    self.sent[rank, peer, kind] = comes
+                self._arrive(kind, other, beside, comes)
 
     def _arrive(self, kind: str, stage: int, microbatch: int, when: int) -> None:
         there = self.there[kind][stage]

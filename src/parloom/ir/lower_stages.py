@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parloom.errors import InputError, NotYetError
+from parloom.errors import InputError, LayoutError, NotYetError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Boundary, Graph
 from parloom.ir.lower import lower
@@ -18,7 +18,7 @@ from parloom.ir.pcg import PCG, TIME, PValue, results_of
 from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
-from parloom.ir.stages import Cut, cut_plan, of_stage
+from parloom.ir.stages import Crossing, Cut, cut_plan, of_stage
 
 ActionList = tuple[Action, ...]
 
@@ -68,15 +68,30 @@ class Stager:
         knows how what crosses lies in time: the whole graph is lowered on one device.
         """
         parts = cut_plan(self.factored.graph, decisions, stages)
-        made = self._on_one_device(decisions)
-        values = {c.value.name: made[c.value.name] for c in parts.crossings}
+        names = [crossing.value.name for crossing in parts.crossings]
+        counts = [decisions.num_microbatches // stage.at_once for stage in decisions.stages]
+        boundaries = {count: self._boundary(names, decisions, count) for count in set(counts)}
+        for crossing in parts.crossings:
+            several = {counts[stage] for stage in (crossing.source, *crossing.targets)}
+            if len(several) > 1:
+                _check_samples(crossing, boundaries[max(several)])
+        graphs = (
+            replace(graph, boundary=boundaries[count])
+            for graph, count in zip(parts.graphs, counts, strict=True)
+        )
+        return replace(parts, graphs=tuple(graphs))
+
+    def _boundary(self, names: Sequence[str], decisions: Decisions, count: int) -> Boundary:
+        """How values that cross lie in time with so many microbatches."""
+        made = self._on_one_device(replace(decisions, num_microbatches=count))
+        values = {name: made[name] for name in names}
         boundary = Boundary(
             self._sample_dims,
             {name: value.layout for name, value in values.items()},
             frozenset(name for name, value in values.items() if value.differentiable),
         )
         assert all({*v.axes, *v.partial_axes} <= {TIME} for v in boundary.in_time.values())
-        return replace(parts, graphs=tuple(replace(g, boundary=boundary) for g in parts.graphs))
+        return boundary
 
     @cached_property
     def _sample_dims(self) -> dict[str, int]:
@@ -95,6 +110,16 @@ class Stager:
             values = (value for item in pcg.main.body for value in results_of(item))
             self._alone[key] = {value.name: value for value in values}
         return self._alone[key]
+
+
+def _check_samples(crossing: Crossing, boundary: Boundary) -> None:
+    """What goes between microbatches of unequal sizes is cut and put together along its samples."""
+    name = crossing.value.name
+    if boundary.in_time[name].shard(TIME) is None:
+        raise LayoutError(
+            f"{name} has no dim of samples and goes from stage {crossing.source} to stages with"
+            " microbatches of another size; give these stages the same at_once"
+        )
 
 
 def staged(
@@ -140,10 +165,10 @@ def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]
     if decisions.actions:
         return list(zip(own, decisions.actions, strict=True))
     count, size = len(decisions.stages), len(groups)
-    if len(decisions.replicas) > 1:
+    if len(decisions.replicas) > 1 or any(stage.at_once > 1 for stage in decisions.stages):
         raise InputError(
-            f"{decisions.schedule} runs all microbatches in every stage, and the plan has"
-            f" {len(decisions.replicas)} replicas; list the actions of each"
+            f"{decisions.schedule} runs the same microbatches in every stage, and stages of the"
+            " plan run others; list the actions of each"
         )
     if count % size:
         raise InputError(f"{count} stages on {size} groups of devices do not go around")

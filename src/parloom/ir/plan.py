@@ -133,13 +133,14 @@ class Stage:
     `items` are keys of operators and prefixes of block calls; none are all. `devices` are ranks of
     the cluster, in ascending ranges; the mesh numbers them from 0 in this order. `microbatches` are
     those of the step that it runs, in ascending order; none are all. Stages that run the same ones
-    are a replica of the model.
+    are a replica of the model. `at_once`: how many of the step's microbatches one of its own is.
     """
 
     items: tuple[str, ...]
     devices: tuple[range, ...]
     mesh: Mesh
     microbatches: tuple[int, ...] = ()
+    at_once: int = 1
 
 
 def one_stage(mesh: Mesh) -> tuple[Stage, ...]:
@@ -225,8 +226,9 @@ class Decisions:
         return tuple(map(tuple, found.values()))
 
     def microbatches_of(self, stage: int) -> tuple[int, ...]:
-        """Those that a stage runs."""
-        return self.stages[stage].microbatches or tuple(range(self.num_microbatches))
+        """Those that a stage runs, numbered as its own where it runs several at once."""
+        own = self.stages[stage]
+        return own.microbatches or tuple(range(self.num_microbatches // own.at_once))
 
     @property
     def num_ranks(self) -> int:

@@ -154,6 +154,7 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
                 "devices": ranks_text(stage.devices),
                 "mesh": [_axis(axis) for axis in stage.mesh.axes],
                 **({"microbatches": numbers_text(own)} if (own := stage.microbatches) else {}),
+                **({"at_once": stage.at_once} if stage.at_once > 1 else {}),
             }
             for stage in decisions.stages
         ],
@@ -400,7 +401,7 @@ class _Reader:
             message = f"there are at most {schema.MOST_MICROBATCHES} microbatches"
             raise self.error((*path, "microbatches"), message)
         microbatches = tuple(number for some in own for number in some)
-        return Stage(tuple(document.items), tuple(devices), mesh, microbatches)
+        return Stage(tuple(document.items), tuple(devices), mesh, microbatches, document.at_once)
 
     def _ranges(self, path: Path, text: str) -> list[range]:
         found: list[range] = []

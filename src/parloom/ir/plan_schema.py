@@ -87,13 +87,14 @@ class ParameterDocument(Document):
 
 class StageDocument(Document):
     """Items of main's body (none: all), the ranks of the devices that compute them, their mesh, and
-    the microbatches that they run (none: all).
+    the microbatches that they run (none: all), so many at once.
     """
 
     items: list[Name]
     devices: Ranks
     mesh: list[AxisDocument]
     microbatches: Ranks | None = None
+    at_once: Microbatches = 1
 
 
 class RecomputedDocument(Document):

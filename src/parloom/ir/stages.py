@@ -183,6 +183,7 @@ def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
     return replace(
         decisions,
         stages=one_stage(stage.mesh),
+        num_microbatches=decisions.num_microbatches // stage.at_once,
         schedule="one_stage",
         actions=(),
         nodes=tuple(

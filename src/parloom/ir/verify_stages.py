@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, pairwise
 from types import MappingProxyType
 
 from parloom.errors import InputError, LayoutError, nearest
@@ -34,16 +34,9 @@ def _stages(planned: Planned) -> Problems:
             f"each microbatch leaves {name} to the next one, and stages run several at once: not"
             " yet there; use one stage or --batch-semantics global"
         )
-    run = Counter(m for of in decisions.replicas for m in decisions.microbatches_of(of[0]))
-    for microbatch in range(max(decisions.num_microbatches, 1 + max(run))):
-        if run[microbatch] != 1 or microbatch >= decisions.num_microbatches:
-            yield (
-                f"microbatch {microbatch} of {decisions.num_microbatches} is run by"
-                f" {run[microbatch]} replicas; each is run by one"
-            )
-            return
-    if len(decisions.replicas) > 1 and decisions.accumulates:
-        yield "replicas share a batch whose loss is that of the whole: not each microbatch's"
+    shares = list(_shares(decisions))
+    if shares:
+        yield shares[0]
         return
     groups = {stage.devices for stage in decisions.stages}
     if decisions.actions and len(decisions.actions) != len(groups):
@@ -65,6 +58,32 @@ def _stages(planned: Planned) -> Problems:
         both = {d for part in one.devices for d in part} & {d for p in other.devices for d in p}
         if both and one.devices != other.devices:
             yield f"two stages share device {min(both)} and not all of theirs"
+
+
+def _shares(decisions: Decisions) -> Problems:
+    """Which microbatches stages run, and how many at once."""
+    count = decisions.num_microbatches
+    for index, stage in enumerate(decisions.stages):
+        if count % stage.at_once:
+            yield (
+                f"stage {index} runs {stage.at_once} microbatches at once, which does not divide"
+                f" the {count} of the step"
+            )
+        if stage.at_once > 1 and (stage.microbatches or decisions.accumulates):
+            yield f"stage {index} runs microbatches by themselves: not {stage.at_once} at once"
+    sizes = sorted({stage.at_once for stage in decisions.stages})
+    if any(larger % smaller for smaller, larger in pairwise(sizes)):
+        yield f"stages run {sizes} microbatches at once; each must divide the next larger one"
+    replicas = [decisions.stages[own[0]].microbatches for own in decisions.replicas]
+    if replicas == [()]:
+        return
+    run = Counter(m for own in replicas for m in own or range(count))
+    for microbatch in range(max(count, 1 + max(run))):
+        if run[microbatch] != 1 or microbatch >= count:
+            runs = f"{run[microbatch]} replica{'s' * (run[microbatch] != 1)}"
+            yield f"microbatch {microbatch} of {count} is run by {runs}; each is run by one"
+    if decisions.accumulates:
+        yield "replicas share a batch whose loss is that of the whole: not each microbatch's"
 
 
 def _known_parameters(planned: Planned) -> Problems:

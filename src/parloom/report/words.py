@@ -111,6 +111,7 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
             if axis.size > 1
         )
         own_part = f", microbatches {numbers_text(stage.microbatches)}" * bool(stage.microbatches)
+        own_part += f", {stage.at_once} microbatches at once" * (stage.at_once > 1)
         yield f"stage {index}: {items} ({devices}{axes and ': '}{axes}{own_part})"
 
 

@@ -25,8 +25,9 @@ class Evaluation:
 
 
 def judging(pipeline: Pipeline) -> frozenset[int]:
-    """The stages that evaluate: those of the replica that trains on the first microbatch."""
-    return frozenset(stage for stage, own in enumerate(pipeline.replicas()) if 0 in own)
+    """The stages that evaluate: those of the first replica."""
+    stages = range(len(pipeline.programs))
+    return frozenset(stage for stage in stages if not pipeline.replica(stage))
 
 
 def forward_actions(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:

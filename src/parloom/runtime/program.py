@@ -183,7 +183,8 @@ class Pipeline:
     `ranks[s]` are those of stage s, in the order of its mesh. Actions are `F0`, `B0`, `W0` of the
     only stage and `2F0` of stage 2: forward pass, backward pass, and where gradients of weights are
     made apart from it, these. `shared` are the stages that have a parameter, where several do; the
-    first one owns it. Stages that run the same microbatches are a replica of the model.
+    first one owns it. `replicas` has the number of the replica of the model that each stage is in;
+    none where there is one.
     """
 
     programs: tuple[Program, ...]
@@ -191,6 +192,7 @@ class Pipeline:
     actions: tuple[tuple[str, ...], ...]
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     loss_dtype: str = "float32"
+    replicas: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -209,14 +211,9 @@ class Pipeline:
         found = {spec.name: spec for p in reversed(self.programs) for spec in p.inputs}
         return tuple(found.values())
 
-    def replicas(self) -> tuple[frozenset[int], ...]:
-        """The microbatches that each stage runs."""
-        found: list[set[int]] = [set() for _ in self.programs]
-        for listed in self.actions:
-            for action in parsed(listed):
-                if action.kind not in ONCE:
-                    found[action.stage].add(action.microbatch)
-        return tuple(map(frozenset, found))
+    def replica(self, stage: int) -> int:
+        """The number of a stage's replica."""
+        return self.replicas[stage] if self.replicas else 0
 
     def owner(self, parameter: str, stage: int) -> int:
         """The stage that updates a parameter which `stage` has."""

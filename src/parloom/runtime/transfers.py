@@ -1,7 +1,8 @@
 """Values and their gradients on their way between pipeline stages.
 
 What crosses is sharded over the ranks of both stages, each in its own way; a rank sends another one
-the boxes that the other needs and it has. Of ranks that hold the same box, receivers take turns.
+the boxes that the other needs and it has. Where one stage has larger microbatches, a message has
+what one of the other's is. Of ranks that hold the same box, receivers take turns.
 Messages are received in the order in which their sender sends them, which its action list says,
 those of one action of each sender ahead of need: so they travel while the rank computes.
 """
@@ -58,16 +59,15 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A piece of a value of one microbatch."""
+    """A piece of a value in one of the messages of a wire; after which action it is sent, and which
+    one reads it.
+    """
 
     wire: Wire
-    microbatch: int
+    message: int
     piece: Piece
-
-    @property
-    def action(self) -> Action:
-        """After which it is sent."""
-        return _action(self.wire, self.wire.source, self.microbatch)
+    sent: Action
+    read: Action
 
 
 class Transfers:
@@ -86,12 +86,15 @@ class Transfers:
             for stage, program in enumerate(pipeline.programs)
             for crossing in (*program.arriving, *program.leaving)
         }
-        self._pieces: dict[Wire, tuple[Piece, ...]] = {}
+        # Of messages of a wire as many as the larger microbatch has; all others are like these.
+        self._pieces: dict[Wire, tuple[tuple[Piece, ...], ...]] = {}
         # By sending stage and direction in the order of sending; by receiving stage and value.
         self._out: dict[tuple[int, bool], list[Wire]] = defaultdict(list)
         self._into: dict[tuple[int, bool, str], list[Wire]] = defaultdict(list)
         for wire in wires(pipeline):
-            self._pieces[wire] = tuple(self._split(wire))
+            self._pieces[wire] = tuple(
+                tuple(self._split(wire, message)) for message in range(max(self._each(wire)))
+            )
             self._out[wire.source, wire.backward].append(wire)
             self._into[wire.target, wire.backward, wire.value].append(wire)
         self._numbers = {wire: number for number, wire in enumerate(self._pieces)}
@@ -102,7 +105,8 @@ class Transfers:
         }
         # What a rank has done when its message arrives says which of those to it have arrived.
         self._places = [{action: i for i, action in enumerate(own)} for own in actions]
-        comm.connect((p.sender, p.receiver) for of in self._pieces.values() for p in of)
+        several = (of for messages in self._pieces.values() for of in messages)
+        comm.connect((p.sender, p.receiver) for of in several for p in of)
         self.waited_s = 0.0  # of the step, for messages
         self._expected: dict[int, deque[Letter]] = {}
         self._unposted: Counter[tuple[int, Wire, int]] = Counter()
@@ -115,7 +119,7 @@ class Transfers:
         self.waited_s = 0.0
         self._expected = {s: deque(messages) for s, messages in self._order.items() if messages}
         self._unposted = Counter(
-            (sender, m.wire, m.microbatch) for sender, of in self._order.items() for m in of
+            (sender, m.wire, m.message) for sender, of in self._order.items() for m in of
         )
 
     def end_step(self) -> None:
@@ -131,8 +135,8 @@ class Transfers:
         for sender, queue in self._expected.items():
             if sender in ready:
                 continue
-            first = queue[0].action if queue else None
-            while queue and queue[0].action == first:
+            first = queue[0].sent if queue else None
+            while queue and queue[0].sent == first:
                 self._post(sender)
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> None:
@@ -155,58 +159,83 @@ class Transfers:
             total += self._receive(wire, microbatch)
         return total
 
-    def _split(self, wire: Wire) -> Iterator[Piece]:
-        """The pieces in which a value, or its gradient, goes over."""
-        return split(self._held(wire.source, wire.value), self._held(wire.target, wire.value))
+    def _each(self, wire: Wire) -> tuple[int, int]:
+        """The messages of a wire that a microbatch of its source is, and one of its target."""
+        programs = self._pipeline.programs
+        counts = [programs[stage].num_microbatches for stage in (wire.source, wire.target)]
+        return max(counts) // counts[0], max(counts) // counts[1]
 
-    def _held(self, stage: int, value: str) -> Iterator[Held]:
+    def _split(self, wire: Wire, message: int) -> Iterator[Piece]:
+        """The pieces in which a value, or its gradient, goes over."""
+        sent, read = self._each(wire)
+        have = self._held(wire.source, wire.value, message // sent)
+        return split(have, self._held(wire.target, wire.value, message // read))
+
+    def _held(self, stage: int, value: str, microbatch: int) -> Iterator[Held]:
         """The boxes of a microbatch that each rank of a stage has."""
         mesh = self._pipeline.programs[stage].mesh
         dims = self._crossings[stage, value].spec.dims
         for index, rank in enumerate(self._pipeline.ranks[stage]):
-            yield rank, boxes(dims, mesh, mesh.coordinates(index, 0))
+            yield rank, boxes(dims, mesh, mesh.coordinates(index, microbatch))
+
+    def _letters(self, wire: Wire, microbatch: int, *, read: bool = False) -> Iterator[Letter]:
+        """All pieces of a microbatch of the stage that sends, or of the one that reads."""
+        sent_each, read_each = self._each(wire)
+        each, pieces = read_each if read else sent_each, self._pieces[wire]
+        for message in range(microbatch * each, (microbatch + 1) * each):
+            sent = _action(wire, wire.source, message // sent_each)
+            reads = _action(wire, wire.target, message // read_each)
+            for piece in pieces[message % len(pieces)]:
+                yield Letter(wire, message, piece, sent, reads)
 
     def _sent_by(self, sender: int, actions: tuple[Action, ...]) -> Iterator[Letter]:
         """All messages of a rank, in the order in which it sends them."""
         for action in (a for a in actions if a.kind in ("F", "B")):
             for wire in self._out[action.stage, action.kind == "B"]:
-                for piece in self._pieces[wire]:
-                    if piece.sender == sender:
-                        yield Letter(wire, action.microbatch, piece)
+                for letter in self._letters(wire, action.microbatch):
+                    if letter.piece.sender == sender:
+                        yield letter
 
-    def _tag(self, wire: Wire, microbatch: int) -> int:
+    def _tag(self, letter: Letter) -> int:
         """What names a message, for back ends that compare it."""
-        return self._numbers[wire] << MICROBATCH_BITS | microbatch
+        return self._numbers[letter.wire] << MICROBATCH_BITS | letter.message
 
     def _send(self, wire: Wire, microbatch: int, tensor: Tensor) -> None:
         tensor = tensor.detach()
-        for piece in self._pieces[wire]:
+        for letter in self._letters(wire, microbatch):
+            piece = letter.piece
             if piece.sender != self._comm.rank:
                 continue
             part = tensor[piece.sent]
             if piece.receiver == self._comm.rank:
-                self._stays.setdefault((wire, microbatch), []).append((part, piece))
+                self._stays.setdefault((wire, letter.message), []).append((part, piece))
                 continue
             part = _plain(part.contiguous())
-            work = self._comm.send(part, piece.receiver, self._tag(wire, microbatch))
-            read = self._places[piece.receiver][_action(wire, wire.target, microbatch)]
+            work = self._comm.send(part, piece.receiver, self._tag(letter))
+            read = self._places[piece.receiver][letter.read]
             self._under_way[piece.receiver].append((read, work, part))
 
     def _receive(self, wire: Wire, microbatch: int) -> Tensor:
         spec = self._crossings[wire.target, wire.value].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         whole = torch.empty(local_shape(spec.dims), dtype=dtype, device=self._device)
-        for part, piece in self._stays.pop((wire, microbatch), []):
-            whole[piece.received] = part
-        for sender in {p.sender for p in self._pieces[wire] if p.receiver == self._comm.rank}:
-            while self._unposted[sender, wire, microbatch]:
-                self._post(sender)
-        for work, part, piece in self._posted.pop((wire, microbatch), []):
-            began = perf_counter()
-            work.wait()
-            self.waited_s += perf_counter() - began
-            whole[piece.received] = part
-            self._let_go(piece.sender, _action(wire, wire.source, microbatch))
+        mine = [
+            letter
+            for letter in self._letters(wire, microbatch, read=True)
+            if letter.piece.receiver == self._comm.rank
+        ]
+        for letter in mine:
+            while self._unposted[letter.piece.sender, wire, letter.message]:
+                self._post(letter.piece.sender)
+        for message, sent in {letter.message: letter.sent for letter in mine}.items():
+            for part, piece in self._stays.pop((wire, message), []):
+                whole[piece.received] = part
+            for work, part, piece in self._posted.pop((wire, message), []):
+                began = perf_counter()
+                work.wait()
+                self.waited_s += perf_counter() - began
+                whole[piece.received] = part
+                self._let_go(piece.sender, sent)
         return whole
 
     def _let_go(self, receiver: int, done: Action) -> None:
@@ -221,14 +250,14 @@ class Transfers:
 
     def _post(self, sender: int) -> None:
         """Be ready for the next message of a sender."""
-        message = self._expected[sender].popleft()
-        wire, piece = message.wire, message.piece
-        self._unposted[sender, wire, message.microbatch] -= 1
+        letter = self._expected[sender].popleft()
+        wire, piece = letter.wire, letter.piece
+        self._unposted[sender, wire, letter.message] -= 1
         spec = self._crossings[wire.target, wire.value].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         part = torch.empty(piece.shape, dtype=dtype, device=self._device)
-        work = self._comm.receive(_plain(part), sender, self._tag(wire, message.microbatch))
-        self._posted.setdefault((wire, message.microbatch), []).append((work, part, piece))
+        work = self._comm.receive(_plain(part), sender, self._tag(letter))
+        self._posted.setdefault((wire, letter.message), []).append((work, part, piece))
 
 
 def _action(wire: Wire, stage: int, microbatch: int) -> Action:
@@ -254,16 +283,16 @@ def split(have: Iterable[Held], want: Iterable[Held]) -> Iterator[Piece]:
 
 def wires(pipeline: Pipeline) -> Iterator[Wire]:
     """All ways of values between stages, there and back."""
-    replicas = pipeline.replicas()
     made = {
-        (crossing.value, replicas[stage]): stage
+        (crossing.value, pipeline.replica(stage)): stage
         for stage, program in enumerate(pipeline.programs)
         for crossing in program.leaving
     }
     for stage, program in enumerate(pipeline.programs):
         for crossing in program.arriving:
             for backward in (False, True) if crossing.flows else (False,):
-                yield Wire(crossing.value, made[crossing.value, replicas[stage]], stage, backward)
+                source = made[crossing.value, pipeline.replica(stage)]
+                yield Wire(crossing.value, source, stage, backward)
 
 
 def _piece(sender: int, receiver: int, have: Box, want: Box) -> Piece | None:

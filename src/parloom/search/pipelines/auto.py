@@ -37,6 +37,8 @@ NEARBY, FORMS = 0.02, 0.15
 AROUND = 2
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
 JUDGED, EACH, MOVED = 12, 2, 40
+# How many splits with larger microbatches in some stage.
+MERGED = 8
 # Splits that are simulated where all of them may be.
 EVERY = 300
 # The share by which a pipeline may be better for it to be looked for.
@@ -154,6 +156,7 @@ class PipelineSearch:
         if not self.judge_every(self._promising_layouts()):
             for best in self.tried.fitting()[:1]:
                 self.tried.move(best, MOVED)
+        self.tried.merge(self.contexts.counts, MERGED)
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""

@@ -2,7 +2,7 @@
 that fits as the simulator plays it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from parloom.ir.plan import Decisions, ParameterDecision, Stage
 from parloom.ir.schedules import Lists, schedule
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pipelines.alike import AlikeStages
-from parloom.search.pipelines.split import Split, moves
+from parloom.search.pipelines.split import Split, merges, moves
 from parloom.search.request import Request
 
 SEARCHED = "searched"
@@ -101,10 +101,12 @@ class Judge:
         sizes = [costs.num_devices for costs in split.costs]
         begins = split.begins or tuple(accumulate(sizes, initial=0))
         stages, own = [], {}
-        for (first, last), group in zip(split.ranges, split.groups, strict=True):
+        at_once = split.at_once or (1,) * len(split.groups)
+        ranges = zip(split.ranges, split.groups, at_once, strict=True)
+        for (first, last), group, together in ranges:
             whole, items = split.costs[group].whole, split.costs[group].items[first:last]
             devices = range(begins[group], begins[group] + whole.num_ranks)
-            stages.append(Stage(items, (devices,), whole.mesh))
+            stages.append(Stage(items, (devices,), whole.mesh, at_once=together))
             own.update(dict.fromkeys(items, group))
         wholes = [costs.whole for costs in split.costs]
         # Items that no stage owns are computed where they are read, as the first group has them.
@@ -150,7 +152,7 @@ class Judge:
         num_stages, num_groups = len(split.groups), len(split.costs)
         edges = stages.edges
         chain = all(edge.target == edge.source + 1 for edge in edges)
-        for name in _names(split.groups, num_groups):
+        for name in _names(split.groups, num_groups) if not split.at_once else ():
             if chain:
                 yield name, schedule(name, num_stages, count, num_stages // num_groups)
             elif num_stages == num_groups:  # as lists: schedules by name take chains
@@ -168,7 +170,9 @@ class Judge:
             room = _room(own, ranks, limits)
             if min(room) <= 0:
                 continue
-            found = list_schedule(times, links, ranks, count, split=apart, limits_bytes=room)
+            found = list_schedule(
+                times, links, ranks, count, at_once=split.at_once, split=apart, limits_bytes=room
+            )
             if found is not None:
                 yield SEARCHED, found.lists
 
@@ -186,7 +190,7 @@ class Tried:
         """The split as a plan; None where it was tried before, or cannot be played."""
         wholes = tuple(id(costs.whole) for costs in split.costs)
         items = tuple(split.costs[0].items[end - 1] for end in split.ends)
-        key = split.ends, split.groups, split.begins, wholes, items
+        key = split.ends, split.groups, split.begins, split.at_once, wholes, items
         if key in self._known:
             return None
         self._known.add(key)
@@ -210,11 +214,21 @@ class Tried:
 
     def move(self, best: JudgedSplit, most: int) -> None:
         """Move one boundary at a time of a split, as long as that helps, and at most so often."""
+        self._climb(best, moves, most)
+
+    def merge(self, counts: Collection[int], most: int) -> None:
+        """Give stages of the best split larger microbatches, of `counts` in a step, likewise."""
+        for best in self.fitting()[:1]:
+            self._climb(best, lambda split: merges(split, counts), most)
+
+    def _climb(
+        self, best: JudgedSplit, nearby: Callable[[Split], Iterator[Split]], most: int
+    ) -> None:
         left = len(self.judged) + most
         better: JudgedSplit | None = best
         while better is not None:
             best, better = better, None
-            for split in moves(best.split):
+            for split in nearby(best.split):
                 found = self.play(split) if len(self.judged) < left else None
                 if found is not None and self.fits(found) and found.step_ps < best.step_ps:
                     better = found

@@ -26,6 +26,7 @@ from parloom.search.pipelines.auto import (
     EACH,
     FORMS,
     JUDGED,
+    MERGED,
     MOVED,
     NEARBY,
 )
@@ -189,6 +190,7 @@ class MixedSearch:
                 fitting = self.tried.fitting()
                 for one in fitting[:BASES]:
                     self.tried.move(one, MOVED)
+                self.tried.merge(self.counts, MERGED)
                 if fitting:
                     return
 

@@ -8,7 +8,7 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 5.2): the least sum of all stages, under a limit on the slowest, for several limits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -44,13 +44,15 @@ GROUPS = 64
 class Split:
     """Stages as ranges of items, `ends` behind each, with the group of devices that each has;
     `costs` are those of items by group, `begins` the first device of each where they do not follow
-    each other.
+    each other. `at_once`: how many microbatches each stage runs in one pass, where not one; closed
+    forms do not know it.
     """
 
     ends: tuple[int, ...]
     groups: tuple[int, ...]
     costs: tuple[ItemCosts, ...]
     begins: tuple[int, ...] = ()
+    at_once: tuple[int, ...] = ()
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -332,6 +334,20 @@ def _within(
         sizes.append(size)
         at = at[0] - size // unit, first_place
     return tuple(reversed(ends)), tuple(reversed(sizes))
+
+
+def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
+    """Splits in which a stage of the busiest group has microbatches twice as large, as far as there
+    are such.
+    """
+    loads = split.loads_ps()
+    busiest = loads.index(max(loads))
+    each = split.at_once or (1,) * len(split.groups)
+    for stage in (stage for stage, group in enumerate(split.groups) if group == busiest):
+        twice = 2 * each[stage]
+        left, odd = divmod(split.num_microbatches, twice)
+        if not odd and left in counts:
+            yield replace(split, at_once=(*each[:stage], twice, *each[stage + 1 :]))
 
 
 def moves(split: Split) -> Iterator[Split]:
