@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from parloom import runtime as rt
-from parloom.errors import LayoutError, VerifyError
+from parloom.cost.clusters import load_cluster
+from parloom.cost.stages import simulate_stages
+from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Graph
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.plan import Action, Decisions, Stage
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import cut_plan, stage_items
@@ -163,3 +166,55 @@ def test_what_replicas_cannot_have() -> None:
     norm = lowered.model("cnn").graph
     with pytest.raises(LayoutError, match="is computed from all samples of a step"):
         cut_plan(norm, replace(plan, num_microbatches=2))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]])
+def test_replicas_are_given_one_batch(case: Case) -> None:
+    """Each cuts its microbatches out of the batch that it is given."""
+    model = lowered.model("gpt")
+    pipeline = staged.compiled(model, replicas(model.graph, case, 0)).pipeline
+
+    def run(comm: rt.Comm) -> None:
+        trainer = rt.Trainer(
+            pipeline,
+            model.tensors,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            comm=comm,
+        )
+        mine = {name: tensor.flip(0) if comm.rank else tensor for name, tensor in model.batch.items()}
+        with pytest.raises(InputError, match=r"input '\w+' differs"):
+            trainer.step(mine)
+
+    rt.run_threads(pipeline.mesh, run)
+
+
+def test_what_the_optimizer_writes_reaches_all_replicas() -> None:
+    model = lowered.model("mlp")
+    pipeline = staged.compiled(model, replicas(model.graph, CASES[0], 0)).pipeline
+
+    def run(comm: rt.Comm) -> Tensor:
+        def optimizer(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+            with torch.no_grad():
+                for _, parameter in named:
+                    parameter.fill_(0.01)
+            return torch.optim.SGD([p for _, p in named], lr=0.0)
+
+        trainer = rt.Trainer(pipeline, model.tensors, optimizer=optimizer, comm=comm)
+        helds = trainer.parts[0].store.helds.values()
+        return torch.stack([held.owned.detach().mean() for held in helds])
+
+    for found in rt.run_threads(pipeline.mesh, run):
+        torch.testing.assert_close(found, torch.full_like(found, 0.01))
+
+
+def test_one_microbatch_of_several_keeps_its_gradients() -> None:
+    """Memory of a replica that runs one, against one that runs two."""
+    model, cluster = lowered.model("mlp"), load_cluster("2xcpu")
+    peaks = []
+    for shares in (((0, 1), (2, 3)), ((0, 1, 2), (3,))):
+        plan = replicas(model.graph, Case(((1,), (1,)), shares), 0)
+        lists = tuple(tuple(a for a in own if a.kind != "W") for own in plan.actions)
+        plan = replace(plan, actions=lists)
+        timeline = simulate_stages(lower_stages(model.graph, plan), cluster, plan)
+        peaks.append(timeline.processes[1].memory.peak)
+    assert peaks[0] == peaks[1]

@@ -152,6 +152,9 @@ def play_stage(
         listed["B first"] = stage.backward(first=True, last=alone)
         listed["B"] = stage.again() if not alone else listed["B first"]
         listed["B last"] = stage.again(last=True) if not alone else listed["B first"]
+        # Of several microbatches one alone, as replicas may have: its gradients stay, as the first
+        # one's do; those that are reduced leave, as the last one's do.
+        listed["B only"] = listed["B last" if stage.pcg.decisions.num_ranks > 1 else "B first"]
     listed |= {"REDUCE": stage.reduce(), "STEP": stage.update(), "GATHER": stage.publish()}
     tasks = stage.step(tuple(listed.values()))
     actions = {
@@ -328,6 +331,7 @@ class _Pipeline:
                     continue
                 key = action.stage, action.kind
                 place = {begins[key]: "first", ends[key]: "last"}.get(position, "")
+                place = "only" if begins[key] == ends[key] else place
                 if step:
                     later = step * self.counts[action.stage]
                     action = replace(action, microbatch=action.microbatch + later)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from math import ceil, prod
 
+from parloom.action_text import PASSES_AHEAD
 from parloom.cost.actions import Stage
 from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import (
@@ -124,13 +125,13 @@ class PricedStages:
         return replace(self.player.actions(pcg, stage, split=split), name=f"stage {index}")
 
     def actions(self, index: int, *, split: bool) -> StageActions:
-        """The same with memory for all that one pass of each sender sends: it is received ahead."""
+        """The same with memory for what is received ahead of need."""
         found, ahead = self.alone(index, split=split), [0] * len(COMPONENTS)
         ahead[COMMUNICATION] = ceil(self._ahead_bytes(index))
         return replace(found, base=tuple(map(sum, zip(found.base, ahead, strict=True))))
 
     def _ahead_bytes(self, index: int) -> float:
-        """What the ranks of a stage receive after one pass of each stage that sends to it."""
+        """What the ranks of a stage receive of the passes ahead of each stage that sends to it."""
         found = 0.0
         for crossing in self.lowered.cut.crossings:
             for target in crossing.targets:
@@ -144,7 +145,8 @@ class PricedStages:
                 pcgs = self.lowered.pcgs
                 most = max(pcgs[stage].num_microbatches for stage in (crossing.source, target))
                 other = crossing.source if index == target else target
-                found += moved * most / pcgs[other].num_microbatches
+                passes = min(PASSES_AHEAD, pcgs[other].num_microbatches)
+                found += passes * moved * most / pcgs[other].num_microbatches
         return found
 
     def play(self, lists: Lists) -> Timeline:

@@ -107,8 +107,8 @@ def _owned_in_turns(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
     the stage that owns the least, so that all send and receive about as much.
     """
     shared = _shared(graphs)
-    sizes = {
-        entry.target: entry.value.spec.num_elements
+    sizes = {  # what is not trained does not travel
+        entry.target: entry.trainable * entry.value.spec.num_elements
         for own in graphs
         for entry in own.of_kind("parameter")
     }

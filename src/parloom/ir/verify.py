@@ -287,6 +287,8 @@ def _executable(planned: Planned) -> Problems:
             f"one stage has as many neighboring devices as its mesh has ranks,"
             f" {stage.mesh.num_ranks}, not {num_devices} in {len(stage.devices)} runs"
         )
+    if stage.microbatches or stage.at_once > 1:
+        yield "one stage runs all microbatches, one at a time: leave out what it says of them"
     if decisions.batch_norm != "global":
         yield f"batch_norm {decisions.batch_norm!r} is not yet executable"
 

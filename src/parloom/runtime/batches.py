@@ -45,6 +45,11 @@ class Batches:
                     f"{_for(spec.name, own, samples)}{_way_on(given, shape, spec.dtype)}"
                 )
 
+    @property
+    def whole(self) -> Mapping[str, Tensor]:
+        """The entries of which this rank was given all samples."""
+        return {name: self._tensors[name] for name, own in self._own.items() if not own}
+
     def check_same(self) -> None:
         """Raise `InputError` unless ranks that work on the same samples were given the same."""
         check_same_batch(self._ctx.comm, self._tensors, self._own, self._ctx.device)

@@ -1,7 +1,7 @@
 """Whether ranks hold the same: weights by two sums per tensor, batches and texts by their bytes."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -82,6 +82,28 @@ def check_same_batch(
             other, expected = first.setdefault(place, (rank, row[column]))
             if row[column] != expected:
                 raise InputError(f"input {name!r} {_differs(other, rank, bool(own[name]))}")
+
+
+def check_same_everywhere(
+    comm: Comm, names: Sequence[str], tensors: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """Raise `InputError` that names an input of the global batch of which two ranks were given
+    unequal ones, whatever stages they are in; ranks need not have all of `names`.
+    """
+    group = comm.group(comm.mesh.space)
+    given = [(1, _hash(tensors[n])) if n in tensors else (0, 0) for n in names]
+    mine = torch.tensor(given, dtype=torch.int64, device=device).view(-1)
+    everyone = mine.new_empty(group.size, len(mine))
+    group.all_gather(everyone, mine).wait()
+    rows = everyone.view(group.size, len(names), 2).tolist()
+    for index, name in enumerate(names):
+        first: tuple[int, int] | None = None
+        for rank, row in enumerate(rows):
+            there, value = row[index]
+            if there and first is None:
+                first = rank, value
+            if there and first is not None and value != first[1]:
+                raise InputError(f"input {name!r} {_differs(first[0], rank, False)}")
 
 
 def told_by_some(

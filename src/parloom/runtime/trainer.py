@@ -30,7 +30,7 @@ from parloom.runtime.optimizer import (
 )
 from parloom.runtime.part import Part, make_parts, owned
 from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
-from parloom.runtime.same import told_by_all, told_by_some
+from parloom.runtime.same import check_same_everywhere, told_by_all, told_by_some
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import (
     SampleDims,
@@ -126,6 +126,7 @@ class Trainer:
         )
         self.evaluation = None if judged is None else Evaluator(judged, self._stages)
         self.optimizer, self._untouched = make_optimizer(optimizer, self.owned)
+        self._stages.shared.publish(frozen=True)  # it may have written to weights
         self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
         self.clip_norm = clip_norm
         scales = any(p.scales_loss for p in self.pipeline.programs)
@@ -175,6 +176,10 @@ class Trainer:
         if not self._compared:
             for of_stage in batches.values():
                 of_stage.check_same()
+            if len(self.pipeline.programs) > 1:
+                names = sorted({spec.name for p in self.pipeline.programs for spec in p.inputs})
+                given = {n: t for of in batches.values() for n, t in of.whole.items()}
+                check_same_everywhere(self.comm, names, given, self.device)
             self._compared = True
         if due(self._since_loaded):
             self._check_settings(local)

@@ -4,7 +4,7 @@ What crosses is sharded over the ranks of both stages, each in its own way; a ra
 the boxes that the other needs and it has. Where one stage has larger microbatches, a message has
 what one of the other's is. Of ranks that hold the same box, receivers take turns.
 Messages are received in the order in which their sender sends them, which its action list says,
-those of one action of each sender ahead of need: so they travel while the rank computes.
+those of some passes of each sender ahead of need: so they travel while the rank computes.
 """
 
 from collections import Counter, defaultdict, deque
@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from parloom.action_text import PASSES_AHEAD
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.sharding import Box, boxes, local_shape
@@ -130,13 +131,16 @@ class Transfers:
         self._under_way.clear()
 
     def receive_ahead(self) -> None:
-        """Be ready for all messages of the next action of every sender."""
-        ready = {piece.sender for posted in self._posted.values() for _, _, piece in posted}
+        """Be ready for all messages of the next passes of every sender."""
+        ahead: dict[int, set[Action]] = defaultdict(set)
+        for (wire, message), posted in self._posted.items():
+            sent = _action(wire, wire.source, message // self._each(wire)[0])
+            for *_, piece in posted:
+                ahead[piece.sender].add(sent)
         for sender, queue in self._expected.items():
-            if sender in ready:
-                continue
-            first = queue[0].sent if queue else None
-            while queue and queue[0].sent == first:
+            passes = ahead[sender]
+            while queue and (queue[0].sent in passes or len(passes) < PASSES_AHEAD):
+                passes.add(queue[0].sent)
                 self._post(sender)
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> None:
