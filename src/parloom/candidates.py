@@ -405,6 +405,9 @@ def _name(method: str, decisions: Decisions) -> str:
         even = len(set(groups)) == 1
         sizes = f"{len(groups)} x {max(groups)}" if even else "+".join(map(str, groups))
         parts = f"{count} microbatch{'es' * (count > 1)}"
+        replicas = len(decisions.replicas)
+        if replicas == stages:
+            return f"{title} ({replicas} replicas on {sizes} devices, {parts})"
         return f"{title} ({stages} stages on {sizes} devices, {parts})"
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 

@@ -5,7 +5,7 @@ the last backward pass launches what is reduced once a step. `REDUCE`, `STEP` an
 step program.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -162,6 +162,7 @@ class Stage:
             self.passing_gradients = sum(parameters.stored_of(p)["gradients"] for p in own)
             self.own_gradients = sum(map(parameters.updated_gradient_bytes, own))
         parts: list[Placed] = []
+        issued: list[float] = []
         out = Listing()
         self.host.expect([w for w in works if isinstance(w, Called) and w.moves])
         for work in works:
@@ -171,7 +172,7 @@ class Stage:
                 parts.append(self._call_backward(work, ready, part, classes))
                 out = Listing()
                 continue
-            self._emit(out, Flat(work, "", ACTIVATIONS, work.parameters), part, classes)
+            issued += self._emit(out, Flat(work, "", ACTIVATIONS, work.parameters), part, classes)
             if part != "I":
                 ready.made(self._touched(work), out)
         collect = picoseconds(parameters.collect().price.compute_s)
@@ -180,7 +181,7 @@ class Stage:
         if collect and part != "I" and not made:
             out.run("gradients", "collect", collect)
         if part == "W":
-            self._wait_for_processor(out, [w for w in works if isinstance(w, Work)])
+            self._wait_for_processor(out, issued)
         else:
             self.gathered.drop_all(out)
         if part != "B":
@@ -392,6 +393,7 @@ class Stage:
         """A callee's instructions, and after how many each of its works is over."""
         out, classes = Listing(), dict(classes)
         ends: list[int] = []
+        issued: list[float] = []
         discards = call.discards if call.recompute else 0
         remade = -discards
         listed = groupby(self._flat(call, part), lambda flat: flat.component == RECOMPUTATION)
@@ -402,14 +404,13 @@ class Stage:
             if again:
                 out.run(RECOMPUTING, "memory")
             for flat in works:
-                self._emit(out, flat, "F" if again else part, {} if again else classes)
+                issued += self._emit(out, flat, "F" if again else part, {} if again else classes)
                 ends.append(len(out.entries))
                 remade += flat.work.takes - flat.work.gives if again else 0
             if again:
                 out.run(RECOMPUTED, "memory", after=((RECOMPUTATION, -discards),))
         if part == "W":
-            own = (flat.work for flat in self._flat(call, part) if flat.component == ACTIVATIONS)
-            self._wait_for_processor(out, own)
+            self._wait_for_processor(out, issued)
         if remade and part in ("B", "I"):
             # The backward pass has given this back as activations.
             moved = ((RECOMPUTATION, -remade), (ACTIVATIONS, remade))
@@ -449,14 +450,16 @@ class Stage:
         flat: Flat,
         part: str,
         classes: dict[int, Gradient],
-    ) -> None:
-        """One work: it runs, its collective follows and is waited for."""
+    ) -> tuple[float, ...]:
+        """One work: it runs, its collective follows and is waited for. Of a pass of weights, the
+        seconds of the gradients that it makes, none where it makes none.
+        """
         work = flat.work
         made = [classes[p] for p in flat.parameters if p in classes] if part != "I" else []
         if made:  # what comes later is added
             classes.update((p, (TEMPORARY, classes[p][1])) for p in flat.parameters if p in classes)
         if part == "W" and not (work.weights_s or made):
-            return
+            return ()
         seconds = work.compute_s - (work.weights_s if part == "I" else 0.0)
         if part == "W":
             seconds = work.weights_s + (0.0 if self.issues_ahead else self.software.split_s)
@@ -480,15 +483,15 @@ class Stage:
         exchange = work.exchange if part != "W" else None
         if exchange is None or not exchange.seconds:
             out.run(work.name, work.kind, picoseconds(seconds), (), before, after)
-            return
+            return (work.weights_s,) * (part == "W")
         out.run(work.name, work.kind, picoseconds(seconds), (), before)
         key = key_of(f"activations {exchange.kind}", work.name)
         out.launch(self.links.exchange(key, exchange), work.name)
         out.run(work.name, "wait", waits=(key,), after=after)
+        return ()
 
-    def _wait_for_processor(self, out: Listing, works: Iterable[Work]) -> None:
+    def _wait_for_processor(self, out: Listing, times: Sequence[float]) -> None:
         """A GPU waits where gradients of weights made apart take its processor longer."""
-        times = [work.weights_s for work in works if work.weights_s]
         late_s = len(times) * self.software.split_s - sum(times)
         if self.issues_ahead and late_s > 0:
             out.run("processor", "issue", picoseconds(late_s))

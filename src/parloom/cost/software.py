@@ -127,7 +127,7 @@ GENERATIONS: Mapping[str, Software] = MappingProxyType(
 )  # fmt: skip
 
 # A call of autograd for each reader (0.20 to 0.23 ms of the host of an H100, torch 2.11, by
-# benchmarks/one_gpu.py).
+# measure.split_s); a processor that was not calibrated is taken to need as much.
 SPLIT_S = 2e-4
 # What parloom's own generated programs run on; clipping is the training script's.
 OWN = replace(GENERATIONS["eager"], name="parloom", clips=False, split_s=SPLIT_S)

@@ -42,7 +42,15 @@ def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
         "words": list(words(parse_graph(plan.graph), plan.decisions, case.cluster)),
         "num_microbatches": plan.decisions.num_microbatches,
         "schedule": plan.decisions.schedule,
-        "stages": [{"items": list(s.items), "devices": ranks_text(s.devices)} for s in stages],
+        "stages": [
+            {
+                "items": list(s.items),
+                "devices": ranks_text(s.devices),
+                "microbatches": list(s.microbatches),
+                "at_once": s.at_once,
+            }
+            for s in stages
+        ],
         "actions": [[str(action) for action in own] for _, own in group_lists(plan.decisions)],
         "passes": [
             {"name": name, **{f"{k}_s": _longest(case, i, k) for k in "FB"}}

@@ -74,7 +74,13 @@ def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> d
         "method": plan.method,
         "mesh": _mesh(plan.decisions.stages[0]) if len(plan.decisions.stages) == 1 else [],
         "stages": [
-            {"items": list(s.items), "devices": ranks_text(s.devices), "mesh": _mesh(s)}
+            {
+                "items": list(s.items),
+                "devices": ranks_text(s.devices),
+                "mesh": _mesh(s),
+                "microbatches": list(s.microbatches),
+                "at_once": s.at_once,
+            }
             for s in plan.decisions.stages
         ],
         "num_microbatches": plan.decisions.num_microbatches,

@@ -40,19 +40,16 @@ class SharedParameters:
 
     def reduce(self) -> None:
         """Add the gradients of all stages up where a parameter is owned."""
-        moves, owners = [], []
+        moves = []
         for copy in (copy for copy in self._copies if copy.trained):
             held = self._held(copy.name, copy.stage)
             sent = None if held is None else _gradient(held.owned)
             owner = self._held(copy.name, copy.owner)
-            received = None if owner is None else torch.zeros_like(owner.owned)
-            moves.append(_Move(copy.gradients, copy.gradient_dtype, sent, received))
-            owners.append(owner)
+            if owner is not None:
+                owner.owned.grad = _gradient(owner.owned)
+            received = None if owner is None else owner.owned.grad
+            moves.append(_Move(copy.gradients, copy.gradient_dtype, sent, received, adds=True))
         self._exchange(moves)
-        for owner, move in zip(owners, moves, strict=True):
-            if owner is not None and move.received is not None:
-                gradient = owner.owned.grad
-                owner.owned.grad = move.received if gradient is None else gradient + move.received
 
     def publish(self, *, frozen: bool = False) -> None:
         """Bring the copies up to date, after a load those that no step changes, too."""
@@ -79,24 +76,24 @@ class SharedParameters:
         """
         rank = self._comm.rank
         leaving: dict[Way, list[Tensor]] = defaultdict(list)
-        coming: dict[Way, list[tuple[Tensor, Piece]]] = defaultdict(list)
+        coming: dict[Way, list[tuple[_Move, Piece]]] = defaultdict(list)
         for move in moves:
             for piece in move.pieces:
                 if piece.sender == rank:
                     assert move.sent is not None
                     part = move.sent[piece.sent]
                     if piece.receiver == rank:
-                        assert move.received is not None
-                        move.received[piece.received] = part.to(move.received.dtype)
+                        move.take(piece, part)
                     else:
                         leaving[piece.receiver, move.dtype].append(part)
                 elif piece.receiver == rank:
                     assert move.received is not None
-                    coming[piece.sender, move.dtype].append((move.received, piece))
+                    coming[piece.sender, move.dtype].append((move, piece))
         works = []
         for (sender, dtype), parts in coming.items():
-            size, device = sum(prod(piece.shape) for _, piece in parts), parts[0][0].device
-            flat = torch.empty(size, dtype=dtype, device=device)
+            size, received = sum(prod(piece.shape) for _, piece in parts), parts[0][0].received
+            assert received is not None
+            flat = torch.empty(size, dtype=dtype, device=received.device)
             works.append((self._comm.receive(flat, sender, SHARED), flat, parts))
         for (receiver, dtype), pieces in leaving.items():
             flat = torch.cat([piece.to(dtype).reshape(-1) for piece in pieces])
@@ -104,20 +101,29 @@ class SharedParameters:
         for work, flat, parts in works:
             work.wait()
             at = 0
-            for received, piece in parts:
+            for move, piece in parts:
                 part = flat[at : at + prod(piece.shape)].view(piece.shape)
-                received[piece.received] = part.to(received.dtype)
+                move.take(piece, part)
                 at += part.numel()
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """The pieces of one tensor that travel in `dtype`: what this rank has of them, and gets."""
+    """The pieces of one tensor that travel in `dtype`: what this rank has of them, and what they
+    are written to, or with `adds` added to.
+    """
 
     pieces: tuple[Piece, ...]
     dtype: torch.dtype
     sent: Tensor | None
     received: Tensor | None
+    adds: bool = False
+
+    def take(self, piece: Piece, part: Tensor) -> None:
+        """Write or add a piece that is there."""
+        assert self.received is not None
+        place = self.received[piece.received]
+        place.add_(part) if self.adds else place.copy_(part)
 
 
 class _Copy:

@@ -147,10 +147,14 @@ class MixedSearch:
     def replicate(self) -> None:
         """The whole model on each device, for more microbatches as long as that promises more."""
         found: list[Shares] = []
+        weights = (entry.value.spec.num_bytes for entry in self.request.graph.of_kind("parameter"))
+        if 2 * sum(weights) > min(self.limits):  # with their gradients
+            return
+        alone = [GroupLayouts(own.contexts, own.pricer, 1) for own in self.layouts]
         for count in self.counts:
-            costs = [_fastest(layouts, 1, count) for layouts in self.layouts]
+            costs = [_fastest(layouts, 1, count) for layouts in alone]
             there = [own for own in costs if own is not None]
-            if len(there) < len(costs) or not all(map(self._has_room, there, self.limits)):
+            if len(there) < len(costs):
                 continue
             of_count = shares(self.request, self.parts, there)
             used = sum(map(bool, of_count.counts.values()))
@@ -159,9 +163,6 @@ class MixedSearch:
                 if of_count.step_ps > (1 + NEARBY) * min(one.step_ps for one in found):
                     break
         self.replicas += replicated(self.request, self.factored, found)
-
-    def _has_room(self, costs: ItemCosts, limit: int) -> bool:
-        return int(costs.stored_bytes.sum()) <= limit
 
     def run(self) -> None:
         """Numbers of microbatches on groups that are whole parts, then around the best with all

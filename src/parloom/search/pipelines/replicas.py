@@ -21,7 +21,7 @@ from parloom.search.request import Request
 
 REPLICAS = "replicas"
 """The schedule of plans whose stages are replicas."""
-# Shares of the microbatches that are simulated: the best by their closed form.
+# Shares of the microbatches that are simulated and fit, of the best by their closed form.
 SIMULATED = 3
 
 
@@ -64,7 +64,8 @@ def replicated(
 ) -> Iterator[SimulatedPlan]:
     """The most promising as plans that fit."""
     stager, alike = Stager(factored), AlikeStages()
-    for one in sorted(found, key=lambda one: one.step_ps)[:SIMULATED]:
+    left = SIMULATED
+    for one in sorted(found, key=lambda one: one.step_ps):
         decisions = _decisions(one)
         try:
             lowered = alike.lower(stager.cut(decisions), decisions)
@@ -73,6 +74,9 @@ def replicated(
             continue  # as where a buffer is computed from all samples
         if request.fits(predicted):
             yield SimulatedPlan(decisions, predicted)
+            left -= 1
+        if not left:
+            return
 
 
 def _decisions(found: Shares) -> Decisions:
