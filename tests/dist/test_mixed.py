@@ -1,5 +1,6 @@
 """Plans for clusters of several types of devices: equal to one device, bounded, within memory."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from io import StringIO
@@ -21,6 +22,7 @@ from parloom.execute.machine import machine_for, machine_of
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, Plan, Stage
+from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.stages import stage_items
 from parloom.ir.text import parse_graph
@@ -286,6 +288,15 @@ def test_replicas_run_as_much_as_they_are_fast(two: str, tmp_path: Path) -> None
     assert plan.prediction.step_s < min(a.step_s for a in plan.alternatives if "on quick" in a.name)
     api.save(plan, tmp_path / "plan")
     assert api.load(tmp_path / "plan") == plan
+    for key, value, said in (
+        ("microbatches", "3,1", "ascending and apart"),
+        ("microbatches", "0-999999", "at most 65536 microbatches"),
+        ("at_once", 0, "greater than or equal to 1"),
+    ):
+        document = json.loads(plan_to_json(plan))
+        document["decisions"]["stages"][0][key] = value
+        with pytest.raises(InputError, match=said):
+            plan_from_json(json.dumps(document), "plan.json")
     report = api.verify(plan)
     assert report.passed, str(report)
     assert any("microbatches" in line for line in words(parse_graph(plan.graph), plan.decisions))
