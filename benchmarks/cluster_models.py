@@ -113,7 +113,7 @@ MODELS = {
 }
 
 # Learning rates with which a few steps of SGD change the loss, and do not blow it up.
-RATES = {"candle_uno": 1e-3, "dlrm": 5e-3, "small_cnn": 1e-3}
+RATES = {"candle_uno": 1e-3, "dlrm": 5e-3, "small_cnn": 1e-3, "mmt": 1e-4}
 
 
 def rate_of(name: str) -> float:
