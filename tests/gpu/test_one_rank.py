@@ -1,25 +1,15 @@
 """One rank on a GPU: it trains as one CPU rank does under every storage, and its steps overlap."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parloom import api, zoo
 from parloom import runtime as rt
 from tests.dist import mlp
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def nccl(tmp_path: Path) -> Iterator[None]:
-    rendezvous = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("nccl", init_method=rendezvous, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("storage", ["replicated", "zero1", "zero2", "zero3"])

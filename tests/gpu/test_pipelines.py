@@ -1,11 +1,7 @@
 """Several stages on one GPU train as the model does on a CPU, whatever the schedule."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from parloom import runtime as rt
 from parloom.execute.optimizers import make
@@ -14,14 +10,6 @@ from tests.dist import lowered, staged
 from tests.dist.staged import PLANNED, compiled, drawn, even
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def nccl(tmp_path: Path) -> Iterator[None]:
-    rendezvous = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("nccl", init_method=rendezvous, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
