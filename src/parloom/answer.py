@@ -75,7 +75,7 @@ def _least(request: Request, origin: Origin, proposed: Candidates, say: Say) -> 
     Raises `InfeasibleError` where it does not.
     """
     least: int | None = None
-    if request.method == AUTO and not request.cluster.parts:
+    if request.method == AUTO and not request.cluster.parts and request.pinned.allows_stages(1):
         say("nothing fits so far; looking for the smallest plan")
         try:
             small, least = smallest(request)

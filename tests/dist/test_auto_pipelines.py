@@ -1,5 +1,7 @@
 """Pipelines that `auto` proposes: equal to one device, within bounds, limits and budgets."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -10,17 +12,23 @@ import pytest
 from parloom import api, zoo
 from parloom.api import Captured
 from parloom.capture import capture
+from parloom.choose import choose
 from parloom.cost.stages import simulate_stages
+from parloom.errors import InputError
 from parloom.execute.machine import machine_for
+from parloom.execute.program import lowered
 from parloom.ir.factors import factorize
 from parloom.ir.lower_stages import lower_stages, staged
 from parloom.ir.plan import Optimizer, Plan, Status
+from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts
 from parloom.search.optimize import least_passes_ps, least_work_ps
 from parloom.search.pipelines.alike import AlikeStages
-from parloom.search.pipelines.auto import BESIDE_PINS, PipelineSearch
+from parloom.search.pinned import resolve
+from parloom.search.pins import Pin, parse_pin
+from parloom.search.pipelines.auto import PipelineSearch
 from parloom.search.prices import Prices
-from parloom.search.request import Request, base_of
+from parloom.search.request import Request, ScoredPlan, Wanted, base_of
 
 # One worker plans for all tests.
 pytestmark = pytest.mark.xdist_group("pipelines that auto proposes")
@@ -116,11 +124,60 @@ def test_a_budget_ends_it(slow: str) -> None:
     assert whole.bound_s <= whole.prediction.step_s
 
 
-def test_pins_leave_pipelines_out(slow: str) -> None:
-    """And a note says so."""
-    pinned = api.search(captured(), cluster=slow, pin=["mesh=x:4"])
-    assert len(pinned.decisions.stages) == 1
-    assert any(BESIDE_PINS in note for note in pinned.notes), pinned.notes
+def test_pins_hold_in_every_stage(found: Plan, slow: str) -> None:
+    """And the plan that was found without them does not hold them."""
+    graph = captured().graph
+    pins = [parse_pin("blocks.0.up=n:2"), parse_pin("blocks.1=recompute")]
+    best = best_with(pins, slow)
+    stages = best.decisions.stages
+    assert len(stages) > 1
+    pinned = replace(found, decisions=best.decisions, prediction=None)
+    for stage, pcg in zip(stages, lowered(pinned).pcgs, strict=True):
+        ups = [flat for flat in pcg.graph.flat() if flat.key.startswith("blocks.0.up:")]
+        for flat in ups:
+            node = pcg.decisions.node(flat.key)
+            assert node is not None
+            axes = dict(node.factors)["n"]
+            assert stage.mesh.size(axes) == 2
+    assert {a.prefix: a.policy for a in pinned.decisions.activations}["blocks.1"] == "recompute"
+    assert api.verify(pinned).passed
+    resolved = resolve(pins, graph, factorize(graph))
+    assert broken(resolved, graph, pinned.decisions) is None
+    assert "blocks.0.up:linear#0" in (broken(resolved.only(pins[:1]), graph, found.decisions) or "")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_number_of_stages_is_pinned(count: int, found: Plan, slow: str) -> None:
+    best = best_with([parse_pin(f"stages={count}")], slow)
+    assert len(best.decisions.stages) == count
+    assert found.prediction is not None
+    assert found.bound_s is not None
+    assert best.prediction.step_s >= found.prediction.step_s * (1 - 1e-9)
+    assert found.bound_s <= best.prediction.step_s
+
+
+def best_with(pins: Sequence[Pin], cluster: str) -> ScoredPlan:
+    """The best plan that holds them; what they cost is not asked."""
+    graph, machine = captured().graph, machine_for(cluster, None)
+    request = Request(
+        graph,
+        machine,
+        captured().optimizer,
+        machine.cluster.device.memory_bytes,
+        pinned=resolve(pins, graph, factorize(graph)),
+        wanted=Wanted.PLAN,
+        all_devices=False,
+    )
+    return choose(request, lambda text: None).best
+
+
+def test_stages_that_no_plan_has(slow: str) -> None:
+    with pytest.raises(InputError, match=r"stages=300: no plan has so many; the model has \d+ items"):
+        api.search(captured(), cluster=slow, pin=["stages=300"])
+    with pytest.raises(InputError, match=r"stages=2 and --pin stages=3"):
+        api.search(captured(), cluster=slow, pin=["stages=2", "stages=3"])
+    with pytest.raises(InputError, match=r"--pin stages=2: no pipeline that holds this"):
+        api.search(captured(), cluster="1xcpu", pin=["stages=2"])
 
 
 def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """Pins that cannot be held: each one against the meshes, a plan against them, and all together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import prod
 
 from parloom.errors import InputError, nearest
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
-from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops import Rule
+from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
+from parloom.ir.stages import stage_items
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.choices import assignments
 from parloom.search.meshes import MAX_AXES, NAMES, logical_meshes
@@ -24,10 +26,21 @@ def check_pins(pinned: Pinned, factored: Factored, cluster: Cluster) -> None:
     """Raise `InputError` for a pin that by itself no plan on the meshes that are searched can hold
     (where pins name a mesh, on that).
     """
+    _check_stages(pinned, len(stage_items(factored.graph)))
     meshes = check_axes(pinned, cluster)
     for found in pinned.subjects if meshes else ():
-        if found.pin.kind is not Kind.MESH:
+        if found.pin.kind not in (Kind.MESH, Kind.STAGES):
             _check_divides(found, factored, meshes)
+
+
+def _check_stages(pinned: Pinned, num_items: int) -> None:
+    """A model of so many items can have as many stages as pins ask for."""
+    found = [pin.text for pin in pinned.pins if pin.kind is Kind.STAGES]
+    if found and not any(map(pinned.allows_stages, range(1, num_items + 1))):
+        raise InputError(
+            f"{' and '.join(found)}: no plan has so many; the model has {num_items} items"
+            " (operators and blocks), of which a stage has one or more"
+        )
 
 
 def check_axes(pinned: Pinned, cluster: Cluster) -> tuple[Mesh, ...]:
@@ -123,47 +136,53 @@ def _reasons(pin: Pin, rule: Rule, mesh: Mesh) -> Iterator[str]:
 
 def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
     """The first pin that a plan of `graph` does not hold, and where; None where it holds all."""
-    if pinned.pins and len(decisions.stages) > 1:
-        return f"{pinned.pins[0].text}: pins are not yet there for pipelines"
+    if not pinned.pins:
+        return None
     for pin in pinned.pins:
-        mesh = decisions.mesh
-        if pin.kind is Kind.MESH and not pin.allows_mesh(mesh):
-            return f"{pin.text}: the mesh is {sizes_of(mesh)}"
+        if pin.kind is Kind.STAGES and not pin.allows_stages(len(decisions.stages)):
+            return f"{pin.text}: there are {len(decisions.stages)}"
+        for stage in decisions.stages:
+            if pin.kind is Kind.MESH and not pin.allows_mesh(stage.mesh):
+                return f"{pin.text}: the mesh is {sizes_of(stage.mesh)}"
     recomputed = {a.prefix: a.policy for a in decisions.activations}
     for found in pinned.subjects:
         for block in found.blocks:
             if recomputed.get(block, KEEP) != found.pin.policy:
                 return f"{found.pin.text}: {block} is {recomputed.get(block, KEEP)}"
-    return _broken_operator(pinned, graph, decisions) or _broken_storage(pinned, graph, decisions)
-
-
-def _broken_operator(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
-    if not pinned.operators:
+    if not pinned.operators and not pinned.parameters:
         return None
     # Rewrites may make other functions, and leave the names of operators as they are.
     pins = {f.key: pinned.operators.get((f.function, f.node.key), ()) for f in graph.flat()}
-    graph = rewritten(graph, decisions.rewrites)
-    factored = factorize(graph)
-    known = {node.key: dict(node.factors) for node in decisions.nodes}
-    for flat in graph.flat():
+    lowered = lower_stages(rewritten(graph, decisions.rewrites), decisions)
+    for index, pcg in enumerate(lowered.pcgs):
+        others = {name for name, own in lowered.cut.shared.items() if own[0] != index}
+        found_here = _broken_operator(pins, pcg) or _broken_storage(pinned, pcg, others)
+        if found_here is not None:
+            return found_here
+    return None
+
+
+def _broken_operator(pins: Mapping[str, Sequence[Pin]], pcg: PCG) -> str | None:
+    """`pins` are those of each operator of the whole graph, by its key."""
+    factored = factorize(pcg.graph)
+    known = {node.key: dict(node.factors) for node in pcg.decisions.nodes}
+    for flat in pcg.graph.flat():
         chosen = known.get(flat.key, {})
         for pin in pins.get(flat.key, ()):
             rule = factored.rule(flat.function, flat.node)
-            if not pin.allows_operator(rule, chosen, decisions.mesh):
+            if not pin.allows_operator(rule, chosen, pcg.decisions.mesh):
                 split = ", ".join(f"{f}:{a}" for f, axes in chosen.items() for a in axes)
                 return f"{pin.text}: {flat.key} is {split or 'replicated'}"
     return None
 
 
-def _broken_storage(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
-    if not pinned.parameters:
-        return None
-    pcg = lower(rewritten(graph, decisions.rewrites), decisions)
+def _broken_storage(pinned: Pinned, pcg: PCG, others: Collection[str]) -> str | None:
+    """`others` are parameters that another stage stores."""
     for parameter in pcg.parameters:
-        pins = pinned.parameters.get(parameter.input.target, ())
-        for pin in pins:
+        name = parameter.input.target
+        for pin in () if name in others else pinned.parameters.get(name, ()):
             if not allows_stored([pin], parameter.layout, parameter.decision, pcg.mesh):
-                return f"{pin.text}: {parameter.input.target} is stored otherwise"
+                return f"{pin.text}: {name} is stored otherwise"
     return None
 
 

@@ -57,6 +57,10 @@ class Pinned:
         """Whether plans may have this mesh."""
         return all(p.allows_mesh(mesh) for p in self.pins if p.kind is Kind.MESH)
 
+    def allows_stages(self, count: int) -> bool:
+        """Whether plans may have so many stages."""
+        return all(p.allows_stages(count) for p in self.pins if p.kind is Kind.STAGES)
+
     def allowed(self, place: Place, rule: Rule, mesh: Mesh) -> Allowed | None:
         """Which assignments an operator may have; None for all."""
         pins = self.operators.get(place, ())
@@ -121,7 +125,7 @@ class _Names:
 
     def subjects(self, pin: Pin) -> Subjects:
         """What `pin` names."""
-        if pin.kind is Kind.MESH:
+        if pin.kind in (Kind.MESH, Kind.STAGES):
             return Subjects(pin)
         if pin.kind is Kind.RECOMPUTATION:
             return Subjects(pin, blocks=self._blocks(pin))

@@ -2,8 +2,8 @@
 
     NAME=LAYOUT     `layers.0=n:x`   axis x splits factor n of the operators of layers.0
 
-`docs/pins.md` says all of it. A pin speaks about one of four things: operators, storage of
-parameters, recomputation of blocks, the mesh. Of several terms all must hold; a forbidden layout
+`docs/pins.md` says all of it. A pin speaks about one of five things: operators, storage of
+parameters, recomputation of blocks, the mesh, the number of stages. Of several terms all must hold; a forbidden layout
 is one of which all terms hold.
 """
 
@@ -24,7 +24,7 @@ Axes = tuple[str, ...]
 Assignment = Mapping[str, Axes]
 WHOLE, PARTS, ANY = "replicated", "sharded", ""
 KEEP, RECOMPUTE = "keep", "recompute"
-MESH = "mesh"
+MESH, STAGES = "mesh", "stages"
 # What of a parameter is stored, by the names that plans print, and by the attribute of a decision.
 ROLES = MappingProxyType({"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"})
 DIM = re.compile(r"dim([0-9]+)")
@@ -40,6 +40,7 @@ class Kind(Enum):
     STORAGE = "storage"
     RECOMPUTATION = "recomputation"
     MESH = "mesh"
+    STAGES = "stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,10 @@ class Pin:
             held = all(str(sizes.get(term.what)) == term.where for term in self.terms)
         return held != self.forbidden
 
+    def allows_stages(self, count: int) -> bool:
+        """Whether a plan may have so many."""
+        return (int(self.terms[0].where) == count) != self.forbidden
+
     @property
     def policy(self) -> str:
         """What a pin about recomputation leaves."""
@@ -138,6 +143,8 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
     words = [word.strip() for word in layout.strip("{}").split(",")]
     if name == MESH:
         return Pin(text, name, Kind.MESH, _mesh_terms(text, words), forbidden)
+    if name == STAGES and len(words) == 1 and words[0].isdigit():  # and no module of that name
+        return Pin(text, name, Kind.STAGES, (Term(ANY, words[0]),), forbidden)
     if words in ([KEEP], [RECOMPUTE]):
         return Pin(text, name, Kind.RECOMPUTATION, (Term(ANY, words[0]),), forbidden)
     terms = tuple(_term(text, word) for word in words)

@@ -15,9 +15,11 @@ from math import inf
 import numpy as np
 
 from parloom.cost.units import format_seconds
+from parloom.errors import InputError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import item_edges, stage_items
+from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.optimize import Searched, least_way_ps, least_work_ps
 from parloom.search.pipelines.costs import ItemCosts, Pricer
@@ -43,19 +45,31 @@ MERGED = 8
 EVERY = 300
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
-BESIDE_PINS = "pipelines are not searched beside pins"
 APART = "pipelines are not searched for microbatches that are computed by themselves"
 
 
 def with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
     """The answer with pipelines among its proposals, and a bound that holds for them, too."""
     looked = searched.proposals or searched.smallest or searched.bound_ps
-    if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE or not looked:
+    if not request.pinned.allows_stages(1):
+        searched = replace(searched, proposals=(), smallest=None, bound_ps=inf)
+    found = _with_pipelines(request, base, searched, say) if looked else searched
+    if request.pinned.allows_stages(1) or found.proposals or found.smallest:
+        return found
+    if looked and found.status is Status.COMPLETE:
+        asked = [pin.text for pin in request.pinned.pins]
+        raise InputError(f"{', '.join(asked)}: no pipeline that holds this was found")
+    return found
+
+
+def _with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
+    if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
         return searched
-    if request.pinned.pins or request.batch_semantics != GLOBAL:
-        reason = BESIDE_PINS if request.pinned.pins else APART
-        words = f"{searched.left_out}; {reason}" if searched.left_out else reason
+    if request.batch_semantics != GLOBAL:
+        words = f"{searched.left_out}; {APART}" if searched.left_out else APART
         return replace(searched, left_out=words)
+    if not any(map(request.pinned.allows_stages, range(2, len(stage_items(request.graph)) + 1))):
+        return searched
     best = min((p.step_ps for p in searched.proposals), default=inf)
     searches: list[PipelineSearch] = []
     status = searched.status
@@ -74,7 +88,8 @@ def with_pipelines(request: Request, base: Decisions, searched: Searched, say: S
     if not searches:
         return replace(searched, status=status, bound_ps=0.0)
     plans = (plan for search in searches for plan in search.plans())
-    found = sorted((*searched.proposals, *plans), key=lambda p: p.step_ps)
+    holding = (p for p in plans if broken(request.pinned, request.graph, p.decisions) is None)
+    found = sorted((*searched.proposals, *holding), key=lambda p: p.step_ps)
     # Parts of the cluster have fewer devices for the same work.
     bound_ps = min(searched.bound_ps, searches[0].least_ps)
     smallest = searched.smallest
@@ -109,6 +124,8 @@ def least_pipeline_ps(contexts: Contexts) -> float:
     """
     request, devices = contexts.request, contexts.request.cluster.num_devices
     share_ps = least_work_ps(contexts) / devices
+    if request.pinned.pins:  # a part has choices that they leave no divisor of it
+        return share_ps
     programs = filter(None, map(contexts.program, reversed(contexts.counts)))
     smallest = next(programs, None)
     sizes = part_sizes(request.cluster)
@@ -230,7 +247,8 @@ class PipelineSearch:
 
     def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
         for split in splits:
-            if split.stored_bytes() <= self.request.limit_bytes:
+            allowed = self.request.pinned.allows_stages(len(split.groups))
+            if allowed and split.stored_bytes() <= self.request.limit_bytes:
                 yield split
 
     def _add_uneven(self) -> None:

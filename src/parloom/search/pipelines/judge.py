@@ -191,7 +191,8 @@ class Tried:
         wholes = tuple(id(costs.whole) for costs in split.costs)
         items = tuple(split.costs[0].items[end - 1] for end in split.ends)
         key = split.ends, split.groups, split.begins, split.at_once, wholes, items
-        if key in self._known:
+        allowed = self.judge.request.pinned.allows_stages(len(split.groups))
+        if key in self._known or not allowed:
             return None
         self._known.add(key)
         self.spend()

@@ -17,12 +17,12 @@ from parloom.cost.units import format_seconds
 from parloom.ir.mesh import part_of, part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
+from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import least_times_ps
 from parloom.search.pipelines.auto import (
     APART,
-    BESIDE_PINS,
     EACH,
     FORMS,
     JUDGED,
@@ -70,9 +70,8 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
     try:
         contexts = [Contexts(own, base) for _, own in request.regular()]
         bound_ps = least_shared_ps(contexts)
-        if request.pinned.pins or request.batch_semantics != GLOBAL:
-            reason = BESIDE_PINS if request.pinned.pins else APART
-            return AcrossParts((), bound_ps, left_out=reason)
+        if request.batch_semantics != GLOBAL:
+            return AcrossParts((), bound_ps, left_out=APART)
         search = MixedSearch(request, contexts, best_ps, say)
         search.replicate()
         search.run()
@@ -80,7 +79,9 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
-    return AcrossParts(tuple(search.plans()) if search else (), bound_ps, status)
+    plans = search.plans() if search else ()
+    holding = (p for p in plans if broken(request.pinned, request.graph, p.decisions) is None)
+    return AcrossParts(tuple(holding), bound_ps, status)
 
 
 def least_shared_ps(contexts: Sequence[Contexts]) -> float:
