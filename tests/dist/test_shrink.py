@@ -13,7 +13,8 @@ from parloom import api
 from parloom.capture import Loaded, capture, fingerprint, load_abstract, load_model
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
-from parloom.execute.shrink import Shrunk, require_memory, shrink, small_mesh, small_model
+from parloom.execute.shrink import Shrunk, require_memory, shrink, small_model
+from parloom.execute.shrink_stages import small_mesh
 from parloom.execute.shrink_sizes import (
     ATTEMPTS,
     atoms,

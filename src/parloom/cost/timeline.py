@@ -126,6 +126,16 @@ class Process:
             memory = memory.then(span.played.memory)
         return memory
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of `memory`, without its components."""
+        held = most = sum(self.base)
+        for span in self.spans:
+            memory = span.played.memory
+            most = max(most, held + memory.peak)
+            held += sum(memory.net)
+        return most
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -154,14 +164,14 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         """The most that any device holds."""
-        return max(process.memory.peak for process in self.processes)
+        return max(process.peak_bytes for process in self.processes)
 
     @property
     def peaks(self) -> tuple[tuple[str, int], ...]:
         """The most that any device of each type holds, on a mixed cluster."""
         found: dict[str, int] = {}
         for process in self.processes:
-            found[process.device] = max(found.get(process.device, 0), process.memory.peak)
+            found[process.device] = max(found.get(process.device, 0), process.peak_bytes)
         return tuple((device, peak) for device, peak in found.items() if device)
 
     def prediction(self) -> Prediction:

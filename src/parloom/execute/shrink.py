@@ -9,8 +9,9 @@ what still cannot be kept is said in the report.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, groupby
-from math import lcm, prod
+from math import lcm
 
 import psutil
 from torch import Tensor, nn
@@ -19,25 +20,20 @@ from parloom.capture import Loaded, parameters_of, sizes_of
 from parloom.capture.microbatch import capture_microbatch
 from parloom.cost.units import format_bytes
 from parloom.errors import CaptureError, InputError, LayoutError
-from parloom.execute.shrink_sizes import (
-    ATTEMPTS,
-    Attempt,
-)
+from parloom.execute.shrink_sizes import ATTEMPTS, Attempt
+from parloom.execute.shrink_stages import SmallStages
 from parloom.execute.small_builds import MAX_BLOCKS, Needs, fewer_blocks, of_sizes
-from parloom.execute.stacks import Stacks, blocks_of
+from parloom.execute.stacks import Blocks, Stacks, blocks_of
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import FlatNode, Graph
-from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.ops import Rule
-from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan, one_stage
+from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.pad import Padding
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
 
-MAX_RANKS = 16
-MAX_MICROBATCHES = 2
 # Weights of all ranks together; each has a gradient and two states in float64: 6 GB.
 MAX_WEIGHTS = 200_000_000
 
@@ -57,10 +53,16 @@ class Big:
     """The plan to be shrunk, with its factors and what the copy needs."""
 
     plan: Plan
-    mesh: Mesh
+    stages: SmallStages
     factored: Factored
     nodes: Mapping[str, FlatNode]
     needs: Needs
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Its stacks, with what is decided of each block."""
+        stages = self.stages
+        return blocks_of(self.nodes, self.plan.decisions, stages.stages_at, stages.usable)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
             break
     if best is None:
         raise InputError(f"no small copy of {plan.source.spec} can take the plan: {refused}")
-    parts = (*best.changes, *_mesh_change(plan.decisions, best.decisions))
+    parts = (*best.changes, *_mesh_change(big, best.decisions))
     if not parts:
         raise InputError(
             f"nothing of {plan.source.spec} can be shrunk: neither sizes, blocks nor mesh; verify"
@@ -179,8 +181,8 @@ def examine(plan: Plan) -> Big:
     decisions = plan.decisions
     graph = rewritten(parse_graph(plan.graph), decisions.rewrites)
     factored = factorize(graph)
-    mesh = small_mesh(decisions.mesh)
     nodes = {flat.key: flat for flat in graph.flat()}
+    stages = SmallStages(decisions, nodes)
     divisors: dict[int, int] = {}
     for node in decisions.nodes:
         flat = nodes.get(node.key)
@@ -190,28 +192,10 @@ def examine(plan: Plan) -> Big:
         for factor, axes in node.factors:
             if factor in sizes and axes:
                 size = sizes[factor]
-                divisors[size] = lcm(divisors.get(size, 1), mesh.size(axes))
-    microbatches = min(decisions.num_microbatches, MAX_MICROBATCHES)
-    layers = _layers_needed(nodes, decisions)
-    needs = Needs(divisors, layers, microbatches, apart=decisions.accumulates)
-    return Big(plan, mesh, factored, nodes, needs)
-
-
-def small_mesh(mesh: Mesh) -> Mesh:
-    """Every axis with its smallest prime; axes become 2, the widest first, until 16 ranks do."""
-    kept = {a.name: min(a.primes, key=lambda p: p.size) for a in mesh.axes if a.primes}
-    sizes = {name: prime.size for name, prime in kept.items()}
-    while prod(sizes.values()) > MAX_RANKS:
-        widest = max(sizes, key=lambda name: sizes[name])
-        if sizes[widest] <= 2:
-            raise InputError(f"a mesh of {len(sizes)} axes has no copy on {MAX_RANKS} ranks")
-        sizes[widest] = 2
-    primes: dict[str, PrimeAxis] = {}
-    stride = 1
-    for name in sorted(kept, key=lambda name: kept[name].stride):
-        primes[name] = PrimeAxis(sizes[name], stride, kept[name].level)
-        stride *= sizes[name]
-    return Mesh(tuple(MeshAxis(a.name, (primes[a.name],) if a.primes else ()) for a in mesh.axes))
+                divisors[size] = lcm(divisors.get(size, 1), stages.size(node.key, axes))
+    needs = Needs(divisors, 2, len(stages.microbatches), apart=decisions.accumulates)
+    big = Big(plan, stages, factored, nodes, needs)
+    return replace(big, needs=replace(needs, layers=_layers_needed(big.blocks)))
 
 
 def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
@@ -225,10 +209,11 @@ def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
     else:
         raise LayoutError(f"{plan.source.spec} has only one copy")
     weights = sum(p.numel() for p in made.model.parameters())
-    if weights * big.mesh.num_ranks > MAX_WEIGHTS:
+    ranks = max(mesh.num_ranks for mesh in big.stages.meshes)  # of a stage: the weights are shared
+    if weights * ranks > MAX_WEIGHTS:
         raise InputError(
             f"{big.plan.source.spec} cannot be shrunk enough: {weights:,} parameters remain"
-            f" ({', '.join(changes) or 'nothing shrinks'}), on {big.mesh.num_ranks} ranks; plan a"
+            f" ({', '.join(changes) or 'nothing shrinks'}), on {ranks} ranks; plan a"
             " smaller model of the same structure and verify that"
         )
     count = big.needs.num_microbatches if big.needs.apart else 1
@@ -236,12 +221,12 @@ def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
     return _decided(big, made, graph, changes)
 
 
-def _layers_needed(nodes: Mapping[str, FlatNode], decisions: Decisions) -> int:
+def _layers_needed(stacks: Blocks) -> int:
     """Blocks per stack that show every kind of block, and differing decisions up to a limit."""
     needed = 2
-    for blocks in blocks_of(nodes, decisions).values():
+    for blocks in stacks.values():
         kinds = [block.kind for block in blocks.values()]
-        variants = {(block.kind, block.variant) for block in blocks.values()}
+        variants = {(block.kind, block.variant) for block in blocks.values() if block.usable}
         if any(len(list(run)) > 1 for _, run in groupby(kinds)):
             last = max(kinds.index(kind) for kind in kinds)
             needed = max(needed, last + 1, min(MAX_BLOCKS, len(variants)))
@@ -251,8 +236,8 @@ def _layers_needed(nodes: Mapping[str, FlatNode], decisions: Decisions) -> int:
 def _of_factory(big: Big, loaded: Loaded) -> tuple[Loaded, tuple[str, ...]]:
     """The factory's own model with fewer blocks, or as it is where it does not run with fewer."""
     stacks = {
-        prefix: [(b.kind, b.variant) for b in blocks.values()]
-        for prefix, blocks in blocks_of(big.nodes, big.plan.decisions).items()
+        prefix: [(b.kind, b.variant) if b.usable else None for b in blocks.values()]
+        for prefix, blocks in big.blocks.items()
     }
     made, changes, _ = fewer_blocks(loaded, stacks, big.needs)
     return made, changes
@@ -262,9 +247,7 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
     """The big plan's decisions on the small graph, by key."""
     plan = big.plan.decisions
     small_nodes = {flat.key: flat for flat in graph.flat()}
-    stacks = Stacks.match(
-        blocks_of(big.nodes, plan), blocks_of(small_nodes, Decisions(one_stage(big.mesh)))
-    )
+    stacks = Stacks.match(big.blocks, blocks_of(small_nodes, Decisions()))
     lost = [f"{path}: the copy has no block of its kind" for path in stacks.missing]
     rewrites = tuple(_rewrites(big, graph, stacks))
     padded = rewritten(graph, rewrites)
@@ -291,16 +274,19 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
         elif name is not None:
             lost.append(f"storage of {parameter.name}: the copy has no such parameter")
     activations = [(a, stacks.small_path(a.prefix)) for a in plan.activations]
+    items = {}
+    for item in big.stages.stages_of:
+        small = stacks.small_key(item)
+        if small is not None and item not in gone:
+            items[small] = item
     decisions = replace(
-        plan,
-        stages=one_stage(big.mesh),
+        big.stages.of_copy(padded, items),
         nodes=tuple(kept),
         parameters=tuple(parameters),
         activations=tuple(replace(a, prefix=p) for a, p in activations if p is not None),
-        num_microbatches=big.needs.num_microbatches,
         rewrites=rewrites,
     )
-    lower(padded, decisions, factored=factored)
+    lower_stages(padded, decisions, factored=factored)
     told = (*stacks.changes(), *dict.fromkeys(gone.values()), *changes)
     return Copy(made, graph, decisions, told, tuple(lost))
 
@@ -331,8 +317,9 @@ def _misfit(big: Big, node: NodeDecision, factored: Factored, small: FlatNode | 
             continue
         if factor not in new.shardable or _place(old, factor) != _place(new, factor):
             return f"the copy has no factor {factor} there"
-        if new.size(factor) % big.mesh.size(axes):
-            return f"{factor} = {new.size(factor)} does not divide by {big.mesh.size(axes)}"
+        size = big.stages.size(node.key, axes)
+        if new.size(factor) % size:
+            return f"{factor} = {new.size(factor)} does not divide by {size}"
     return None
 
 
@@ -375,15 +362,20 @@ def _ranks(big: Big, stripe: Stripe) -> int:
         if flat.node.op == "view" and not flat.node.path:
             rule = big.factored.rule(flat.function, flat.node)
             for factor, axes in decided.get(key, ()):
-                if rule.size(factor) == stripe.ranks == big.plan.decisions.mesh.size(axes):
-                    return big.mesh.size(axes)
+                if rule.size(factor) == stripe.ranks == big.stages.planned_size(key, axes):
+                    return big.stages.size(key, axes)
     return stripe.ranks
 
 
-def _mesh_change(old: Decisions, new: Decisions) -> Iterator[str]:
-    """What became of mesh and microbatches."""
-    if old.mesh != new.mesh:
-        before = " x ".join(f"{axis.name}={axis.size}" for axis in old.mesh.axes)
-        yield f"mesh {before} -> {' x '.join(str(axis.size) for axis in new.mesh.axes)}"
+def _mesh_change(big: Big, new: Decisions) -> Iterator[str]:
+    """What became of stages, meshes and microbatches."""
+    old = big.plan.decisions
+    if len(old.stages) != len(new.stages):
+        yield f"stages {len(old.stages)} -> {len(new.stages)}"
+    meshes = [stage.mesh for stage in old.stages]
+    for before, after in dict.fromkeys(zip(meshes, big.stages.meshes, strict=True)):
+        if before != after:
+            named = " x ".join(f"{axis.name}={axis.size}" for axis in before.axes)
+            yield f"mesh {named} -> {' x '.join(str(axis.size) for axis in after.axes)}"
     if old.num_microbatches != new.num_microbatches:
         yield f"microbatches {old.num_microbatches} -> {new.num_microbatches}"

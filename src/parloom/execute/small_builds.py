@@ -112,7 +112,8 @@ def fewer_blocks(
     """The model, in place, with fewer of each stack's blocks and on fewer samples, and what of
     samples and of blocks was dropped; the blocks stay where the model does not run without them.
 
-    `stacks` has, by module path, a value per block; of each value a block stays.
+    `stacks` has, by module path, a value per block; of each value a block stays. Blocks without one
+    stay where there are no others.
     """
     batch, samples = _fewer_samples(loaded, needs)
     model = loaded.model
@@ -156,9 +157,10 @@ def _kept(stack: nn.Module, variants: list[object]) -> list[int] | None:
     kept: list[int] = []
     for _, run in groupby(range(len(shapes)), key=lambda i: shapes[i]):
         indices = list(run)
-        first = {variants[i]: i for i in reversed(indices)}
+        first = {variants[i]: i for i in reversed(indices) if variants[i] is not None}
         chosen = sorted(first.values())[:MAX_BLOCKS]
         spare = [i for i in indices if i not in chosen]
+        spare.sort(key=lambda i: variants[i] is None)
         kept += sorted(chosen + spare[: max(0, 2 - len(chosen))])
     return kept
 

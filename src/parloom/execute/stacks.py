@@ -7,7 +7,7 @@ nothing where their block was dropped.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parloom.ir.graph import FlatNode
@@ -18,17 +18,27 @@ ENTRY = re.compile(r"(\d+)(@\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The operators of one block by their keys below it, and what a plan decides for them."""
+    """The operators of one block by their keys below it, and what a plan decides for them; whether
+    a block of a copy may stand for it.
+    """
 
     kind: tuple[str, ...]
     variant: tuple[object, ...]
+    usable: bool = True
 
 
 Blocks = dict[str, dict[int, Block]]  # stack prefix -> index -> block
 
 
-def blocks_of(nodes: Mapping[str, FlatNode], decisions: Decisions) -> Blocks:
-    """All stacks of a program, nested ones too, by prefix."""
+def blocks_of(
+    nodes: Mapping[str, FlatNode],
+    decisions: Decisions,
+    stages_at: Callable[[str], Sequence[int]] = lambda key: (),
+    usable: Collection[int] = (),
+) -> Blocks:
+    """All stacks of a program, nested ones too, by prefix. Of a pipeline blocks are `usable` whose
+    operators are in these stages.
+    """
     decided = {n.key: n.factors for n in decisions.nodes}
     policies = {a.prefix: (a.policy, a.values, a.moves) for a in decisions.activations}
     keys: dict[str, dict[int, list[tuple[str, str]]]] = {}
@@ -43,17 +53,17 @@ def blocks_of(nodes: Mapping[str, FlatNode], decisions: Decisions) -> Blocks:
             stored.setdefault((prefix, index), []).append(storage)
     result: Blocks = {}
     for prefix, blocks in keys.items():
-        result[prefix] = {
-            index: Block(
-                tuple(rest for rest, _ in found),
-                (
-                    tuple(decided.get(key, ()) for _, key in found),
-                    tuple(stored.get((prefix, index), ())),
-                    policies.get(f"{prefix}.{index}"),
-                ),
+        for index, found in sorted(blocks.items()):
+            stages = {stage for _, key in found for stage in stages_at(key)}
+            variant = (
+                tuple(decided.get(key, ()) for _, key in found),
+                tuple(stored.get((prefix, index), ())),
+                policies.get(f"{prefix}.{index}"),
+                tuple(sorted(stages)),
             )
-            for index, found in sorted(blocks.items())
-        }
+            kind = tuple(rest for rest, _ in found)
+            block = Block(kind, variant, stages.issubset(usable))
+            result.setdefault(prefix, {})[index] = block
     return result
 
 
@@ -86,7 +96,8 @@ class Stacks:
             blocks = big.get(path, {})
             if not blocks or blocks.keys() == small[prefix].keys():
                 continue
-            kept[prefix] = (_pairs(blocks, small[prefix]), len(blocks))
+            usable = {index: block for index, block in blocks.items() if block.usable}
+            kept[prefix] = (_pairs(usable or blocks, small[prefix]), len(blocks))
             kinds = {block.kind for block in small[prefix].values()}
             first = {b.kind: i for i, b in reversed(blocks.items()) if b.kind not in kinds}
             missing += (f"{path}.{index}" for index in sorted(first.values()))

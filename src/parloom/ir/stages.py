@@ -130,22 +130,23 @@ def like(graph: Graph, parts: Cut, decisions: Decisions) -> list[tuple[str, ...]
     found: list[tuple[str, ...]] = [()] * len(parts.graphs)
     for members in decisions.replicas:
         items = [decisions.stages[stage].items for stage in members]
-        placed = _like(graph, [parts.graphs[stage] for stage in members], items)
-        for stage, keys in zip(members, placed, strict=True):
+        homes = {
+            entry.target: number
+            for number, stage in reversed(list(enumerate(members)))
+            for entry in parts.graphs[stage].of_kind("parameter")
+        }
+        for stage, keys in zip(members, placed(graph, homes, items), strict=True):
             found[stage] = keys
     return found
 
 
-def _like(
-    graph: Graph, parts: Sequence[Graph], stages: Sequence[Sequence[str]]
+def placed(
+    graph: Graph, homes: Mapping[str, int], stages: Sequence[Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """The same for the stages of one replica."""
+    """All items of `graph` in stages: those of `stages` there, others where their parameters have
+    their `homes`, and none before what it reads.
+    """
     known = {key: stage for stage, keys in enumerate(stages) for key in keys}
-    homes = {
-        entry.target: stage
-        for stage, own in reversed(list(enumerate(parts)))
-        for entry in own.of_kind("parameter")
-    }
     home_of = {i.value.name: homes.get(i.target, 0) for i in graph.of_kind("parameter")}
     made: dict[str, int] = {}
     found: list[list[str]] = [[] for _ in stages]

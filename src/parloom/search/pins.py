@@ -3,8 +3,8 @@
     NAME=LAYOUT     `layers.0=n:x`   axis x splits factor n of the operators of layers.0
 
 `docs/pins.md` says all of it. A pin speaks about one of five things: operators, storage of
-parameters, recomputation of blocks, the mesh, the number of stages. Of several terms all must hold; a forbidden layout
-is one of which all terms hold.
+parameters, recomputation of blocks, the mesh, the number of stages. Of several terms all must hold;
+a forbidden layout is one of which all terms hold.
 """
 
 import re

@@ -301,7 +301,7 @@ class PipelineSearch:
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         found = self.tried.play(split)
-        if found is not None and self.tried.fits(found):
+        if found is not None and found.fits:
             self.best_ps = min(self.best_ps, float(found.step_ps))
         return found
 

@@ -30,12 +30,13 @@ MOST_PASSES = 30_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedSplit:
-    """A split as a plan, and its step."""
+    """A split as a plan, its step, and whether no device holds more than it may."""
 
     split: Split
     decisions: Decisions
     lowered: LoweredStages
     timeline: Timeline
+    fits: bool
 
     @property
     def step_ps(self) -> int:
@@ -88,7 +89,7 @@ class Judge:
             best = min(played, key=lambda one: one.timeline.peak_bytes)
         actions = best.lists if best.name == SEARCHED else ()
         found = replace(decisions, schedule=best.name, actions=actions)
-        return JudgedSplit(split, found, stages.lowered, best.timeline)
+        return JudgedSplit(split, found, stages.lowered, best.timeline, bool(fitting))
 
     def priced(self, split: Split) -> tuple[Decisions, PricedStages]:
         """The split as a plan without a schedule, and its stages; raises as `judge` does."""
@@ -205,13 +206,9 @@ class Tried:
             self.judged.append(found)
         return found
 
-    def fits(self, one: JudgedSplit) -> bool:
-        """Whether no device holds more than it may."""
-        return self.judge.request.fits(one.timeline)
-
     def fitting(self) -> list[JudgedSplit]:
         """Those that fit, the fastest first."""
-        return sorted(filter(self.fits, self.judged), key=lambda one: one.step_ps)
+        return sorted((o for o in self.judged if o.fits), key=lambda one: one.step_ps)
 
     def move(self, best: JudgedSplit, most: int) -> None:
         """Move one boundary at a time of a split, as long as that helps, and at most so often."""
@@ -231,7 +228,7 @@ class Tried:
             best, better = better, None
             for split in nearby(best.split):
                 found = self.play(split) if len(self.judged) < left else None
-                if found is not None and self.fits(found) and found.step_ps < best.step_ps:
+                if found is not None and found.fits and found.step_ps < best.step_ps:
                     better = found
                     break
 

@@ -311,7 +311,7 @@ class MixedSearch:
                 while 0 <= at < len(self.counts):
                     split = self._with_count(best.split, self.counts[at])
                     found = self.tried.play(split) if split else None
-                    if found is None or not self.tried.fits(found) or found.step_ps >= best.step_ps:
+                    if found is None or not found.fits or found.step_ps >= best.step_ps:
                         break
                     best, at = found, at + direction
 
