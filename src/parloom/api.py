@@ -299,9 +299,8 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
 
 def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
     """`plan`, without an evaluation program that cannot be run; says what is whole."""
-    training = training_program(plan, graph)
     try:
-        evaluation_program(plan, training)
+        evaluation_program(plan, lowered(plan, graph))
     except ParloomError as error:  # an operator of evaluation alone: no reason not to train
         plan = replace(
             plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {one_line(error)}")

@@ -111,7 +111,7 @@ class Modes:
         """The training and the evaluation program of a plan."""
         plan = self.plan(decisions)
         training = training_program(plan)
-        evaluation = evaluation_program(plan, training)
+        evaluation = evaluation_program(plan, training.lowered)
         assert evaluation is not None
         return training, evaluation
 

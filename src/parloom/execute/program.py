@@ -73,7 +73,7 @@ def title_of(plan: Plan) -> str:
 class CompiledStages:
     """The programs of all stages, and what runs them."""
 
-    cut: Cut
+    lowered: LoweredStages
     stages: tuple[Compiled, ...]
     pipeline: Pipeline
 
@@ -103,19 +103,21 @@ def compile_stages(stages: LoweredStages, decisions: Decisions, title: str) -> C
     )
     programs = tuple(stage.program for stage in compiled)
     if count == 1:
-        return CompiledStages(stages.cut, compiled, one_stage(programs[0]))
+        return CompiledStages(stages, compiled, one_stage(programs[0]))
     ranks = stage_ranks(decisions)
     lists = action_lists(decisions, ranks)
+    by_id = {id(own): own for own in lists}  # ranks of one group share a list
+    texts = {key: tuple(map(str, own)) for key, own in by_id.items()}
     loss = next(pcg.loss for pcg in stages.pcgs if pcg.loss is not None)
     pipeline = Pipeline(
         programs,
         ranks,
-        tuple(tuple(map(str, own)) for own in lists),
+        tuple(texts[id(own)] for own in lists),
         stages.cut.shared,
         loss.spec.dtype,
         _replica_numbers(decisions),
     )
-    return CompiledStages(stages.cut, compiled, pipeline)
+    return CompiledStages(stages, compiled, pipeline)
 
 
 def _replica_numbers(decisions: Decisions) -> tuple[int, ...]:
@@ -141,8 +143,8 @@ def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
         raise LayoutError(f"invalid plan, {made}: {error}; plan again") from error
 
 
-def evaluation_program(plan: Plan, training: CompiledStages) -> CompiledStages | None:
-    """The evaluation program, with parameters laid out as the training program stores them.
+def evaluation_program(plan: Plan, training: LoweredStages) -> CompiledStages | None:
+    """The evaluation program, with parameters laid out as the `training` program stores them.
 
     Its stages are those of the training program, on their meshes. Raises `LayoutError` where there
     is no such program.
@@ -151,7 +153,7 @@ def evaluation_program(plan: Plan, training: CompiledStages) -> CompiledStages |
         return None
     graph = verify_graph(parse_graph(plan.evaluation_graph))
     graph = as_stored(without_gradients(graph), plan.decisions.rewrites)
-    trained = [stage.pcg for stage in training.stages]
+    trained = training.pcgs
     factored, parts = factorize(graph), Cut((graph,), (), {})
     if len(trained) > 1:
         placed = like(graph, training.cut, plan.decisions)

@@ -289,7 +289,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         _check_functions(scheduler, loss)
         check_tensors(model, plan, graph)
     training = training_program(plan, graph)
-    evaluation = evaluation_program(plan, training)
+    evaluation = evaluation_program(plan, training.lowered)
     pipeline = training.pipeline
     comm = _comm(pipeline.mesh, timeout(), watch)
     check_on_ranks(model, loss, plan, together, device)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
-from math import ceil
+from math import ceil, inf
 
 from parloom.action_text import passes_beside
 from parloom.errors import InputError
@@ -70,11 +70,11 @@ def list_schedule(
     counts = [num_microbatches // own for own in at_once or [1] * len(stages)]
     needed = _in_flight(stages, links, rank_of, counts)
     caps = {tuple(ceil(times * each) for each in needed): None for times in MULTIPLES}
-    found = (
-        _Greedy(stages, links, rank_of, counts, each, turns, split, limits_bytes).play()
-        for each, turns in product(caps, (True, False))
-    )
-    return min(filter(None, found), key=lambda one: one.makespan, default=None)
+    best: Listed | None = None
+    for each, turns in product(caps, (True, False)):
+        greedy = _Greedy(stages, links, rank_of, counts, each, turns, split, limits_bytes)
+        best = greedy.play(best.makespan if best else inf) or best
+    return best
 
 
 def _in_flight(
@@ -149,16 +149,28 @@ class _Greedy:
         self.done = {kind: [0] * count for kind in "FBW"}
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
         self.free, self.held = [0] * ranks, [0] * ranks
+        # What the passes of each rank take that have not run.
+        self.left = [
+            sum(self._pass_time(stage) * counts[stage] for stage in own) for own in self.own
+        ]
         self.sent: dict[tuple[int, int, str], int] = {}
         self.queue: list[tuple[int, int]] = [(0, rank) for rank in range(ranks)]
 
-    def play(self) -> Listed | None:
-        """All passes in the order of time; None where ranks are left that wait for memory."""
+    def _pass_time(self, stage: int) -> int:
+        own = self.stages[stage]
+        return own.forward + own.backward + (own.weights if self.split else 0)
+
+    def play(self, enough: float = inf) -> Listed | None:
+        """All passes in the order of time; None where ranks are left that wait for memory, and
+        where the makespan is not below `enough`.
+        """
         while self.queue:
             now, rank = heappop(self.queue)
             chosen = self._choose(rank, now) if self.free[rank] <= now else None
             if chosen is not None:
                 self._run(rank, *chosen, now)
+                if self.free[rank] + self.left[rank] >= enough:
+                    return None
         last = self.done["W" if self.split else "B"]
         if any(done < own for done, own in zip(last, self.counts, strict=True)):
             return None
@@ -213,6 +225,7 @@ class _Greedy:
             end, change = now + own.weights, -kept
         self.held[rank] += change
         self.in_flight[rank] += (kind == "F") - (kind == ("W" if self.split else "B"))
+        self.left[rank] -= end - now
         self.free[rank] = end
         heappush(self.queue, (end, rank))
         for other, took in self.sends[kind][stage]:

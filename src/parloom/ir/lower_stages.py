@@ -18,7 +18,7 @@ from parloom.ir.pcg import PCG, TIME, PValue, results_of
 from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
-from parloom.ir.stages import Crossing, Cut, cut_plan, of_stage
+from parloom.ir.stages import Crossing, Cut, StageDecisions, cut_plan
 
 ActionList = tuple[Action, ...]
 
@@ -52,7 +52,8 @@ def lower_stages(
         pcg = lower(graph, decisions, factored=factored)
         return LoweredStages(Cut((graph,), (), {}), (pcg,))
     parts = staged(factored or factorize(graph), decisions)
-    chosen = [of_stage(decisions, parts, index) for index in range(len(parts.graphs))]
+    own = StageDecisions(decisions, parts)
+    chosen = map(own.of, range(len(parts.graphs)))
     return LoweredStages(parts, tuple(map(lower, parts.graphs, chosen)))
 
 

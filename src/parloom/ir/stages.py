@@ -8,14 +8,22 @@ exactly one stage, and no value goes to an earlier one, so that the stages form 
 graph.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parloom.errors import LayoutError, nearest
 from parloom.ir.graph import Call, Function, Graph, Input, Node, Value
+from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
-from parloom.ir.plan import Decisions, ParameterDecision, Storage, one_stage
+from parloom.ir.plan import (
+    ActivationDecision,
+    Decisions,
+    NodeDecision,
+    ParameterDecision,
+    Storage,
+    one_stage,
+)
 
 Item = Node | Call
 ARRIVING = "arriving"
@@ -160,49 +168,74 @@ def placed(
     return [tuple(keys) for keys in found]
 
 
-def of_stage(decisions: Decisions, parts: Cut, index: int) -> Decisions:
-    """The decisions about one stage, as those of a plan with no other.
+class StageDecisions:
+    """The decisions about each stage of a plan, as those of a plan with no other.
 
     A parameter of several stages is stored as it was decided in the first of them; the others hold
     what they compute with. An operator that several stages compute is split as decided where all
     meshes have the same of the axes, and not at all elsewhere.
     """
-    if len(decisions.replicas) > 1:
-        decisions = _with_axes(decisions, set(decisions.stages[index].mesh.names))
-    graph, stage = parts.graphs[index], decisions.stages[index]
-    flats = tuple(graph.flat())
-    items = set(stage.items)
-    own = {flat.key for flat in flats if (flat.prefix or flat.node.key) in items}
-    common = _common_axes(decisions) & set(stage.mesh.names)
-    free = {flat.key for flat in flats} - own
-    calls = {flat.prefix for flat in flats}
-    # Whether the stage stores a parameter as it was decided.
-    stores = {
-        entry.target: parts.shared.get(entry.target, (index,))[0] == index
-        for entry in graph.of_kind("parameter")
-    }
-    return replace(
-        decisions,
-        stages=one_stage(stage.mesh),
-        num_microbatches=decisions.num_microbatches // stage.at_once,
-        schedule="one_stage",
-        actions=(),
-        nodes=tuple(
-            n
-            for n in decisions.nodes
-            if n.key in own
-            or (n.key in free and common.issuperset(a for _, axes in n.factors for a in axes))
-        ),
-        parameters=tuple(
-            p if stores[p.name] else ParameterDecision(p.name)
-            for p in decisions.parameters
-            if p.name in stores
-        ),
-        activations=tuple(a for a in decisions.activations if a.prefix in calls),
-    )
+
+    def __init__(self, decisions: Decisions, parts: Cut) -> None:
+        self.decisions, self.parts = decisions, parts
+        self._common = _common_axes(decisions)
+        self._by_axes: dict[frozenset[str], _Named] = {}
+
+    def of(self, index: int) -> Decisions:
+        """Those about stage `index`."""
+        graph, stage = self.parts.graphs[index], self.decisions.stages[index]
+        named, common = self._named(stage.mesh), self._common & set(stage.mesh.names)
+        items = set(stage.items)
+        nodes, calls = [], dict[str, None]()
+        for flat in graph.flat():
+            calls[flat.prefix] = None
+            node = named.nodes.get(flat.key)
+            own = (flat.prefix or flat.node.key) in items
+            if node and (own or common.issuperset(a for _, axes in node.factors for a in axes)):
+                nodes.append(node)
+        return replace(
+            self.decisions,
+            stages=one_stage(stage.mesh),
+            num_microbatches=self.decisions.num_microbatches // stage.at_once,
+            schedule="one_stage",
+            actions=(),
+            nodes=tuple(nodes),
+            parameters=tuple(self._parameters(index, named)),
+            activations=tuple(named.activations[c] for c in calls if c in named.activations),
+        )
+
+    def _parameters(self, index: int, named: "_Named") -> Iterator[ParameterDecision]:
+        """Of all parameters that a stage reads; only one that it owns is stored as decided."""
+        for entry in self.parts.graphs[index].of_kind("parameter"):
+            found = named.parameters.get(entry.target)
+            if found is not None:
+                owner = self.parts.shared.get(entry.target, (index,))[0]
+                yield found if owner == index else ParameterDecision(entry.target)
+
+    def _named(self, mesh: Mesh) -> "_Named":
+        """By name; a replica without an axis has whole what others split along it."""
+        replicas = len(self.decisions.replicas) > 1
+        axes = frozenset(mesh.names) if replicas else frozenset[str]()
+        if axes not in self._by_axes:
+            decisions = _with_axes(self.decisions, axes) if replicas else self.decisions
+            self._by_axes[axes] = _Named(
+                {node.key: node for node in decisions.nodes},
+                {parameter.name: parameter for parameter in decisions.parameters},
+                {activation.prefix: activation for activation in decisions.activations},
+            )
+        return self._by_axes[axes]
 
 
-def _with_axes(decisions: Decisions, names: set[str]) -> Decisions:
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Decisions by operator, parameter and call."""
+
+    nodes: Mapping[str, NodeDecision]
+    parameters: Mapping[str, ParameterDecision]
+    activations: Mapping[str, ActivationDecision]
+
+
+def _with_axes(decisions: Decisions, names: Collection[str]) -> Decisions:
     """What is split along these axes: a replica without an axis has whole what others split."""
 
     def kept(axes: tuple[str, ...]) -> tuple[str, ...]:

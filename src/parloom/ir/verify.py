@@ -32,7 +32,7 @@ from parloom.ir.plan import (
     Decisions,
     ParameterDecision,
 )
-from parloom.ir.stages import ARRIVING, cut_plan, of_stage
+from parloom.ir.stages import ARRIVING, StageDecisions, cut_plan
 from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators
 
 KINDS = ("parameter", "buffer", "batch", "constant", ARRIVING)
@@ -57,9 +57,9 @@ def verify_decisions(graph: Graph, decisions: Decisions, factored: Factored | No
     factored = factored or factorize(graph)
     _check("plan", STAGES, (factored, decisions))
     parts = cut_plan(graph, decisions)
+    chosen = StageDecisions(decisions, parts)
     for index, own in enumerate(parts.graphs):
-        chosen = of_stage(decisions, parts, index)
-        _check(f"plan, stage {index}", DECISIONS, (factorize(own), chosen))
+        _check(f"plan, stage {index}", DECISIONS, (factorize(own), chosen.of(index)))
 
 
 def verify_pcg(pcg: PCG) -> PCG:

@@ -30,7 +30,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.plan_json import numbers_text, ranks_text
 from parloom.ir.regular_parts import devices_of, part_with, regular_parts
-from parloom.ir.stages import cut_plan, of_stage
+from parloom.ir.stages import StageDecisions, cut_plan
 from parloom.rewrite.rewrites import rewritten
 
 WARNING = "warning: "
@@ -101,10 +101,11 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
     count = len(decisions.stages)
     yield f"{count} stages, schedule {decisions.schedule}"
     parts = cut_plan(graph, decisions)
+    chosen = StageDecisions(decisions, parts)
     for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
         items = " to ".join(dict.fromkeys((stage.items[0], stage.items[-1])))
         devices = f"device{'s' * (stage.mesh.num_ranks > 1)} {ranks_text(stage.devices)}"
-        ways, levels = ways_of(own, of_stage(decisions, parts, index)), _levels(stage, cluster)
+        ways, levels = ways_of(own, chosen.of(index)), _levels(stage, cluster)
         axes = "; ".join(
             _axis_words(axis, ways[axis.name], links_of(axis, levels))
             for axis in stage.mesh.axes

@@ -10,7 +10,7 @@ from parloom.ir.lower import lower
 from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
-from parloom.ir.stages import ARRIVING, Cut, of_stage
+from parloom.ir.stages import ARRIVING, Cut, StageDecisions
 
 
 class AlikeStages:
@@ -27,12 +27,15 @@ class AlikeStages:
 
         Raises `LayoutError` for an illegal decision.
         """
-        indices = range(len(parts.graphs))
-        return LoweredStages(parts, tuple(self.stage(parts, decisions, i) for i in indices))
+        chosen = StageDecisions(decisions, parts)
+        pairs = ((graph, chosen.of(index)) for index, graph in enumerate(parts.graphs))
+        return LoweredStages(parts, tuple(self._lowered(*pair) for pair in pairs))
 
     def stage(self, parts: Cut, decisions: Decisions, index: int) -> PCG:
         """The program of one stage; see `lower`."""
-        graph, own = parts.graphs[index], of_stage(decisions, parts, index)
+        return self._lowered(parts.graphs[index], StageDecisions(decisions, parts).of(index))
+
+    def _lowered(self, graph: Graph, own: Decisions) -> PCG:
         key = tuple(_form(graph, own))
         if key not in self._known:
             if id(graph) not in self._factored:
