@@ -12,25 +12,32 @@ from rich.text import Text
 from parloom import arguments
 from parloom.choose import choose
 from parloom.cost.clusters import resolve_cluster
+from parloom.cost.stages import StagePlayer
 from parloom.cost.step import priced
-from parloom.errors import FingerprintError, InfeasibleError, InputError, NotYetError, nearest
+from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
 from parloom.execute.files import read_plan
 from parloom.execute.machine import machine_for, machine_of
 from parloom.execute.program import lowered
-from parloom.ir.plan import OF_ONE_STAGE, Plan, Status
+from parloom.ir.plan import Plan, Status
+from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph
-from parloom.report.case import Case
-from parloom.report.explain import plan_explained
+from parloom.report.case import Case, PipelineCase
+from parloom.report.explain import Document, plan_explained
 from parloom.report.explain_name import name_explained
 from parloom.report.explain_screen import plan_explained_screen
 from parloom.report.grid import mesh_grid
 from parloom.report.name_screen import name_screen
 from parloom.report.names import Names
-from parloom.report.pipeline_screen import PipelineCase, pipeline_explained, pipeline_screen
+from parloom.report.pipeline_screen import (
+    pipeline_explained,
+    pipeline_screen,
+    stages_named_screen,
+)
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
 from parloom.report.words import INTERRUPTED, explained_words, memory_limit
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.request import Request
 
 Say = Callable[[str], None]
@@ -63,8 +70,6 @@ def explain(
     Raises `InputError` for an unknown name and for what is neither method nor plan,
     `FingerprintError` where the other plan is of another model.
     """
-    if len(plan.decisions.stages) > 1:
-        return _pipeline(plan, calibration, name or versus)
     case = case_of(plan, calibration)
     there = None
     if versus is not None:
@@ -76,35 +81,48 @@ def explain(
             progress(warning)
     path = explained_words(path, calibration)
     if name is not None:
-        found = _named(case, name, calibration)
-        screen = name_screen(found, path)
+        found = _named(case, name, calibration, path)
         if versus is None or there is None:
-            return Answer(found, screen)
-        other = _named(there, name, calibration)
-        title = Text(f"\n{versus}", "bold underline")
-        both = Group(screen, title, name_screen(other, versus))
-        return Answer({"plan": found, "versus": other}, both)
+            return found
+        other = _named(there, name, calibration, versus)
+        both = Group(found.screen, Text(f"\n{versus}", "bold underline"), other.screen)
+        return Answer({"plan": found.document, "versus": other.document}, both)
     if versus is not None and there is not None:
         document = compared(case, there, versus)
         return Answer(document, versus_screen(document))
+    if isinstance(case, PipelineCase):
+        return Answer(pipeline_explained(case), pipeline_screen(case))
     document = plan_explained(case)
     return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
 
 
-def _pipeline(plan: Plan, calibration: str | Path | None, asked: str | None) -> Answer:
-    """A plan of several stages; raises `NotYetError` where more is `asked`."""
-    if asked is not None:
-        raise NotYetError(OF_ONE_STAGE)
-    machine, stages = machine_of(plan, calibration), lowered(plan)
-    played = machine.play(stages, plan.decisions, plan.optimizer)
-    case = PipelineCase(plan, machine.cluster, played, machine.source(*stages.pcgs))
-    return Answer(pipeline_explained(case), pipeline_screen(case))
-
-
-def _named(case: Case, name: str, calibration: str | Path | None) -> dict[str, Any]:
+def _named(
+    case: Case | PipelineCase, name: str, calibration: str | Path | None, path: str
+) -> Answer:
+    if isinstance(case, PipelineCase):
+        return _named_in_stages(case, name, path)
     machine = machine_of(case.plan, calibration)
     play = partial(machine.simulate, optimizer=case.plan.optimizer)
-    return name_explained(case, Names(case.pcg.graph).find(name), play)
+    document = name_explained(case, Names(case.pcg.graph).find(name), play)
+    return Answer(document, name_screen(document, path))
+
+
+def _named_in_stages(pipeline: PipelineCase, name: str, path: str) -> Answer:
+    """What a name is in each stage that has it."""
+    found: list[Document] = []
+    for index, stage in enumerate(pipeline.decisions.stages):
+        case = pipeline.stage(index)
+        try:
+            named = Names(case.pcg.graph).find(name)
+        except InputError:
+            continue
+        place = {"stage": index, "devices": ranks_text(stage.devices)}
+        found.append(place | name_explained(case, named, case.play))
+    if not found:  # what is near is known of the whole graph
+        Names(rewritten(parse_graph(pipeline.plan.graph), pipeline.decisions.rewrites)).find(name)
+        raise InputError(f"{name} is in no stage: no stage reads it")
+    document = {"name": name, "stages": found}
+    return Answer(document, stages_named_screen(document, path))
 
 
 def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
@@ -148,10 +166,15 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
     return other
 
 
-def case_of(plan: Plan, calibration: str | Path | None = None) -> Case:
-    """A plan with its program, prices and step on the cluster that it was made for."""
-    machine = machine_of(plan, calibration)
-    pcg = lowered(plan).only
-    found = priced(pcg, machine.cluster, plan.decisions, plan.optimizer, machine.kernels)
+def case_of(plan: Plan, calibration: str | Path | None = None) -> Case | PipelineCase:
+    """A plan with its programs, prices and step on the cluster that it was made for."""
+    machine, stages = machine_of(plan, calibration), lowered(plan)
+    source, cluster = machine.source(*stages.pcgs), machine.cluster
+    if len(stages.pcgs) > 1:
+        played = machine.play(stages, plan.decisions, plan.optimizer)
+        player = StagePlayer(cluster, plan.optimizer, machine.kernels)
+        return PipelineCase(plan, cluster, played, source, stages, player)
+    pcg = stages.only
+    found = priced(pcg, cluster, plan.decisions, plan.optimizer, machine.kernels)
     timeline = machine.simulate(pcg, plan.decisions, plan.optimizer)
-    return Case(plan, pcg, machine.cluster, found, timeline, machine.source(pcg))
+    return Case(plan, cluster, timeline, source, pcg, found)

@@ -21,4 +21,4 @@ def case_of(graph: Graph, cluster: Cluster, plan: Decisions, method: str = "meth
     saved = Plan(source, cluster.name, "0" * 16, ADAM, method, plan, print_graph(graph))
     found = priced(pcg, cluster, plan, ADAM)
     played = simulate(pcg, cluster, plan, ADAM)
-    return Case(saved, pcg, cluster, found, played, Source("spec", 0.25))
+    return Case(saved, cluster, played, Source("spec", 0.25), pcg, found)

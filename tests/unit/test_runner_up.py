@@ -41,7 +41,7 @@ def flat_of(key: str, graph: Graph = GRAPH) -> FlatNode:
 def ways_of(plan: Decisions, key: str, limit: int = PLENTY) -> Ways:
     pcg = lower(GRAPH, plan)
     walker = priced(pcg, CLUSTER, plan, ADAM).walker
-    return operator_ways(FACTORED, pcg, walker, flat_of(key), limit, play)
+    return operator_ways(FACTORED, pcg, walker, flat_of(key), lambda t: t.peak_bytes <= limit, play)
 
 
 def enumerated(plan: Decisions, key: str) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ def test_the_best_storage_is_that_of_an_enumeration() -> None:
     names = ("blocks.0.up.weight", "blocks.1.up.weight")
     parameter = next(p for p in pcg.parameters if p.input.target == names[0])
     walker = priced(pcg, CLUSTER, plan, ADAM).walker
-    found = parameter_ways(FACTORED, pcg, walker, ADAM, parameter, names, PLENTY, play)
+    found = parameter_ways(FACTORED, pcg, walker, ADAM, parameter, names, lambda t: True, play)
     wanted = []
     whole, parts = Storage(), Storage(("data",), 0)
     for storage in ((whole, whole, parts), (whole, parts, parts), (parts, parts, parts)):

@@ -3,13 +3,16 @@
 The compute stream of a device computes or waits, and never does anything else. So a step is the sum
 of what it computes and of what it waits for, and two steps differ by the sum of what differs in
 these. What is sent beside computing is counted as well: it keeps links busy, and costs no time.
+The devices of a pipeline do different things: its step is the mean over all of them.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parloom.cost.engine import Launch, Run
+from parloom.cost.pipeline import NORM
 from parloom.cost.tasks import (
     COMPONENTS,
     OF_WEIGHTS,
@@ -20,7 +23,7 @@ from parloom.cost.tasks import (
     Note,
     kind_of,
 )
-from parloom.cost.timeline import Piece, Played, Process, Span, Timeline
+from parloom.cost.timeline import Piece, Played, Span, Timeline
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PCall
 
@@ -30,7 +33,11 @@ UPDATING, ADDING, WAITING = "optimizer update", "adding up microbatches", "waiti
 ISSUING = "processor issues kernels"
 BESIDE = "slower beside collectives"
 MARKS = (RECOMPUTING, RECOMPUTED)
-MAIN, STEP = "main", "step program"
+MAIN, STEP, BETWEEN = "main", "step program", "between stages"
+# What a device of a pipeline waits for between actions, and when all it has is done.
+WAITS = {"pipeline": "messages of other stages", NORM: "gradients of all stages"}
+SLOWEST = "the slowest stage"
+UPDATE = ("REDUCE", "STEP", "GATHER")
 OWN_KINDS = {"update": UPDATING, "collect": ADDING, "issue": ISSUING}
 HOST = ("to host", "from host")
 
@@ -112,14 +119,39 @@ class Ledger:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a process of a timeline runs: the program of `stage`, on its part of the cluster."""
+
+    pcg: PCG
+    cluster: Cluster
+    stage: int = 0
+
+
 def ledger(timeline: Timeline, pcg: PCG, cluster: Cluster) -> Ledger:
     """Read `timeline`, a step of `pcg` on `cluster`, as causes."""
-    return _Reading(timeline, pcg, cluster).run()
+    return pipeline_ledger(timeline, [(1, (Program(pcg, cluster),))])
+
+
+def pipeline_ledger(
+    timeline: Timeline, processes: Sequence[tuple[int, Sequence[Program]]]
+) -> Ledger:
+    """The mean over all devices: of each process how many it stands for, and the programs of its
+    stages. The peak is that of the device that holds most.
+    """
+    read = [_Reading(timeline, i, own) for i, (_, own) in enumerate(processes)]
+    found = _mean([reading.run() for reading in read], [count for count, _ in processes])
+    sent = tuple(
+        Sent(group, count, found.num_bytes[group], found.ps[group], found.waited[group])
+        for group, count in found.count.items()
+    )
+    peak = max((reading.peak() for reading in read), key=lambda peak: peak.num_bytes)
+    return Ledger(timeline.step_ps, found.time, sent, found.busy, peak)
 
 
 @dataclass(slots=True)
 class _Amounts:
-    """What one action comes to."""
+    """What one action, or a step, comes to."""
 
     time: Counter[tuple[str, Cause]]
     busy: Counter[str]
@@ -132,46 +164,109 @@ class _Amounts:
     def none(cls) -> "_Amounts":
         return cls(*(Counter() for _ in range(6)))
 
+    @property
+    def counters(self) -> tuple[Counter[Any], ...]:
+        return self.time, self.busy, self.count, self.num_bytes, self.ps, self.waited
+
     def add(self, other: "_Amounts") -> None:
-        self.time.update(other.time)
-        self.busy.update(other.busy)
-        self.count.update(other.count)
-        self.num_bytes.update(other.num_bytes)
-        self.ps.update(other.ps)
-        self.waited.update(other.waited)
+        for own, more in zip(self.counters, other.counters, strict=True):
+            own.update(more)
+
+
+def _mean(amounts: Sequence[_Amounts], devices: Sequence[int]) -> _Amounts:
+    """Of so many devices each; the times of a step still add up to it, to the picosecond."""
+    if len(amounts) == 1:
+        return amounts[0]
+    total = sum(devices)
+    found = []
+    for each in zip(*(own.counters for own in amounts), strict=True):
+        added: Counter[Any] = Counter()
+        for own, count in zip(each, devices, strict=True):
+            added.update({key: count * value for key, value in own.items()})
+        found.append(Counter({key: value // total for key, value in added.items()}))
+    mean = _Amounts(*found)
+    step_ps = sum(amounts[0].time.values())  # of every device
+    mean.time[max(mean.time, key=mean.time.__getitem__)] += step_ps - sum(mean.time.values())
+    return mean
 
 
 class _Reading:
-    """One pass over the actions of a step; those that repeat are read once."""
+    """One pass over the actions of a process; those that repeat are read once."""
 
-    def __init__(self, timeline: Timeline, pcg: PCG, cluster: Cluster) -> None:
-        self.timeline, self.mesh = timeline, pcg.mesh
-        self.process: Process = timeline.processes[0]
-        self.links = (*(level.name for level in cluster.levels), *HOST)
+    def __init__(self, timeline: Timeline, process: int, programs: Sequence[Program]) -> None:
+        self.step_ps, self.process = timeline.step_ps, timeline.processes[process]
+        self.stages = {program.stage: _Stage(program) for program in programs}
+
+    def run(self) -> _Amounts:
+        known: dict[tuple[int, int], _Amounts] = {}
+        total = _Amounts.none()
+        for stage, span in self._spans():
+            key = id(stage), id(span.played)
+            if key not in known:
+                known[key] = stage.action(span)
+            total.add(known[key])
+        for kind, ps in self.process.waited:
+            total.time[BETWEEN, Cause(WAITING, WAITS.get(kind, kind))] += ps
+        left = self.step_ps - sum(total.time.values())
+        if left:
+            total.time[BETWEEN, Cause(WAITING, SLOWEST)] += left
+        return total
+
+    def _spans(self) -> Iterator[tuple["_Stage", Span]]:
+        """Each action with its stage: passes of a process with several name theirs (`2F0`), and the
+        update is that of one after the other.
+        """
+        stages, updated = list(self.stages.values()), Counter[str]()
+        for span in self.process.spans:
+            if len(stages) == 1:
+                yield stages[0], span
+            elif span.name in UPDATE:
+                yield stages[updated[span.name] % len(stages)], span
+                updated[span.name] += 1
+            else:
+                number = span.name[: len(span.name) - len(span.name.lstrip("0123456789"))]
+                yield self.stages[int(number or 0)], span
+
+    def peak(self) -> Peak:
+        """Memory changes in the order of the program, as `Simulator` counts them."""
+        held = self.process.base
+        best = Peak(held, "", "", "")
+        most = sum(held)
+        worst: tuple[Sequence[int], Span] | None = None
+        for span in self.process.spans:
+            if sum(held) + span.played.memory.peak > most:
+                most, worst = sum(held) + span.played.memory.peak, (held, span)
+            held = tuple(a + b for a, b in zip(held, span.played.memory.net, strict=True))
+        if worst is None:
+            return best
+        start, span = worst
+        for now, piece, note in _held(span.played, start):
+            if sum(now) == most:
+                return Peak(tuple(now), span.name, piece.placed.prefix, note.name)
+        return best
+
+
+class _Stage:
+    """Reads the actions of one program."""
+
+    def __init__(self, program: Program) -> None:
+        pcg, self.mesh = program.pcg, program.pcg.mesh
+        self.links = (*(level.name for level in program.cluster.levels), *HOST)
         calls = [item for item in pcg.main.body if isinstance(item, PCall)]
         self.kinds = {call.prefix: pcg.by_name[call.function].kind for call in calls}
         self.launched: dict[str, Group] = {}
 
-    def run(self) -> Ledger:
-        known: dict[int, _Amounts] = {}
-        total = _Amounts.none()
-        for span in self.process.spans:
-            if id(span.played) not in known:
-                known[id(span.played)] = self._action(span)
-            total.add(known[id(span.played)])
-        sent = tuple(
-            Sent(group, count, total.num_bytes[group], total.ps[group], total.waited[group])
-            for group, count in total.count.items()
-        )
-        return Ledger(self.timeline.step_ps, total.time, sent, total.busy, self._peak())
-
-    def _action(self, span: Span) -> _Amounts:
+    def action(self, span: Span) -> _Amounts:
+        """All of one action."""
         found = _Amounts.none()
         for piece in span.played.pieces:
             place = self.kinds.get(piece.placed.prefix, MAIN)
-            if span.name in ("REDUCE", "STEP", "GATHER"):
-                place = STEP
-            self._piece(piece, place, found)
+            self._piece(piece, STEP if span.name in UPDATE else place, found)
+        # What messages that are sent take from kernels.
+        more = span.played.ps - sum(found.time.values())
+        if more:
+            found.time[BETWEEN, Cause(BESIDE)] += more
+            found.busy[COMPUTING] += more
         return found
 
     def _piece(self, piece: Piece, place: str, found: _Amounts) -> None:
@@ -209,24 +304,6 @@ class _Reading:
         if launch.channel in HOST:
             return launch.channel
         return self.links[max(self.mesh[axis].level for axis in _axes(launch).split("+"))]
-
-    def _peak(self) -> Peak:
-        """Memory changes in the order of the program, as `Simulator` counts them."""
-        held = self.process.base
-        best = Peak(held, "", "", "")
-        most = sum(held)
-        worst: tuple[Sequence[int], Span] | None = None
-        for span in self.process.spans:
-            if sum(held) + span.played.memory.peak > most:
-                most, worst = sum(held) + span.played.memory.peak, (held, span)
-            held = tuple(a + b for a, b in zip(held, span.played.memory.net, strict=True))
-        if worst is None:
-            return best
-        start, span = worst
-        for now, piece, note in _held(span.played, start):
-            if sum(now) == most:
-                return Peak(tuple(now), span.name, piece.placed.prefix, note.name)
-        return best
 
 
 def _held(played: Played, start: Sequence[int]) -> Iterator[tuple[list[int], Piece, Note]]:

@@ -1,18 +1,22 @@
 """A plan that is to be explained: its decisions, its lowered program and its played step."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parloom.cost.ledger import MAIN, Ledger, ledger
+from parloom.cost.ledger import MAIN, Ledger, Program, ledger, pipeline_ledger
 from parloom.cost.measured import Source
 from parloom.cost.shares import Runs, Share, runs, shares
+from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.step import Priced
 from parloom.cost.timeline import Timeline
+from parloom.ir.lower_stages import LoweredStages, group_lists
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG, PCall, PFunction
 from parloom.ir.plan import Decisions, Plan
+from parloom.ir.regular_parts import memory_of
 from parloom.report.words import memory_limit, named_ways, uncalibrated_words
 
 Place = tuple[str, str]
@@ -20,15 +24,11 @@ Place = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Case:
-    """`pcg` was lowered from the plan's decisions, `priced` and `timeline` made of it on `cluster`;
-    `source` says where their numbers come from.
-    """
+class Step(ABC):
+    """A plan with its played step on `cluster`; `source` says where the numbers come from."""
 
     plan: Plan
-    pcg: PCG
     cluster: Cluster
-    priced: Priced
     timeline: Timeline
     source: Source
 
@@ -40,6 +40,70 @@ class Case:
     @property
     def decisions(self) -> Decisions:
         return self.plan.decisions
+
+    @cached_property
+    @abstractmethod
+    def ledger(self) -> Ledger:
+        """Where the time of the step goes."""
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Whether a step holds no more than the plan may use, on any device."""
+        peaks = timeline.peaks or ((self.cluster.device.name, timeline.peak_bytes),)
+        return all(
+            peak <= memory_limit(self.plan, memory_of(self.cluster, device))
+            for device, peak in peaks
+        )
+
+
+@dataclass(frozen=True)
+class PipelineCase(Step):
+    """A plan of several stages: `stages` were lowered from its decisions, `player` prices them."""
+
+    stages: LoweredStages
+    player: StagePlayer
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        return self.read(self.timeline, self.stages)
+
+    def read(self, timeline: Timeline, stages: LoweredStages) -> Ledger:
+        """Where the time of a step of other programs goes, with the plan's schedule."""
+        planned = self.decisions.stages
+        processes = [
+            (
+                planned[own[0]].mesh.num_ranks,
+                [Program(stages.pcgs[i], self.player.own(planned[i]), i) for i in own],
+            )
+            for own, _ in group_lists(self.decisions)
+        ]
+        return pipeline_ledger(timeline, processes)
+
+    def play(self, stages: LoweredStages) -> Timeline:
+        """A step of other programs, with the plan's schedule."""
+        lists = tuple(own for _, own in group_lists(self.decisions))
+        return PricedStages(stages, self.decisions.stages, self.player).play(lists)
+
+    def stage(self, index: int) -> "StageCase":
+        """One of its stages."""
+        stage, pcg = self.decisions.stages[index], self.stages.pcgs[index]
+        return StageCase(
+            replace(self.plan, decisions=pcg.decisions),
+            self.player.own(stage),
+            self.timeline,
+            self.source,
+            pcg,
+            self.player.priced(pcg, stage),
+            self,
+            index,
+        )
+
+
+@dataclass(frozen=True)
+class Case(Step):
+    """`pcg` was lowered from the plan's decisions, `priced` and `timeline` made of it."""
+
+    pcg: PCG
+    priced: Priced
 
     @property
     def mesh(self) -> Mesh:
@@ -53,7 +117,11 @@ class Case:
 
     @cached_property
     def ledger(self) -> Ledger:
-        return ledger(self.timeline, self.pcg, self.cluster)
+        return self.read(self.timeline, self.pcg)
+
+    def read(self, timeline: Timeline, pcg: PCG) -> Ledger:
+        """Where the time of a step of another program goes."""
+        return ledger(timeline, pcg, self.cluster)
 
     @cached_property
     def shares(self) -> Mapping[str, tuple[Share, ...]]:
@@ -102,6 +170,31 @@ class Case:
             return ""
         prefixes = (p for p in self.calls if self.place_of(p) == place)
         return joined("" if place == MAIN else next(prefixes, ""), key)
+
+
+@dataclass(frozen=True)
+class StageCase(Case):
+    """Stage `index` of a `pipeline`, whose step all of it is."""
+
+    pipeline: PipelineCase
+    index: int
+
+    def read(self, timeline: Timeline, pcg: PCG) -> Ledger:
+        """Where the time of the pipeline goes with another program of the stage."""
+        return self.pipeline.read(timeline, self._with(pcg))
+
+    def play(self, pcg: PCG, _: Decisions) -> Timeline:
+        """A step of the pipeline with another program of the stage."""
+        return self.pipeline.play(self._with(pcg))
+
+    def fits(self, timeline: Timeline) -> bool:
+        """See `Step.fits`."""
+        return self.pipeline.fits(timeline)
+
+    def _with(self, pcg: PCG) -> LoweredStages:
+        stages = self.pipeline.stages
+        pcgs = (pcg if i == self.index else own for i, own in enumerate(stages.pcgs))
+        return replace(stages, pcgs=tuple(pcgs))
 
 
 def joined(prefix: str, key: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from parloom.cost.ledger import MAIN, ledger
+from parloom.cost.ledger import MAIN
 from parloom.cost.timeline import Timeline
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import FlatNode, Input, TensorSpec
@@ -60,7 +60,7 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Doc
     assignment = dict(assignment_of(case.decisions, flat.key))
     words = _splits(case.pcg, case.decisions, flat.key)
     computed = [s for s in own_shares(case, flat) if s.moves is None]
-    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.limit, play)
+    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.fits, play)
     runs = runs_of(case, flat)
     terms = [*prices(case, flat)]
     for parameter in _read_parameters(case, flat):
@@ -179,7 +179,7 @@ def _ways(case: Case, ways: Ways, key: str = "") -> Document:
 
 
 def _way(case: Case, way: Way, key: str) -> Document:
-    read = ledger(way.timeline, way.pcg, case.cluster)
+    read = case.read(way.timeline, way.pcg)
     difference = read.step_ps - case.ledger.step_ps
     rows = causes(case.ledger.by_cause(), read.by_cause())
     held = case.ledger.peak.num_bytes
@@ -190,7 +190,7 @@ def _way(case: Case, way: Way, key: str) -> Document:
         "why": why(rows, difference) if difference else None,
         "peak_bytes": read.peak.num_bytes,
         "difference_bytes": read.peak.num_bytes - held,
-        "fits": read.peak.num_bytes <= case.limit,
+        "fits": case.fits(way.timeline),
     }
     if isinstance(way.chosen, tuple):
         factors = {factor: list(axes) for factor, axes in way.chosen}
@@ -210,9 +210,9 @@ def _way(case: Case, way: Way, key: str) -> Document:
 def _parameter(case: Case, entry: Input, factored: Factored, play: Play) -> Document:
     parameter = next(p for p in case.pcg.parameters if p.input.target == entry.target)
     alike = _alike(case, parameter)
-    limit, walker = case.limit, case.priced.walker
+    fits, walker = case.fits, case.priced.walker
     optimizer = case.plan.optimizer
-    ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, limit, play)
+    ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, fits, play)
     spec, decision = entry.value.spec, parameter.decision
     stored = {"weight": decision.weight, "gradient": decision.gradient,
               "optimizer": decision.optimizer}  # fmt: skip

@@ -87,7 +87,8 @@ def time_words(cause: Mapping[str, Any]) -> str:
     """A cause of a document in a line."""
     if cause["what"] != WAITING:
         return str(cause["what"])
-    return f"waiting for {cause['transfer']} ({cause['level']})"
+    level = f" ({cause['level']})" if cause["level"] else ""
+    return f"waiting for {cause['transfer']}{level}"
 
 
 def _head(document: Document) -> list[RenderableType]:

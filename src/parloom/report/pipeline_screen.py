@@ -1,35 +1,24 @@
 """A pipeline explained: what each stage has, its action lists, and the step over time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parloom.cost.measured import Source
-from parloom.cost.timeline import Timeline
 from parloom.cost.units import format_seconds
 from parloom.ir.lower_stages import group_lists
-from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Plan
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
+from parloom.report.case import PipelineCase
+from parloom.report.explain import Document
+from parloom.report.name_screen import name_screen
 from parloom.report.timeline import timeline_document, timeline_screen
 from parloom.report.words import process_names, title_words, words
 
 SHOWN = 24  # actions of a list
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineCase:
-    """A plan of several stages with its step on the cluster that it was made for."""
-
-    plan: Plan
-    cluster: Cluster
-    timeline: Timeline
-    source: Source
+STAGES = 3  # stages that have what is asked for
 
 
 def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
@@ -75,6 +64,19 @@ def pipeline_screen(case: PipelineCase) -> RenderableType:
         Text("longest passes and action lists", style="bold"),
         _passes(case, names),
     )
+
+
+def stages_named_screen(document: Document, path: str) -> RenderableType:
+    """What `parloom explain PLAN NAME` prints of a pipeline: the name in each stage that has it."""
+    found = document["stages"]
+    parts: list[RenderableType] = []
+    for index, one in enumerate(found[:STAGES]):
+        title = f"stage {one['stage']} (devices {one['devices']})"
+        parts += [Text("\n" * bool(index) + title, "bold underline"), name_screen(one, path)]
+    if len(found) > STAGES:
+        rest = ", ".join(str(one["stage"]) for one in found[STAGES:])
+        parts += [Text(""), Text(f"and in the stages {rest}; --json has all")]
+    return Group(*parts)
 
 
 def _passes(case: PipelineCase, names: Sequence[str]) -> Table:

@@ -1,7 +1,8 @@
 """Two plans of one model: the difference of their steps by cause, and of their memory.
 
 Both steps are sums over causes (`cost.ledger`), so the differences add up to that of the steps, to
-the last picosecond; what is held at the two peaks adds up to the difference of the peaks.
+the last picosecond; what is held at the two peaks adds up to the difference of the peaks. Times of
+a pipeline are means over its devices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,14 +15,15 @@ from rich.text import Text
 from parloom.cost.ledger import Cause
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
-from parloom.report.case import Case
+from parloom.report.case import Step
 from parloom.report.explain import Document
 from parloom.report.explain_screen import seconds_words, table_of, time_words
 from parloom.report.words import words
 
 
-def versus(case: Case, other: Case, name: str) -> Document:
+def versus(case: Step, other: Step, name: str) -> Document:
     """What differs, largest first; differences are those of `other`, called `name`, minus the
     plan's, in ps and bytes.
     """
@@ -75,7 +77,9 @@ def versus_screen(document: Document) -> RenderableType:
     for side in (plan, other):
         parts += [Text(""), Text(f"{side['name']}, {format_seconds(side['step_s'])}", "bold")]
         parts += [Text(f"  {line}") for line in side["words"]]
-    parts += [Text(""), Text("step time by cause", "bold")]
+    several = any(len(side["stages"]) > 1 for side in (plan, other))
+    title = "step time by cause, the mean over all devices" if several else "step time by cause"
+    parts += [Text(""), Text(title, "bold")]
     parts.append(_table(other["name"], document["causes"], document["difference_ps"]))
     for place in document["places"]:
         took = " against ".join(format_seconds(place[f"{k}_ps"] / 1e12) for k in ("plan", "versus"))
@@ -112,16 +116,22 @@ def signed_bytes(size: int) -> str:
     return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
 
 
-def _side(case: Case, name: str) -> Document:
+def _side(case: Step, name: str) -> Document:
     return {
         "name": name,
         "cluster": case.cluster.name,
-        "mesh": [{"axis": axis.name, "size": axis.size} for axis in case.mesh.axes],
+        "stages": [
+            {
+                "devices": ranks_text(stage.devices),
+                "mesh": [{"axis": axis.name, "size": axis.size} for axis in stage.mesh.axes],
+            }
+            for stage in case.decisions.stages
+        ],
         "num_microbatches": case.decisions.num_microbatches,
         "step_ps": case.ledger.step_ps,
         "step_s": case.timeline.step_s,
         "peak_bytes": case.ledger.peak.num_bytes,
-        "fits": case.ledger.peak.num_bytes <= case.limit,
+        "fits": case.fits(case.timeline),
         "words": list(words(parse_graph(case.plan.graph), case.decisions, case.cluster)),
     }
 
@@ -130,7 +140,7 @@ def _both(mine: int, theirs: int) -> Document:
     return {"plan_ps": mine, "versus_ps": theirs, "difference_ps": theirs - mine}
 
 
-def _of_place(case: Case, place: str) -> dict[Cause, int]:
+def _of_place(case: Step, place: str) -> dict[Cause, int]:
     return {cause: ps for (at, cause), ps in case.ledger.time.items() if at == place}
 
 

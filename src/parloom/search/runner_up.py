@@ -24,6 +24,7 @@ from parloom.search.program import Axes
 from parloom.search.storage import Level, StoragePrices, StoredWeight, level_of
 
 Play = Callable[[PCG, Decisions], Timeline]
+Fits = Callable[[Timeline], bool]
 Factors = tuple[tuple[str, Axes], ...]
 # Ways that are played, and those that are kept.
 MOST, KEPT = 64, 3
@@ -42,9 +43,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The `best` ways but the plan's own, the fastest first, and of those that need no more than
-    `limit_bytes` the fastest; `keys` are what was decided alike and changed together. Of `total`
-    ways, `tried` are legal in this plan and were played.
+    """The `best` ways but the plan's own, the fastest first, and of those that fit the fastest;
+    `keys` are what was decided alike and changed together. Of `total` ways, `tried` are legal in
+    this plan and were played.
     """
 
     keys: tuple[str, ...]
@@ -61,7 +62,7 @@ def assignment_of(decisions: Decisions, key: str) -> Factors:
 
 
 def operator_ways(
-    factored: Factored, pcg: PCG, walker: Walker, flat: FlatNode, limit_bytes: int, play: Play
+    factored: Factored, pcg: PCG, walker: Walker, flat: FlatNode, fits: Fits, play: Play
 ) -> Ways:
     """The ways of an operator of `pcg`; `factored` is of its graph.
 
@@ -76,7 +77,9 @@ def operator_ways(
         and assignment_of(decisions, other.key) == now
     )
     found = assignments(factored.rule(flat.function, flat.node), decisions.mesh)
-    others = [way for way in map(_ordered, found) if way != now]
+    alone = {axis.name for axis in decisions.mesh.axes if axis.size == 1}  # these split nothing
+    ways = (way for way in map(_ordered, found) if alone.isdisjoint(a for _, s in way for a in s))
+    others = [way for way in ways if way != now]
     if len(others) > MOST:
         nearby = Nearby(factored, pcg, walker, flat)
         others.sort(key=lambda way: nearby.ps(dict(way)))
@@ -85,7 +88,7 @@ def operator_ways(
         kept = tuple(node for node in decisions.nodes if node.key not in set(keys))
         return replace(decisions, nodes=(*kept, *(NodeDecision(key, way) for key in keys)))
 
-    return _played(factored, keys, others, change, limit_bytes, play)
+    return _played(factored, keys, others, change, fits, play)
 
 
 def parameter_ways(
@@ -95,7 +98,7 @@ def parameter_ways(
     optimizer: Optimizer,
     parameter: PParameter,
     alike: Iterable[str],
-    limit_bytes: int,
+    fits: Fits,
     play: Play,
 ) -> Ways:
     """The ways to store a parameter and those `alike`, by name: a ZeRO level over some axes."""
@@ -111,7 +114,7 @@ def parameter_ways(
         kept = tuple(found for found in decisions.parameters if found.name not in set(keys))
         return replace(decisions, parameters=(*kept, *(level.decision(key) for key in keys)))
 
-    return _played(factored, keys, others, change, limit_bytes, play)
+    return _played(factored, keys, others, change, fits, play)
 
 
 def _ordered(found: Mapping[str, Axes]) -> Factors:
@@ -123,7 +126,7 @@ def _played(
     keys: tuple[str, ...],
     others: Sequence[T],
     change: Callable[[T], Decisions],
-    limit_bytes: int,
+    fits: Fits,
     play: Play,
 ) -> Ways:
     found: list[Way] = []
@@ -135,8 +138,7 @@ def _played(
             continue
         tried += 1
         found = sorted([*found, way], key=_cost)[:KEPT]
-        fits = way.timeline.peak_bytes <= limit_bytes
-        if fits and (fitting is None or _cost(way) < _cost(fitting)):
+        if fits(way.timeline) and (fitting is None or _cost(way) < _cost(fitting)):
             fitting = way
     return Ways(keys, tuple(found), fitting, len(others), tried)
 

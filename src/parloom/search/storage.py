@@ -256,9 +256,10 @@ class StoragePrices:
                 yield Level(*stored, dim)
 
     def free(self, weight: StoredWeight) -> Axes:
-        """The axes that replicate a weight."""
-        names = self.mesh.names if weight.spec.shape else ()
-        return tuple(a for a in names if a not in weight.layout.axes and self.mesh[a].size > 1)
+        """The axes of devices that replicate a weight."""
+        axes = self.mesh.axes if weight.spec.shape else ()
+        own = weight.layout.axes
+        return tuple(a.name for a in axes if a.name not in own and a.size > 1 and not a.steps)
 
     def dim(self, weight: StoredWeight, axes: Axes) -> int:
         """See `chunked_dim`."""

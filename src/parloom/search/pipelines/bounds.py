@@ -4,12 +4,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from parloom.cost.ledger import UPDATE
 from parloom.cost.pipeline import Edge, Shared, StageActions
 from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Stage
 from parloom.ir.stages import stage_items
-from parloom.search.pipelines.costs import UPDATE, ItemCosts
+from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.judge import Judge
 from parloom.search.pipelines.split import Split
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from parloom.cost.actions import Stage as Actions
 from parloom.cost.hardware import Hardware
 from parloom.cost.kernels import Kernels
+from parloom.cost.ledger import UPDATE
 from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
 from parloom.cost.stages import PricedStages, StagePlayer, crossing_bytes
@@ -31,7 +32,6 @@ Ints = NDArray[np.int64]
 # Operators of models whose items are scaled to the whole: of larger ones what each stage has of its
 # own is little, and the whole takes long to play.
 FEW_OPERATORS = 2_000
-UPDATE = ("REDUCE", "STEP", "GATHER")
 
 
 @dataclass(frozen=True, slots=True)
