@@ -1,5 +1,6 @@
 """Microbatches equal the global batch, and values that are expanded over it are cut in time."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from parloom import runtime as rt
 from parloom.cost.clusters import load_cluster
 from parloom.errors import LayoutError
-from parloom.ir.graph import Call
+from parloom.ir.graph import Call, Node, Ref
 from parloom.ir.lower import lower
+from parloom.ir.lower_body import Body
 from parloom.ir.mesh import grid
-from parloom.ir.pcg import PCG, TIME, Movement
+from parloom.ir.pcg import PCG, TIME, Compute, Movement
 from parloom.ir.plan import one_stage, ActivationDecision, Decisions
 from parloom.comparators.baselines import METHODS, random_plan
+from tests.dist import staged
 from tests.dist.lowered import Built, Model, of
 from tests.equality import TOLERANCE
 
@@ -144,6 +147,84 @@ def test_a_random_plan_with_microbatches_equals_one_device(name: str, seed: int)
     decisions = random_plan(found.graph, found.factored, grid({"x": 2, "y": 2}), seed, 2)
     error, where = found.error(decisions)
     assert error <= TOLERANCE, where
+
+
+class Penalty(nn.Module):
+    """A loss to which is added what no sample goes into: penalties of weights with factors and
+    signs of their own, numbers, and zeros that losses of layers are added to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.offset = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside = torch.zeros((), dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x).tanh()
+            aside = aside + x.mean((1, 2)).square().mean()
+        total = x.sum((0, 1)) - self.offset.square()  # of any shape, less what is whole
+        norm = sum(p.square().sum() for p in self.layers.parameters())
+        loss = torch.add(0.5 * x.square().mean() + 3.0, aside, alpha=0.1)
+        return 1e-3 * norm + (2 - loss) - 0.01 * total.sum() - torch.sub(self.offset.sum(), loss, alpha=2)
+
+
+@cache
+def penalty() -> Model:
+    torch.manual_seed(0)
+    return of(Penalty(), {"x": hidden()})
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_what_is_added_to_a_sum_of_microbatches_counts_once(count: int, devices: int) -> None:
+    found = penalty()
+    for seed in range(3):
+        decisions = random_plan(found.graph, found.factored, grid({"x": devices}), seed, count)
+        error, where = found.error(decisions)
+        assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_it_counts_once_in_pipelines(schedule: str) -> None:
+    found = penalty()
+    expected = staged.reference_trace(found.graph, staged.PLANNED, found.tensors, found.batch)
+    for seed in range(4):
+        stages = staged.randomly_cut(found.graph, 3, random.Random(seed))
+        if len(stages) < 2:
+            continue
+        sizes = [1, 2, 2][: len(stages)]
+        plan = staged.drawn(
+            found.graph, stages, sizes, schedule=schedule, num_microbatches=4, seed=seed
+        )
+        report = staged.report(found, plan, expected)
+        assert report.passed, str(report)
+
+
+def test_the_test_sees_what_counts_for_each_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every microbatch adds all of it, the loss is another; where it is not shared, there is
+    no such program.
+    """
+    found = penalty()
+    decisions = Decisions(num_microbatches=2)
+    assert found.error(decisions)[0] <= TOLERANCE
+    whole = Body.share
+
+    def unshared(self: Body, node: Node, arg: Ref) -> Ref:
+        made = whole(self, node, arg)
+        item = self.items.pop()
+        assert isinstance(item, Compute)
+        operand, _ = item.node.args
+        self.items.append(replace(item, node=replace(item.node, args=(operand, 1.0))))
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Body, "share", unshared)
+        assert found.error(decisions)[0] > 1e-3
+    monkeypatch.setattr(Body, "in_shares", lambda self, node: node)
+    with pytest.raises(LayoutError, match="is needed as a sum over all samples"):
+        lower(found.graph, decisions)
 
 
 class Sequences(nn.Module):

@@ -155,7 +155,8 @@ def digits(layout: Layout, dim: int, size: int, mesh: Mesh) -> tuple[Digit, ...]
     """The mixed-radix digits of a dim, outermost first: an axis name, or a local size > 1."""
     result: list[Digit] = []
     high = size
-    for shard in layout.of_dim(dim):
+    # An axis of size 1 has the stride of the one that it lies in.
+    for shard in sorted(layout.of_dim(dim), key=lambda s: (-s.stride, -mesh[s.axis].size)):
         unit = shard.stride * mesh[shard.axis].size
         if high > unit:
             result.append(high // unit)

@@ -7,11 +7,14 @@ from typing import Protocol
 from parloom.errors import LayoutError
 from parloom.ir.factors import Factored, cut_to, follow, site_of
 from parloom.ir.graph import (
+    Arg,
     Call,
     Function,
     Graph,
     Node,
+    Ref,
     TensorSpec,
+    Value,
     node_key,
     with_operands,
 )
@@ -112,6 +115,7 @@ class Body:
         self.makers.update((v.name, Maker(v.name)) for v in results)
 
     def lower_node(self, node: Node, rule: Rule, assignment: Assignment) -> None:
+        node = self.in_shares(node)
         sources = tuple(self.values[name] for name in node.refs)
         assignment = self.add_time(node, rule, assignment, sources)
         rule.check(assignment, self.mesh, f"{node_key(self.prefix, node)} ({node.source})")
@@ -177,9 +181,54 @@ class Body:
             waits = axis != TIME and op.linear != "carried" and (others or not scalar)
             if axis not in axes or waits:
                 continue
-            if op.passes_partial(flags):
+            shared = axis == TIME and op.linear == "joint"  # numbers are: see `in_shares`
+            if op.passes_partial(flags) or (shared and all(flags)):
                 kept.append((axis, "sum"))
         return tuple(kept)
+
+    def in_shares(self, node: Node) -> Node:
+        """An addition to a sum over microbatches: each of them adds its share of what is the same
+        for all (a penalty of weights, zeros that losses are added to), so that it counts once.
+        """
+        flags = [self.unsummed(self.values[name], TIME) for name in node.refs]
+        floats = all(value.spec.is_float for value in node.results)
+        if op_of(node).linear != "joint" or not any(flags) or not floats:
+            return node
+        args: list[Arg] = []
+        for arg in node.args:
+            if isinstance(arg, Ref):
+                value = self.values[arg.name]
+                same = not self.unsummed(value, TIME) and value.layout.shard(TIME) is None
+                args.append(self.share(node, arg) if same else arg)
+            else:
+                args.append(arg / self.owner.steps if isinstance(arg, int | float) else arg)
+        return replace(node, args=tuple(args))
+
+    def share(self, node: Node, arg: Ref) -> Ref:
+        """A sum over microbatches that comes to `arg`, made for `node`."""
+        value = self.values[arg.name]
+        name = self.fresh(f"{value.name.split('__')[0]}__share")
+        made = replace(
+            node,
+            op="mul",
+            args=(arg, 1 / self.owner.steps),
+            kwargs=(),
+            results=(Value(name, value.spec),),
+            path=f"{node.path}.{node.op}".lstrip("."),
+        )
+        layouts = (value.layout.without(value.layout.partial_axes),)
+        rule = cut_to(op_of(made).rule(site_of(made, {arg.name: value.spec})), layouts, self.mesh)
+        self.lower_node(made, rule, dict(follow(rule, layouts, self.mesh)))
+        item = self.items.pop()
+        assert isinstance(item, Compute)
+        (found,) = item.results
+        layout = Layout(found.layout.shards, (*found.layout.partial, (TIME, "sum")))
+        summed = replace(found, layout=layout)
+        self.items.append(replace(item, results=(summed,)))
+        self.values[name] = summed
+        self.makers[name] = Maker(self.expanded or node.key)
+        self.pure.discard(name)
+        return Ref(name)
 
     def unsummed(self, value: PValue, axis: str) -> bool:
         """Whether a value is partial over `axis` and may stay so."""

@@ -104,7 +104,7 @@ def _each(
 
 OPS: tuple[OpDef, ...] = (
     *(_infix(symbol, name) for name, symbol in _INFIX.items()),
-    OpDef("rsub", broadcast, _rsub),
+    OpDef("rsub", broadcast, _rsub, linear="joint"),
     *_each("exp exp2 rsqrt sqrt tan tanh sigmoid reciprocal expm1", RESULT),
     *_each("log log2 log10 log1p sin cos sinh cosh sinc asin acos atan asinh acosh atanh", FIRST),
     *_each("abs square erf erfc erfinv logit lgamma digamma mvlgamma i0 nan_to_num", FIRST),
