@@ -37,7 +37,7 @@ from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.optimize import SAME, Searched, least_work_ps
-from parloom.search.pipelines.auto import with_pipelines
+from parloom.search.pipelines.auto import pipelines_alone, with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.stripes import with_stripes
@@ -209,7 +209,10 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     searched: Searched | None = None
     if method == AUTO and not proposed.stopped:
         base = base_of(request)
-        searched = with_pipelines(request, base, search_with_blocks(request, base, say), say)
+        if request.pinned.allows_stages(1):
+            searched = with_pipelines(request, base, search_with_blocks(request, base, say), say)
+        else:
+            searched = pipelines_alone(request, base, say)
     found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")

@@ -72,7 +72,7 @@ def test_the_legal_counts_of_models(name: str) -> None:
     factored = factorize(small_graph(name))
     legal = legal_microbatches(factored)
     assert legal.counts == lowered(factored, 4)
-    assert legal.counts == ((1,) if name in ("cnn", "gshard") else (1, 2, 4))
+    assert legal.counts == ((1,) if name == "cnn" else (1, 2, 4))
 
 
 def test_an_illegal_count_says_which_operator_forbids_it() -> None:

@@ -26,7 +26,9 @@ def _costs(rng: random.Random, count: int, size: int, scale: float) -> ItemCosts
     stored = np.array([rng.randint(1, 10) for _ in range(count)])
     none = np.zeros(count, dtype=np.int64)
     items = tuple(map(str, range(count)))
-    return ItemCosts(whole, items, passes, none, none, stored, none, rng.randint(0, 5), (), ())
+    return ItemCosts(
+        whole, items, passes, none, none, stored, none, rng.randint(0, 5), (), (), none
+    )
 
 
 def _part(first: int, devices: int) -> RegularPart:

@@ -25,7 +25,7 @@ def _costs(rng: random.Random, count: int, size: int = 1, scale: float = 1.0) ->
     passes = np.array([max(1, int(scale * rng.randint(1, 100))) for _ in range(count)])
     nothing = np.zeros(count, dtype=np.int64)
     items = tuple(f"item {index}" for index in range(count))
-    return ItemCosts(whole, items, passes, nothing, nothing, nothing, nothing, 0, (), ())
+    return ItemCosts(whole, items, passes, nothing, nothing, nothing, nothing, 0, (), (), nothing)
 
 
 def _cuts(items: int, stages: int) -> Iterator[tuple[int, ...]]:

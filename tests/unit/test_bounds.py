@@ -32,7 +32,7 @@ def bound(own: StageActions, count: int) -> Bound:
     if "W" in ps:
         ways = [(slow, fast) for fast, slow in ways]
     updates_ps = ps["STEP"] + ps["GATHER"]
-    return Bound(ways[0], ps["F"], ways[1], ps["REDUCE"], updates_ps, 0.0)
+    return Bound(ways[0], ps["F"], ways[1], ps["REDUCE"], updates_ps, 0.0, 0.0)
 
 
 @given(

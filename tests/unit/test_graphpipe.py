@@ -65,6 +65,7 @@ def case(seed: int) -> tuple[Tree, Costs, Cluster, int]:
                 Sent(a, (b,), tuple(ps), None) for (a, b), ps in zip(ends, times, strict=True)
             ),
             shared_ps=(),
+            updating_bytes=0 * stored,
         )
         for each in (1, 2, 4)
         if each <= devices
@@ -221,7 +222,7 @@ def even(size: int, microbatches: int = 8) -> Costs:
     ten, nothing = np.full(size, 10), np.zeros(size, dtype=np.int64)
     whole = Decisions(num_microbatches=microbatches)
     names = tuple(map(str, range(size)))
-    return {1: ItemCosts(whole, names, ten, nothing, ten, nothing, nothing, 0, (), ())}
+    return {1: ItemCosts(whole, names, ten, nothing, ten, nothing, nothing, 0, (), (), nothing)}
 
 
 def test_branches_lie_beside_each_other() -> None:

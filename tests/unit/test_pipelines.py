@@ -53,6 +53,7 @@ def costs_of(
             stage_ps=size,
             sent=tuple(sent(size)),
             shared_ps=(),
+            updating_bytes=nothing,
         )
         for size in sizes
     }

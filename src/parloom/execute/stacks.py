@@ -98,7 +98,7 @@ class Stacks:
                 continue
             usable = {index: block for index, block in blocks.items() if block.usable}
             kept[prefix] = (_pairs(usable or blocks, small[prefix]), len(blocks))
-            kinds = {block.kind for block in small[prefix].values()}
+            kinds = {blocks[index].kind for index in kept[prefix][0].values()}
             first = {b.kind: i for i, b in reversed(blocks.items()) if b.kind not in kinds}
             missing += (f"{path}.{index}" for index in sorted(first.values()))
         return cls(kept, tuple(missing))

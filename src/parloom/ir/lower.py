@@ -163,10 +163,21 @@ class _Lowering:
         )
 
     def sent(self, value: PValue) -> Layout:
-        """The layout in which a value leaves for another stage: whole sums, no part twice."""
+        """The layout in which a value leaves for another stage: whole sums, no part twice.
+
+        Raises `LayoutError` where its readers, who know the whole graph, take it for another sum
+        over microbatches.
+        """
         summed = tuple(a for a in value.layout.partial_axes if a != TIME)
         layout = value.layout.without(summed)
-        time = self.boundary.in_time[value.name].shard(TIME)
+        whole = self.boundary.in_time[value.name]
+        time, own = whole.shard(TIME), layout.shard(TIME)
+        if layout.partial != whole.partial or own not in (None, time):
+            # A stage that is lowered alone knows less of what its values depend on.
+            raise LayoutError(
+                f"{value.name!r} lies otherwise over microbatches where a stage ends behind it than"
+                " in the whole model; put what makes it and what reads it into one stage"
+            )
         if time is not None and layout.shard(TIME) is None:
             # Readers take microbatches of it, which are outermost in their dim.
             layout = layout.without(s.axis for s in layout.of_dim(time.dim)).place(time)

@@ -9,6 +9,7 @@ from parloom.ir.factors import Factored, cut_to, follow, site_of
 from parloom.ir.graph import (
     Arg,
     Call,
+    Dtype,
     Function,
     Graph,
     Node,
@@ -181,7 +182,7 @@ class Body:
             waits = axis != TIME and op.linear != "carried" and (others or not scalar)
             if axis not in axes or waits:
                 continue
-            shared = axis == TIME and op.linear == "joint"  # numbers are: see `in_shares`
+            shared = axis == TIME and _adds(node)  # numbers are: see `in_shares`
             if op.passes_partial(flags) or (shared and all(flags)):
                 kept.append((axis, "sum"))
         return tuple(kept)
@@ -192,33 +193,25 @@ class Body:
         """
         flags = [self.unsummed(self.values[name], TIME) for name in node.refs]
         floats = all(value.spec.is_float for value in node.results)
-        if op_of(node).linear != "joint" or not any(flags) or not floats:
+        if not _adds(node) or not any(flags) or not floats:
             return node
         args: list[Arg] = []
-        for arg in node.args:
+        for arg in node.args[:2]:
             if isinstance(arg, Ref):
                 value = self.values[arg.name]
                 same = not self.unsummed(value, TIME) and value.layout.shard(TIME) is None
                 args.append(self.share(node, arg) if same else arg)
             else:
                 args.append(arg / self.owner.steps if isinstance(arg, int | float) else arg)
-        return replace(node, args=tuple(args))
+        return replace(node, args=(*args, *node.args[2:]))
 
     def share(self, node: Node, arg: Ref) -> Ref:
         """A sum over microbatches that comes to `arg`, made for `node`."""
-        value = self.values[arg.name]
-        name = self.fresh(f"{value.name.split('__')[0]}__share")
-        made = replace(
-            node,
-            op="mul",
-            args=(arg, 1 / self.owner.steps),
-            kwargs=(),
-            results=(Value(name, value.spec),),
-            path=f"{node.path}.{node.op}".lstrip("."),
-        )
-        layouts = (value.layout.without(value.layout.partial_axes),)
-        rule = cut_to(op_of(made).rule(site_of(made, {arg.name: value.spec})), layouts, self.mesh)
-        self.lower_node(made, rule, dict(follow(rule, layouts, self.mesh)))
+        spec, dtype = self.values[arg.name].spec, node.results[0].spec.dtype
+        if spec.dtype != dtype:  # integers have no shares, and torch would take float32 for them
+            spec = replace(spec, dtype=dtype)
+            arg = Ref(self.beside(node, "_to_copy", (arg,), spec, dtype=Dtype(dtype)))
+        name = self.beside(node, "mul", (arg, 1 / self.owner.steps), spec)
         item = self.items.pop()
         assert isinstance(item, Compute)
         (found,) = item.results
@@ -226,9 +219,29 @@ class Body:
         summed = replace(found, layout=layout)
         self.items.append(replace(item, results=(summed,)))
         self.values[name] = summed
-        self.makers[name] = Maker(self.expanded or node.key)
         self.pure.discard(name)
         return Ref(name)
+
+    def beside(
+        self, node: Node, op: str, args: tuple[Arg, ...], spec: TensorSpec, **kwargs: Arg
+    ) -> str:
+        """Lower another operator for `node`, of one operand, as that lies: its result's name."""
+        (operand,) = (self.values[arg.name] for arg in args if isinstance(arg, Ref))
+        name = self.fresh(f"{operand.name.split('__')[0]}__share")
+        made = replace(
+            node,
+            op=op,
+            args=args,
+            kwargs=tuple(kwargs.items()),
+            results=(Value(name, spec),),
+            path=f"{node.path}.{node.op}".lstrip("."),
+        )
+        layouts = (operand.layout.without(operand.layout.partial_axes),)
+        rule = op_of(made).rule(site_of(made, self.specs(made)))
+        rule = cut_to(rule, layouts, self.mesh)
+        self.lower_node(made, rule, dict(follow(rule, layouts, self.mesh)))
+        self.makers[name] = Maker(self.expanded or node.key)
+        return name
 
     def unsummed(self, value: PValue, axis: str) -> bool:
         """Whether a value is partial over `axis` and may stay so."""
@@ -402,6 +415,11 @@ class Body:
         self.makers[result.name] = self.makers[made.name]
         hoist.values.append((made, result))
         return result
+
+
+def _adds(node: Node) -> bool:
+    """Whether an operator adds its first two arguments, with factors of any sign."""
+    return op_of(node).linear == "joint" and {name for name, _ in node.kwargs} <= {"alpha"}
 
 
 def _passing_varying(

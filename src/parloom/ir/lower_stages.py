@@ -85,6 +85,12 @@ class Stager:
     def _boundary(self, names: Sequence[str], decisions: Decisions, count: int) -> Boundary:
         """How values that cross lie in time with so many microbatches."""
         made = self._on_one_device(replace(decisions, num_microbatches=count))
+        for name in names:
+            if name not in made:
+                raise LayoutError(
+                    f"{name!r} is summed over all microbatches before the first one runs, which no"
+                    " stage receives from another; put what makes it and what reads it into one"
+                )
         values = {name: made[name] for name in names}
         boundary = Boundary(
             self._sample_dims,

@@ -9,7 +9,7 @@ first ones are simulated, and boundaries of the best are moved.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
@@ -39,6 +39,10 @@ NEARBY, FORMS = 0.02, 0.15
 AROUND = 2
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
 JUDGED, EACH, MOVED = 12, 2, 40
+# Those that are simulated as long as none fits.
+UNFIT = 36
+# Splits whose last groups have other layouts than the first ones.
+RELAID = 12
 # How many splits with larger microbatches in some stage.
 MERGED = 8
 # Splits that are simulated where all of them may be.
@@ -51,14 +55,17 @@ APART = "pipelines are not searched for microbatches that are computed by themse
 def with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
     """The answer with pipelines among its proposals, and a bound that holds for them, too."""
     looked = searched.proposals or searched.smallest or searched.bound_ps
-    if not request.pinned.allows_stages(1):
-        searched = replace(searched, proposals=(), smallest=None, bound_ps=inf)
-    found = _with_pipelines(request, base, searched, say) if looked else searched
-    if request.pinned.allows_stages(1) or found.proposals or found.smallest:
-        return found
-    if looked and found.status is Status.COMPLETE:
-        asked = [pin.text for pin in request.pinned.pins]
-        raise InputError(f"{', '.join(asked)}: no pipeline that holds this was found")
+    return _with_pipelines(request, base, searched, say) if looked else searched
+
+
+def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
+    """The answer where pins want several stages; raises `InputError` where none holds them."""
+    nothing = Searched((), inf, inf, work_left=request.budget)
+    found = _with_pipelines(request, base, nothing, say)
+    if not found.proposals and not found.smallest and found.status is Status.COMPLETE:
+        asked = ", ".join(pin.text for pin in request.pinned.pins)
+        more = f": {found.left_out}" if found.left_out else ""
+        raise InputError(f"{asked}: no pipeline that holds this was found{more}")
     return found
 
 
@@ -88,8 +95,7 @@ def _with_pipelines(request: Request, base: Decisions, searched: Searched, say: 
     if not searches:
         return replace(searched, status=status, bound_ps=0.0)
     plans = (plan for search in searches for plan in search.plans())
-    holding = (p for p in plans if broken(request.pinned, request.graph, p.decisions) is None)
-    found = sorted((*searched.proposals, *holding), key=lambda p: p.step_ps)
+    found = sorted((*searched.proposals, *plans), key=lambda p: p.step_ps)
     # Parts of the cluster have fewer devices for the same work.
     bound_ps = min(searched.bound_ps, searches[0].least_ps)
     smallest = searched.smallest
@@ -103,6 +109,11 @@ def _with_pipelines(request: Request, base: Decisions, searched: Searched, say: 
         work_left=searches[0].contexts.work.left,
         smallest=smallest,
     )
+
+
+def holds_pins(request: Request, decisions: Decisions) -> bool:
+    """Whether a plan holds all that is pinned."""
+    return broken(request.pinned, request.graph, decisions) is None
 
 
 def _asked(request: Request) -> Iterator[Request]:
@@ -170,20 +181,25 @@ class PipelineSearch:
         self._judge_best()
         if self.tried.refused and not self.tried.judged:
             self.say(f"no pipeline could be played: {self.tried.refused}")
+        self._add_roomier()
         if not self.judge_every(self._promising_layouts()):
+            for best in self.tried.fitting()[:1]:
+                self.tried.relay(best, self._layouts_like(best.split), RELAID)
             for best in self.tried.fitting()[:1]:
                 self.tried.move(best, MOVED)
         self.tried.merge(self.contexts.counts, MERGED)
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""
-        for one in self.tried.fitting()[:2]:
+        holding = (one for one in self.tried.fitting() if holds_pins(self.request, one.decisions))
+        for one in islice(holding, 2):
             yield one.predicted(self.request)
 
     def smallest(self, known: SimulatedPlan | None) -> SimulatedPlan | None:
         """The smallest of all plans that were simulated, `known` among them."""
-        judged = self.tried.judged
-        found = min(judged, key=lambda one: one.timeline.peak_bytes, default=None)
+        judged = sorted(self.tried.judged, key=lambda one: one.timeline.peak_bytes)
+        holding = (one for one in judged if holds_pins(self.request, one.decisions))
+        found = next(holding, None)
         if found is None or (known and known.peak_bytes <= found.timeline.peak_bytes):
             return known
         return found.predicted(self.request)
@@ -242,7 +258,8 @@ class PipelineSearch:
     def _even(self, costs: ItemCosts) -> Iterator[Split]:
         """Splits over groups with these layouts, items in several orders."""
         for order in self.orders:
-            found = even_splits(costs.ordered(order), self.devices // costs.num_devices)
+            count, limit_bytes = self.devices // costs.num_devices, self.request.limit_bytes
+            found = even_splits(costs.ordered(order), count, limit_bytes)
             yield from self._promising(found)
 
     def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
@@ -288,16 +305,32 @@ class PipelineSearch:
 
     def _judge_of(self, splits: Sequence[Split]) -> None:
         """Simulate the best of each placement and number of microbatches: closed forms of one
-        placement differ less from each other than from what the simulator says.
+        placement differ less from each other than from what the simulator says. Where none fits,
+        more are looked at, whatever they promise.
         """
         ranked = sorted(splits, key=_closed_ps)
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for split in ranked:
-            if sum(known.values()) >= JUDGED or split.step_ps > self._enough_ps():
+            judged, fitting = sum(known.values()), self.tried.fitting()
+            if judged >= (JUDGED if fitting else UNFIT):
+                return
+            if fitting and split.step_ps > self._enough_ps():
                 return
             kind = split.num_microbatches, split.groups
             if known[kind] < EACH:
                 known[kind] += self._judge(split) is not None
+
+    def _add_roomier(self) -> None:
+        """Add layouts with fewer microbatches in flight for the groups of the best split."""
+        for best in self.tried.fitting()[:1]:
+            for costs in {id(costs): costs for costs in best.split.costs}.values():
+                self.layouts.roomier(costs)
+
+    def _layouts_like(self, split: Split) -> list[ItemCosts]:
+        """All layouts of groups of the sizes in a split, with as many microbatches."""
+        sizes = {costs.num_devices for costs in split.costs}
+        keys = [(size, split.num_microbatches) for size in sorted(sizes)]
+        return [one.costs for key in keys for one in self.layouts.known.get(key, ())]
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         found = self.tried.play(split)

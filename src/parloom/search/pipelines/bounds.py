@@ -21,7 +21,8 @@ Ways = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Bound:
     """What a stage takes at least: all its passes of a step, one forward pass, one backward pass,
-    what comes before updates wait for each other, and updates; and what it stores all along.
+    what comes before updates wait for each other, and updates; what it holds when all gradients are
+    there, and what its update takes beside that.
     """
 
     passes_ps: Ways
@@ -30,6 +31,7 @@ class Bound:
     reduce_ps: float
     update_ps: float
     stored_bytes: float
+    updating_bytes: float
 
     @property
     def load_ps(self) -> Ways:
@@ -38,7 +40,7 @@ class Bound:
         return self.passes_ps[0] + once_ps, self.passes_ps[1] + once_ps
 
 
-IMPOSSIBLE = Bound((inf, inf), inf, (inf, inf), inf, inf, inf)
+IMPOSSIBLE = Bound((inf, inf), inf, (inf, inf), inf, inf, inf, 0.0)
 
 
 def members(some: int) -> list[int]:
@@ -109,8 +111,16 @@ class StageBounds:
             (whole_ps, split.actions["B"].ps),
             reduce,
             step + gather,
-            sum(together.base),
+            sum(together.base) + _gradient_bytes(together, count),
+            together.actions["STEP"].memory.peak,
         )
+
+
+def _gradient_bytes(stage: StageActions, count: int) -> int:
+    """What is left of all passes and reductions when the update begins."""
+    names = ["B first", *["B"] * (count - 2), *["B last"] * (count > 1), *["F"] * count, "REDUCE"]
+    each = {name: sum(stage.actions[name].memory.net) for name in set(names)}
+    return max(0, sum(map(each.__getitem__, names)))
 
 
 def _passes_ps(stage: StageActions, count: int) -> float:

@@ -59,7 +59,8 @@ class ItemCosts:
 
     `passes_ps` are of a microbatch, there and back, `once_ps` of a step; `kept_bytes` of a
     microbatch in flight, `stored_bytes` all along, `passing_bytes` beside them while the item runs,
-    the batch among them, which all stages have. `stage_ps` is what each stage takes of a step
+    the batch among them, which all stages have; `updating_bytes` while it updates, when nothing is
+    in flight. `stage_ps` is what each stage takes of a step
     beyond its items. `shared_ps`, of pairs of items with one weight (first, last, ps): summing its
     gradients where they are in different stages.
     """
@@ -74,6 +75,7 @@ class ItemCosts:
     stage_ps: int
     sent: tuple[Sent, ...]
     shared_ps: tuple[tuple[int, int, int], ...]
+    updating_bytes: Ints
 
     def ordered(self, order: Sequence[int]) -> "ItemCosts":
         """The same items in another order, in which each comes after those that it reads."""
@@ -94,6 +96,7 @@ class ItemCosts:
                 for v in self.sent
             ),
             shared_ps=tuple((at[one], at[other], ps) for one, other, ps in self.shared_ps),
+            updating_bytes=self.updating_bytes[places],
         )
 
     @cached_property
@@ -167,14 +170,14 @@ class Pricer:
         crossings = lowered.cut.crossings
         sent = tuple(_sent(lowered, each, cluster, self.join, kernels) for each in crossings)
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
-        passes, once, kept, stored, passing = np.array(found, dtype=np.int64).T
+        passes, once, kept, stored, passing, updating = np.array(found, dtype=np.int64).T
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
         if sum(1 for _ in request.graph.flat()) <= FEW_OPERATORS:
             passes, once = self._scaled(whole, passes, once)
             together_ps = int((count * passes + once).sum())
             stage_ps = max(0, apart_ps - together_ps) // max(1, len(stages) - 1)
         return ItemCosts(
-            whole, self.items, passes, once, kept, stored, passing, stage_ps, sent, shared
+            whole, self.items, passes, once, kept, stored, passing, stage_ps, sent, shared, updating
         )
 
     def _scaled(self, whole: Decisions, passes: Ints, once: Ints) -> tuple[Ints, Ints]:
@@ -189,14 +192,15 @@ class Pricer:
         all_passes, all_once = _times(stage)
         return _shares(all_passes, passes), _shares(all_once, once)
 
-    def _costs(self, stages: PricedStages, index: int) -> tuple[int, int, int, int, int]:
+    def _costs(self, stages: PricedStages, index: int) -> tuple[int, ...]:
         stage, batch = stages.alone(index, split=False), batch_bytes(self.request.graph)
         forward, backward, first = (stage.actions[k].memory for k in ("F", "B", "B first"))
         kept = max(0, sum(forward.net))
         passing = max(0, max(forward.peak, sum(forward.net) + backward.peak) - kept)
         # Gradients come with the first backward pass, and stay until the update.
         gradients = max(0, sum(forward.net) + sum(first.net))
-        return *_times(stage), kept, sum(stage.base) - batch + gradients, passing + batch
+        stored, updating = sum(stage.base) - batch + gradients, stage.actions["STEP"].memory.peak
+        return *_times(stage), kept, stored, passing + batch, updating
 
 
 def _sent(

@@ -258,10 +258,12 @@ class EverySplit:
                 self.bounds.of(chosen[group], *cut, free)
                 for group, cut in zip(kind.groups, cuts, strict=True)
             ]
-            stored = [0.0] * len(kind.sizes)
+            stored: dict[int, float] = {}
             for group, bound in zip(kind.groups, bounds, strict=True):
+                # The first stage of a group updates while gradients of all of them are there.
+                stored.setdefault(group, bound.updating_bytes)
                 stored[group] += bound.stored_bytes
-            if max(stored) <= self.judge.request.limit_bytes:
+            if max(stored.values()) <= self.judge.request.limit_bytes:
                 split = Split(ends, kind.groups, tuple(ordered[id(own)] for own in chosen))
                 self.made += 1
                 yield _Waiting(least_ps(split, bounds, edges), self.made, split, bounds)

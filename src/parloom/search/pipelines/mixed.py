@@ -17,7 +17,6 @@ from parloom.cost.units import format_seconds
 from parloom.ir.mesh import part_of, part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
-from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import least_times_ps
@@ -29,6 +28,7 @@ from parloom.search.pipelines.auto import (
     MERGED,
     MOVED,
     NEARBY,
+    holds_pins,
 )
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
@@ -80,8 +80,8 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
     plans = search.plans() if search else ()
-    holding = (p for p in plans if broken(request.pinned, request.graph, p.decisions) is None)
-    return AcrossParts(tuple(holding), bound_ps, status)
+    holding = tuple(plan for plan in plans if holds_pins(request, plan.decisions))
+    return AcrossParts(holding, bound_ps, status)
 
 
 def least_shared_ps(contexts: Sequence[Contexts]) -> float:

@@ -8,10 +8,10 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 5.2): the least sum of all stages, under a limit on the slowest, for several limits.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import comb, gcd
 
 import numpy as np
@@ -132,11 +132,13 @@ class Split:
         return max(ways)
 
     def stored_bytes(self) -> int:
-        """What the group that stores most has all along."""
-        found = [0] * len(self.costs)
+        """What the group that stores most has all along, and while one of its stages updates."""
+        found, more = [0] * len(self.costs), [0] * len(self.costs)
         for (first, last), group in zip(self.ranges, self.groups, strict=True):
-            found[group] += int(self.costs[group].stored_bytes[first:last].sum())
-        return max(found)
+            costs = self.costs[group]
+            found[group] += int(costs.stored_bytes[first:last].sum())
+            more[group] = max(more[group], int(costs.updating_bytes[first:last].sum()))
+        return max(map(sum, zip(found, more, strict=True)))
 
     def _shared_ps(self) -> int:
         places = dict(zip(self.ranges, self.groups, strict=True))
@@ -148,11 +150,13 @@ class Split:
         return sum(ps for one, other, ps in shared if group_of(one) != group_of(other))
 
 
-def even_splits(costs: ItemCosts, count: int) -> Iterator[Split]:
-    """Splits over `count` groups with the same layouts."""
+def even_splits(costs: ItemCosts, count: int, limit_bytes: float = np.inf) -> Iterator[Split]:
+    """Splits over `count` groups with the same layouts; where there are few places, such as store
+    no more than `limit_bytes` anywhere, if there are such.
+    """
     places = places_of(costs.loads_ps, PLACES)
     for groups in placements(count, len(places) - 1):
-        for ends in dict.fromkeys(_ends(costs, places, np.array(groups))):
+        for ends in dict.fromkeys(_ends(costs, places, np.array(groups), limit_bytes)):
             yield Split(ends, groups, (costs,) * count)
 
 
@@ -176,7 +180,9 @@ def places_of(loads: Cuts, most: int) -> Cuts:
     return np.unique(found)
 
 
-def _ends(costs: ItemCosts, places: Cuts, owner: Cuts) -> Iterator[tuple[int, ...]]:
+def _ends(
+    costs: ItemCosts, places: Cuts, owner: Cuts, limit_bytes: float
+) -> Iterator[tuple[int, ...]]:
     """Boundaries whose busiest group has the least: of those that targets lead to, and of all where
     there are few.
     """
@@ -186,8 +192,23 @@ def _ends(costs: ItemCosts, places: Cuts, owner: Cuts) -> Iterator[tuple[int, ..
     for some in (cuts, _leveled(cuts, total, owner)):
         yield tuple(int(places[cut]) for cut in some[1:])
     if comb(len(places) - 2, len(owner) - 1) <= ENUMERATED:
-        for some in _best_of_all(total, sent, owner, costs.num_microbatches):
+        inner = np.array(list(combinations(range(1, len(total) - 1), len(owner) - 1)), np.int64)
+        ends = np.full((len(inner), 1), len(total) - 1)
+        every = np.hstack([np.zeros_like(ends), inner, ends])
+        stored, updating = (
+            _by_group(np.concatenate([[0], np.cumsum(own)])[places][every], owner, how)
+            for own, how in ((costs.stored_bytes, np.sum), (costs.updating_bytes, np.max))
+        )
+        small = (stored + updating).max(axis=1) <= limit_bytes
+        every = every[small] if small.any() else every
+        for some in _best_of_all(every, total, sent, owner, costs.num_microbatches):
             yield tuple(int(places[cut]) for cut in some[1:])
+
+
+def _by_group(sums: Floats, owner: Cuts, how: Callable[..., Floats]) -> Floats:
+    """What groups come to, [cut, group], of the sums up to each boundary, [cut, boundary]."""
+    stages = np.diff(sums, axis=1)
+    return np.stack([how(stages[:, owner == own], axis=1) for own in np.unique(owner)], axis=1)
 
 
 def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
@@ -210,18 +231,13 @@ def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
     return best
 
 
-def _best_of_all(total: Floats, sent: Cuts, owner: Cuts, count: int) -> Iterator[Cuts]:
-    """Of all cuts those whose busiest group, or boundary, has the least, and those in which it and
-    what one of `count` microbatches sends on its way take the least; of equal ones those with the
-    least squares.
+def _best_of_all(cuts: Cuts, total: Floats, sent: Cuts, owner: Cuts, count: int) -> Iterator[Cuts]:
+    """Of all `cuts` those whose busiest group, or boundary, has the least, and those in which it
+    and what one of `count` microbatches sends on its way take the least; of equal ones those with
+    the least squares.
     """
-    inner = np.array(list(combinations(range(1, len(total) - 1), len(owner) - 1)), dtype=np.int64)
-    ends = np.full((len(inner), 1), len(total) - 1)
-    cuts = np.hstack([np.zeros_like(ends), inner, ends])
-    stages = np.diff(total[cuts], axis=1)
-    groups = np.unique(owner)
-    loads = np.stack([stages[:, owner == group].sum(axis=1) for group in groups], axis=1)
-    squares, crossing = np.square(loads).sum(axis=1), sent[inner]
+    groups, loads = np.unique(owner), _by_group(total[cuts], owner, np.sum)
+    squares, crossing = np.square(loads).sum(axis=1), sent[cuts[:, 1:-1]]
     slowest = np.maximum(loads.max(axis=1), crossing.max(axis=1, initial=0))
     # A microbatch waits for as many others on each group as it has stages (`Split.step_ps`).
     share = len(groups) / len(owner) / count
@@ -334,6 +350,20 @@ def _within(
         sizes.append(size)
         at = at[0] - size // unit, first_place
     return tuple(reversed(ends)), tuple(reversed(sizes))
+
+
+def relaid(split: Split, others: Collection[ItemCosts]) -> Iterator[Split]:
+    """Splits whose last groups have one of these layouts: they keep fewer microbatches than the
+    first ones, and may keep more of each.
+    """
+    count, items = len(split.costs), split.costs[0].items
+    firsts = dict.fromkeys(min(max(1, q * count // 4), count - 1) for q in (4, 3, 2, 1))
+    for costs, first in product(others, firsts):
+        last = split.costs[first:]
+        if {own.num_devices for own in last} == {costs.num_devices}:
+            place = {item: index for index, item in enumerate(costs.items)}
+            own = costs.ordered([place[item] for item in items])
+            yield replace(split, costs=(*split.costs[:first], *(own for _ in last)))
 
 
 def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
