@@ -24,9 +24,11 @@ from common import report, reported, revision
 from torch import nn
 
 from parloom import api
+from parloom.choose import Choice, choose
 from parloom.cost.units import format_seconds
 from parloom.errors import ParloomError
-from parloom.ir.plan import Plan
+from parloom.execute.machine import machine_for
+from parloom.search.request import Request
 from parloom.zoo import gpt, gshard, resnet
 
 Row = dict[str, Any]
@@ -123,20 +125,20 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def row(name: str, cluster: str, method: str, found: Plan, cpu_s: float) -> Row:
+def row(name: str, cluster: str, method: str, found: Choice, cpu_s: float) -> Row:
     """One line of the table."""
-    assert found.prediction is not None
+    best = found.best
     return {
         "case": name,
         "cluster": Path(cluster).stem,
         "method": method,
-        "step_s": found.prediction.step_s,
+        "step_s": best.prediction.step_s,
         "bound_s": found.bound_s,
-        "peak_bytes": found.prediction.peak_bytes,
-        "stages": len(found.decisions.stages),
-        "devices": found.decisions.num_ranks,
-        "num_microbatches": found.decisions.num_microbatches,
-        "schedule": found.decisions.schedule,
+        "peak_bytes": best.prediction.peak_bytes,
+        "stages": len(best.decisions.stages),
+        "devices": best.decisions.num_ranks,
+        "num_microbatches": best.decisions.num_microbatches,
+        "schedule": best.decisions.schedule,
         "cpu_s": cpu_s,
         "revision": revision(),
     }
@@ -145,15 +147,22 @@ def row(name: str, cluster: str, method: str, found: Plan, cpu_s: float) -> Row:
 def measured(name: str) -> list[Row]:
     """All methods on one case."""
     case, found = CASES[name], []
-    captured = api.capture(case.model, **case.flags)
+    captured, machine = api.capture(case.model, **case.flags), machine_for(case.cluster, None)
     for method in METHODS:
         begun = time.process_time()
+        request = Request(
+            captured.graph, machine, captured.optimizer, machine.cluster.device.memory_bytes,
+            method=method, all_devices=False,
+        )  # fmt: skip
         try:
-            plan = api.search(captured, cluster=case.cluster, method=method)
+            choice = choose(request, lambda text: None)
         except ParloomError as error:
-            print(f"{name}, {method}: {str(error).splitlines()[0]}")
+            spent_s = time.process_time() - begun
+            print(
+                f"{name}, {method}: {str(error).splitlines()[0]}, {spent_s:.0f} CPU s", flush=True
+            )
             continue
-        found.append(row(name, case.cluster, method, plan, time.process_time() - begun))
+        found.append(row(name, case.cluster, method, choice, time.process_time() - begun))
         one = found[-1]
         print(
             f"{name:<12} {method:<14} {format_seconds(one['step_s']):>9}"
