@@ -306,15 +306,16 @@ class PipelineSearch:
     def _judge_of(self, splits: Sequence[Split]) -> None:
         """Simulate the best of each placement and number of microbatches: closed forms of one
         placement differ less from each other than from what the simulator says. Where none fits,
-        more are looked at, whatever they promise.
+        more are looked at, as long as they promise to be faster than plans of one stage.
         """
         ranked = sorted(splits, key=_closed_ps)
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for split in ranked:
             judged, fitting = sum(known.values()), self.tried.fitting()
-            if judged >= (JUDGED if fitting else UNFIT):
-                return
-            if fitting and split.step_ps > self._enough_ps():
+            most, enough_ps = JUDGED, self._enough_ps()
+            if not fitting:  # what promises more than these need not fit either
+                most, enough_ps = UNFIT, self.best_ps * (1 + FORMS)
+            if judged >= most or split.step_ps > enough_ps:
                 return
             kind = split.num_microbatches, split.groups
             if known[kind] < EACH:
