@@ -41,8 +41,6 @@ AROUND = 2
 JUDGED, EACH, MOVED = 12, 2, 40
 # Those that are simulated as long as none fits.
 UNFIT = 36
-# Splits whose last groups have other layouts than the first ones.
-RELAID = 12
 # How many splits with larger microbatches in some stage.
 MERGED = 8
 # Splits that are simulated where all of them may be.
@@ -181,10 +179,7 @@ class PipelineSearch:
         self._judge_best()
         if self.tried.refused and not self.tried.judged:
             self.say(f"no pipeline could be played: {self.tried.refused}")
-        self._add_roomier()
         if not self.judge_every(self._promising_layouts()):
-            for best in self.tried.fitting()[:1]:
-                self.tried.relay(best, self._layouts_like(best.split), RELAID)
             for best in self.tried.fitting()[:1]:
                 self.tried.move(best, MOVED)
         self.tried.merge(self.contexts.counts, MERGED)
@@ -320,18 +315,6 @@ class PipelineSearch:
             kind = split.num_microbatches, split.groups
             if known[kind] < EACH:
                 known[kind] += self._judge(split) is not None
-
-    def _add_roomier(self) -> None:
-        """Add layouts with fewer microbatches in flight for the groups of the best split."""
-        for best in self.tried.fitting()[:1]:
-            for costs in {id(costs): costs for costs in best.split.costs}.values():
-                self.layouts.roomier(costs)
-
-    def _layouts_like(self, split: Split) -> list[ItemCosts]:
-        """All layouts of groups of the sizes in a split, with as many microbatches."""
-        sizes = {costs.num_devices for costs in split.costs}
-        keys = [(size, split.num_microbatches) for size in sorted(sizes)]
-        return [one.costs for key in keys for one in self.layouts.known.get(key, ())]
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         found = self.tried.play(split)

@@ -17,8 +17,7 @@ from parloom.ir.plan import Decisions, ParameterDecision, Stage
 from parloom.ir.schedules import Lists, schedule
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pipelines.alike import AlikeStages
-from parloom.search.pipelines.costs import ItemCosts
-from parloom.search.pipelines.split import Split, merges, moves, relaid
+from parloom.search.pipelines.split import Split, merges, moves
 from parloom.search.request import Request
 
 SEARCHED = "searched"
@@ -214,10 +213,6 @@ class Tried:
     def move(self, best: JudgedSplit, most: int) -> None:
         """Move one boundary at a time of a split, as long as that helps, and at most so often."""
         self._climb(best, moves, most)
-
-    def relay(self, best: JudgedSplit, others: Collection[ItemCosts], most: int) -> None:
-        """Give the last groups of a split one of these layouts, likewise."""
-        self._climb(best, lambda split: relaid(split, others), most)
 
     def merge(self, counts: Collection[int], most: int) -> None:
         """Give stages of the best split larger microbatches, of `counts` in a step, likewise."""

@@ -18,9 +18,6 @@ MESHES = 2
 SLACK = 1.25
 # Shares of the memory that layouts are made for: what a stage holds beyond what is counted differs.
 MARGINS = (0.9, 0.7)
-# The shares of these that later groups have in flight; they may keep more of each, and make less of
-# it again.
-FEWER = (0.5, 0.2)
 # How near the first bound of a context is to the least Lagrangian.
 ROUGH = 0.01
 
@@ -73,31 +70,19 @@ class GroupLayouts:
         self.known[layout.costs.num_devices, layout.costs.num_microbatches] += found
         return found
 
-    def roomier(self, costs: ItemCosts) -> None:
-        """Add layouts for groups that have fewer microbatches in flight than those with `costs`,
-        unless memory costs nothing there.
-        """
-        there = self.known[costs.num_devices, costs.num_microbatches]
-        # Items may be in another order.
-        context = next(one.context for one in there if one.costs.whole is costs.whole)
-        for share in FEWER if context.duals.byte_ps else ():
-            wholes = {one.costs.whole for one in there}
-            there += self._laid_out(context, context.passes.hides, self.margin, wholes, share)
-
     def _laid_out(
         self,
         context: ContextSearch,
         hides: bool,
         margin: float,
         known: Collection[Decisions] = (),
-        share: float = 1.0,
     ) -> Iterator[Layout]:
         """The layout of a context whose estimate is the least in its share of the memory, unless
         it is known.
         """
         request, count = self.contexts.request, context.num_microbatches
         groups = self.devices // context.mesh.num_ranks
-        in_flight = max(1.0, share * min(count, SLACK * groups))
+        in_flight = max(1.0, min(count, SLACK * groups))
         pipelined = with_passes(context, Passes(count, in_flight, hides))
         room = request.limit_bytes - batch_bytes(request.graph)
         pipelined.limit = max(1.0, margin * groups * room)

@@ -11,7 +11,7 @@ several sizes have one stage each, by the dynamic program of Alpa (Zheng et al.,
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from math import comb, gcd
 
 import numpy as np
@@ -350,20 +350,6 @@ def _within(
         sizes.append(size)
         at = at[0] - size // unit, first_place
     return tuple(reversed(ends)), tuple(reversed(sizes))
-
-
-def relaid(split: Split, others: Collection[ItemCosts]) -> Iterator[Split]:
-    """Splits whose last groups have one of these layouts: they keep fewer microbatches than the
-    first ones, and may keep more of each.
-    """
-    count, items = len(split.costs), split.costs[0].items
-    firsts = dict.fromkeys(min(max(1, q * count // 4), count - 1) for q in (4, 3, 2, 1))
-    for costs, first in product(others, firsts):
-        last = split.costs[first:]
-        if {own.num_devices for own in last} == {costs.num_devices}:
-            place = {item: index for index, item in enumerate(costs.items)}
-            own = costs.ordered([place[item] for item in items])
-            yield replace(split, costs=(*split.costs[:first], *(own for _ in last)))
 
 
 def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
