@@ -31,7 +31,7 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
-from parloom.execute.machine import cluster_of, machine_for, machine_of
+from parloom.execute.machine import Machine, cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
 from parloom.execute.prove import prove
@@ -43,7 +43,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
-from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
+from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, Decisions, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.regular_parts import memory_of, regular_parts
@@ -242,8 +242,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     whole = machine_for(cluster, calibration)
     machine = whole if devices is None else whole.part(devices)
     graph = captured.graph
-    there = memory_of(machine.cluster)
-    limit = arguments.memory_bytes(memory) or there
+    limit = arguments.memory_bytes(memory) or memory_of(machine.cluster)
     if captured.batch_semantics == MICROBATCH:
         microbatches = captured.microbatches
     elif microbatches is not None:
@@ -265,16 +264,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     choice = answer(request, origin, pins, size, progress)
-    # Of the devices that a plan uses: processes share cores.
-    used = machine.used_by(choice.best.decisions).loaded
-    types = dict.fromkeys(part.cluster.device for part in regular_parts(machine.cluster))
-    rates = (line for device in types for line in rate_words(graph, device))
-    assumptions = (*used.assumptions, *rates)
-    assumptions = (*assumptions, *routing_words(graph), *captured.assumptions)
-    if limit > there and not machine.cluster.parts:
-        line = f"plans may use {format_bytes(limit)} per device (--memory), more than the"
-        line += f" {format_bytes(there)} of {machine.cluster.device.name}"
-        assumptions = (*assumptions, line)
+    assumed = _assumed(machine, choice.best.decisions, graph, limit)
     best = Plan(
         captured.source,
         machine.loaded.spec,
@@ -283,7 +273,7 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
         choice.best.method,
         choice.best.decisions,
         print_graph(graph),
-        assumptions=assumptions,
+        assumptions=(*assumed, *captured.assumptions),
         seed=captured.seed,
         evaluation_graph=captured.evaluation_graph,
         notes=captured.notes,
@@ -295,6 +285,23 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
         if line.startswith(WARNING):
             progress(line)
     return best
+
+
+def _assumed(
+    machine: Machine, decisions: Decisions, graph: Graph, limit_bytes: int
+) -> tuple[str, ...]:
+    """What predictions of a plan take for granted, in words."""
+    cluster = machine.cluster
+    # Of the devices that a plan uses: processes share cores.
+    assumptions = list(machine.used_by(decisions).loaded.assumptions)
+    types = dict.fromkeys(part.cluster.device for part in regular_parts(cluster))
+    assumptions += (line for device in types for line in rate_words(graph, device))
+    assumptions += routing_words(graph)
+    there = memory_of(cluster)
+    if limit_bytes > there and not cluster.parts:
+        line = f"plans may use {format_bytes(limit_bytes)} per device (--memory), more than the"
+        assumptions.append(f"{line} {format_bytes(there)} of {cluster.device.name}")
+    return tuple(assumptions)
 
 
 def _with_evaluation(plan: Plan, graph: Graph) -> Plan:

@@ -36,7 +36,8 @@ from parloom.search.blocks import search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
-from parloom.search.optimize import SAME, Searched, least_work_ps
+from parloom.search.least_compute import least_work_ps
+from parloom.search.optimize import SAME, Searched
 from parloom.search.pipelines.auto import pipelines_alone, with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of

@@ -22,7 +22,7 @@ from parloom.ir.lower_stages import lower_stages, staged
 from parloom.ir.plan import Optimizer, Plan, Status
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts
-from parloom.search.optimize import least_passes_ps, least_work_ps
+from parloom.search.least_compute import least_passes_ps, least_work_ps
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pinned import resolve
 from parloom.search.pins import Pin, parse_pin

@@ -15,13 +15,16 @@ from parloom import runtime as rt
 from parloom.capture import capture, parameters_of, program
 from parloom.capture.load import cast_batch, cast_model
 from parloom.cost.clusters import resolve_cluster
-from parloom.execute.program import compile_pcg
+from parloom.execute.program import compile_pcg, compile_stages
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import grid
 from parloom.ir.plan import one_stage, Decisions
+from parloom.runtime.step import Gradients
 from parloom.comparators.baselines import METHODS, random_plan
+from tests.dist.staged import drawn, even
 from tests.dist.grad_scaler import DECAY, Batches, Run, by_torch, check, train
 from tests.zoo_sizes import small
 
@@ -57,7 +60,11 @@ def parallel(
     scale: rt.LossScale | None = None,
 ) -> list[Run]:
     """Train on ranks that are threads."""
-    made = compile_pcg(lower(graph, chosen, factored=factorize(graph)), "test").program
+    made: rt.Program | rt.Pipeline
+    if len(chosen.stages) > 1:
+        made = compile_stages(lower_stages(graph, chosen), chosen, "test").pipeline
+    else:
+        made = compile_pcg(lower(graph, chosen, factored=factorize(graph)), "test").program
     tensors = parameters_of(model, graph)
 
     def body(comm: rt.Comm) -> Run:
@@ -91,6 +98,36 @@ def test_captured_models_train_as_in_plain_torch(name: str, method: str) -> None
     model, batch = half(name)
     for run in parallel(graph, decisions(graph, method), model, [batch] * 4):
         check(run, expected(name))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_all_stages_skip_the_same_steps(name: str, schedule: str) -> None:
+    """Whichever stage has the gradients that overflow."""
+    graph = captured(name)
+    plan = drawn(graph, even(graph, 3), [1, 2, 1], schedule=schedule, num_microbatches=2, seed=1)
+    model, batch = half(name)
+    runs = parallel(graph, replace(plan, **LOW), model, [batch] * 4)  # type: ignore[arg-type]
+    assert len(runs) == 4
+    for run in runs:
+        check(run, expected(name))
+
+
+def test_ranks_that_do_not_agree_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: not all stages have gradients that overflow."""
+    agree = Gradients.agree
+
+    def alone(self: Gradients, *, with_norm: bool) -> None:
+        own = self._sums[1].clone()
+        agree(self, with_norm=with_norm)
+        self._sums[1] = own
+
+    monkeypatch.setattr(Gradients, "agree", alone)
+    graph = captured("llama")
+    plan = replace(drawn(graph, even(graph, 3), [1, 1, 1], seed=1), **LOW)  # type: ignore[arg-type]
+    model, batch = half("llama")
+    skipped = [run.skipped[0] for run in parallel(graph, plan, model, [batch])]
+    assert sorted(set(skipped)) == [False, True]
 
 
 def test_buffers_move_where_the_step_is_skipped() -> None:

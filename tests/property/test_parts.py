@@ -14,7 +14,8 @@ from parloom.ir.mesh import Cluster, check_part, part_of, part_sizes
 from parloom.ir.plan import Decisions
 from parloom.report.words import part_words
 from parloom.search.contexts import Contexts
-from parloom.search.optimize import Driver, Searched, least_compute_ps, least_work_ps, search
+from parloom.search.least_compute import least_compute_ps, least_work_ps
+from parloom.search.optimize import Driver, Searched, search
 from parloom.search.request import Request
 from tests.property.searched import ADAM, random_graph
 from tests.unit.graphs import perceptron

@@ -11,7 +11,6 @@ shortest lists are kept.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import product
 from math import ceil, inf
 
 from parloom.action_text import passes_beside
@@ -71,9 +70,12 @@ def list_schedule(
     needed = _in_flight(stages, links, rank_of, counts)
     caps = {tuple(ceil(times * each) for each in needed): None for times in MULTIPLES}
     best: Listed | None = None
-    for each, turns in product(caps, (True, False)):
-        greedy = _Greedy(stages, links, rank_of, counts, each, turns, split, limits_bytes)
-        best = greedy.play(best.makespan if best else inf) or best
+    for turns in (True, False):
+        for each in caps:
+            greedy = _Greedy(stages, links, rank_of, counts, each, turns, split, limits_bytes)
+            best = greedy.play(best.makespan if best else inf) or best
+            if not greedy.was_capped:  # larger caps change nothing
+                break
     return best
 
 
@@ -155,6 +157,7 @@ class _Greedy:
         ]
         self.sent: dict[tuple[int, int, str], int] = {}
         self.queue: list[tuple[int, int]] = [(0, rank) for rank in range(ranks)]
+        self.was_capped = False
 
     def _pass_time(self, stage: int) -> int:
         own = self.stages[stage]
@@ -207,6 +210,7 @@ class _Greedy:
     def _may_enter(self, rank: int, stage: int) -> bool:
         later, later_bytes = self.reserved[stage]
         if self.in_flight[rank] + 1 + later > max(self.caps[rank], len(self.own[rank])):
+            self.was_capped = True
             return False
         more = self.stages[stage].forward_bytes + later_bytes
         return self.limits is None or self.held[rank] + more <= self.limits[rank]

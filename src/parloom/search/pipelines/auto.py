@@ -21,7 +21,8 @@ from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import item_edges, stage_items
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
-from parloom.search.optimize import Searched, least_way_ps, least_work_ps
+from parloom.search.least_compute import least_way_ps, least_work_ps
+from parloom.search.optimize import Searched
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.every import MOST_DEVICES, EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
@@ -43,8 +44,9 @@ JUDGED, EACH, MOVED = 12, 2, 40
 UNFIT = 36
 # How many splits with larger microbatches in some stage.
 MERGED = 8
-# Splits that are simulated where all of them may be.
-EVERY = 300
+# Splits that are simulated where all of them may be, and how many times as many are looked at: of
+# most the bound is above the best.
+EVERY, MANY = 300, 2
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 APART = "pipelines are not searched for microbatches that are computed by themselves"
@@ -179,10 +181,9 @@ class PipelineSearch:
         self._judge_best()
         if self.tried.refused and not self.tried.judged:
             self.say(f"no pipeline could be played: {self.tried.refused}")
-        if not self.judge_every(self._promising_layouts()):
-            for best in self.tried.fitting()[:1]:
-                self.tried.move(best, MOVED)
-        self.tried.merge(self.contexts.counts, MERGED)
+        self._climb()
+        if self.judge_every(self._promising_layouts()):
+            self._climb()
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""
@@ -336,18 +337,25 @@ class PipelineSearch:
                 del found[count]
         return found
 
+    def _climb(self) -> None:
+        """Change the best split: its boundaries, and then the microbatches of its stages."""
+        for best in self.tried.fitting()[:1]:
+            self.tried.move(best, MOVED)
+            self.tried.merge(self.contexts.counts, MERGED)
+        self.best_ps = min([self.best_ps, *(one.step_ps for one in self.tried.fitting()[:1])])
+
     def judge_every(self, layouts: Layouts, most: int = EVERY) -> bool:
         """Simulate all splits of these layouts that may be faster than the best, the most promising
-        first; whether they are no more than `most`.
+        first; whether they were no more than `most`.
         """
         if not layouts:
             return True
         every = EverySplit(self.tried.judge, layouts, self.tried.spend)
-        kinds = every.kinds()
-        if kinds is None:
-            return False
         every.enough_ps = self.best_ps
-        for index, (least_ps, split) in enumerate(every.splits(kinds)):
+        cuts = every.promising(every.kinds() or ())
+        if not cuts or (self.best_ps < inf and sum(len(c.chains) for c in cuts) > MANY * most):
+            return False
+        for index, (least_ps, split) in enumerate(every.splits(cuts)):
             if least_ps >= self.best_ps:
                 break
             if index >= most:

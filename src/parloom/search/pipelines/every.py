@@ -4,7 +4,8 @@ A stage is what one downward-closed set of items has beyond a smaller one, so th
 later stages only, whatever the graph. Each such stage is lowered and played once in each layout.
 No step takes less than what its busiest group computes and updates, after the forward passes that
 come before and followed by the backward passes that come after: splits are simulated in the order
-of that bound (best-first search: Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968).
+of that bound (best-first search: Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Where a plan
+is known, those are left out whose items alone take longer in their busiest group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ MOST_DEVICES = 8
 MOST_PRICED = 2_000
 # Sets of items between which stages are cut.
 MOST_SETS = 40
+# By how much stages may take less than their items do, each as a stage of its own.
+LESS = 0.1
 
 
 def item_sets(count: int, edges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -66,6 +69,14 @@ class _Kind:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cuts:
+    """Splits of one kind: the sets between their stages, [split, stage + 1], by their places."""
+
+    kind: _Kind
+    chains: NDArray[np.int64]
+
+
 class EverySplit:
     """All splits over groups of all devices, of the layouts that are given; of those that take no
     less than `enough_ps` some may be left out, of others where it then `is_whole` no longer.
@@ -78,7 +89,8 @@ class EverySplit:
         self.edges = sorted(
             {(v.source, item, v.backward_ps is not None) for v in some.sent for item in v.targets}
         )
-        self.sets = item_sets(len(some.items), [edge[:2] for edge in self.edges])
+        self.num_items = len(some.items)
+        self.sets = item_sets(self.num_items, [edge[:2] for edge in self.edges])
         beyond = [[a != b and a & ~b == 0 for b in self.sets] for a in self.sets]
         self.beyond = np.array(beyond)
         self.made = 0
@@ -87,7 +99,7 @@ class EverySplit:
         """All kinds of splits; those of regular placements where there are more than `MOST_SPLITS`,
         None where these are too many.
         """
-        devices, items = self.judge.request.cluster.num_devices, self.sets[-1].bit_length()
+        devices, items = self.judge.request.cluster.num_devices, self.num_items
         if devices > MOST_DEVICES:
             return None
         sizes = [
@@ -144,11 +156,36 @@ class EverySplit:
             ]
         return np.array(found, dtype=np.int64).reshape(-1, num_stages + 1)
 
-    def splits(self, kinds: Sequence[_Kind]) -> Iterator[tuple[float, Split]]:
-        """Splits of these kinds and what they take at least, in ascending order of that."""
+    def promising(self, kinds: Sequence[_Kind]) -> list[_Cuts]:
+        """The cuts of these kinds in which the items of no group take longer than `enough_ps`."""
+        estimates = {
+            (count, size): self._estimates(layouts)
+            for count, by_size in self.layouts.items()
+            for size, layouts in by_size.items()
+        }
+        chains = {num: self._chains(num) for num in {len(kind.groups) for kind in kinds}}
+        found = []
+        for kind in kinds:
+            own = chains[len(kind.groups)]
+            some = own[self._loads(kind, own, estimates) * (1 - LESS) < self.enough_ps]
+            if len(some):
+                found.append(_Cuts(kind, some))
+        return found
+
+    def _estimates(self, layouts: Sequence[ItemCosts]) -> Floats:
+        """What the items of stages take of a step, [whole or split passes, set before, set with the
+        stage].
+        """
+        has = np.array([[some >> item & 1 for item in range(self.num_items)] for some in self.sets])
+        each = np.array([has @ costs.loads_ps for costs in layouts], dtype=np.float64)
+        least = (each[:, None, :] - each[:, :, None]).min(axis=0)
+        return np.broadcast_to(np.where(self.beyond, least, inf), (2, *self.beyond.shape))
+
+    def splits(self, cuts: Sequence[_Cuts]) -> Iterator[tuple[float, Split]]:
+        """Splits with these cuts and what they take at least, in ascending order of that."""
         waiting: list[_Waiting] = []
         priced = 0
-        for least, some in chain(self._ranked(kinds), ((inf, ()),)):
+        for least, some in chain(self._ranked(cuts), ((inf, ()),)):
             while waiting and waiting[0].least_ps <= least:
                 first = heappop(waiting)
                 if first.sends:
@@ -174,43 +211,49 @@ class EverySplit:
             return inf
         return least_ps(one.split, one.bounds, stages.edges, stages.shared)
 
-    def _ranked(self, kinds: Sequence[_Kind]) -> Iterator[tuple[float, Iterator["_Waiting"]]]:
-        """Cuts of all kinds by what their busiest group computes, each in its fastest layout, and
-        the splits in all layouts.
+    def _ranked(self, cuts: Sequence[_Cuts]) -> Iterator[tuple[float, Iterator["_Waiting"]]]:
+        """Cuts by what their busiest group computes, each in its fastest layout, and the splits in
+        all layouts.
         """
-        if not kinds:
+        if not cuts:
             return
-        tables = {
-            (count, size): self._table(count, layouts)
-            for count, by_size in self.layouts.items()
-            for size, layouts in by_size.items()
-        }
-        chains = {num: self._chains(num) for num in {len(kind.groups) for kind in kinds}}
-        least = [self._loads(kind, chains[len(kind.groups)], tables) for kind in kinds]
+        tables = self._tables(cuts)
+        least = [self._loads(own.kind, own.chains, tables) for own in cuts]
         of_kind = np.concatenate([np.full(len(own), i) for i, own in enumerate(least)])
         of_chain = np.concatenate([np.arange(len(own)) for own in least])
         found = np.concatenate(least)
         for place in np.argsort(found, kind="stable"):
             if found[place] == inf:
                 return
-            kind = kinds[of_kind[place]]
-            places = chains[len(kind.groups)][of_chain[place]]
-            yield float(found[place]), self._laid_out(kind, [self.sets[at] for at in places])
+            own = cuts[of_kind[place]]
+            places = own.chains[of_chain[place]]
+            yield float(found[place]), self._laid_out(own.kind, [self.sets[at] for at in places])
 
-    def _table(self, count: int, layouts: Sequence[ItemCosts]) -> Floats:
-        """What stages take of a step at least, [whole or split passes, set before, set with the
-        stage].
+    def _tables(self, cuts: Sequence[_Cuts]) -> dict[tuple[int, int], Floats]:
+        """What the stages of these cuts take of a step at least, by microbatches and devices:
+        [whole or split passes, set before, set with the stage].
         """
-        found = np.full((2, len(self.sets), len(self.sets)), inf)
-        for before, after in np.argwhere(self.beyond):
-            ends = self.sets[before], self.sets[after]
-            loads = [
-                self.bounds.of(costs, *ends, free).load_ps
-                for costs in layouts
-                for free in self._free(count, costs)
-            ]
-            found[:, before, after] = np.min(loads, axis=0)
+        shape = 2, len(self.sets), len(self.sets)
+        found: dict[tuple[int, int], Floats] = {}
+        for kind, chains in ((own.kind, own.chains) for own in cuts):
+            for stage, group in enumerate(kind.groups):
+                key = kind.count, kind.sizes[group]
+                table = found.setdefault(key, np.full(shape, np.nan))
+                for before, after in np.unique(chains[:, stage : stage + 2], axis=0):
+                    if np.isnan(table[0, before, after]):
+                        table[:, before, after] = self._least_of(*key, before, after)
         return found
+
+    def _least_of(self, count: int, size: int, before: int, after: int) -> Floats:
+        """What a stage takes of a step at least, [whole or split passes]."""
+        ends = self.sets[before], self.sets[after]
+        loads = [
+            self.bounds.of(costs, *ends, free).load_ps
+            for costs in self.layouts[count][size]
+            for free in self._free(count, costs)
+        ]
+        least: Floats = np.min(loads, axis=0)
+        return least
 
     def _free(self, count: int, costs: ItemCosts) -> list[Free]:
         """How operators that no stage owns may be laid out where some group has these layouts."""

@@ -18,8 +18,8 @@ from parloom.ir.mesh import part_of, part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts, SimulatedPlan
+from parloom.search.least_compute import least_times_ps
 from parloom.search.meshes import logical_meshes
-from parloom.search.optimize import least_times_ps
 from parloom.search.pipelines.auto import (
     APART,
     EACH,

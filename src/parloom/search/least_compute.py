@@ -1,0 +1,76 @@
+"""The least compute: what no plan's operators take less than, each with the best of its choices."""
+
+from collections.abc import Iterator
+
+from parloom.ir.mesh import part_of
+from parloom.search.choices import Menus
+from parloom.search.contexts import Contexts
+from parloom.search.meshes import logical_meshes
+from parloom.search.prices import BACKWARD, FORWARD, Prices
+from parloom.search.program import Program
+
+
+def least_compute_ps(contexts: Contexts) -> float:
+    """What the compute stream does at least on any mesh; more microbatches compute no less."""
+    count = contexts.counts[0]
+    program = contexts.program(count)
+    assert program is not None, "the whole batch is always one microbatch"
+    return min(
+        count * least_passes_ps(program, Prices(program, contexts.walker(mesh), contexts.shared))
+        for mesh in contexts.meshes
+    )
+
+
+def least_work_ps(contexts: Contexts) -> float:
+    """What one device computes that does all the work."""
+    count = contexts.counts[0]
+    program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
+    assert program is not None, "the whole batch is always one microbatch"
+    (mesh,) = logical_meshes(alone)
+    prices = Prices(program, contexts.walker(mesh), contexts.shared)
+    return count * least_passes_ps(program, prices)
+
+
+def least_passes_ps(program: Program, prices: Prices) -> float:
+    """What the operators of a program compute at least, each with the best of its choices."""
+    return float(sum(least_times_ps(program, prices)))
+
+
+def least_times_ps(program: Program, prices: Prices) -> Iterator[int]:
+    """The same of each operator."""
+    menus = Menus(program, prices.single)
+    for index, operator in enumerate(program.operators):
+        choices = menus.of(index).choices
+        times = (
+            sum(
+                count * int(prices.operator(index, choice, flags)[[FORWARD, BACKWARD]].sum())
+                for flags, count in operator.flows
+            )
+            for choice in choices
+        )
+        yield min(times, default=0)  # where pins leave none
+
+
+def least_way_ps(program: Program, prices: Prices) -> float:
+    """What the forward pass computes at least on its longest way through the operators, each with
+    the best of its choices: other ways, and gradients of weights, may run at the same time.
+    """
+    menus = Menus(program, prices.single)
+    times = [
+        min(
+            (
+                float(prices.operator(index, choice, flags)[FORWARD])
+                for flags, _ in operator.flows
+                for choice in menus.of(index).choices
+            ),
+            default=0.0,
+        )
+        for index, operator in enumerate(program.operators)
+    ]
+    ways: dict[str, float] = {}
+    for flat in program.graph.flat():
+        index = program.index.get(flat.key)
+        own = 0.0 if index is None else times[index]
+        way = own + max((ways.get(name, 0.0) for name in flat.operands), default=0.0)
+        ways.update(dict.fromkeys(flat.results, way))
+    return max(ways.values(), default=0.0)
