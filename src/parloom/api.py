@@ -306,8 +306,9 @@ def _assumed(
 
 def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
     """`plan`, without an evaluation program that cannot be run; says what is whole."""
+    training = lowered(plan, graph)
     try:
-        evaluation_program(plan, lowered(plan, graph))
+        evaluation_program(plan, training)
     except ParloomError as error:  # an operator of evaluation alone: no reason not to train
         plan = replace(
             plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {one_line(error)}")

@@ -7,12 +7,13 @@ from pathlib import Path
 from parloom import arguments
 from parloom.candidates import Candidates, candidates
 from parloom.cost.units import format_bytes, format_seconds
-from parloom.errors import InfeasibleError, InputError, StoppedError
+from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, VerifyError
 from parloom.execute.files import read_plan
 from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Prediction, Status
+from parloom.ir.verify import verify_decisions
 from parloom.report.mixed import left_out_words
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
-from parloom.rewrite.rewrites import changes_tensors
+from parloom.rewrite.rewrites import changes_tensors, rewritten
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
 from parloom.search.request import Request, Say, ScoredPlan
@@ -100,8 +101,9 @@ def _candidates(request: Request, say: Say) -> Candidates:
     if reason is not None:
         raise InputError(f"{method} is not as asked: {reason}; --method auto searches for a plan")
     try:
+        verify_decisions(rewritten(request.graph, decisions.rewrites), decisions)
         found = request.placed(decisions)
-    except InputError as error:
+    except (InputError, LayoutError, VerifyError) as error:
         raise InputError(f"{method}: {error}") from None
     return Candidates((ScoredPlan(decisions, found, method, method),))
 

@@ -6,9 +6,10 @@ step program.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
+from parloom.cost.halves import Flat, Halves, flat_works
 from parloom.cost.parameters import Transfer
 from parloom.cost.step import Priced
 from parloom.cost.tasks import (
@@ -49,16 +50,6 @@ Gradient = tuple[str, int]
 what is added to it, or to memory where it collects, is TEMPORARY."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """A work of a callee: its prefix below the call and the component of its activations."""
-
-    work: Work
-    prefix: str
-    component: int
-    parameters: tuple[int, ...]
-
-
 class Stage:
     """Writes the actions of one lowered program."""
 
@@ -77,6 +68,7 @@ class Stage:
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
         self.pending: list[str] = []
+        self.halves = Halves(found, self.names)
         # Forward passes of the next step for which updated weights are not needed yet.
         self.passes_before = 1
         # Bytes of gradients that come and go with the step: as stored, and as updated.
@@ -132,7 +124,7 @@ class Stage:
             if self._reads_root(work):
                 self.gathered.root(out)
             if isinstance(work, Work):
-                self._emit(out, Flat(work, "", ACTIVATIONS, ()), "F", {})
+                self._emit(out, Flat(work, ACTIVATIONS, ()), "F", {})
                 continue
             if out.entries:
                 parts.append(self._place(out))
@@ -149,6 +141,7 @@ class Stage:
         self.gathered.turn(backward=True)
         works = self.found.main.backward.works
         touched = [name for work in works for name in self._touched(work)]
+        self.halves.begin(touched)
         parameters, buckets = self.found.parameters, self.found.buckets
         overlaps = self.software.overlaps
         ready = Ready(parameters, buckets, touched, self.reduced, self.pending, last, overlaps)
@@ -172,7 +165,10 @@ class Stage:
                 parts.append(self._call_backward(work, ready, part, classes))
                 out = Listing()
                 continue
-            issued += self._emit(out, Flat(work, "", ACTIVATIONS, work.parameters), part, classes)
+            flat = Flat(work, ACTIVATIONS, work.parameters)
+            issued += self._emit(
+                out, flat, part, classes, self.halves.early_of(range(len(self.names)))
+            )
             if part != "I":
                 ready.made(self._touched(work), out)
         collect = picoseconds(parameters.collect().price.compute_s)
@@ -185,10 +181,7 @@ class Stage:
         else:
             self.gathered.drop_all(out)
         if part != "B":
-            # What the gradients of weights need stays until they have been made.
-            net = self.found.main.backward.net_bytes
-            held = -net if part == "I" else net
-            out.run("kept for W", "memory", after=((ACTIVATIONS, held),))
+            self.halves.keep_main(out, part)
         name = {"B": "B last" if last else "B"}.get(part, part)
         return Action(name, (*parts, self._place(out)))
 
@@ -269,7 +262,7 @@ class Stage:
         out = Listing()
         for work in track.works:
             assert isinstance(work, Work)
-            self._emit(out, Flat(work, "", ACTIVATIONS, ()), "F", {})
+            self._emit(out, Flat(work, ACTIVATIONS, ()), "F", {})
         yield self._place(out)
 
     def _place(self, out: Listing) -> Placed:
@@ -374,11 +367,13 @@ class Stage:
         lists, keys = with_placeholders(
             [head.entries, *(inner[index].entries for index in between), tail.entries]
         )
-        same = call.function, part, call.recompute, call.discards, tuple(classes.items())
+        early = self.halves.early_of(call.inputs) if part != "B" else frozenset()
+        about = part, call.recompute, call.discards
+        same = call.function, *about, tuple(classes.items()), tuple(sorted(early))
         sign = (same, tuple(between), lists)
         if sign not in self._segments:
             if same not in self._bodies:
-                self._bodies[same] = self._body(call, part, classes)
+                self._bodies[same] = self._body(call, part, classes, early)
             body, ends = self._bodies[same]
             entries, start = list(lists[0]), 0
             for index, added in zip(between, lists[1:-1], strict=True):
@@ -388,7 +383,7 @@ class Stage:
         return Placed(self._segments[sign], call.prefix, keys)
 
     def _body(
-        self, call: Called, part: str, classes: dict[int, Gradient]
+        self, call: Called, part: str, classes: dict[int, Gradient], early: frozenset[int]
     ) -> tuple[list[Entry], list[int]]:
         """A callee's instructions, and after how many each of its works is over."""
         out, classes = Listing(), dict(classes)
@@ -396,7 +391,9 @@ class Stage:
         issued: list[float] = []
         discards = call.discards if call.recompute else 0
         remade = -discards
-        listed = groupby(self._flat(call, part), lambda flat: flat.component == RECOMPUTATION)
+        listed = groupby(
+            flat_works(self.found.walker, call, part), lambda flat: flat.component == RECOMPUTATION
+        )
         for again, works in listed:
             if again and part == "W":
                 ends += [len(out.entries) for _ in works]
@@ -404,7 +401,8 @@ class Stage:
             if again:
                 out.run(RECOMPUTING, "memory")
             for flat in works:
-                issued += self._emit(out, flat, "F" if again else part, {} if again else classes)
+                way = ("F", {}) if again else (part, classes)
+                issued += self._emit(out, flat, *way, early)
                 ends.append(len(out.entries))
                 remade += flat.work.takes - flat.work.gives if again else 0
             if again:
@@ -415,34 +413,17 @@ class Stage:
             # The backward pass has given this back as activations.
             moved = ((RECOMPUTATION, -remade), (ACTIVATIONS, remade))
             out.run(RECOMPUTED, "memory", after=moved)
+        if part in ("I", "W"):
+            self.halves.keep(out, part, call, early)
         return out.entries, ends
 
     def _makers(self, call: Called) -> tuple[tuple[int, Flat], ...]:
         """The works of a call's backward pass that make gradients of weights, with their places."""
         key = call.function, call.recompute
         if key not in self._known_makers:
-            works = enumerate(self._flat(call, "B"))
+            works = enumerate(flat_works(self.found.walker, call, "B"))
             self._known_makers[key] = tuple((i, flat) for i, flat in works if flat.parameters)
         return self._known_makers[key]
-
-    def _flat(self, call: Called, part: str) -> Iterator[Flat]:
-        """All works of a call in a pass; parameters are positions of the callee's inputs."""
-        callee = self.found.walker.call(call.function)
-        if part == "F":
-            yield from self._within(callee.forward, "", ACTIVATIONS)
-            return
-        if call.recompute:
-            yield from self._within(callee.again, "", RECOMPUTATION)
-        yield from self._within(callee.backward, "", ACTIVATIONS)
-
-    def _within(self, track: Track, prefix: str, component: int) -> Iterator[Flat]:
-        for work in track.works:
-            assert isinstance(work, Work), "block functions do not call others"
-            backward = component == ACTIVATIONS
-            if work.again:
-                yield Flat(work, prefix, RECOMPUTATION, ())
-            else:
-                yield Flat(work, prefix, component, work.parameters if backward else ())
 
     def _emit(
         self,
@@ -450,19 +431,23 @@ class Stage:
         flat: Flat,
         part: str,
         classes: dict[int, Gradient],
+        early: frozenset[int] = frozenset(),
     ) -> tuple[float, ...]:
         """One work: it runs, its collective follows and is waited for. Of a pass of weights, the
-        seconds of the gradients that it makes, none where it makes none.
+        seconds of the gradients that it makes, none where it makes none. Those of `early` inputs
+        are made with the others.
         """
         work = flat.work
+        weights_s = 0.0 if early.issuperset(flat.parameters) else work.weights_s
         made = [classes[p] for p in flat.parameters if p in classes] if part != "I" else []
         if made:  # what comes later is added
             classes.update((p, (TEMPORARY, classes[p][1])) for p in flat.parameters if p in classes)
-        if part == "W" and not (work.weights_s or made):
+        if part == "W" and not (weights_s or made):
             return ()
-        seconds = work.compute_s - (work.weights_s if part == "I" else 0.0)
+        seconds = work.compute_s - (weights_s if part == "I" else 0.0)
         if part == "W":
-            seconds = work.weights_s + (0.0 if self.issues_ahead else self.software.split_s)
+            apart_s = 0.0 if self.issues_ahead or not weights_s else self.software.split_s
+            seconds = weights_s + apart_s
         takes: Changes = ()
         gives: Changes = ()
         if part != "W":
@@ -483,7 +468,7 @@ class Stage:
         exchange = work.exchange if part != "W" else None
         if exchange is None or not exchange.seconds:
             out.run(work.name, work.kind, picoseconds(seconds), (), before, after)
-            return (work.weights_s,) * (part == "W")
+            return (weights_s,) * (part == "W" and weights_s > 0)
         out.run(work.name, work.kind, picoseconds(seconds), (), before)
         key = key_of(f"activations {exchange.kind}", work.name)
         out.launch(self.links.exchange(key, exchange), work.name)

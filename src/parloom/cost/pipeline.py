@@ -141,12 +141,13 @@ def play_stage(
     name: str, stage: Stage, simulator: Simulator, *, split: bool = False
 ) -> StageActions:
     """Play each action of a stage once; with `split`, the halves of the backward pass apart."""
-    listed = {"F": stage.forward()}
+    listed = {"PROLOGUE": stage.prologue()} if stage.pcg.hoisted else {}
+    listed["F"] = stage.forward()
     if split:
         listed["B"] = stage.backward(part="I")
         listed["W"] = stage.backward(part="W")
         stage.forward()
-        listed["W last"] = stage.backward(last=True, part="W")
+        listed["W last"] = listed["W only"] = stage.backward(last=True, part="W")
     else:
         alone = stage.pcg.num_microbatches == 1
         listed["B first"] = stage.backward(first=True, last=alone)
@@ -325,6 +326,9 @@ class _Pipeline:
         ends = {key: i for i, key in passes}
         begins = {key: i for i, key in reversed(passes)}
         for step in range(steps):
+            for stage, own in enumerate(self.rank_of):
+                if own == index:
+                    self._prologue(rank, stage)
             for position, action in enumerate(listed):
                 if action.microbatch is None:
                     self._update(rank, action.kind, step)
@@ -337,6 +341,15 @@ class _Pipeline:
                     action = replace(action, microbatch=action.microbatch + later)
                 self._pass(rank, action, place)
         return rank
+
+    def _prologue(self, rank: _Rank, stage: int) -> None:
+        """What a stage computes of the batch alone, of all its microbatches."""
+        played = self.stages[stage].actions.get("PROLOGUE")
+        if played is None:
+            return
+        number = stage if len(self.on[rank.index]) > 1 else ""
+        for microbatch in range(self.counts[stage]):
+            self._run(rank, f"{number}P{microbatch}", played, ())
 
     def _pass(self, rank: _Rank, action: Action, place: str) -> None:
         """One pass, the `first` or the `last` of its kind: wait for what it reads, run, send what

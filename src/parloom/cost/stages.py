@@ -125,13 +125,17 @@ class PricedStages:
         return replace(self.player.actions(pcg, stage, split=split), name=f"stage {index}")
 
     def actions(self, index: int, *, split: bool) -> StageActions:
-        """The same with memory for what is received ahead of need."""
+        """The same with memory for messages: what is received ahead of need, and what was sent
+        last of each value, which is there until its reader answers.
+        """
         found, ahead = self.alone(index, split=split), [0] * len(COMPONENTS)
-        ahead[COMMUNICATION] = ceil(self._ahead_bytes(index))
+        ahead[COMMUNICATION] = ceil(self._message_bytes(index))
         return replace(found, base=tuple(map(sum, zip(found.base, ahead, strict=True))))
 
-    def _ahead_bytes(self, index: int) -> float:
-        """What the ranks of a stage receive of the passes ahead of each stage that sends to it."""
+    def _message_bytes(self, index: int) -> float:
+        """What the ranks of a stage receive of the passes ahead of each stage that sends to it, and
+        one message of each value that they send.
+        """
         found = 0.0
         for crossing in self.lowered.cut.crossings:
             for target in crossing.targets:
@@ -140,13 +144,14 @@ class PricedStages:
                 if self.planned[crossing.source].devices == self.planned[target].devices:
                     continue
                 there, back = crossing_bytes(self.lowered, crossing, target)
-                moved = there[1] if index == target else back[1] if back else 0.0
+                received, sent = (there, back) if index == target else (back, there)
                 # A pass of the other stage may be several messages.
                 pcgs = self.lowered.pcgs
                 most = max(pcgs[stage].num_microbatches for stage in (crossing.source, target))
                 other = crossing.source if index == target else target
                 passes = min(PASSES_AHEAD, pcgs[other].num_microbatches)
-                found += passes * moved * most / pcgs[other].num_microbatches
+                ahead = passes * most / pcgs[other].num_microbatches
+                found += (ahead * received[1] if received else 0) + (sent[0] if sent else 0)
         return found
 
     def play(self, lists: Lists) -> Timeline:
@@ -156,30 +161,32 @@ class PricedStages:
         return simulate_pipeline(lists, stages, self.edges, shared=self.shared)
 
     def _shared_weights(self) -> Iterator[Shared]:
-        """Gradients go to the stage that owns a parameter, and weights come back: twice its bytes
-        between two stages, as around a ring; those of the same stages in one message.
+        """Gradients go to the stage that owns a parameter, and then weights come back, those of the
+        same stages in one message. Replicas own in turns, so that all send at once.
         """
         sizes: dict[tuple[int, ...], int] = {}
         for name, stages in self.lowered.cut.shared.items():
             holders = tuple(sorted(stages))
-            sizes[holders] = sizes.get(holders, 0) + self._gradient_bytes(name, holders)
+            moved = self._bytes(name, holders, "gradients") + self._bytes(name, holders, "weights")
+            sizes[holders] = sizes.get(holders, 0) + moved
         kernels = self.player.kernels
-        for holders, whole in sizes.items():
-            ring = len(holders)
-            size = 2 * (ring - 1) / ring * whole
+        for holders, moved in sizes.items():
+            others = len(holders) - 1
+            in_turns = any(self.planned[stage].microbatches for stage in holders)
+            size = others * moved / (len(holders) if in_turns else 1)
             joins = (self.join_of(holders[0], other) for other in holders[1:])
             sends = (send(size, size, join, kernels) for join in joins)
             yield Shared(holders, max(sends, key=lambda sent: sent.ps))
 
-    def _gradient_bytes(self, name: str, holders: Sequence[int]) -> int:
-        """What a rank has of the gradient of a parameter, in the stage where that is the most."""
+    def _bytes(self, name: str, holders: Sequence[int], what: str) -> int:
+        """What a rank has of a parameter, in the stage where that is the most."""
         sizes = []
         for stage in holders:
             pcg, graph = self.lowered.pcgs[stage], self.lowered.cut.graphs[stage]
             position = next(i for i, entry in enumerate(graph.inputs) if entry.target == name)
             held = self.player.priced(pcg, self.planned[stage]).parameters
             own = held.by_name[pcg.graph.inputs[position].value.name]
-            sizes.append(held.stored_of(own).get("gradients", 0))
+            sizes.append(held.stored_of(own).get(what, 0) if own.input.trainable else 0)
         return max(sizes)
 
 

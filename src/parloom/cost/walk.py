@@ -298,9 +298,10 @@ class _Body:
         share = seconds.weights_s
         if len(weights) == len(wanted):
             share = seconds.backward_s
+        flowing = (self.walker.local_bytes(v) for v in item.results if v.differentiable)
         undone = Work(
             name, kind, seconds.backward_s, staging=undo, parameters=weights,
-            weights_s=share if weights else 0.0,
+            weights_s=share if weights else 0.0, flowing_bytes=sum(flowing) if weights else 0,
         )  # fmt: skip
         undone = sending(self.walker, item, undone, backward=True)
         return forward, self.gathering_again(item, undone)

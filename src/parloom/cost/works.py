@@ -55,8 +55,9 @@ class Work:
     `takes` bytes of activations when it starts and `gives` some back when it is over, by tensor in
     `taken` and `given` where that is known; `staging` bytes are its own meanwhile. `parameters` are
     the inputs of the function (by position) that it reads, or in a backward pass whose gradient it
-    makes or adds to; `weights_s` is the part of `compute_s` that goes into those gradients. `again`
-    marks a work of the forward pass that a backward pass runs again.
+    makes or adds to; `weights_s` is the part of `compute_s` that goes into those gradients, and
+    `flowing_bytes` are those of the gradients that it makes them of. `again` marks a work of the
+    forward pass that a backward pass runs again.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Work:
     staging: int = 0
     parameters: tuple[int, ...] = ()
     weights_s: float = 0.0
+    flowing_bytes: int = 0
     again: bool = False
     taken: Sizes = ()
     given: Sizes = ()

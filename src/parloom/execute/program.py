@@ -143,6 +143,17 @@ def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
         raise LayoutError(f"invalid plan, {made}: {error}; plan again") from error
 
 
+def _check_state(stage: int, evaluation: Graph, training: Graph) -> None:
+    """Raise `LayoutError` where evaluation reads weights or buffers in a stage that has none."""
+    held = {entry.target for entry in training.inputs}
+    for entry in evaluation.inputs:
+        if entry.kind in ("parameter", "buffer") and entry.target not in held:
+            raise LayoutError(
+                f"evaluation reads {entry.target} in stage {stage}, where training does not read"
+                " it, so that the stage has none; plan with --pin stages=1, or read it there"
+            )
+
+
 def evaluation_program(plan: Plan, training: LoweredStages) -> CompiledStages | None:
     """The evaluation program, with parameters laid out as the `training` program stores them.
 
@@ -160,6 +171,8 @@ def evaluation_program(plan: Plan, training: LoweredStages) -> CompiledStages | 
         alone = tuple(replace(stage, at_once=1) for stage in plan.decisions.stages)
         whole = replace(plan.decisions, stages=alone, num_microbatches=1)
         parts = staged(factored, whole, placed)
+        for stage, (own, held) in enumerate(zip(parts.graphs, training.cut.graphs, strict=True)):
+            _check_state(stage, own, held)
     pcgs = []
     for own, pcg in zip(parts.graphs, trained, strict=True):
         mine = factored if own is graph else factorize(own)

@@ -348,9 +348,11 @@ def compare(
     state = [
         Difference(
             f"{'weight' if name in reference.gradients else 'state'} {name} after {STEPS} steps",
-            relative_difference(reference.state.get(name), got, LEARNING_RATE * STEPS),
+            relative_difference(
+                reference.state.get(name), parallel.state.get(name), LEARNING_RATE * STEPS
+            ),
         )
-        for name, got in sorted(parallel.state.items())
+        for name in sorted(reference.state.keys() | parallel.state.keys())
     ]
     found = judged([*losses[:1], *gradients, *losses[1:], *state], tolerance)
     first = None if found.first is None else str(found.first)

@@ -33,7 +33,7 @@ from parloom.ir.plan import (
     ParameterDecision,
 )
 from parloom.ir.stages import ARRIVING, StageDecisions, cut_plan
-from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators
+from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators, unknown_block
 
 KINDS = ("parameter", "buffer", "batch", "constant", ARRIVING)
 POLICIES = ("keep", "recompute")
@@ -251,8 +251,7 @@ def _activations(planned: Planned) -> Problems:
         if activation.policy not in POLICIES:
             yield f"{activation.prefix}: activation policy {activation.policy!r} is not yet there"
         if activation.prefix not in calls:
-            known = nearest(activation.prefix, calls)
-            yield f"no block {activation.prefix!r} in the model{known}"
+            yield unknown_block(activation.prefix, calls)
         elif activation.lists:
             block = factored.graph.by_name[calls[activation.prefix]]
             yield from _recomputed_values(activation, block)
@@ -279,6 +278,8 @@ def _executable(planned: Planned) -> Problems:
     stage, schedule = decisions.stages[0], decisions.schedule
     if schedule != "one_stage":
         yield f"one stage has the schedule 'one_stage', not {schedule!r}"
+    if decisions.actions:
+        yield "one stage has no action lists: leave them out"
     if stage.items:
         yield f"one stage has all items: leave out {stage.items[0]} and the others"
     num_devices = sum(map(len, stage.devices))

@@ -1,13 +1,14 @@
 """Invariants of plans of several stages, one table; `ir/verify.py` raises what is broken."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
 from types import MappingProxyType
 
 from parloom.errors import InputError, LayoutError, nearest
 from parloom.ir.action_lists import check_lists
 from parloom.ir.factors import Factored
+from parloom.ir.graph import Call
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.plan import Decisions
 from parloom.ir.stages import cut_plan
@@ -94,10 +95,24 @@ def _known_parameters(planned: Planned) -> Problems:
             yield f"no parameter {parameter.name!r} in the model{nearest(parameter.name, names)}"
 
 
+def unknown_block(prefix: str, known: Iterable[str]) -> str:
+    """What is said of an activation policy for no block."""
+    return f"no block {prefix!r} in the model{nearest(prefix, known)}"
+
+
+def _known_blocks(planned: Planned) -> Problems:
+    factored, decisions = planned
+    blocks = [item.prefix for item in factored.graph.main.body if isinstance(item, Call)]
+    for activation in decisions.activations:
+        if activation.prefix not in blocks:
+            yield unknown_block(activation.prefix, blocks)
+
+
 STAGES: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
     {
         "decisions name operators of the model": known_operators,
         "decisions name parameters of the model": _known_parameters,
+        "activation policies name blocks": _known_blocks,
         "stages are a cut of the model": _stages,
     }
 )

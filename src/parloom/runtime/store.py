@@ -6,17 +6,16 @@ to the chunk that the optimizer owns. That chunk lies in the memory of the weigh
 otherwise the step ends with copies, and with gathers where the weight is stored in larger chunks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parloom.errors import InputError, LaunchError, VerifyError
+from parloom.errors import InputError, VerifyError
 from parloom.runtime.chunked import Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm
@@ -26,7 +25,6 @@ from parloom.runtime.leaves import LeafGradients
 from parloom.runtime.program import ParameterSpec, Program, TensorSpec
 from parloom.runtime.remake import Again, Made, Parts, Remaking
 from parloom.runtime.replay import Replay
-from parloom.runtime.same import check_same_values
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import axes_of, take
 from parloom.runtime.units import Flat, Unit, Units
@@ -259,18 +257,9 @@ class Store:
             self._pool.give(staging)
 
     def load(self, source: Source) -> None:
-        """Overwrite all parameters and buffers from full tensors by the user's names.
-
-        Raises `InputError` where ranks were given different ones.
+        """Overwrite all parameters and buffers from full tensors by the user's names, which all
+        ranks were given alike.
         """
-        given = chain(
-            ((spec.name, _find(source, spec)) for spec in self._program.parameters),
-            ((spec.name, _find_buffer(source, spec)) for spec in self._program.buffers),
-        )
-        try:
-            check_same_values(self._comm, given, self._pool.device)
-        except LaunchError as error:
-            raise InputError(f"load_state_dict: {error}") from None
         for held in self.helds.values():
             held.load(_find(source, held.spec), self._comm)
         for spec in self._program.buffers:
@@ -342,6 +331,12 @@ def _units(
     if chunked:
         raise VerifyError(f"no GATHER node makes {next(iter(chunked))} whole, stored in chunks")
     return [Unit(unit, index, members) for index, (unit, members) in enumerate(flats.items())]
+
+
+def given(program: Program, source: Source) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors of a program's parameters and buffers, by name."""
+    yield from ((spec.name, _find(source, spec)) for spec in program.parameters)
+    yield from ((spec.name, _find_buffer(source, spec)) for spec in program.buffers)
 
 
 def _find(source: Source, spec: ParameterSpec) -> Tensor:

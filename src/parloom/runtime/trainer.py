@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parloom.errors import InputError, VerifyError
+from parloom.errors import InputError, LaunchError, VerifyError
 from parloom.runtime.batches import Batch, Batches, check_names
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
@@ -30,7 +31,12 @@ from parloom.runtime.optimizer import (
 )
 from parloom.runtime.part import Part, make_parts, owned
 from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
-from parloom.runtime.same import check_same_everywhere, told_by_all, told_by_some
+from parloom.runtime.same import (
+    check_same_everywhere,
+    check_same_values,
+    told_by_all,
+    told_by_some,
+)
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
 from parloom.runtime.samples import (
     SampleDims,
@@ -43,7 +49,7 @@ from parloom.runtime.samples import (
 from parloom.runtime.sharding import Box, axes_of, boxes, untake
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.step import Stages, Step, StepResult
-from parloom.runtime.store import Source
+from parloom.runtime.store import Source, given
 from parloom.runtime.transfers import Transfers
 from parloom.runtime.whole_shapes import make_optimizer
 
@@ -125,7 +131,8 @@ class Trainer:
             self.owned,
         )
         self.evaluation = None if judged is None else Evaluator(judged, self._stages)
-        self.optimizer, self._untouched = make_optimizer(optimizer, self.owned)
+        specs = [spec for program in self.pipeline.programs for spec in program.parameters]
+        self.optimizer, self._untouched = make_optimizer(optimizer, self.owned, specs)
         self._stages.shared.publish(frozen=True)  # it may have written to weights
         self.scheduler = None if scheduler is None else _stepped(scheduler(self.optimizer))
         self.clip_norm = clip_norm
@@ -237,8 +244,14 @@ class Trainer:
 
         Raises `InputError` for a tensor that is missing, has another shape, or differs on ranks.
         """
+        source, programs = state.__getitem__, self.pipeline.programs
+        everything = chain.from_iterable(given(program, source) for program in programs)
+        try:
+            check_same_values(self.comm, everything, self.device)
+        except LaunchError as error:
+            raise InputError(f"load_state_dict: {error}") from None
         for part in self.parts:
-            part.store.load(state.__getitem__)
+            part.store.load(source)
 
     # Checkpoints.
 

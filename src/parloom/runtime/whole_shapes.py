@@ -1,12 +1,15 @@
 """The user's function that makes an optimizer, where ranks hold parts of the parameters.
 
 Its groups and options may depend on shapes, so it is called with stand-ins that have the whole
-shapes and no memory, too. Hooks, frozen parameters and written values are refused: on parts they
-would compute something else than on the whole.
+shapes and no memory, too. Stand-ins of parameters that other stages own are among a rank's parts
+until the groups are made: a group may be empty, and is there on every rank. Hooks, frozen
+parameters and written values are refused: on parts they would compute something else than on the
+whole.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from parloom.errors import InputError
 from parloom.runtime.optimizer import check_elementwise, check_given
 from parloom.runtime.part import Part
+from parloom.runtime.program import ParameterSpec
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.taken import refuse_taken
 
@@ -28,26 +32,30 @@ OF_GROUP = ("params", "param_names")
 
 
 def make_optimizer(
-    maker: Maker, owned: Mapping[str, tuple[ShardedParameter, Part]]
+    maker: Maker,
+    owned: Mapping[str, tuple[ShardedParameter, Part]],
+    specs: Iterable[ParameterSpec],
 ) -> tuple[Optimizer, "Untouched"]:
     """The optimizer of this rank's parts, with the options that the whole parameters would get.
 
-    Raises `InputError` where the parts get other groups than the whole parameters would, where
-    `maker` reads values, and where it does to a part what it may not (see `Untouched`).
+    `specs` are all parameters of the model. Raises `InputError` where the parts get other groups
+    than the whole parameters would, where `maker` reads values that this rank does not have, and
+    where it does to a part what it may not (see `Untouched`).
     """
     helds = {name: held for name, (held, _) in owned.items()}
-    parts = [(held.name, held.owned) for held in helds.values()]
-    # A stage may have no parameters, and torch's optimizers take no empty list.
-    parts = parts or [("", nn.Parameter(torch.empty(0)))]
-    sharded = _sharded(owned)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        wholes = {s.name: _whole(helds[s.name]) if s.name in helds else _absent(s) for s in specs}
+    parts = {n: helds[n].owned if n in helds else whole for n, whole in wholes.items()}
+    sharded, mine = _sharded(owned), {name: parts[name] for name in helds}
     untouched = Untouched(
-        {name: (part, _hooks(part), part.requires_grad) for name, part in parts}, sharded
+        {name: (part, _hooks(part), part.requires_grad) for name, part in mine.items()}, sharded
     )
-    versions = {name: part._version for name, part in parts}
-    optimizer = _of_parts(maker, parts, helds) if sharded else maker(list(parts))
+    versions = {name: part._version for name, part in mine.items()}
+    optimizer = _of_parts(maker, parts, wholes) if sharded else _of_wholes(maker, parts, mine)
+    _forget(optimizer, {id(part) for name, part in parts.items() if name not in mine})
     check_elementwise(optimizer)
-    check_given(optimizer, [part for _, part in parts])
-    for name in (name for name, part in parts if part._version != versions[name]):
+    check_given(optimizer, list(mine.values()))
+    for name in (name for name, part in mine.items() if part._version != versions[name]):
         if sharded:
             raise InputError(
                 f"optimizer= writes to {name}, of which ranks may hold parts; change weights before"
@@ -57,6 +65,33 @@ def make_optimizer(
             helds[name].publish()
     untouched.check(optimizer)
     return optimizer, untouched
+
+
+def _of_wholes(
+    maker: Maker, parts: Mapping[str, nn.Parameter], mine: Mapping[str, nn.Parameter]
+) -> Optimizer:
+    """The optimizer where this rank has all of what it holds."""
+    if len(parts) == len(mine):
+        return maker(list(parts.items()))
+    touched = _Touched({id(part): n for n, part in parts.items() if n not in mine})
+    try:
+        with touched:
+            return maker(list(parts.items()))
+    except Exception as error:
+        try:
+            maker(list(mine.items()))
+        except Exception:
+            raise error from None
+        raise _reads(touched.last or "a parameter") from error
+
+
+def _forget(optimizer: object, absent: Collection[int]) -> None:
+    """Take the stand-ins of what other stages own out of the groups."""
+    for group in optimizer.param_groups if isinstance(optimizer, Optimizer) else ():
+        kept = [id(parameter) not in absent for parameter in group["params"]]
+        for key in OF_GROUP:
+            if key in group:
+                group[key] = list(compress(group[key], kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +139,7 @@ class _Touched(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.names = names
-        self.last = "a parameter"
+        self.last = ""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -115,19 +150,17 @@ class _Touched(TorchFunctionMode):
 
 
 def _of_parts(
-    maker: Maker, parts: list[tuple[str, nn.Parameter]], helds: Mapping[str, ShardedParameter]
+    maker: Maker, parts: Mapping[str, nn.Parameter], wholes: Mapping[str, nn.Parameter]
 ) -> Optimizer:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        wholes = [(name, _whole(held)) for name, held in helds.items()]
-    touched = _Touched({id(whole): name for name, whole in wholes})
+    touched = _Touched({id(whole): name for name, whole in wholes.items()})
     expected, failure = None, None
     try:
         with torch.random.fork_rng(devices=[]), touched:
-            expected = maker(list(wholes))
+            expected = maker(list(wholes.items()))
     except Exception as error:
         failure = error
     try:
-        optimizer = maker(list(parts))
+        optimizer = maker(list(parts.items()))
     except Exception as error:
         if failure is not None:
             raise
@@ -137,9 +170,9 @@ def _of_parts(
             " module"
         ) from error
     if failure is not None:
-        raise _reads(touched.last) from failure
+        raise _reads(touched.last or "a parameter") from failure
     if isinstance(expected, Optimizer) and isinstance(optimizer, Optimizer):
-        _take_options(optimizer, dict(parts), expected, dict(wholes))
+        _take_options(optimizer, parts, expected, wholes)
     return optimizer
 
 
@@ -210,6 +243,12 @@ def _whole(held: ShardedParameter) -> nn.Parameter:
     owned = held.owned
     empty = torch.empty(held.spec.user_shape, dtype=owned.dtype, device=owned.device)
     return nn.Parameter(empty, requires_grad=owned.requires_grad)
+
+
+def _absent(spec: ParameterSpec) -> nn.Parameter:
+    """A stand-in for a parameter of another stage."""
+    dtype: torch.dtype = getattr(torch, spec.master_dtype or spec.dtype)
+    return nn.Parameter(torch.empty(spec.user_shape, dtype=dtype), requires_grad=spec.trainable)
 
 
 def _sharded(owned: Mapping[str, tuple[ShardedParameter, Part]]) -> str:

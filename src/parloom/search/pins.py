@@ -28,7 +28,8 @@ MESH, STAGES = "mesh", "stages"
 # What of a parameter is stored, by the names that plans print, and by the attribute of a decision.
 ROLES = MappingProxyType({"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"})
 DIM = re.compile(r"dim([0-9]+)")
-WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,9}")
+NUMBER = re.compile(r"[0-9]{1,9}")
+WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{NUMBER.pattern}")
 LAYOUTS = "FACTOR:AXIS, dim0:AXIS, replicated, sharded, weights:sharded, keep, recompute"
 HINT = f"LAYOUT is one of {LAYOUTS}; as in layers.0=n:x, or mesh=2x4"
 
@@ -143,7 +144,7 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
     words = [word.strip() for word in layout.strip("{}").split(",")]
     if name == MESH:
         return Pin(text, name, Kind.MESH, _mesh_terms(text, words), forbidden)
-    if name == STAGES and len(words) == 1 and words[0].isdigit():  # and no module of that name
+    if name == STAGES and len(words) == 1 and NUMBER.fullmatch(words[0]):  # no module of that name
         return Pin(text, name, Kind.STAGES, (Term(ANY, words[0]),), forbidden)
     if words in ([KEEP], [RECOMPUTE]):
         return Pin(text, name, Kind.RECOMPUTATION, (Term(ANY, words[0]),), forbidden)
@@ -169,11 +170,11 @@ def _term(text: str, word: str) -> Term:
 
 def _mesh_terms(text: str, words: list[str]) -> tuple[Term, ...]:
     """`2x4`, or `x:2,y:4`."""
-    if len(words) == 1 and re.fullmatch(r"[0-9]+(x[0-9]+)*", words[0]):
+    if len(words) == 1 and re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})*", words[0]):
         return tuple(Term(ANY, size) for size in words[0].split("x"))
     terms = []
     for word in words:
-        found = re.fullmatch(r"([A-Za-z_]\w*)[:=]([0-9]+)", word)
+        found = re.fullmatch(r"([A-Za-z_]\w*)[:=]([0-9]{1,9})", word)
         if found is None:
             raise InputError(
                 f"{text}: {word!r} is no mesh; write sizes, outermost first, as mesh=2x4, or axes"

@@ -182,7 +182,9 @@ class PipelineSearch:
         if self.tried.refused and not self.tried.judged:
             self.say(f"no pipeline could be played: {self.tried.refused}")
         self._climb()
-        if self.judge_every(self._promising_layouts()):
+        before = self.best_ps
+        self.judge_every(self._promising_layouts())
+        if self.best_ps < before:
             self._climb()
 
     def plans(self) -> Iterator[SimulatedPlan]:
@@ -346,7 +348,7 @@ class PipelineSearch:
 
     def judge_every(self, layouts: Layouts, most: int = EVERY) -> bool:
         """Simulate all splits of these layouts that may be faster than the best, the most promising
-        first; whether they were no more than `most`.
+        first, if they seem to be few; whether it is proved that no other one is faster.
         """
         if not layouts:
             return True

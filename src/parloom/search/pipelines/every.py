@@ -168,6 +168,7 @@ class EverySplit:
         for kind in kinds:
             own = chains[len(kind.groups)]
             some = own[self._loads(kind, own, estimates) * (1 - LESS) < self.enough_ps]
+            self.is_whole &= len(some) == len(own)  # estimates prove nothing
             if len(some):
                 found.append(_Cuts(kind, some))
         return found

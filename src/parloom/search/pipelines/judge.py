@@ -190,8 +190,9 @@ class Tried:
     def play(self, split: Split) -> JudgedSplit | None:
         """The split as a plan; None where it was tried before, or cannot be played."""
         wholes = tuple(id(costs.whole) for costs in split.costs)
-        items = tuple(split.costs[0].items[end - 1] for end in split.ends)
-        key = split.ends, split.groups, split.begins, split.at_once, wholes, items
+        items = split.costs[0].items
+        stages = tuple(frozenset(items[first:last]) for first, last in split.ranges)
+        key = stages, split.groups, split.begins, split.at_once, wholes
         allowed = self.judge.request.pinned.allows_stages(len(split.groups))
         if key in self._known or not allowed:
             return None

@@ -1,0 +1,91 @@
+"""A backward pass in two halves, as `runtime.split_backward` runs it: what comes with which half,
+and what is kept between them.
+
+Between the halves there is all that autograd has kept and made again, and the gradients that flow
+into operators with weights. Gradients of weights with several readers come with the first half.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from parloom.cost.step import Priced
+from parloom.cost.tasks import ACTIVATIONS, GRADIENTS, RECOMPUTATION, Listing
+from parloom.cost.walk import Walker
+from parloom.cost.works import Called, Track, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A work, the component of its activations, and the inputs whose gradients it makes."""
+
+    work: Work
+    component: int
+    parameters: tuple[int, ...]
+
+
+def flat_works(walker: Walker, call: Called, part: str) -> Iterator[Flat]:
+    """All works of a call in a pass; parameters are positions of the callee's inputs."""
+    callee = walker.call(call.function)
+    if part == "F":
+        yield from _within(callee.forward, ACTIVATIONS)
+        return
+    if call.recompute:
+        yield from _within(callee.again, RECOMPUTATION)
+    yield from _within(callee.backward, ACTIVATIONS)
+
+
+def _within(track: Track, component: int) -> Iterator[Flat]:
+    for work in track.works:
+        assert isinstance(work, Work), "block functions do not call others"
+        if work.again:
+            yield Flat(work, RECOMPUTATION, ())
+        else:
+            yield Flat(work, component, work.parameters if component == ACTIVATIONS else ())
+
+
+class Halves:
+    """The halves `I` and `W` of the backward pass of one stage, whose main has inputs `names`."""
+
+    def __init__(self, found: Priced, names: list[str]) -> None:
+        self.found, self.names = found, names
+        self.early: frozenset[str] = frozenset()
+
+    def begin(self, touched: Iterable[str]) -> None:
+        """Weights as often as their gradients are made or added to."""
+        self.early = frozenset(name for name, n in Counter(touched).items() if n > 1)
+
+    def early_of(self, inputs: Iterable[int | None]) -> frozenset[int]:
+        """The places, among inputs by their places in main, of weights with several readers."""
+        names = enumerate(inputs)
+        return frozenset(i for i, o in names if o is not None and self.names[o] in self.early)
+
+    def keep(self, out: Listing, part: str, call: Called, early: frozenset[int]) -> None:
+        """What a call keeps between the halves."""
+        kept = -sum(track.net_bytes for track in self.found.walker.inner(call, backward=True))
+        for flat in flat_works(self.found.walker, call, "B"):
+            if flat.component == RECOMPUTATION:
+                kept += flat.work.takes - flat.work.gives
+            elif not early.issuperset(flat.parameters):
+                kept += flat.work.flowing_bytes
+        _change(out, part, kept)
+
+    def keep_main(self, out: Listing, part: str) -> None:
+        """What everything else keeps, and the gradients that are made early."""
+        main, early = self.found.main.backward, self.early_of(range(len(self.names)))
+        kept = -main.net_bytes
+        for work in main.works:
+            if isinstance(work, Called):
+                inner = self.found.walker.inner(work, backward=True)
+                kept += sum(t.net_bytes for t in inner) - work.discards * work.recompute
+            elif not early.issuperset(work.parameters):
+                kept += work.flowing_bytes
+        parameters = self.found.parameters
+        own = (parameters.by_name[name] for name in self.early)
+        _change(out, part, kept, sum(parameters.home_bytes(parameter) for parameter in own))
+
+
+def _change(out: Listing, part: str, kept: int, gradients: int = 0) -> None:
+    sign = 1 if part == "I" else -1
+    after = ((ACTIVATIONS, sign * kept), (GRADIENTS, sign * gradients))
+    out.run("kept for W", "memory", after=after)
