@@ -49,7 +49,8 @@ def named_groups(named: Named) -> torch.optim.Optimizer:
     """Groups that know their parameters' names."""
     low = [(name, p) for name, p in named if name.startswith("blocks.0")]
     rest = [(name, p) for name, p in named if not name.startswith("blocks.0")]
-    return torch.optim.AdamW([{"params": low, "lr": 1e-3}, {"params": rest}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": low, "lr": 1e-3}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def trained(decisions: Decisions, maker: Makers) -> list[tuple[list[Tensor], dict[str, Tensor], Any]]:

@@ -21,7 +21,8 @@ from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts
 from parloom.search.pipelines.auto import PipelineSearch
 from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.pipelines.every import EverySplit, Layouts, all_placements, item_sets, stirling
+from parloom.search.pipelines.cuts import all_placements, item_sets, stirling
+from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.request import Request, base_of
 from tests.property.every_pipeline import least_of_all
 from tests.property.searched import ADAM, random_graph
@@ -111,10 +112,10 @@ def test_bounds_of_splits_hold(seed: int) -> None:
     request, layouts = drawn(seed, 4)
     search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
     every = EverySplit(search.tried.judge, layouts, lambda: None)
-    kinds = every.kinds()
-    assert kinds
+    cuts = every.promising()
+    assert cuts
     before = 0.0
-    for least_ps, split in islice(every.splits(every.promising(kinds)), 60):
+    for least_ps, split in islice(every.splits(cuts), 60):
         assert least_ps >= before
         before = least_ps
         found = search.tried.judge.judge(split)
@@ -139,7 +140,7 @@ def test_placements_are_counted(stages: int, groups: int) -> None:
 
 def test_a_search_that_leaves_splits_out_is_seen() -> None:
     """The oracle of the tests above can fail: without stages that share a group."""
-    request, layouts = drawn(4, 4)
+    request, layouts = drawn(30, 3)
     search = searched(request, layouts)
     apart = [
         one for one in search.tried.judged if len(set(one.split.groups)) == len(one.split.groups)

@@ -20,7 +20,7 @@ from parloom.ir.lower_stages import (
 )
 from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import Decisions, Plan
-from parloom.ir.stages import Cut, like
+from parloom.ir.stages import Cut, like, operands
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored, rewritten
@@ -146,8 +146,10 @@ def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
 def _check_state(stage: int, evaluation: Graph, training: Graph) -> None:
     """Raise `LayoutError` where evaluation reads weights or buffers in a stage that has none."""
     held = {entry.target for entry in training.inputs}
+    read = {name for item in evaluation.main.body for name in operands(item)}
     for entry in evaluation.inputs:
-        if entry.kind in ("parameter", "buffer") and entry.target not in held:
+        own = entry.kind in ("parameter", "buffer") and entry.value.name in read
+        if own and entry.target not in held:
             raise LayoutError(
                 f"evaluation reads {entry.target} in stage {stage}, where training does not read"
                 " it, so that the stage has none; plan with --pin stages=1, or read it there"

@@ -146,11 +146,13 @@ def load_optimizer_state(
     optimizer: Optimizer,
     owned: Mapping[str, nn.Parameter],
     state: Mapping[str, Any],
+    groups: Sequence[Iterable[str]] = (),
     others: Iterable[str] = (),
 ) -> None:
     """Take over scalars and group options, and allocate the state tensors.
 
-    This rank has the parameters `owned`; `others` are on other ranks only. Raises `InputError` when
+    This rank has the parameters `owned`; `others` are on other ranks only, some of them in `groups`
+    of the optimizer by their names. Raises `InputError` when
     the optimizer is of another class, a saved parameter is unknown, or a parameter group is new.
     """
     if state["class"] != type(optimizer).__name__:
@@ -177,8 +179,9 @@ def load_optimizer_state(
             loaded[key] = _scalar(key, saved, parameter, group)
         optimizer.state[parameter] = loaded
     name_of = {id(parameter): name for name, parameter in owned.items()}
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         mine = {name_of[id(p)] for p in group["params"] if id(p) in name_of}
+        mine |= set(groups[index]) if index < len(groups) else set()
         if not mine:
             continue
         saved_group = next((g for g in state["groups"] if mine & set(g["names"])), None)

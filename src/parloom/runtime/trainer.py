@@ -322,7 +322,8 @@ class Trainer:
         self.samples_seen = state["samples_seen"]
         mine = {held.name: held.owned for held, _ in self.owned.values()}
         names = [spec.name for p in self.pipeline.programs for spec in p.parameters]
-        load_optimizer_state(self.optimizer, mine, state["optimizer"], names)
+        groups = self._untouched.groups
+        load_optimizer_state(self.optimizer, mine, state["optimizer"], groups, names)
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
             saved = _with_keys_of(current, state["scheduler"])

@@ -47,11 +47,10 @@ def make_optimizer(
         wholes = {s.name: _whole(helds[s.name]) if s.name in helds else _absent(s) for s in specs}
     parts = {n: helds[n].owned if n in helds else whole for n, whole in wholes.items()}
     sharded, mine = _sharded(owned), {name: parts[name] for name in helds}
-    untouched = Untouched(
-        {name: (part, _hooks(part), part.requires_grad) for name, part in mine.items()}, sharded
-    )
+    given = {name: (part, _hooks(part), part.requires_grad) for name, part in mine.items()}
     versions = {name: part._version for name, part in mine.items()}
     optimizer = _of_parts(maker, parts, wholes) if sharded else _of_wholes(maker, parts, mine)
+    groups = _named(optimizer, {id(part): name for name, part in parts.items()})
     _forget(optimizer, {id(part) for name, part in parts.items() if name not in mine})
     check_elementwise(optimizer)
     check_given(optimizer, list(mine.values()))
@@ -63,6 +62,7 @@ def make_optimizer(
             )
         with torch.no_grad():
             helds[name].publish()
+    untouched = Untouched(given, groups, sharded)
     untouched.check(optimizer)
     return optimizer, untouched
 
@@ -85,6 +85,12 @@ def _of_wholes(
         raise _reads(touched.last or "a parameter") from error
 
 
+def _named(optimizer: object, names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
+    """The names of the parameters of each group."""
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
+    return tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in groups)
+
+
 def _forget(optimizer: object, absent: Collection[int]) -> None:
     """Take the stand-ins of what other stages own out of the groups."""
     for group in optimizer.param_groups if isinstance(optimizer, Optimizer) else ():
@@ -96,12 +102,14 @@ def _forget(optimizer: object, absent: Collection[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Untouched:
-    """The parameters with the hooks and `requires_grad` that the runtime gave them.
+    """The parameters with the hooks and `requires_grad` that the runtime gave them, and the names
+    of each group, those of other stages among them.
 
     `sharded` names one of which ranks hold parts, empty where there is none.
     """
 
     parameters: Mapping[str, tuple[nn.Parameter, list[int], bool]]
+    groups: tuple[tuple[str, ...], ...]
     sharded: str
 
     def check(self, optimizer: Optimizer) -> None:

@@ -24,7 +24,8 @@ from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_way_ps, least_work_ps
 from parloom.search.optimize import Searched
 from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.pipelines.every import MOST_DEVICES, EverySplit, Layouts
+from parloom.search.pipelines.cuts import MOST_DEVICES
+from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.layouts import GroupLayouts
 from parloom.search.pipelines.orders import orders
@@ -354,7 +355,7 @@ class PipelineSearch:
             return True
         every = EverySplit(self.tried.judge, layouts, self.tried.spend)
         every.enough_ps = self.best_ps
-        cuts = every.promising(every.kinds() or ())
+        cuts = every.promising()
         if not cuts or (self.best_ps < inf and sum(len(c.chains) for c in cuts) > MANY * most):
             return False
         for index, (least_ps, split) in enumerate(every.splits(cuts)):

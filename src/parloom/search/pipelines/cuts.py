@@ -4,7 +4,7 @@ A stage is what one downward-closed set of items has beyond a smaller one, so th
 later stages only, whatever the graph.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import comb, factorial
@@ -63,26 +63,24 @@ class CutSpace:
     of `num_devices` together.
     """
 
-    def __init__(
-        self, num_items: int, edges: Sequence[tuple[int, int]], num_devices: int
-    ) -> None:
+    def __init__(self, num_items: int, edges: Sequence[tuple[int, int]], num_devices: int) -> None:
         self.num_items, self.num_devices = num_items, num_devices
         self.sets = item_sets(num_items, edges)
         beyond = [[a != b and a & ~b == 0 for b in self.sets] for a in self.sets]
         self.beyond = np.array(beyond)
 
-    def kinds(self) -> list[Kind] | None:
-        """All kinds of splits; those of regular placements where there are more than `MOST_SPLITS`,
-        None where these are too many.
+    def kinds(self, sizes_of: Mapping[int, Collection[int]]) -> list[Kind]:
+        """All kinds of splits over groups of these sizes, by the number of microbatches; those of
+        regular placements where there are more than `MOST_SPLITS`, none where these are too many.
         """
-        devices, items = self.judge.request.cluster.num_devices, self.num_items
+        devices, items = self.num_devices, self.num_items
         if devices > MOST_DEVICES:
-            return None
+            return []
         sizes = [
             (count, num, own)
-            for count, by_size in self.layouts.items()
+            for count, some in sizes_of.items()
             for num in range(2, min(devices, items) + 1)
-            for own in self._sizes(sorted(by_size), num)
+            for own in self._sizes(sorted(some), num)
         ]
         for placed_by, number in ((all_placements, stirling), (_regular, _num_regular)):
             if self._are_few(items, [groups for _, groups, _ in sizes], number):
@@ -92,16 +90,15 @@ class CutSpace:
                     for stages in range(groups, items + 1)
                     for placed in placed_by(stages, groups)
                 ]
-        return None
+        return []
 
     def _sizes(self, sizes: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:
         """The devices of groups, each of which begins at a multiple of its own."""
-        devices = self.judge.request.cluster.num_devices
         for own in product(sizes, repeat=num_groups):
             begins = [sum(own[:index]) for index in range(num_groups)]
             if any(begin % size for begin, size in zip(begins, own, strict=True)):
                 continue
-            if sum(own) == devices:
+            if sum(own) == self.num_devices:
                 yield own
 
     def _are_few(
@@ -119,7 +116,7 @@ class CutSpace:
                 return False
         return True
 
-    def _chains(self, num_stages: int) -> NDArray[np.int64]:
+    def chains(self, num_stages: int) -> NDArray[np.int64]:
         """The sets between stages, [way, stage + 1], by their places in `sets`."""
         found = [[0]]
         for left in reversed(range(num_stages)):
