@@ -22,7 +22,7 @@ from common import report
 from parloom.capture import capture
 from parloom.capture.load import load_model
 from parloom.comparators.baselines import METHODS
-from parloom.cost.actions import Stage
+from parloom.cost.actions import StageWriter
 from parloom.cost.clusters import load_cluster
 from parloom.cost.edits import drawn
 from parloom.cost.pipeline import (
@@ -152,7 +152,9 @@ def pipeline(name: str, ends: Priced, middle: Priced, pcg: PCG) -> tuple[float, 
     sent = send(HIDDEN_BYTES / 8, HIDDEN_BYTES / 8, Join(cluster, 1))
 
     def played(title: str, found: Priced) -> StageActions:
-        return play_stage(title, Stage(pcg, cluster, found), player, split=name.startswith("zb"))
+        return play_stage(
+            title, StageWriter(pcg, cluster, found), player, split=name.startswith("zb")
+        )
 
     end, between = played("end", ends), played("middle", middle)
     stages = [end, *[between] * (STAGES - 2), end]

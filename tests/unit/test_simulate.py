@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from parloom.candidates import candidates
 from parloom.comparators.baselines import random_plan
-from parloom.cost.actions import Stage
+from parloom.cost.actions import StageWriter
 from parloom.cost.clusters import load_cluster
 from parloom.cost.collectives import BACKENDS
 from parloom.cost.hardware import DataSheets
@@ -361,7 +361,7 @@ def stage_of(
 ) -> StageActions:
     """The actions of a program that is one stage."""
     kernels = Kernels(cluster.device, replace(OWN, split_s=split_s))
-    stage = Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels))
+    stage = StageWriter(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels))
     return play_stage("all", stage, Simulator(), split=split)
 
 

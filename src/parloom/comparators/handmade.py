@@ -10,7 +10,7 @@ from math import prod
 
 from parloom.comparators.configuration import RECOMPUTE, Configuration, laid_out
 from parloom.comparators.tensor_parallel import TENSOR
-from parloom.cost.actions import Stage
+from parloom.cost.actions import StageWriter
 from parloom.cost.kernels import Kernels
 from parloom.cost.parameters import Parameters
 from parloom.cost.pipeline import (
@@ -137,7 +137,7 @@ class Program:
         parameters: dict[int, Parameters] = {}
         for index, (part, pcg) in enumerate(zip(self.parts, self.lowered, strict=True)):
             if id(pcg) not in known:
-                found = Stage(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
+                found = StageWriter(pcg, own, priced(pcg, own, part.decisions, optimizer, kernels))
                 # Chunks take turns: a rank runs as many microbatches of the others before.
                 found.passes_before = chosen.pipeline if chosen.interleave > 1 else 1
                 known[id(pcg)] = play_stage("", found, player, split=name in SPLIT)

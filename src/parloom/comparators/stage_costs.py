@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from parloom.cost.actions import Stage as Actions
+from parloom.cost.actions import StageWriter
 from parloom.cost.pipeline import StageActions, play_stage
 from parloom.cost.simulate import Simulator
 from parloom.cost.step import priced
@@ -166,7 +166,7 @@ def costs_of(
     """Play a stage on a part of the cluster. Raises `LayoutError` for an illegal plan."""
     pcg = lower(graph, plan)
     found = priced(pcg, cluster, plan, request.optimizer, request.machine.kernels)
-    stage = play_stage("", Actions(pcg, cluster, found), player)
+    stage = play_stage("", StageWriter(pcg, cluster, found), player)
     forward, backward = (stage.actions[kind] for kind in "FB")
     reduced_ps = 1e12 * sum(transfer.total().comm_s for transfer in found.reductions)
     latency_ps = forward.ps + backward.ps + round(reduced_ps / plan.num_microbatches)

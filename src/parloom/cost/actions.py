@@ -50,7 +50,7 @@ Gradient = tuple[str, int]
 what is added to it, or to memory where it collects, is TEMPORARY."""
 
 
-class Stage:
+class StageWriter:
     """Writes the actions of one lowered program."""
 
     def __init__(self, pcg: PCG, cluster: Cluster, found: Priced) -> None:

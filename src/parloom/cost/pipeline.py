@@ -14,7 +14,7 @@ afterwards (Qi et al., ICLR'24, section 4), so that every rank begins its next s
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from parloom.cost.actions import Stage
+from parloom.cost.actions import StageWriter
 from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
 from parloom.cost.kernels import Kernels
@@ -138,7 +138,7 @@ def send(sent: float, received: float, join: Join, kernels: Kernels | None = Non
 
 
 def play_stage(
-    name: str, stage: Stage, simulator: Simulator, *, split: bool = False
+    name: str, stage: StageWriter, simulator: Simulator, *, split: bool = False
 ) -> StageActions:
     """Play each action of a stage once; with `split`, the halves of the backward pass apart."""
     listed = {"PROLOGUE": stage.prologue()} if stage.pcg.hoisted else {}

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from parloom.cost.actions import Stage
+from parloom.cost.actions import StageWriter
 from parloom.cost.engine import Engine, Outcome, Run, State
 from parloom.cost.kernels import Kernels
 from parloom.cost.step import priced
@@ -51,7 +51,7 @@ def step_tasks(
     kernels: Kernels | None = None,
 ) -> StepTasks:
     """The instructions of one step of a plan of one stage."""
-    return Stage(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels)).tasks()
+    return StageWriter(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels)).tasks()
 
 
 Load = tuple[tuple[str | int, int], ...]

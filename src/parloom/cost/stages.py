@@ -8,7 +8,7 @@ from functools import reduce
 from math import ceil, prod
 
 from parloom.action_text import PASSES_AHEAD
-from parloom.cost.actions import Stage
+from parloom.cost.actions import StageWriter
 from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import (
     Edge,
@@ -28,8 +28,7 @@ from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, group_lists
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PValue
-from parloom.ir.plan import Decisions, Optimizer
-from parloom.ir.plan import Stage as PlannedStage
+from parloom.ir.plan import Decisions, Optimizer, Stage
 from parloom.ir.regular_parts import Join, devices_of, joined, own_part
 from parloom.ir.schedules import Lists
 from parloom.ir.stages import Crossing
@@ -73,14 +72,14 @@ class StagePlayer:
         self._priced: dict[tuple[int, int], tuple[PCG, Priced]] = {}
         self._played: dict[tuple[int, int, bool], StageActions] = {}
 
-    def own(self, stage: PlannedStage) -> Cluster:
+    def own(self, stage: Stage) -> Cluster:
         """The devices of a stage; raises `InputError` as `own_part` does."""
         if stage.devices not in self._own:
             found = own_part(self.cluster, stage)
             self._own[stage.devices] = self._alike.setdefault(found, found)
         return self._own[stage.devices]
 
-    def priced(self, pcg: PCG, stage: PlannedStage) -> Priced:
+    def priced(self, pcg: PCG, stage: Stage) -> Priced:
         """What the operators and transfers of a stage's program take."""
         own = self.own(stage)
         key = id(pcg), id(own)
@@ -88,13 +87,13 @@ class StagePlayer:
             self._priced[key] = pcg, priced(pcg, own, pcg.decisions, self.optimizer, self.kernels)
         return self._priced[key][1]
 
-    def actions(self, pcg: PCG, stage: PlannedStage, *, split: bool) -> StageActions:
+    def actions(self, pcg: PCG, stage: Stage, *, split: bool) -> StageActions:
         """The actions of a stage, with gradients of weights apart where its passes are `split`."""
         found, own = self.priced(pcg, stage), self.own(stage)
         key = id(pcg), id(own), split
         if key not in self._played:
             device = own.device.name if self.cluster.parts else ""
-            played = play_stage("", Stage(pcg, own, found), self._simulator, split=split)
+            played = play_stage("", StageWriter(pcg, own, found), self._simulator, split=split)
             self._played[key] = replace(played, device=device)
         return self._played[key]
 
@@ -107,7 +106,7 @@ class PricedStages:
     def __init__(
         self,
         lowered: LoweredStages,
-        planned: Sequence[PlannedStage],
+        planned: Sequence[Stage],
         player: StagePlayer,
         join_of: JoinOf | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.cost.actions import Stage as Actions
+from parloom.cost.actions import StageWriter
 from parloom.cost.hardware import Hardware
 from parloom.cost.kernels import Kernels
 from parloom.cost.ledger import UPDATE
@@ -188,7 +188,7 @@ class Pricer:
         part = part_of(request.cluster, whole.num_ranks)
         pcg = lower(request.graph, whole, factored=self.factored)
         alone = priced(pcg, part, whole, request.optimizer, kernels)
-        stage = play_stage("", Actions(pcg, part, alone), Simulator())
+        stage = play_stage("", StageWriter(pcg, part, alone), Simulator())
         all_passes, all_once = _times(stage)
         return _shares(all_passes, passes), _shares(all_once, once)
 

@@ -23,7 +23,7 @@ ROUGH = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GroupLayout:
     """A layout of the whole model on one group, in which its items are priced."""
 
     context: ContextSearch
@@ -39,15 +39,15 @@ class GroupLayouts:
         self, contexts: Contexts, pricer: Pricer, devices: int, margin: float = MARGINS[0]
     ) -> None:
         self.contexts, self.pricer, self.devices, self.margin = contexts, pricer, devices, margin
-        self.known: dict[tuple[int, int], list[Layout]] = {}
+        self.known: dict[tuple[int, int], list[GroupLayout]] = {}
 
-    def of(self, size: int, count: int, enough_ps: float = inf) -> list[Layout]:
+    def of(self, size: int, count: int, enough_ps: float = inf) -> list[GroupLayout]:
         """Layouts on groups of `size` that may take less than `enough_ps` with `count`
         microbatches.
         """
         if (size, count) not in self.known:
             part = self.contexts.on_part(self.contexts.request.on(size))
-            found: list[Layout] = []
+            found: list[GroupLayout] = []
             for mesh in part.meshes[:MESHES]:
                 program = part.on(mesh, count)
                 if program is None:
@@ -63,7 +63,7 @@ class GroupLayouts:
             self.known[size, count] = found
         return self.known[size, count]
 
-    def smaller(self, layout: Layout) -> list[Layout]:
+    def smaller(self, layout: GroupLayout) -> list[GroupLayout]:
         """The same for less memory."""
         context = layout.context
         found = list(self._laid_out(context, context.passes.hides, MARGINS[1]))
@@ -76,7 +76,7 @@ class GroupLayouts:
         hides: bool,
         margin: float,
         known: Collection[Decisions] = (),
-    ) -> Iterator[Layout]:
+    ) -> Iterator[GroupLayout]:
         """The layout of a context whose estimate is the least in its share of the memory, unless
         it is known.
         """
@@ -97,6 +97,6 @@ class GroupLayouts:
         if whole in known:
             return
         try:
-            yield Layout(pipelined, self.pricer.price(whole))
+            yield GroupLayout(pipelined, self.pricer.price(whole))
         except (LayoutError, InputError):
             return  # as where a buffer would be written in one stage and read in another
