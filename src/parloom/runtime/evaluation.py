@@ -8,8 +8,8 @@ from torch import Tensor
 
 from parloom.runtime.batches import Batches
 from parloom.runtime.comm import Comm
-from parloom.runtime.passes import Losses, hoist
-from parloom.runtime.program import Action, Pipeline, Result, TensorSpec
+from parloom.runtime.passes import Losses, forward_pass, hoist
+from parloom.runtime.program import Action, Pipeline, TensorSpec
 from parloom.runtime.same import told_by_some
 from parloom.runtime.sharding import axes_of, put
 from parloom.runtime.step import Stages
@@ -60,7 +60,10 @@ class Evaluator:
             hoisted = {s: hoist(programs[s], p.ctx, batches[s]) for s, p in self._parts.items()}
             for action in self._actions:
                 part, program = self._parts[action.stage], programs[action.stage]
-                result = self._forward(action, batches[action.stage], hoisted[action.stage])
+                given = batches[action.stage].microbatch(action.microbatch)
+                result, _ = forward_pass(
+                    part, program, action, given, hoisted[action.stage], self._transfers
+                )
                 if action.stage in losses:
                     losses[action.stage].add(result)
                 for spec in program.outputs:
@@ -75,22 +78,6 @@ class Evaluator:
         stages = self._stages
         told = _told_to_all(self.pipeline, self._judging, outputs, stages.comm, stages.device)
         return Evaluation(loss, told)
-
-    def _forward(self, action: Action, batches: Batches, hoisted: tuple[Tensor, ...]) -> Result:
-        """Compute a microbatch in a stage, and send what other stages need of it."""
-        part, program = self._parts[action.stage], self.pipeline.programs[action.stage]
-        arrived = {
-            c.spec.name: self._transfers.receive(part.stage, c.value, action.microbatch)
-            for c in program.arriving
-        }
-        self._transfers.receive_ahead()
-        part.ctx.microbatch = action.microbatch
-        part.store.begin_forward()
-        inputs = batches.microbatch(action.microbatch) | arrived
-        result = program.forward(part.ctx, inputs, hoisted)
-        leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
-        self._transfers.send(action, leaving)
-        return result
 
 
 def _collect(

@@ -78,18 +78,9 @@ class Passes:
     def forward(self, microbatch: int) -> None:
         """Compute the microbatch, and send what other stages need of it."""
         part, program = self._part, self._part.program
-        arrived = {
-            crossing.spec.name: self._transfers.receive(part.stage, crossing.value, microbatch)
-            .requires_grad_(crossing.flows)
-            for crossing in program.arriving
-        }  # fmt: skip
-        self._transfers.receive_ahead()
-        part.ctx.microbatch = microbatch
-        part.store.begin_forward()
-        inputs = self._batches.microbatch(microbatch) | arrived
-        result = program.forward(part.ctx, inputs, self._hoisted)
-        leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
-        self._transfers.send(Action("F", part.stage, microbatch), leaving)
+        action = Action("F", part.stage, microbatch)
+        given = self._batches.microbatch(microbatch)
+        result, arrived = forward_pass(part, program, action, given, self._hoisted, self._transfers)
         if self.losses is not None:
             self.losses.add(result)
         # What has left takes no memory here: its place in the graph is all that is kept.
@@ -165,6 +156,31 @@ class Passes:
             roots.append(edge)
             gradients.append(self._transfers.receive_gradient(part.stage, value, microbatch))
         return roots, gradients
+
+
+def forward_pass(
+    part: Part,
+    program: Program,
+    action: Action,
+    given: Mapping[str, Tensor],
+    hoisted: tuple[Tensor, ...],
+    transfers: Transfers,
+) -> tuple[Result, dict[str, Tensor]]:
+    """Compute a microbatch in a stage, and send what other stages need of it; the results, and what
+    has arrived for them. `given` is of the batch.
+    """
+    arrived = {
+        crossing.spec.name: transfers.receive(part.stage, crossing.value, action.microbatch)
+        .requires_grad_(crossing.flows)
+        for crossing in program.arriving
+    }  # fmt: skip
+    transfers.receive_ahead()
+    part.ctx.microbatch = action.microbatch
+    part.store.begin_forward()
+    result = program.forward(part.ctx, {**given, **arrived}, hoisted)
+    leaving = {name: part.store.owned_memory(v) for name, v in result.leaving.items()}
+    transfers.send(action, leaving)
+    return result, arrived
 
 
 def hoist(program: Program, ctx: Context, batches: Batches) -> tuple[Tensor, ...]:
