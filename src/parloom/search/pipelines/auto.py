@@ -180,13 +180,13 @@ class PipelineSearch:
                 self._look_on(size)
         self._add_uneven()
         self._judge_best()
-        if self.tried.refused and not self.tried.judged:
-            self.say(f"no pipeline could be played: {self.tried.refused}")
         self._climb()
         before = self.best_ps
         self.judge_every(self._promising_layouts())
         if self.best_ps < before:
             self._climb()
+        for line in self.tried.refusals():
+            self.say(line)
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""

@@ -2,6 +2,7 @@
 that fits as the simulator plays it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -184,7 +185,7 @@ class Tried:
     def __init__(self, judge: Judge, spend: Callable[[], None]) -> None:
         self.judge, self.spend = judge, spend
         self.judged: list[JudgedSplit] = []
-        self.refused = ""  # why the first one was none that was none
+        self.refused = Counter[str]()  # how many could not be lowered or played, and why
         self._known: set[tuple[object, ...]] = set()
 
     def play(self, split: Split) -> JudgedSplit | None:
@@ -201,11 +202,17 @@ class Tried:
         try:
             found = self.judge.judge(split)
         except (LayoutError, InputError) as error:
-            self.refused = self.refused or one_line(error)
+            self.refused[one_line(error)] += 1
             return None
         if found is not None:
             self.judged.append(found)
         return found
+
+    def refusals(self) -> Iterator[str]:
+        """Why splits could not be played, in words."""
+        if self.refused:
+            reason, number = self.refused.most_common(1)[0]
+            yield f"splits that cannot be played: {self.refused.total()}; of {number}, {reason}"
 
     def fitting(self) -> list[JudgedSplit]:
         """Those that fit, the fastest first."""

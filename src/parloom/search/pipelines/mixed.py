@@ -75,6 +75,8 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
         search = MixedSearch(request, contexts, best_ps, say)
         search.replicate()
         search.run()
+        for line in search.tried.refusals():
+            say(line)
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
