@@ -4,7 +4,7 @@
 
 For each case and method: the predicted step of the best plan that fits, its stages, and CPU seconds
 of the search; each method uses as many devices and microbatches as it likes. Rows that the file has
-of the same revision are not made again. Exit code 1 where a method is faster than `auto`, or where
+of the same revision are not made again. Other methods than `auto` end after ten minutes. Exit code 1 where a method is faster than `auto`, or where
 a plan is below the bound of `auto`.
 
 `candle_uno`, `dlrm` and `mmt` on 4 to 32 V100 are the models of GraphPipe, with batches that grow
@@ -13,6 +13,7 @@ with the cluster; mixtures of experts and Wide-ResNets have the sizes of Alpa (Z
 """
 
 import argparse
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ METHODS = (
     "auto", "megatron", "gpipe", "pipedream", "graphpipe", "alpa", "alpa_inter", "alpa_intra",
     "whale", "data_parallel", "fsdp",
 )  # fmt: skip
+LIMIT_S = 600
 SLOW = str(HERE / "4xcore-100mbit.yaml")
 
 
@@ -144,8 +146,13 @@ def row(name: str, cluster: str, method: str, found: Choice, cpu_s: float) -> Ro
     }
 
 
+def _late(number: int, frame: object) -> None:
+    raise TimeoutError(f"not over after {LIMIT_S} s")
+
+
 def measured(name: str) -> list[Row]:
     """All methods on one case."""
+    signal.signal(signal.SIGALRM, _late)
     case, found = CASES[name], []
     captured, machine = api.capture(case.model, **case.flags), machine_for(case.cluster, None)
     for method in METHODS:
@@ -154,14 +161,17 @@ def measured(name: str) -> list[Row]:
             captured.graph, machine, captured.optimizer, machine.cluster.device.memory_bytes,
             method=method, all_devices=False,
         )  # fmt: skip
+        signal.alarm(0 if method == "auto" else LIMIT_S)
         try:
             choice = choose(request, lambda text: None)
-        except ParloomError as error:
+        except (ParloomError, TimeoutError) as error:
             spent_s = time.process_time() - begun
             print(
                 f"{name}, {method}: {str(error).splitlines()[0]}, {spent_s:.0f} CPU s", flush=True
             )
             continue
+        finally:
+            signal.alarm(0)
         found.append(row(name, case.cluster, method, choice, time.process_time() - begun))
         one = found[-1]
         print(
