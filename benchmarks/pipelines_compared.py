@@ -4,8 +4,8 @@
 
 For each case and method: the predicted step of the best plan that fits, its stages, and CPU seconds
 of the search; each method uses as many devices and microbatches as it likes. Rows that the file has
-of the same revision are not made again. Other methods than `auto` end after ten minutes. Exit code 1 where a method is faster than `auto`, or where
-a plan is below the bound of `auto`.
+of the same revision are not made again. Methods other than `auto` are given ten minutes. Exit code
+1 where a method is faster than `auto`, or where a plan is below the bound of `auto`.
 
 `candle_uno`, `dlrm` and `mmt` on 4 to 32 V100 are the models of GraphPipe, with batches that grow
 with the cluster; mixtures of experts and Wide-ResNets have the sizes of Alpa (Zheng et al., OSDI
