@@ -112,7 +112,7 @@ def test_bounds_of_splits_hold(seed: int) -> None:
     request, layouts = drawn(seed, 4)
     search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
     every = EverySplit(search.tried.judge, layouts, lambda: None)
-    cuts = every.promising()
+    cuts = every.promising(10_000)
     assert cuts
     before = 0.0
     for least_ps, split in islice(every.splits(cuts), 60):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from parloom.comparators.pipelines import split
 from parloom.cost.clusters import load_cluster
@@ -23,6 +24,7 @@ from parloom.ir.schedules import schedule, stage_depths
 from parloom.ir.stages import cut, stage_items
 from parloom.ir.verify import verify_decisions
 from parloom.search.pipelines.costs import ItemCosts, Sent
+from parloom.search.pipelines.split import Split, closed_forms
 from tests.dist import lowered, staged
 
 times = st.lists(st.integers(1, 50), min_size=1, max_size=5)
@@ -227,6 +229,36 @@ def test_lists_that_do_not_run_a_step(old: str, new: str, said: str) -> None:
     assert lists != list(V_SHAPE)
     with pytest.raises(VerifyError, match=said):
         verify_decisions(gpt(), v_shaped(*lists))
+
+
+@given(st.data())
+def test_closed_forms_of_many_splits_are_those_of_each(data: st.DataObject) -> None:
+    """Values with several readers, also beyond the next stage, and weights of several items."""
+    count = data.draw(st.integers(4, 7))
+    ints = st.integers(0, 30)
+
+    def each() -> NDArray[np.int64]:
+        return np.array(data.draw(st.lists(ints, min_size=count, max_size=count)), dtype=np.int64)
+
+    values = []
+    for source in data.draw(st.lists(st.integers(0, count - 2), max_size=6)):
+        targets = data.draw(st.sets(st.integers(source + 1, count - 1), min_size=1, max_size=3))
+        forward, back = data.draw(ints), data.draw(st.none() | ints)
+        backward = None if back is None else (back,)
+        values.append(Sent(source, tuple(sorted(targets)), (forward,), backward))
+    nothing = np.zeros(count, dtype=np.int64)
+    costs = ItemCosts(
+        Decisions(num_microbatches=data.draw(st.integers(1, 5))), tuple(map(str, range(count))),
+        passes_ps=each(), once_ps=each(), kept_bytes=nothing, stored_bytes=nothing,
+        passing_bytes=nothing, stage_ps=data.draw(ints), sent=tuple(values),
+        shared_ps=((0, count - 1, data.draw(ints)),), updating_bytes=nothing,
+    )  # fmt: skip
+    owner = data.draw(st.sampled_from([(0, 1), (0, 1, 0), (0, 1, 1, 0), (0, 1, 2)]))
+    cuts = list(combinations(range(1, count), len(owner) - 1))
+    found = closed_forms(costs, np.array([[*inner, count] for inner in cuts]), np.array(owner))
+    for inner, step in zip(cuts, found, strict=True):
+        alone = Split((*inner, count), owner, (costs,) * (max(owner) + 1))
+        assert step == pytest.approx(alone.step_ps, rel=1e-12)
 
 
 @given(st.integers(1, 6), st.integers(1, 7), st.data())

@@ -31,7 +31,7 @@ DIM = re.compile(r"dim([0-9]+)")
 NUMBER = re.compile(r"[0-9]{1,9}")
 WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{NUMBER.pattern}")
 LAYOUTS = "FACTOR:AXIS, dim0:AXIS, replicated, sharded, weights:sharded, keep, recompute"
-HINT = f"LAYOUT is one of {LAYOUTS}; as in layers.0=n:x, or mesh=2x4"
+HINT = f"LAYOUT is one of {LAYOUTS}; as in layers.0=n:x; or mesh=2x4, stages=4"
 
 
 class Kind(Enum):

@@ -24,7 +24,7 @@ from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_way_ps, least_work_ps
 from parloom.search.optimize import Searched
 from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.pipelines.cuts import MOST_DEVICES
+from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.layouts import GroupLayouts
@@ -45,9 +45,10 @@ JUDGED, EACH, MOVED = 12, 2, 40
 UNFIT = 36
 # How many splits with larger microbatches in some stage.
 MERGED = 8
-# Splits that are simulated where all of them may be, and how many times as many are looked at: of
-# most the bound is above the best.
-EVERY, MANY = 300, 2
+# Splits that are simulated where all of them may be. Where a plan is known, so many times as many of
+# the most promising ones are looked at, and of many so many simulated that are no better, one after
+# the other.
+EVERY, MANY, PATIENCE = 300, 2, 50
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 APART = "pipelines are not searched for microbatches that are computed by themselves"
@@ -349,23 +350,27 @@ class PipelineSearch:
 
     def judge_every(self, layouts: Layouts, most: int = EVERY) -> bool:
         """Simulate all splits of these layouts that may be faster than the best, the most promising
-        first, if they seem to be few; whether it is proved that no other one is faster.
+        first, and as long as they become faster where they are many; whether it is proved that no
+        other one is faster.
         """
         if not layouts:
             return True
         every = EverySplit(self.tried.judge, layouts, self.tried.spend)
         every.enough_ps = self.best_ps
-        cuts = every.promising()
-        if not cuts or (self.best_ps < inf and sum(len(c.chains) for c in cuts) > MANY * most):
-            return False
+        many = MANY * most if self.best_ps < inf else MOST_SPLITS
+        cuts = every.promising(many)
+        are_few = sum(len(own.chains) for own in cuts) < many
+        better = 0
         for index, (least_ps, split) in enumerate(every.splits(cuts)):
             if least_ps >= self.best_ps:
                 break
-            if index >= most:
+            if index >= most or (index > better + PATIENCE and not are_few):
                 return False
+            before = self.best_ps
             self._judge(split)
-            every.enough_ps = self.best_ps
-        return every.is_whole
+            if self.best_ps < before:
+                every.enough_ps, better = self.best_ps, index
+        return bool(cuts) and every.is_whole
 
 
 def _closed_ps(split: Split) -> float:

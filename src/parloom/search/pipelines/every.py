@@ -50,9 +50,9 @@ class EverySplit:
         self.sets = self.space.sets
         self.made = 0
 
-    def promising(self) -> list[Cuts]:
-        """The cuts in which the items of no group take longer than `enough_ps`; none where there
-        are too many to look at.
+    def promising(self, most: int) -> list[Cuts]:
+        """The cuts in which the items of no group take longer than `enough_ps`, those that take the
+        least where they are more than `most`; none where there are too many to look at.
         """
         kinds = self.space.kinds({count: tuple(by) for count, by in self.layouts.items()})
         estimates = {
@@ -61,13 +61,18 @@ class EverySplit:
             for size, layouts in by_size.items()
         }
         chains = {num: self.space.chains(num) for num in {len(kind.groups) for kind in kinds}}
+        loads = [self._loads(kind, chains[len(kind.groups)], estimates) for kind in kinds]
+        every = np.concatenate(loads) if loads else np.zeros(0)
+        limit_ps = self.enough_ps / (1 - LESS)
+        if (every < limit_ps).sum() > most:
+            limit_ps = min(limit_ps, float(np.partition(every, most)[most]))
         found = []
-        for kind in kinds:
-            own = chains[len(kind.groups)]
-            some = own[self._loads(kind, own, estimates) * (1 - LESS) < self.enough_ps]
-            self.is_whole &= len(some) == len(own)  # estimates prove nothing
+        for kind, own in zip(kinds, loads, strict=True):
+            some = chains[len(kind.groups)][own < limit_ps]
             if len(some):
                 found.append(Cuts(kind, some))
+        # Estimates prove nothing.
+        self.is_whole &= bool((every < limit_ps).all())
         return found
 
     def _estimates(self, layouts: Sequence[ItemCosts]) -> Floats:

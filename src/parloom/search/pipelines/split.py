@@ -192,17 +192,17 @@ def _ends(
     for some in (cuts, _leveled(cuts, total, owner)):
         yield tuple(int(places[cut]) for cut in some[1:])
     if comb(len(places) - 2, len(owner) - 1) <= ENUMERATED:
-        inner = np.array(list(combinations(range(1, len(total) - 1), len(owner) - 1)), np.int64)
-        ends = np.full((len(inner), 1), len(total) - 1)
-        every = np.hstack([np.zeros_like(ends), inner, ends])
+        inner = np.array(list(combinations(places[1:-1], len(owner) - 1)), np.int64)
+        last = np.full((len(inner), 1), places[-1])
+        every = np.hstack([inner.reshape(len(inner), -1), last])
         stored, updating = (
-            _by_group(np.concatenate([[0], np.cumsum(own)])[places][every], owner, how)
+            _by_group(_sums(own, every), owner, how)
             for own, how in ((costs.stored_bytes, np.sum), (costs.updating_bytes, np.max))
         )
         small = (stored + updating).max(axis=1) <= limit_bytes
         every = every[small] if small.any() else every
-        for some in _best_of_all(every, total, sent, owner, costs.num_microbatches):
-            yield tuple(int(places[cut]) for cut in some[1:])
+        for some in _best_of_all(costs, every, owner):
+            yield tuple(map(int, some))
 
 
 def _by_group(sums: Floats, owner: Cuts, how: Callable[..., Floats]) -> Floats:
@@ -231,19 +231,85 @@ def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
     return best
 
 
-def _best_of_all(cuts: Cuts, total: Floats, sent: Cuts, owner: Cuts, count: int) -> Iterator[Cuts]:
-    """Of all `cuts` those whose busiest group, or boundary, has the least, and those in which it
-    and what one of `count` microbatches sends on its way take the least; of equal ones those with
-    the least squares.
+def _best_of_all(costs: ItemCosts, ends: Cuts, owner: Cuts) -> Iterator[Cuts]:
+    """Of all splits those whose busiest group, or boundary, has the least, and those with the least
+    closed form; of equal ones those with the least squares.
     """
-    groups, loads = np.unique(owner), _by_group(total[cuts], owner, np.sum)
-    squares, crossing = np.square(loads).sum(axis=1), sent[cuts[:, 1:-1]]
-    slowest = np.maximum(loads.max(axis=1), crossing.max(axis=1, initial=0))
-    # A microbatch waits for as many others on each group as it has stages (`Split.step_ps`).
-    share = len(groups) / len(owner) / count
-    waits = np.maximum(slowest, loads.max(axis=1) * (1 - share) + crossing.sum(axis=1) * share)
-    yield cuts[np.lexsort((squares, slowest))[0]]
-    yield cuts[np.lexsort((squares, waits if count > 1 else crossing.sum(axis=1)))[0]]
+    loads = _by_group(_sums(costs.loads_ps, ends), owner, np.sum)
+    squares, sent = np.square(loads).sum(axis=1), costs.num_microbatches * costs.sent_ps
+    crossing = sent[ends[:, :-1] - 1].max(axis=1, initial=0)
+    for least in (np.maximum(loads.max(axis=1), crossing), closed_forms(costs, ends, owner)):
+        yield ends[np.lexsort((squares, least))[0]]
+
+
+def _sums(each: Cuts, ends: Cuts) -> Floats:
+    """The sums of items up to each boundary, the beginning among them, [split, boundary]."""
+    begin = np.zeros((len(ends), 1), dtype=np.int64)
+    found: Floats = np.concatenate([[0], np.cumsum(each)])[np.hstack([begin, ends])].astype(float)
+    return found
+
+
+def closed_forms(costs: ItemCosts, ends: Cuts, owner: Cuts) -> Floats:
+    """`Split.step_ps` of splits with boundaries `ends`, [split, stage], and the same layouts in all
+    groups.
+    """
+    count, groups = len(owner), int(owner.max()) + 1
+    passes = np.diff(_sums(costs.passes_ps, ends), axis=1)
+    loads = _by_group(_sums(costs.loads_ps, ends), owner, np.sum)
+    loads = loads + costs.stage_ps * np.bincount(owner)
+    stage_of = (ends[:, :, None] <= np.arange(len(costs.items))).sum(axis=1)  # [split, item]
+    sent = _sent_between(costs, stage_of, count)
+    waits = np.stack([_ways(np.where(owner == g, 0, passes), sent, owner) for g in range(groups)])
+    busiest = waits[loads.argmax(axis=1), np.arange(len(ends))] * groups / count
+    moved = np.zeros((len(ends), groups, 2))  # [split, group, out or in]
+    for (source, target), (forward, back, _) in sent.items():
+        one, other = owner[source], owner[target]
+        if one != other:
+            moved[:, one] += np.stack([forward, back], axis=1)
+            moved[:, other] += np.stack([back, forward], axis=1)
+    links = costs.num_microbatches * moved.max(axis=(1, 2))
+    shared = sum(
+        (
+            ps * (owner[stage_of[:, one]] != owner[stage_of[:, other]])
+            for one, other, ps in costs.shared_ps
+        ),
+        np.zeros(len(ends)),
+    )
+    step = np.maximum(loads.max(axis=1) + busiest, _ways(passes, sent, owner))
+    found: Floats = np.maximum(step, links) + shared
+    return found
+
+
+Between = Mapping[tuple[int, int], tuple[Floats, Floats, Floats]]
+"""By source and target stage: what a microbatch sends there and back, and if it does, [split]."""
+
+
+def _sent_between(costs: ItemCosts, stage_of: Cuts, num_stages: int) -> Between:
+    shape = num_stages, num_stages, len(stage_of)
+    forward, back, there = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for value in costs.sent:
+        source, seen = stage_of[:, value.source], [stage_of[:, value.source]]
+        for item in value.targets:
+            target = stage_of[:, item]
+            rows = np.flatnonzero(np.all([target != other for other in seen], axis=0))
+            at = source[rows], target[rows], rows
+            forward[at] += value.forward_ps[-1]
+            back[at] += value.backward_ps[-1] if value.backward_ps else 0
+            there[at] = 1
+            seen.append(target)
+    pairs = combinations(range(num_stages), 2)
+    return {(s, t): (forward[s, t], back[s, t], there[s, t]) for s, t in pairs if there[s, t].any()}
+
+
+def _ways(passes: Floats, sent: Between, owner: Cuts) -> Floats:
+    """The longest way of a microbatch through stages that take `passes`, [split, stage]."""
+    ways = passes.copy()
+    for (source, target), (forward, back, there) in sent.items():
+        links = forward + back if owner[source] != owner[target] else 0.0
+        reached = ways[:, source] + links + passes[:, target]
+        ways[:, target] = np.maximum(ways[:, target], np.where(there > 0, reached, 0))
+    found: Floats = ways.max(axis=1)
+    return found
 
 
 def _leveled(cuts: Cuts, total: Floats, owner: Cuts) -> Cuts:
