@@ -292,8 +292,9 @@ def _assumed(
 ) -> tuple[str, ...]:
     """What predictions of a plan take for granted, in words."""
     cluster = machine.cluster
-    # Of the devices that a plan uses: processes share cores.
-    assumptions = list(machine.used_by(decisions).loaded.assumptions)
+    # Processes share cores: those of the devices that a plan uses, and of all in other plans.
+    used = machine.used_by(decisions).loaded.assumptions
+    assumptions = list(dict.fromkeys((*used, *machine.loaded.assumptions)))
     types = dict.fromkeys(part.cluster.device for part in regular_parts(cluster))
     assumptions += (line for device in types for line in rate_words(graph, device))
     assumptions += routing_words(graph)

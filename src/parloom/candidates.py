@@ -206,7 +206,9 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
             proposed.stopped = True
     refused = [f"{n}: not possible: {one_line(error)}" for n, error in proposed.refused.items()]
     found, against = _holding(request, proposed.found)
-    refused += [f"{name}: not as asked: {reason}" for name, reason in against]
+    for reason in dict.fromkeys(reason for _, reason in against):
+        same = "; ".join(name for name, other in against if other == reason)
+        refused.append(f"{same}: not as asked: {reason}")
     searched: Searched | None = None
     if method == AUTO and not proposed.stopped:
         base = base_of(request)

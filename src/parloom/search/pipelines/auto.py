@@ -45,9 +45,8 @@ JUDGED, EACH, MOVED = 12, 2, 40
 UNFIT = 36
 # How many splits with larger microbatches in some stage.
 MERGED = 8
-# Splits that are simulated where all of them may be. Where a plan is known, so many times as many of
-# the most promising ones are looked at, and of many so many simulated that are no better, one after
-# the other.
+# Splits that are simulated where all of them may be. Where a plan is known, the most promising ones
+# are looked at, so many times as many, and of many so many simulated in a row that are no better.
 EVERY, MANY, PATIENCE = 300, 2, 50
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
