@@ -34,7 +34,8 @@ class Lives:
     """Items of a body in order with their works, and what is known of their values' memory.
 
     `outside` are the values whose memory others count, `parameters` those of them whose gradients
-    others count; `held` are made here and live until the backward pass is over. `forward` and
+    others count; `held` are made here and live until the backward pass is over, and so does the
+    memory of `crossing`: what arrived, until its gradient leaves, and what was sent. `forward` and
     `backward` have one entry per item, None where nothing runs. `owner` maps a value to the one
     whose memory it is; `kept` the owner of what autograd keeps to the first item that keeps it, and
     `kept_last` to the last one. What is `dropped`, as `kept` was, is made by the works `again` when
@@ -45,6 +46,7 @@ class Lives:
     outside: frozenset[str]
     parameters: frozenset[str]
     held: frozenset[str] = frozenset()
+    crossing: frozenset[str] = frozenset()
     items: list[Item] = field(default_factory=list)
     forward: list[Work | Called | None] = field(default_factory=list)
     backward: list[Work | Called | None] = field(default_factory=list)
@@ -117,7 +119,7 @@ class Lives:
     def _forward_changes(self, outputs: Sequence[PValue]) -> tuple[Changes, Changes]:
         """Sizes of what each item of the forward pass takes, and gives."""
         made, last, ends = self._made(), self._last_touched(), section_ends(self.items)
-        stay = {self.of(v) for v in outputs} | self.kept.keys() | self.inside | self.held
+        stay = {self.of(v) for v in outputs} | self.kept.keys() | self.inside | self._held()
         takes, gives = self._none(), self._none()
         for owner, index in made.items():
             if not self._of_call(owner, index):  # a callee takes the memory of its results
@@ -162,7 +164,7 @@ class Lives:
                 gives[index].append(self.sizes[owner])
         for owner, index in self.dropped.items():
             gives[index].append(self.sizes[owner])
-        for owner in self.held - self.kept.keys() - self.inside:
+        for owner in self._held() - self.kept.keys() - self.inside:
             gives[0] += [self.sizes[owner]] if owner in made else []
         # A view of an input is no memory of its own.
         results = {v.name for item in self.items for v in results_of(item)}
@@ -182,6 +184,10 @@ class Lives:
                 if owner not in self.outside:
                     made.setdefault(owner, index)
         return made
+
+    def _held(self) -> frozenset[str]:
+        owners = frozenset(self.owner.get(name, name) for name in self.crossing)
+        return self.held | (owners - self.outside)
 
     def _none(self) -> Changes:
         """No sizes, for every item."""

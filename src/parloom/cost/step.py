@@ -53,8 +53,10 @@ def priced(
     if pcg.loss is not None and not pcg.loss.spec.shape:  # what a stage sends leaves it
         names.add(pcg.loss.name)
     held = frozenset(names) - outside - arriving
+    crossing = frozenset(arriving | {value.name for value in pcg.leaving})
     inputs, kernels = pcg.main.inputs, walker.kernels_of_main
-    main = walker.walk(inputs, pcg.main.body, Lives(outside, weights, held), kernels=kernels)
+    lives = Lives(outside, weights, held, crossing)
+    main = walker.walk(inputs, pcg.main.body, lives, kernels=kernels)
     prologue = walker.walk(inputs, pcg.prologue, Lives(outside, weights), kernels=kernels)
     parameters = Parameters(pcg, walker, decisions, optimizer or Optimizer())
     return Priced(walker, main, prologue, parameters, parameters.buckets(main.backward))
