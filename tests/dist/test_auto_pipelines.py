@@ -14,7 +14,7 @@ from parloom.api import Captured
 from parloom.capture import capture
 from parloom.choose import choose
 from parloom.cost.stages import simulate_stages
-from parloom.errors import InputError
+from parloom.errors import InfeasibleError, InputError
 from parloom.execute.machine import machine_for
 from parloom.execute.program import lowered
 from parloom.ir.factors import factorize
@@ -158,6 +158,13 @@ def test_the_number_of_stages_is_pinned(count: int, found: Plan, slow: str) -> N
     assert found.bound_s is not None
     assert best.prediction.step_s >= found.prediction.step_s * (1 - 1e-9)
     assert found.bound_s <= best.prediction.step_s
+
+
+def test_pinned_stages_that_do_not_fit_say_so() -> None:
+    """The pin is to blame, and memory is what it lacks."""
+    with pytest.raises(InfeasibleError, match=r"--memory(.|\n)*give up one:\n  --pin stages=2") as raised:
+        api.plan("zoo:mlp", cluster="2xcpu", memory="24MB", pin=["stages=2"], optimizer="adamw")
+    assert raised.value.exit_code == 3
 
 
 def best_with(pins: Sequence[Pin], cluster: str) -> ScoredPlan:

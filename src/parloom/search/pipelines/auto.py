@@ -48,6 +48,8 @@ MERGED = 8
 # Splits that are simulated where all of them may be. Where a plan is known, the most promising ones
 # are looked at, so many times as many, and of many so many simulated in a row that are no better.
 EVERY, MANY, PATIENCE = 300, 2, 50
+# More bytes than any device has.
+UNLIMITED = 1 << 60
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 APART = "pipelines are not searched for microbatches that are computed by themselves"
@@ -63,11 +65,17 @@ def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
     """The answer where pins want several stages; raises `InputError` where none holds them."""
     nothing = Searched((), inf, inf, work_left=request.budget)
     found = _with_pipelines(request, base, nothing, say)
-    if not found.proposals and not found.smallest and found.status is Status.COMPLETE:
+    if found.proposals or found.smallest or found.status is not Status.COMPLETE:
+        return found
+    say("no pipeline fits that holds the pins: searching with all the memory there could be")
+    roomy = _with_pipelines(replace(request, limit_bytes=UNLIMITED), base, nothing, say)
+    plans = (*roomy.proposals, *filter(None, [roomy.smallest]))
+    smallest = min(plans, key=lambda plan: plan.peak_bytes, default=None)
+    if smallest is None:
         asked = ", ".join(pin.text for pin in request.pinned.pins)
         more = f": {found.left_out}" if found.left_out else ""
         raise InputError(f"{asked}: no pipeline that holds this was found{more}")
-    return found
+    return replace(found, smallest=smallest)
 
 
 def _with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
