@@ -3,9 +3,10 @@
 import re
 
 ONCE = ("REDUCE", "STEP", "GATHER")
-PASSES_AHEAD = 4
-"""A rank is ready for the messages of so many passes of each other rank before it needs them: back
-ends send nothing that nobody is ready for (gloo), and a link that waits is not made up for.
+PASSES_AHEAD, AHEAD_BYTES = 4, 128 << 20
+"""A rank is ready for the messages of so many passes of each other rank before it needs them, or of
+as many as begin within so many bytes: back ends send nothing that nobody is ready for (gloo), and a
+link that waits is not made up for.
 """
 _PASS = re.compile(r"(\d{0,6})([FBW])(\d{1,6})")
 

@@ -2,12 +2,13 @@
 as their schedule says.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from math import ceil, prod
 
-from parloom.action_text import PASSES_AHEAD
+from parloom.action_text import AHEAD_BYTES, PASSES_AHEAD
 from parloom.cost.actions import StageWriter
 from parloom.cost.kernels import Kernels
 from parloom.cost.pipeline import (
@@ -132,26 +133,52 @@ class PricedStages:
         return replace(found, base=tuple(map(sum, zip(found.base, ahead, strict=True))))
 
     def _message_bytes(self, index: int) -> float:
-        """What the ranks of a stage receive of the passes ahead of each stage that sends to it, and
-        one message of each value that they send.
-        """
+        """What the ranks of a stage receive ahead, and one message of each value that they send."""
+        return self._ahead_bytes(index) + self._sent_bytes(index)
+
+    def _sent_bytes(self, index: int) -> float:
         found = 0.0
+        for source, target, there, back in self._crossings(index):
+            found += there[0] if index == source else 0.0
+            found += back[0] if back and index == target else 0.0
+        return found
+
+    def _ahead_bytes(self, index: int) -> float:
+        """The passes of each sender that are received ahead of need, as they are the largest; those
+        of a group of devices count in its first stage.
+        """
+        own = self.planned[index].devices
+        here = [i for i, stage in enumerate(self.planned) if stage.devices == own]
+        if index != here[0]:
+            return 0.0
+        passes: dict[tuple[range, ...], Counter[tuple[int, bool]]] = {}
+        pcgs = self.lowered.pcgs
+        for stage in here:
+            for source, target, there, back in self._crossings(stage):
+                backward = stage == source
+                moved, sender = (back, target) if backward else (there, source)
+                if moved is not None:
+                    # A pass of the other stage may be several messages.
+                    most = max(pcgs[source].num_microbatches, pcgs[target].num_microbatches)
+                    of_sender = passes.setdefault(self.planned[sender].devices, Counter())
+                    size = ceil(moved[1] * most / pcgs[sender].num_microbatches)
+                    of_sender[sender, backward] += size
+        found = 0.0
+        for of_sender in passes.values():
+            count = sum(pcgs[sender].num_microbatches for sender, _ in of_sender)
+            largest = max(of_sender.values())
+            found += largest * min(PASSES_AHEAD, count, ceil(AHEAD_BYTES / max(1, largest)))
+        return found
+
+    def _crossings(self, index: int) -> Iterator[tuple[int, int, Moved, Moved | None]]:
+        """What a stage and others on other devices send each other: source, target, there, back."""
         for crossing in self.lowered.cut.crossings:
             for target in crossing.targets:
-                if index not in (crossing.source, target):
+                source = crossing.source
+                if index not in (source, target):
                     continue
-                if self.planned[crossing.source].devices == self.planned[target].devices:
-                    continue
-                there, back = crossing_bytes(self.lowered, crossing, target)
-                received, sent = (there, back) if index == target else (back, there)
-                # A pass of the other stage may be several messages.
-                pcgs = self.lowered.pcgs
-                most = max(pcgs[stage].num_microbatches for stage in (crossing.source, target))
-                other = crossing.source if index == target else target
-                passes = min(PASSES_AHEAD, pcgs[other].num_microbatches)
-                ahead = passes * most / pcgs[other].num_microbatches
-                found += (ahead * received[1] if received else 0) + (sent[0] if sent else 0)
-        return found
+                if self.planned[source].devices != self.planned[target].devices:
+                    yield source, target, *crossing_bytes(self.lowered, crossing, target)
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""

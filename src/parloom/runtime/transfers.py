@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from parloom.action_text import PASSES_AHEAD
+from parloom.action_text import AHEAD_BYTES, PASSES_AHEAD
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.sharding import Box, boxes, local_shape
@@ -131,17 +131,22 @@ class Transfers:
         self._under_way.clear()
 
     def receive_ahead(self) -> None:
-        """Be ready for all messages of the next passes of every sender."""
+        """Be ready for all messages of the next passes of every sender, of large ones for fewer."""
         ahead: dict[int, set[Action]] = defaultdict(set)
+        held = Counter[int]()
         for (wire, message), posted in self._posted.items():
             sent = _action(wire, wire.source, message // self._each(wire)[0])
-            for *_, piece in posted:
+            for _, part, piece in posted:
                 ahead[piece.sender].add(sent)
+                held[piece.sender] += part.nbytes
         for sender, queue in self._expected.items():
             passes = ahead[sender]
-            while queue and (queue[0].sent in passes or len(passes) < PASSES_AHEAD):
+            while queue:
+                more = len(passes) < PASSES_AHEAD and held[sender] < AHEAD_BYTES
+                if queue[0].sent not in passes and not more:
+                    break
                 passes.add(queue[0].sent)
-                self._post(sender)
+                held[sender] += self._post(sender)
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> None:
         """All values that leave a stage with a forward pass, or gradients with a backward pass, by
@@ -252,8 +257,8 @@ class Transfers:
         while sent and sent[0][0] <= at:
             sent.popleft()[1].wait()
 
-    def _post(self, sender: int) -> None:
-        """Be ready for the next message of a sender."""
+    def _post(self, sender: int) -> int:
+        """Be ready for the next message of a sender; its bytes."""
         letter = self._expected[sender].popleft()
         wire, piece = letter.wire, letter.piece
         self._unposted[sender, wire, letter.message] -= 1
@@ -262,6 +267,7 @@ class Transfers:
         part = torch.empty(piece.shape, dtype=dtype, device=self._device)
         work = self._comm.receive(_plain(part), sender, self._tag(letter))
         self._posted.setdefault((wire, letter.message), []).append((work, part, piece))
+        return part.nbytes
 
 
 def _action(wire: Wire, stage: int, microbatch: int) -> Action:
