@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from torch.profiler import ProfilerActivity, profile
 
 from parloom import zoo
 from parloom.capture import capture, parameters_of
@@ -32,27 +31,8 @@ from parloom.ir.plan import (
 )
 from parloom.ir.verify import POLICIES
 from parloom.runtime import DistributedComm, Program, SingleComm, Trainer, required_groups
+from tests.dist.allocations import allocated
 from tests.zoo_sizes import SMALL, small
-
-
-def allocated(trainer: Trainer, batch: dict[str, torch.Tensor]) -> int:
-    """The most bytes that a step holds above what is there when it begins: of two steps, as the
-    profiler loses events on a busy machine.
-    """
-    return max(_allocated(trainer, batch) for _ in range(2))
-
-
-def _allocated(trainer: Trainer, batch: dict[str, torch.Tensor]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer.step(batch)
-    found = recorded.profiler
-    assert found is not None
-    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 BERT: dict[str, Any] = {"batch": 8, "seq": 32, "vocab": 512, "width": 64, "depth": 2, "heads": 4, "inner": 256}

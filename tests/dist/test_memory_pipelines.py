@@ -19,8 +19,8 @@ from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import ActivationDecision, Decisions, Optimizer, Stage
 from parloom.runtime import DistributedComm, Pipeline, Trainer
+from tests.dist.allocations import allocated
 from tests.dist.staged import even
-from tests.dist.test_memory import allocated
 
 GPT: dict[str, Any] = {
     "batch": 16, "seq": 32, "vocab": 64, "width": 64, "depth": 6, "heads": 4,
@@ -66,7 +66,6 @@ def test_peaks_of_ranks_are_as_predicted(schedule: str, policy: str) -> None:
         # Weights, states and the batch are there before the step.
         before = sum(process.base[component] for component in (WEIGHTS, OPTIMIZER, BUFFERS))
         said = process.memory.peak - before
-        # GPipe receives nothing ahead once all forward passes are over; what was sent may go earlier,
-        # and torch's profiler loses events on a busy machine.
-        more = 1.4 if schedule == "gpipe" else 1.25
+        # GPipe receives nothing ahead once all forward passes are over; what was sent may go earlier.
+        more = 1.2 if schedule == "gpipe" else 1.08
         assert bytes_ / 1.03 - MESSAGE < said < bytes_ * more + MESSAGE
