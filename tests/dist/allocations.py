@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 from parloom.runtime import Trainer
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`most` bytes of storages that operators have made, and that lived at once.
 
     What a kernel needs while it runs is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
         self._held = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -61,6 +61,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def allocated(trainer: Trainer, batch: dict[str, Tensor]) -> int:
     """The most bytes that a step holds above what is there when it begins."""
-    with Allocations() as found:
+    found = Allocations()
+    with found:
         trainer.step(batch)
     return found.most
