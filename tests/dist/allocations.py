@@ -1,4 +1,4 @@
-"""The memory that a step allocates, counted by what torch dispatches: the same in every run."""
+"""The memory that operators allocate, counted by what torch dispatches: the same in every run."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,14 @@ from parloom.runtime import Trainer
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`most` bytes of storages that operators have made, and that lived at once.
+    """The bytes of storages that operators have made: `held` now, and `most` at once.
 
     What a kernel needs while it runs is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-        self._held = 0
+        self.held = self.most = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -38,7 +37,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             self._note(storage, storage.nbytes())
-        self.most = max(self.most, self._held)
+        self.most = max(self.most, self.held)
         return result
 
     def _note(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
@@ -49,10 +48,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def freed(_: object) -> None:
             del self._known[key]
-            self._held -= size_bytes
+            self.held -= size_bytes
 
         self._known[key] = weakref.ref(storage, freed)
-        self._held += size_bytes
+        self.held += size_bytes
 
 
 def _tensors(tree: Any) -> list[Tensor]:

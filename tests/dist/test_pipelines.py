@@ -14,7 +14,7 @@ from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.comparators.baselines import plain
 from parloom.cost.clusters import load_cluster
-from parloom.errors import InputError, LayoutError
+from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble, compare, reference_trace, train_rank
@@ -26,6 +26,7 @@ from parloom.runtime.shared import SharedParameters
 from parloom.runtime.split_backward import SplitBackward
 from parloom.runtime.transfers import Transfers
 from tests.dist import lowered, staged
+from tests.dist.allocations import Allocations
 from tests.dist.staged import drawn, even, pipeline_of, randomly_cut
 
 
@@ -158,6 +159,26 @@ def test_the_halves_of_a_backward_pass() -> None:
     for weight, gradient in zip((first, second, twice), expected[1:], strict=True):
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-14, atol=0)
+
+
+def test_between_the_halves_there_is_what_the_second_one_reads() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    first, second = (torch.randn(8, 8, requires_grad=True) for _ in "ab")
+    with Allocations() as found:
+        made = (((x @ first).exp().sin().exp() @ second).tanh() * x).cos()
+        before, size = found.held, made.nbytes
+        root = get_gradient_edge(made)
+        del made
+        halves = SplitBackward([root], [x])
+        (gradient,) = halves.inputs([torch.ones(8, 8)])
+        # Two operands of products, but one of them is `x`; two gradients that flow into products.
+        assert gradient is not None
+        assert found.held - gradient.nbytes == 3 * size < before
+        del gradient
+        halves.weights()
+        assert found.held == 2 * size  # gradients of weights
+    with pytest.raises(VerifyError, match="let go of"):
+        torch.autograd.grad([root], [x], [torch.ones(8, 8)])
 
 
 def test_hooks_of_weights_run_once_in_the_second_half() -> None:

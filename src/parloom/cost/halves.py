@@ -1,8 +1,8 @@
 """A backward pass in two halves, as `runtime.split_backward` runs it: what comes with which half,
 and what is kept between them.
 
-Between the halves there is all that autograd has kept and made again, and the gradients that flow
-into operators with weights. Gradients of weights with several readers come with the first half.
+Between the halves there is what operators with weights have kept, and the gradients that flow into
+them. Gradients of weights with several readers come with the first half.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from parloom.cost.step import Priced
 from parloom.cost.tasks import ACTIVATIONS, GRADIENTS, RECOMPUTATION, Listing
 from parloom.cost.walk import Walker
-from parloom.cost.works import Called, Track, Work
+from parloom.cost.works import Called, Track, Walked, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +62,33 @@ class Halves:
 
     def keep(self, out: Listing, part: str, call: Called, early: frozenset[int]) -> None:
         """What a call keeps between the halves."""
-        kept = -sum(track.net_bytes for track in self.found.walker.inner(call, backward=True))
+        kept = _late_bytes(self.found.walker.call(call.function), early, call.is_apart)
         for flat in flat_works(self.found.walker, call, "B"):
-            if flat.component == RECOMPUTATION:
-                kept += flat.work.takes - flat.work.gives
-            elif not early.issuperset(flat.parameters):
+            if flat.component != RECOMPUTATION and not early.issuperset(flat.parameters):
                 kept += flat.work.flowing_bytes
         _change(out, part, kept)
 
     def keep_main(self, out: Listing, part: str) -> None:
         """What everything else keeps, and the gradients that are made early."""
-        main, early = self.found.main.backward, self.early_of(range(len(self.names)))
-        kept = -main.net_bytes
-        for work in main.works:
-            if isinstance(work, Called):
-                inner = self.found.walker.inner(work, backward=True)
-                kept += sum(t.net_bytes for t in inner) - work.discards * work.recompute
-            elif not early.issuperset(work.parameters):
+        main, early = self.found.main, self.early_of(range(len(self.names)))
+        kept = _late_bytes(main, early, apart=True)
+        for work in main.backward.works:
+            if isinstance(work, Work) and not early.issuperset(work.parameters):
                 kept += work.flowing_bytes
         parameters = self.found.parameters
         own = (parameters.by_name[name] for name in self.early)
         _change(out, part, kept, sum(parameters.home_bytes(parameter) for parameter in own))
+
+
+def _late_bytes(found: Walked, early: frozenset[int], apart: bool) -> int:
+    """Bytes of its own that a function keeps; those of results, too, where they are `apart`."""
+    return sum(
+        late.size
+        for late in found.late
+        if late.input is None
+        and (apart or late.output is None)
+        and not early.issuperset(late.parameters)
+    )
 
 
 def _change(out: Listing, part: str, kept: int, gradients: int = 0) -> None:

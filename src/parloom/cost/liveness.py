@@ -56,6 +56,7 @@ class Lives:
     owner: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     kept_last: dict[str, int] = field(default_factory=dict)
+    keeps: dict[int, list[str]] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     remade_at: int = 0
     saved_before: int = 0
@@ -71,9 +72,11 @@ class Lives:
 
     def keep(self, owner: str) -> None:
         """The item at hand keeps memory for its backward pass; what a callee keeps is counted."""
+        index = len(self.items) - 1
+        self.keeps.setdefault(index, []).append(owner)
         if owner not in self.inside:
-            self.kept.setdefault(owner, len(self.items) - 1)
-            self.kept_last[owner] = len(self.items) - 1
+            self.kept.setdefault(owner, index)
+            self.kept_last[owner] = index
 
     def keep_parts(self) -> None:
         """After all items: autograd keeps no values, only what is inside of operators."""
@@ -97,6 +100,30 @@ class Lives:
         own = tuple(self.sizes[owner] for owner in self.kept if owner not in self.outside)
         calls = (c.inside for i, c in self.callees.items() if self._keeps(i))
         return own + tuple(size for sizes in calls for size in sizes)
+
+    def late(self) -> dict[str, set[int]]:
+        """What items keep that make gradients of weights: owners, and the weights by position."""
+        found: dict[str, set[int]] = {}
+        for index, owners in self.keeps.items():
+            work = self.backward[index]
+            if isinstance(work, Work) and work.parameters:
+                for owner in owners:
+                    found.setdefault(owner, set()).update(work.parameters)
+        for index, callee in self.callees.items():
+            call, work = self.items[index], self.backward[index]
+            if not isinstance(work, Called):
+                continue
+            for late in callee.late:
+                values = operands_of(call), results_of(call)
+                if late.input is not None:
+                    owner = self.of(values[0][late.input])
+                elif late.output is not None and not work.is_apart:
+                    owner = self.of(values[1][late.output])
+                else:
+                    continue
+                outer = (work.inputs[position] for position in late.parameters)
+                found.setdefault(owner, set()).update(i for i in outer if i is not None)
+        return {owner: by for owner, by in found.items() if by and owner not in self.parameters}
 
     def forward_works(self, outputs: Sequence[PValue]) -> Works:
         """The forward pass in order, with what every item takes and gives."""

@@ -5,7 +5,7 @@ movements by the primitive that the adjoint table names. A block kind is priced 
 What autograd keeps is what `OpDef.saved` declares; `cost.liveness` says when memory comes and goes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -21,6 +21,7 @@ from parloom.cost.works import (
     NEW,
     Called,
     Exchange,
+    Late,
     Track,
     Walked,
     Work,
@@ -154,6 +155,7 @@ class Walker:
                 position.get(n, INSIDE if n in lives.kept or n in lives.inside else NEW)
                 for n in owners
             ),
+            tuple(_late(lives, position, owners)),
         )
 
     def track(self, works: Iterable[Work | Called], backward: bool) -> Track:
@@ -233,6 +235,17 @@ class Walker:
         timed = table.exchange(kind, moved, group) if table and moved else None
         seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
         return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows, found.busy)
+
+
+def _late(lives: Lives, position: Mapping[str, int], owners: Sequence[str]) -> Iterator[Late]:
+    """What of a body stays until gradients of weights are made; `owners` are of its outputs."""
+    late = lives.late()
+    for name in lives.crossing & position.keys():
+        late.setdefault(name, set()).add(position[name])  # its place in the graph holds it
+    for owner, by in late.items():
+        size, outside = lives.sizes[owner], owner in lives.outside
+        output = owners.index(owner) if owner in owners and not outside else None
+        yield Late(frozenset(by), size, position[owner] if outside else None, output)
 
 
 class _Body:

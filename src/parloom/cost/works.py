@@ -101,6 +101,11 @@ class Called:
     taken: Sizes = ()
     given: Sizes = ()
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is kept for its backward pass is made or fetched again: not its results."""
+        return self.recompute or self.moves > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Track:
@@ -113,6 +118,18 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """Memory that is kept by operators whose backward pass makes gradients of these `parameters`,
+    by their positions. It is that of an `input` or of an `output` of the function, or neither.
+    """
+
+    parameters: frozenset[int]
+    size: int
+    input: int | None = None
+    output: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Walked:
     """A function's passes, and which memory crosses its border.
 
@@ -121,6 +138,7 @@ class Walked:
     results of the function that are kept included. `kept_inputs` are the positions of inputs that
     are kept; `moved_inputs` those whose gradient the backward pass makes. `outputs` says per output
     whether its memory is an input's (the position), is counted inside (INSIDE), or is new (NEW).
+    `late` is what stays until gradients of weights are made.
     """
 
     forward: Track
@@ -130,6 +148,7 @@ class Walked:
     kept_inputs: tuple[int, ...] = ()
     moved_inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    late: tuple[Late, ...] = ()
 
     @property
     def inside_bytes(self) -> int:

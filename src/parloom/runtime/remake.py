@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from parloom.errors import VerifyError
+from parloom.runtime.saved import Saved
 
 Again = Callable[..., tuple[Tensor, ...]]
 
@@ -86,13 +87,14 @@ class Parts:
         return _Inside(self._part, self._count, tuple(tensor.shape), tensor.dtype)
 
 
-class _Saved:
+class _Saved(Saved):
     """A tensor that autograd saves: `packed`, or None while it is to be made again from `place`."""
 
-    __slots__ = ("__weakref__", "inside", "packed", "place")
+    __slots__ = ("inside", "place")
 
     def __init__(self, packed: Any, inside: _Inside | None) -> None:
-        self.packed, self.inside = packed, inside
+        super().__init__(packed)
+        self.inside = inside
         self.place: _Place | _Inside | None = None
 
 
@@ -141,6 +143,7 @@ class Remaking:
         return saved
 
     def _restore(self, saved: _Saved) -> Tensor:
+        saved.check()
         if saved.packed is None:
             self._make()
         return self._unpack(saved.packed)

@@ -14,17 +14,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from parloom.errors import VerifyError
+from parloom.runtime.saved import Saved
 
 Run = Callable[..., Any]
 
 
-class _Saved:
+class _Saved(Saved):
     """A tensor that autograd saves: `packed` once it was made again."""
 
-    __slots__ = ("__weakref__", "filled", "packed")
+    __slots__ = ("filled",)
 
     def __init__(self) -> None:
-        self.filled, self.packed = False, None
+        super().__init__()
+        self.filled = False
 
 
 class _Done(Exception):
@@ -42,7 +44,8 @@ class Replay:
     ) -> None:
         self._pack, self._unpack, self._again = pack, unpack, run
         self._saved: list[weakref.ref[_Saved]] = []
-        self._inputs: list[tuple[Any, bool]] = []
+        # Until all that was saved has been made again.
+        self._inputs: list[tuple[Any, bool]] | None = None
 
     def run(self, *inputs: Tensor) -> Any:
         """The results of the call."""
@@ -57,13 +60,15 @@ class Replay:
         return saved
 
     def _restore(self, saved: _Saved) -> Tensor:
-        if not saved.filled:
-            self._make()
+        saved.check()
+        if self._inputs is not None:
+            packed, self._inputs = self._inputs, None
+            self._make(packed)
         if not saved.filled:
             raise VerifyError("a call that was run again did not save what it had saved before")
         return self._unpack(saved.packed)
 
-    def _make(self) -> None:
+    def _make(self, packed: list[tuple[Any, bool]]) -> None:
         count = 0
 
         def keep(tensor: Tensor) -> None:
@@ -77,7 +82,7 @@ class Replay:
             if count == len(self._saved):
                 raise _Done
 
-        inputs = [self._unpack(p).detach().requires_grad_(needed) for p, needed in self._inputs]
+        inputs = [self._unpack(p).detach().requires_grad_(needed) for p, needed in packed]
         try:
             # As in the forward pass: torch may choose other kernels where nothing needs a gradient.
             with torch.enable_grad(), saved_tensors_hooks(keep, _refuse):

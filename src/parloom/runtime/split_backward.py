@@ -4,7 +4,8 @@ An operator that reads a weight and an activation has one node in the autograd g
 gradients, of which autograd computes those that are asked for. So the first half asks for the
 gradients of what arrived and for those that flow into such nodes, and keeps the latter; the second
 half begins at these nodes and asks for the weights (Qi et al., ICLR'24, section 2). Both run
-through no node twice but these.
+through no node twice but these. What all others have saved goes as the first half runs them, as it
+would in a whole backward pass.
 
 A weight's gradient comes with the first half where the halves could not be told apart: where
 several operators read it, and where a function in Python computes both gradients at once.
@@ -12,11 +13,14 @@ several operators read it, and where a function in Python computes both gradient
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from parloom.runtime.saved import Saved, refuse
 
 LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
 """Behind these nodes are weights: a leaf, and all that a unit gathers (`runtime.units`)."""
@@ -51,11 +55,7 @@ class SplitBackward:
         wanted += [edge for edges in entries.values() for edge in edges]
         if not (wanted and self._roots):
             return [None] * len(self._arrived)
-        found: list[Tensor | None] = list(
-            torch.autograd.grad(
-                self._roots, wanted, gradients, retain_graph=True, allow_unused=True
-            )
-        )
+        found = self._gradients(wanted, gradients)
         count = len(self._arrived)
         own, found = found[:count], found[count:]
         self._early = [(e, g) for e, g in zip(early, found, strict=False) if g is not None]
@@ -67,6 +67,23 @@ class SplitBackward:
                 begins, given = [e for e, _ in pairs], [g for _, g in pairs]
                 self._late.append((begins, given, graph.sources_of(node)))
         return own
+
+    def _gradients(
+        self, wanted: Sequence[GradientEdge], given: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The gradients of the first half: a node that the second half does not run lets go of what
+        it has saved.
+        """
+        passed = [node for node in self._graph.passed() if _saved_names(type(node))]
+        handles = [node.register_hook(partial(_let_go, node)) for node in passed]
+        try:
+            found = torch.autograd.grad(
+                self._roots, wanted, given, retain_graph=True, allow_unused=True
+            )
+            return list(found)
+        finally:
+            for handle in handles:  # each refers to its node
+                handle.remove()
 
     def weights(self) -> None:
         """Give the gradients of weights to their leaves and units."""
@@ -166,6 +183,11 @@ class _Graph:
         mine = self._sources_of.get(reader, ())
         return [GradientEdge(s.node, s.number) for s in mine if not self._is_early(s)]
 
+    def passed(self) -> list[Node]:
+        """The nodes that the second half does not run."""
+        late = {node for node in self.readers if self.sources_of(node)} | self.chains
+        return [node for node in self.order if node not in late and node not in self.ends]
+
     def entries(self, node: Node) -> list[GradientEdge]:
         """Where gradients flow into a node."""
         return [GradientEdge(node, number) for number in self._entries[node]]
@@ -226,3 +248,25 @@ def _name(node: Node) -> str:
 def _in_python(node: Any) -> bool:
     """Whether a function in Python is behind a node, which computes all its gradients at once."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    """The attributes of nodes of one kind that are what they have saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _let_go(node: Node, *_: object) -> None:
+    """Free what a node has saved, which nothing asks for any more."""
+    for name in _saved_names(type(node)):
+        found = getattr(node, name)
+        for saved in found if isinstance(found, tuple) else (found,):
+            data = saved.data
+            if isinstance(data, Saved):
+                data.let_go()
+            elif isinstance(data, Tensor) and saved.unpack_hook is None:
+                saved.register_hooks(_nothing, refuse)
+
+
+def _nothing(tensor: Tensor) -> None:
+    return None

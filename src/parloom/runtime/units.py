@@ -17,6 +17,7 @@ from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import ParameterSpec
+from parloom.runtime.saved import Saved
 from parloom.runtime.sharded_parameter import ShardedParameter, hold, section
 from parloom.runtime.sharding import local_shape
 from parloom.runtime.work import Work
@@ -171,7 +172,13 @@ class Units:
 
     def saving(self) -> "torch.autograd.graph.saved_tensors_hooks":
         """Within this context autograd saves gathered weights as handles."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: Saved(self.pack(tensor)), self._restore
+        )
+
+    def _restore(self, saved: Saved) -> Tensor:
+        saved.check()
+        return self.unpack(saved.packed)
 
     def pack(self, tensor: Tensor) -> Tensor | _Handle:
         """What autograd saves of a tensor: a handle where it lies in gathered memory."""
