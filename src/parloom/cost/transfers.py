@@ -62,6 +62,10 @@ class Pool:
         return sum(size * count for (size, _), count in self._most.items())
 
 
+ALLOCATOR = Pool(kept=False)
+"""Of buffers that do not stay."""
+
+
 class Gathered:
     """Which units are gathered or under way; writes what has to happen into a listing.
 
@@ -163,7 +167,8 @@ class Gathered:
 @dataclass(slots=True)
 class _Flight:
     """A reduction under way: what is still to be launched, and waited for after the `last` launch,
-    which gives back `given` bytes; `staged` until what was packed has been scattered.
+    which gives back `given` bytes; `staged` until what was packed has been scattered. `collected`:
+    what was packed takes the place of gradients that were there since other microbatches.
     """
 
     name: str
@@ -171,13 +176,15 @@ class _Flight:
     last: tuple[Transfer, int]
     given: int = 0
     staged: bool = False
+    collected: bool = False
 
 
 class Reduced:
     """The reductions of chunked gradients under way, oldest first.
 
     In the `first` backward pass of a step the chunks that arrive stay: others are added to them. At
-    most two are under way that take memory; those that travel where they lie do not wait.
+    most two are under way that take memory of their own: those that travel where they lie, and
+    those of gradients that were collected, do not wait.
     """
 
     def __init__(self, links: Links, pool: Pool) -> None:
@@ -185,18 +192,22 @@ class Reduced:
         self.first = False
         self.flights: list[_Flight] = []
 
-    def launch(self, chain: Sequence[Transfer], freed_bytes: int, out: Listing) -> None:
-        """Gradients set out; `freed_bytes` of them were whole until now."""
+    def launch(
+        self, chain: Sequence[Transfer], freed_bytes: int, collected: bool, out: Listing
+    ) -> None:
+        """Gradients set out; `freed_bytes` of them were whole until now, and all of them, where
+        they were `collected`, since other microbatches.
+        """
         if not chain[0].staging_bytes and chain[0].exchanges:
             self.flights.append(self._in_place(chain, out))
             return
         for flight in self.flights:
             self._proceed(flight, out)
-        while len(self.flights) > 1 or any(f.name == chain[0].name for f in self.flights):
+        while not collected and self._are_many(chain[0].name):
             self._land(out)
         # A collective of nothing stands for what is cut and not sent.
         steps = [(t, index) for t in chain for index in range(max(1, len(t.exchanges)))]
-        flight = _Flight(chain[0].name, steps[1:], steps[0])
+        flight = _Flight(chain[0].name, steps[1:], steps[0], collected=collected)
         stays = self.first or chain[0].when == EACH_STEP
         self._start(flight, chain[0], freed_bytes, stays, out)
         self.flights.append(flight)
@@ -215,6 +226,10 @@ class Reduced:
             taken = 0
         return _Flight(chain[0].name, [], steps[-1], scratch)
 
+    def _are_many(self, name: str) -> bool:
+        own = sum(not flight.collected for flight in self.flights)
+        return own > 1 or any(flight.name == name for flight in self.flights)
+
     def land(self, out: Listing) -> None:
         """Wait for all of them."""
         while self.flights:
@@ -225,7 +240,8 @@ class Reduced:
     ) -> None:
         """Pack what leaves and launch the first collective."""
         chunk = transfer.chunk_bytes
-        self.pool.take(transfer.staging_bytes, transfer.dtype, out)
+        pool = ALLOCATOR if flight.collected else self.pool
+        pool.take(transfer.staging_bytes, transfer.dtype, out)
         flight.staged = True
         flight.given = transfer.scratch_bytes + (0 if stays else chunk)
         before = ((COMMUNICATION, flight.given), (GRADIENTS, chunk if stays else 0))
@@ -240,7 +256,8 @@ class Reduced:
 
     def _unstage(self, flight: _Flight, transfer: Transfer, out: Listing) -> None:
         if flight.staged:
-            self.pool.give(transfer.staging_bytes, transfer.dtype, out)
+            pool = ALLOCATOR if flight.collected else self.pool
+            pool.give(transfer.staging_bytes, transfer.dtype, out)
             flight.staged = False
 
     def _proceed(self, flight: _Flight, out: Listing) -> None:
@@ -344,14 +361,16 @@ class Ready:
         if not self._last and transfer.when == EACH_STEP:
             return
         first = self._parameters.by_name[transfer.parameters[0]]
+        collected = self._parameters.collects_whole(first)
         if self._parameters.lies_whole(first):
             freed = 0
-        elif self._parameters.collects_whole(first):
+        elif collected:
             freed = transfer.num_bytes
         else:
             by_name = self._parameters.by_name
             freed = sum(self._parameters.home_bytes(by_name[n]) for n in transfer.parameters)
-        self._reduced.launch(transfer.chain() if self._last else (transfer,), freed, out)
+        chain = transfer.chain() if self._last else (transfer,)
+        self._reduced.launch(chain, freed, collected and transfer.unit is None, out)
 
 
 class Offloaded:

@@ -131,6 +131,8 @@ class _Greedy:
             later = self.own[rank_of[stage]]
             self.reserved[stage] = len(later), sum(stages[s].forward_bytes for s in later)
             later.insert(0, stage)
+        # What one backward pass makes a rank hold more, until its gradients of weights are made.
+        self.grows = [max(0, *(self._growth(stage) for stage in own)) for own in self.own]
         self.in_flight = [0] * ranks
         self.sends: dict[str, list[list[tuple[int, int]]]] = {
             k: [[] for _ in stages] for k in "FBW"
@@ -162,6 +164,10 @@ class _Greedy:
     def _pass_time(self, stage: int) -> int:
         own = self.stages[stage]
         return own.forward + own.backward + (own.weights if self.split else 0)
+
+    def _growth(self, stage: int) -> int:
+        own = self.stages[stage]
+        return (own.backward_bytes if self.split else 0) - own.forward_bytes
 
     def play(self, enough: float = inf) -> Listed | None:
         """All passes in the order of time; None where ranks are left that wait for memory, and
@@ -197,11 +203,15 @@ class _Greedy:
                 elif best is None or (microbatch * self.sizes[stage], -stage) < best:
                     best = microbatch * self.sizes[stage], -stage
             if best is not None:
+                if kind == "B" and not self._has_room(rank, -best[1]):
+                    break
                 return kind, -best[1]
         waiting = [s for s in self.own[rank] if self.done["W"][s] < self.done["B"][s]]
         if not self.split or not waiting:
             return None
         stage = min(waiting, key=lambda s: (self.done["W"][s], s))
+        if best is not None:
+            return "W", stage
         # One that is about to come would wait for longer than the rank does.
         if now < soon < now + self.stages[stage].weights / 2:
             return None
@@ -212,14 +222,22 @@ class _Greedy:
         if self.in_flight[rank] + 1 + later > max(self.caps[rank], len(self.own[rank])):
             self.was_capped = True
             return False
-        more = self.stages[stage].forward_bytes + later_bytes
+        more = self.stages[stage].forward_bytes + later_bytes + self.grows[rank]
         return self.limits is None or self.held[rank] + more <= self.limits[rank]
+
+    def _has_room(self, rank: int, stage: int) -> bool:
+        """Whether the gradients of weights that wait leave room for a backward pass. Where none
+        waits there is: forward passes keep it.
+        """
+        if self.limits is None:
+            return True
+        return self.held[rank] + self._growth(stage) <= self.limits[rank]
 
     def _run(self, rank: int, kind: str, stage: int, now: int) -> None:
         own, microbatch = self.stages[stage], self.done[kind][stage]
+        kept = own.backward_bytes if self.split else 0
         self.lists[rank].append(Action(kind, microbatch, stage))
         self.done[kind][stage] += 1
-        kept = own.backward_bytes if self.split else 0
         if kind == "F":
             end, change = now + own.forward, own.forward_bytes
             self._arrive("B", stage, microbatch, end)

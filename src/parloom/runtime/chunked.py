@@ -43,10 +43,14 @@ class _Stage:
     def num_collectives(self) -> int:
         return 1 + (self.rest.size > 1)
 
-    def pack(self, tensors: Sequence[Tensor | None], pool: Pool, dtype: torch.dtype) -> Tensor:
-        """Staging memory [indices, total] with their chunks."""
-        count = len(self.indices)
-        staging = pool.take(count * self.total, dtype).view(count, self.total)
+    @property
+    def numel(self) -> int:
+        """Elements of the chunks that a rank packs."""
+        return len(self.indices) * self.total
+
+    def pack(self, tensors: Sequence[Tensor | None], staging: Tensor) -> Tensor:
+        """Flat `staging` memory as [indices, total], with their chunks."""
+        staging = staging.view(len(self.indices), self.total)
         for section, tensor in zip(self.sections, tensors, strict=True):
             if tensor is not None:
                 section.pack(tensor, staging, self.indices)
@@ -80,16 +84,23 @@ class ChunkedReduction:
 
 
 class _Flight:
-    """One reduction under way."""
+    """One reduction under way; `collected`: of gradients that were there since other microbatches,
+    so that staging memory takes the place of theirs.
+    """
 
     def __init__(
-        self, kind: ChunkedReduction, gradients: Sequence[Tensor | None], last: bool
+        self,
+        kind: ChunkedReduction,
+        gradients: Sequence[Tensor | None],
+        last: bool,
+        collected: bool,
     ) -> None:
-        self.kind = kind
+        self.kind, self.collected = kind, collected
         stages = kind.stages(last)
-        staging = stages[0].pack(gradients, kind.pool, kind.dtype)
+        staging = stages[0].pack(gradients, self._staging(stages[0]))
         reached = [gradient is not None for gradient in gradients]
         self._works = self._run(stages, staging, reached)
+        del staging
         self._work = next(self._works)
         self._later = sum(stage.num_collectives for stage in stages) - 1
 
@@ -106,18 +117,28 @@ class _Flight:
         self._work.wait()
         next(self._works, None)
 
-    def _run(self, stages: list[_Stage], staging: Tensor, reached: list[bool]) -> Iterator[Work]:
+    def _staging(self, stage: _Stage) -> Tensor:
+        pool, dtype = self.kind.pool, self.kind.dtype
+        if self.collected:
+            return torch.empty(stage.numel, dtype=dtype, device=pool.device)
+        return pool.take(stage.numel, dtype)
+
+    def _run(
+        self, stages: list[_Stage], staging: Tensor | None, reached: list[bool]
+    ) -> Iterator[Work]:
         """The collectives; each is over when the next one is asked for."""
         kind = self.kind
         for stage in stages:
-            if stage is not stages[0]:
+            if staging is None:
                 reached = [held.collected is not None for held in kind.helds]
-                staging = stage.pack([h.collected for h in kind.helds], kind.pool, kind.dtype)
+                staging = stage.pack([h.collected for h in kind.helds], self._staging(stage))
                 for held in kind.helds:
                     held.collected = None
             chunks = torch.empty(stage.total, dtype=kind.dtype, device=kind.pool.device)
             yield stage.scatter.reduce_scatter(chunks, staging)
-            kind.pool.give(staging.view(-1))
+            if not self.collected:
+                kind.pool.give(staging.view(-1))
+            staging = None
             if stage.rest.size > 1:
                 yield stage.rest.all_reduce(chunks)
             for section, held, there in zip(stage.sections, kind.helds, reached, strict=True):
@@ -126,7 +147,7 @@ class _Flight:
 
 
 class Traffic:
-    """The chunked reductions under way, oldest first; at most two hold staging memory.
+    """The chunked reductions under way, oldest first; at most two hold memory of their own.
 
     `last`: no microbatch of this step comes after.
     """
@@ -135,16 +156,28 @@ class Traffic:
         self.last = True
         self._flights: list[_Flight] = []
 
-    def launch(self, kind: ChunkedReduction, gradients: Sequence[Tensor | None]) -> None:
-        """Start to reduce home-shard gradients; None where the loss does not reach a parameter."""
+    def launch(
+        self,
+        kind: ChunkedReduction,
+        gradients: Sequence[Tensor | None],
+        *,
+        collected: bool = False,
+    ) -> None:
+        """Start to reduce home-shard gradients; None where the loss does not reach a parameter.
+        `collected`: they are the sums of several microbatches.
+        """
         for flight in self._flights:
             flight.proceed()
         # What goes on in the last microbatch is the sum of all, those before included.
-        while len(self._flights) > 1 or any(flight.kind is kind for flight in self._flights):
+        while not collected and self._are_many(kind):
             self._flights.pop(0).land()
-        self._flights.append(_Flight(kind, gradients, self.last))
+        self._flights.append(_Flight(kind, gradients, self.last, collected))
 
     def land(self) -> None:
         """Wait for all of them."""
         while self._flights:
             self._flights.pop(0).land()
+
+    def _are_many(self, kind: ChunkedReduction) -> bool:
+        own = sum(not flight.collected for flight in self._flights)
+        return own > 1 or any(flight.kind is kind for flight in self._flights)

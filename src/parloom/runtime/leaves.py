@@ -115,7 +115,7 @@ class LeafGradients:
         self._local: list[_Leaf] = []
         self._arrived: list[int] = []
         self._buckets: list[_Bucket] | None = None
-        self._next = 0
+        self._next = self._passes = 0
         self._last = True
         for held in helds:
             if held.weight is None or not held.spec.trainable:
@@ -133,6 +133,7 @@ class LeafGradients:
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
+        self._passes = 0
         for leaf in self._leaves:
             leaf.weight.grad = None
             leaf.filled = False
@@ -144,6 +145,7 @@ class LeafGradients:
         """`last`: no microbatch of this step comes after."""
         self._last = last
         self._next = 0
+        self._passes += 1
         for bucket in self._buckets or ():
             bucket.missing = len(bucket.leaves)
 
@@ -197,7 +199,8 @@ class LeafGradients:
             if bucket.chunked is not None:
                 if self._last or bucket.chunked.each is not None:
                     gradients = [leaf.leave() for leaf in bucket.leaves]
-                    self._traffic.launch(bucket.chunked, gradients)
+                    collected = self._passes > 1 and bucket.chunked.each is None
+                    self._traffic.launch(bucket.chunked, gradients, collected=collected)
             elif bucket.flat is not None and self._last:
                 group = self._comm.weights.group(bucket.leaves[0].path[0].axes)
                 bucket.work = group.all_reduce(bucket.flat)
