@@ -19,9 +19,11 @@ from parloom.ir.plan import (
     NodeDecision,
     ParameterDecision,
     Prediction,
+    Stage,
     Storage,
     one_stage,
 )
+from parloom.ir.stages import stage_items
 from parloom.report.words import (
     constraint_line,
     idle_axes,
@@ -217,3 +219,21 @@ def test_a_batch_that_does_not_divide_is_said() -> None:
     assert line == "30 samples do not divide over 8 devices; a batch of 24 or 32 would"
     assert not uneven_words(32, 8)
     assert not uneven_words(4, 8)  # other dims are split
+
+
+def test_stages_that_split_the_same_are_one_line() -> None:
+    """Stages one after the other, on devices that take them by turns."""
+    model, pair = stack(4), grid({"x": 2})
+    items = stage_items(model)
+    cuts = [items[:1], *((items[i],) for i in range(1, 5)), items[5:]]
+    stages = tuple(
+        Stage(own, (range(begin, begin + 2),), pair)
+        for own, begin in zip(cuts, [0, 2, 0, 2, 0, 2], strict=True)
+    )
+    same = "axis x over 2 devices splits no operator: they all do the same work"
+    assert words(model, Decisions(stages, schedule="1f1b")) == (
+        "6 stages, schedule 1f1b",
+        "stages 0 to 4: tokens:embedding#0 to blocks.3, 1 item each"
+        f" (devices 0-3, 2 devices each: {same})",
+        f"stage 5: head:linear#0 to :cross_entropy_loss#0 (devices 2-3: {same})",
+    )

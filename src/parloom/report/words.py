@@ -5,6 +5,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -102,18 +103,34 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
     yield f"{count} stages, schedule {decisions.schedule}"
     parts = cut_plan(graph, decisions)
     chosen = StageDecisions(decisions, parts)
+    ways: list[tuple[int, int, str]] = []
     for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
-        items = " to ".join(dict.fromkeys((stage.items[0], stage.items[-1])))
-        devices = f"device{'s' * (stage.mesh.num_ranks > 1)} {ranks_text(stage.devices)}"
-        ways, levels = ways_of(own, chosen.of(index)), _levels(stage, cluster)
+        split, levels = ways_of(own, chosen.of(index)), _levels(stage, cluster)
         axes = "; ".join(
-            _axis_words(axis, ways[axis.name], links_of(axis, levels))
+            _axis_words(axis, split[axis.name], links_of(axis, levels))
             for axis in stage.mesh.axes
             if axis.size > 1
         )
         own_part = f", microbatches {numbers_text(stage.microbatches)}" * bool(stage.microbatches)
         own_part += f", {stage.at_once} microbatches at once" * (stage.at_once > 1)
-        yield f"stage {index}: {items} ({devices}{axes and ': '}{axes}{own_part})"
+        ways.append((len(stage.items), stage.mesh.num_ranks, f"{axes and ': '}{axes}{own_part}"))
+    for (*_, split_words), alike in groupby(range(count), ways.__getitem__):
+        yield _alike_words(decisions, list(alike), split_words)
+
+
+def _alike_words(decisions: Decisions, alike: Sequence[int], split: str) -> str:
+    """Stages one after the other that have as many items, and split the same; one alone, too."""
+    stages = [decisions.stages[index] for index in alike]
+    items = " to ".join(dict.fromkeys((stages[0].items[0], stages[-1].items[-1])))
+    groups = {stage.devices for stage in stages}
+    numbers = sorted({rank for devices in groups for own in devices for rank in own})
+    named = f"device{'s' * (len(numbers) > 1)} {numbers_text(numbers)}"
+    if len(alike) == 1:
+        return f"stage {alike[0]}: {items} ({named}{split})"
+    each = f"{_count(len(stages[0].items), 'item')} each"
+    size = _count(stages[0].mesh.num_ranks, "device")
+    shared = f", {size} each" if len(groups) > 1 else ""
+    return f"stages {alike[0]} to {alike[-1]}: {items}, {each} ({named}{shared}{split})"
 
 
 def process_names(decisions: Decisions) -> list[str]:
