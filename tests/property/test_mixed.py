@@ -14,8 +14,15 @@ from parloom.ir.plan import Decisions, one_stage
 from parloom.ir.regular_parts import RegularPart
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.mixed import shared_bound_ps
-from parloom.search.pipelines.parts import Group, PartCosts, few_sizes, in_turns, splits_over_parts
-from parloom.search.pipelines.split import LIMITS, Split
+from parloom.search.pipelines.parts import (
+    LIMITS,
+    Group,
+    PartCosts,
+    few_sizes,
+    in_turns,
+    splits_over_parts,
+)
+from parloom.search.pipelines.split import Split
 
 Placed = tuple[Group, ...]
 

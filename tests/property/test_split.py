@@ -8,11 +8,14 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from parloom.cost.clusters import load_cluster
 from parloom.ir.mesh import grid
 from parloom.ir.plan import Decisions, one_stage
+from parloom.ir.regular_parts import RegularPart
 from parloom.search.pipelines import split as split_module
 from parloom.search.pipelines.costs import ItemCosts, Sent
-from parloom.search.pipelines.split import Split, even_splits, uneven_splits
+from parloom.search.pipelines.parts import PartCosts, uneven_splits
+from parloom.search.pipelines.split import Split, even_splits
 
 # Where there are too many cuts, boundaries come from targets: the busiest group is at most so much
 # above the least.
@@ -71,6 +74,10 @@ def _alpa(costs: dict[int, ItemCosts], ends: tuple[int, ...], sizes: tuple[int, 
     )
 
 
+def _uneven(costs: dict[int, ItemCosts], devices: int) -> Iterator[Split]:
+    return uneven_splits(PartCosts(RegularPart(0, load_cluster(f"{devices}xcpu")), 2**50, costs))
+
+
 def _all_sizes(devices: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
     def visit(used: int, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if used == devices:
@@ -95,7 +102,7 @@ def test_uneven_splits_have_the_least_sum_of_their_slowest(seed: int) -> None:
         if len(sizes) <= items
         for ends in _cuts(items, len(sizes))
     ]
-    for split in uneven_splits(costs, devices):
+    for split in _uneven(costs, devices):
         sizes = tuple(c.num_devices for c in split.costs)
         assert sum(sizes) == devices
         assert len(set(sizes)) > 1
@@ -128,7 +135,7 @@ def test_uneven_groups_have_the_devices_that_there_are(
     """Whatever their sizes, each begins at a multiple of its own."""
     first = _costs(random.Random(devices), 7)
     costs = {size: _scaled(first, size, 1 / size) for size in sizes}
-    for split in uneven_splits(costs, devices):
+    for split in _uneven(costs, devices):
         at = 0
         for own in split.costs:
             assert at % own.num_devices == 0

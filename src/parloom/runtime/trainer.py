@@ -53,8 +53,6 @@ from parloom.runtime.store import Source, given
 from parloom.runtime.transfers import Transfers
 from parloom.runtime.whole_shapes import make_optimizer
 
-# What a scheduler keeps for each group of parameters.
-BY_GROUP = ("base_lrs", "_last_lr")
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
@@ -308,9 +306,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "seed": self._seed,
             "optimizer": self._joined(optimizer_state(self.optimizer, names)),
-            "scheduler": None
-            if self.scheduler is None
-            else self._common(_plain(self.scheduler.state_dict())),
+            "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
         }
 
@@ -326,13 +322,7 @@ class Trainer:
         load_optimizer_state(self.optimizer, mine, state["optimizer"], groups, names)
         if self.scheduler is not None and state["scheduler"] is not None:
             current = self.scheduler.state_dict()
-            saved = _with_keys_of(current, state["scheduler"])
-            # By group of parameters, which differ by stage: of this rank's own groups.
-            rates = [group["lr"] for group in self.optimizer.param_groups]
-            for key in (key for key in BY_GROUP if key in current):
-                if len(self.pipeline.programs) > 1 or key not in saved:
-                    saved[key] = rates if key == "_last_lr" else current[key]
-            self.scheduler.load_state_dict(saved)
+            self.scheduler.load_state_dict(_with_keys_of(current, state["scheduler"]))
         # Checkpoints of other dtypes, and older ones, have none.
         if self.loss_scale is not None and state.get("loss_scale") is not None:
             self.loss_scale.load(state["loss_scale"])
@@ -367,11 +357,6 @@ class Trainer:
         before = self.pipeline.programs[:stage]
         return frozenset(spec.name for program in before for spec in program.buffers)
 
-    def _common(self, schedule: Mapping[str, Any]) -> dict[str, Any]:
-        """What all ranks have of a scheduler's state: stages have other groups of parameters."""
-        alone = len(self.pipeline.programs) == 1
-        return {key: value for key, value in schedule.items() if alone or key not in BY_GROUP}
-
     def _joined(self, mine: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state of all stages; every rank asks."""
         if len(self.pipeline.programs) == 1:
@@ -397,7 +382,7 @@ class Trainer:
             "local": local,
         }
         # Whatever has a `step` may be a scheduler.
-        schedule = self._common(getattr(self.scheduler, "state_dict", dict)())
+        schedule: dict[str, Any] = getattr(self.scheduler, "state_dict", dict)()
         scale = {} if self.loss_scale is None else self.loss_scale.state()
         settings = {
             "the scheduler's class": type(self.scheduler).__name__,

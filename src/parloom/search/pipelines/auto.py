@@ -18,6 +18,7 @@ from parloom.cost.units import format_seconds
 from parloom.errors import InputError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
+from parloom.ir.regular_parts import regular_parts
 from parloom.ir.stages import item_edges, stage_items
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
@@ -29,7 +30,8 @@ from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.layouts import GroupLayouts
 from parloom.search.pipelines.orders import orders
-from parloom.search.pipelines.split import Split, even_splits, uneven_splits
+from parloom.search.pipelines.parts import PartCosts, uneven_splits
+from parloom.search.pipelines.split import Split, even_splits
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.work import OutOfWorkError
@@ -291,7 +293,9 @@ class PipelineSearch:
                 found = min(each, key=lambda c: int(c.loads_ps.sum()), default=None)
                 if found is not None:
                     costs[other] = found
-        self.splits += self._promising(uneven_splits(costs, self.devices))
+        (part,) = regular_parts(self.request.cluster)
+        uneven = uneven_splits(PartCosts(part, self.request.limit_bytes, costs))
+        self.splits += self._promising(uneven)
 
     def _judge_best(self) -> None:
         """Simulate the splits with the least closed forms; layouts of those that do not fit are

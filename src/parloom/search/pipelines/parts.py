@@ -1,14 +1,15 @@
-"""Splits of a model's items into stages on groups of devices of several types.
+"""Splits of a model's items into stages on groups of devices of several sizes or types.
 
 A group lies within one regular part of the cluster, and parts may come in any order along the
 pipeline, several times, or not at all. One dynamic program over the items that are done and the
 devices of each part that are used finds the stages of least sum under a limit on the slowest one,
-for several limits, as Alpa does for equal devices (Zheng et al., OSDI'22, section 5.2).
+for several limits, as Alpa does for equal devices (Zheng et al., OSDI'22, section 5.2). A group
+begins at a multiple of its size, so that it lies over as few nodes as it can.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from math import gcd, inf, prod
 
 import numpy as np
@@ -16,20 +17,24 @@ import numpy as np
 from parloom.ir.regular_parts import RegularPart
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.split import (
-    EXPOSED,
-    LIMITS,
-    PLACES_OF_UNEVEN,
-    ROUNDS,
-    SHARE,
     Cuts,
     Floats,
     Split,
+    near_targets,
     placements,
     places_of,
+    sent_at,
+    total_at,
 )
 
+# Places that are looked at as ends of stages, where a model has more items.
+PLACES = 97
+# Limits on the slowest stage, as multiples of an equal share.
+LIMITS = np.geomspace(1.0, 4.0, 25)
 # Numbers of devices used of each part that are told apart, at most.
 STATES = 1_500
+# Groups of several sizes are at most so many.
+GROUPS = 64
 # Stages of each group, at most.
 MOST_CHUNKS = 4
 Used = tuple[int, ...]
@@ -85,13 +90,13 @@ def splits_over_parts(parts: Sequence[PartCosts], in_flight: int = 0) -> Iterato
     if not known:
         return
     (some, *_) = known.values()
-    places = places_of(some.loads_ps, PLACES_OF_UNEVEN)
+    places = places_of(some.loads_ps, PLACES)
     loads = {
         (p, size): _loads(own, places, parts[p].limit_bytes, in_flight)
         for (p, size), own in known.items()
     }
     least = 1 / sum(part.rate for part in parts)
-    sent = some.num_microbatches * np.concatenate([[0], some.sent_ps])[places] / 2
+    sent = sent_at(some, places) / 2
     sent[-1] = 0
     seen: set[tuple[tuple[int, ...], tuple[Group, ...]]] = set()
     for limit in least * LIMITS:
@@ -103,11 +108,21 @@ def splits_over_parts(parts: Sequence[PartCosts], in_flight: int = 0) -> Iterato
                 yield _split(parts, [int(places[cut]) for cut in cuts], groups)
 
 
+def uneven_splits(part: PartCosts) -> Iterator[Split]:
+    """Splits over groups of several sizes that have all devices of a part, where they are few."""
+    if len(part.costs) < 2 or part.units > GROUPS:
+        return
+    for split in splits_over_parts([part]):
+        sizes = [costs.num_devices for costs in split.costs]
+        if len(set(sizes)) > 1 and sum(sizes) == part.part.cluster.num_devices:
+            yield split
+
+
 def _loads(costs: ItemCosts, places: Cuts, limit_bytes: int, in_flight: int) -> Floats:
     """What a stage takes of a step from each place to each other one; infinite where it holds more
     than a device may.
     """
-    total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
+    total = total_at(costs, places)
     held = costs.stored_bytes + in_flight * costs.kept_bytes
     stored = np.concatenate([[0], np.cumsum(held)])[places]
     found: Floats = total[None, :] - total[:, None] + costs.stage_ps
@@ -130,53 +145,14 @@ def _split(parts: Sequence[PartCosts], ends: Sequence[int], groups: Sequence[Gro
 def in_turns(split: Split) -> Iterator[Split]:
     """The groups of a split with several stages each, which they take as groups of one size do."""
     count = len(split.costs)
-    places = places_of(split.costs[0].loads_ps, PLACES_OF_UNEVEN)
+    places = places_of(split.costs[0].loads_ps, PLACES)
+    totals = [total_at(own, places) for own in split.costs]
+    sent = sent_at(split.costs[0], places)
     for groups in placements(count, len(places) - 1):
         if len(groups) > count and len(groups) <= MOST_CHUNKS * count + 1:
-            ends = _balanced(split.costs, places, groups)
-            yield Split(tuple(int(places[end]) for end in ends), groups, split.costs, split.begins)
-
-
-def _balanced(costs: Sequence[ItemCosts], places: Cuts, groups: Sequence[int]) -> list[int]:
-    """Ends of stages near targets that follow what groups have too much or too little of."""
-    totals = [np.concatenate([[0], np.cumsum(own.loads_ps)])[places].astype(float) for own in costs]
-    below, owner = np.tril_indices(len(places)), np.array(groups)
-    between = [np.asarray(total[None, :] - total[:, None]) for total in totals]
-    for own in between:
-        own[below] = np.inf
-    crossing = EXPOSED * costs[0].num_microbatches * np.concatenate([[0], costs[0].sent_ps])[places]
-    crossing[-1] = 0
-    share, held = 1 / sum(1 / total[-1] for total in totals), np.bincount(owner)
-    targets = np.asarray(share / held[owner])
-    best: tuple[float, list[int]] | None = None
-    for _ in range(ROUNDS):
-        ends = _nearest([between[group] for group in groups], crossing, targets)
-        stages = [
-            totals[group][last] - totals[group][first]
-            for group, (first, last) in zip(groups, pairwise((0, *ends)), strict=True)
-        ]
-        loads = np.bincount(owner, weights=stages)
-        if best is None or loads.max() < best[0]:
-            best = float(loads.max()), ends
-        targets = targets - SHARE * ((loads - share) / held)[owner]
-    assert best is not None, "a round"
-    return best[1]
-
-
-def _nearest(between: Sequence[Floats], crossing: Floats, targets: Floats) -> list[int]:
-    """The ends whose stages are nearest to their targets, by squares."""
-    size = len(crossing)
-    best = np.full(size, np.inf)
-    best[0] = 0.0
-    came = []
-    for own, target in zip(between, targets, strict=True):
-        costs = best[:, None] + np.square(own - target)
-        came.append(np.argmin(costs, axis=0))
-        best = costs[came[-1], np.arange(size)] + np.square(crossing)
-    ends = [size - 1]
-    for first in reversed(came[1:]):
-        ends.append(int(first[ends[-1]]))
-    return ends[::-1]
+            cuts = near_targets(totals, sent, np.array(groups))
+            ends = tuple(int(places[cut]) for cut in cuts[1:])
+            yield Split(ends, groups, split.costs, split.begins)
 
 
 class _Table:

@@ -4,15 +4,14 @@ Groups of one size take stages in turns (as interleaved 1F1B places them), one m
 of them (the first group then has both ends of the model, which may share a weight), or there and
 back (the V of ZB-V: Qi et al., NeurIPS'24). Boundaries are those of a dynamic program that brings
 each stage near a target; targets follow what their groups have too much or too little of. Groups of
-several sizes have one stage each, by the dynamic program of Alpa (Zheng et al., OSDI'22, section
-5.2): the least sum of all stages, under a limit on the slowest, for several limits.
+several sizes: `parts.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
-from math import comb, gcd
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ Floats = NDArray[np.float64]
 Cuts = NDArray[np.int64]
 # Places that are looked at as ends of stages, where a model has more items.
 PLACES = 257
-PLACES_OF_UNEVEN = 97
 # Stages of each group, at most.
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Cuts that are all looked at, where there are no more.
@@ -34,10 +32,6 @@ ROUNDS, SHARE = 8, 0.7
 ROUNDING = 1e-9
 # What a value that crosses costs beside computing that hides it.
 EXPOSED = 0.3
-# Limits on the slowest stage, as multiples of an equal share.
-LIMITS = np.geomspace(1.0, 4.0, 25)
-# Groups of several sizes are at most so many.
-GROUPS = 64
 
 
 @dataclass(frozen=True)
@@ -180,15 +174,28 @@ def places_of(loads: Cuts, most: int) -> Cuts:
     return np.unique(found)
 
 
+def total_at(costs: ItemCosts, places: Cuts) -> Floats:
+    """What all items up to each place take in a step."""
+    found: Floats = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
+    return found
+
+
+def sent_at(costs: ItemCosts, places: Cuts) -> Floats:
+    """What crosses each place in a step."""
+    sent = costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
+    found: Floats = sent.astype(float)
+    return found
+
+
 def _ends(
     costs: ItemCosts, places: Cuts, owner: Cuts, limit_bytes: float
 ) -> Iterator[tuple[int, ...]]:
     """Boundaries whose busiest group has the least: of those that targets lead to, and of all where
     there are few.
     """
-    total = np.concatenate([[0], np.cumsum(costs.loads_ps)])[places].astype(float)
-    sent = costs.num_microbatches * np.concatenate([[0], costs.sent_ps])[places]
-    cuts = _near_targets(total, sent, owner)
+    total = total_at(costs, places)
+    count = int(owner.max()) + 1
+    cuts = near_targets([total] * count, sent_at(costs, places), owner)
     for some in (cuts, _leveled(cuts, total, owner)):
         yield tuple(int(places[cut]) for cut in some[1:])
     if comb(len(places) - 2, len(owner) - 1) <= ENUMERATED:
@@ -211,23 +218,27 @@ def _by_group(sums: Floats, owner: Cuts, how: Callable[..., Floats]) -> Floats:
     return np.stack([how(stages[:, owner == own], axis=1) for own in np.unique(owner)], axis=1)
 
 
-def _near_targets(total: Floats, sent: Cuts, owner: Cuts) -> Cuts:
-    """Cuts whose stages are near targets that follow what groups have too much or too little of."""
-    between = total[None, :] - total[:, None]
-    between[np.tril_indices(len(total))] = np.inf  # each stage has items
-    crossing = np.asarray(EXPOSED * sent, dtype=np.float64)
+def near_targets(totals: Sequence[Floats], sent: Floats, owner: Cuts) -> Cuts:
+    """Cuts whose stages are near targets that follow what groups have too much or too little of;
+    `totals` are what all items up to each place take, by group.
+    """
+    between = [total[None, :] - total[:, None] for total in totals]
+    for each in between:
+        each[np.tril_indices(len(sent))] = np.inf  # each stage has items
+    crossing = EXPOSED * sent
     crossing[-1] = 0
     held = np.bincount(owner)
-    share = total[-1] / len(held)
-    targets = np.asarray(share / held[owner], dtype=np.float64)
+    share = 1 / sum(1 / float(total[-1]) for total in totals)
+    stages, targets = [between[group] for group in owner], share / held[owner]
     best, least = None, np.inf
     for _ in range(ROUNDS):
-        cuts = _nearest(between, crossing, targets)
-        loads = np.bincount(owner, weights=np.diff(total[cuts]))
+        cuts = _nearest(stages, crossing, targets)
+        took = [own[ends] for own, ends in zip(stages, pairwise(cuts), strict=True)]
+        loads = np.bincount(owner, weights=took)
         if best is None or loads.max() < least:
             best, least = cuts, loads.max()
-        targets = targets - np.asarray(SHARE * ((loads - share) / held)[owner], dtype=np.float64)
-    assert best is not None
+        targets = targets - SHARE * ((loads - share) / held)[owner]
+    assert best is not None, "a round"
     return best
 
 
@@ -337,17 +348,17 @@ def _leveled(cuts: Cuts, total: Floats, owner: Cuts) -> Cuts:
         loads = np.bincount(owner, weights=np.diff(total[cuts]))
 
 
-def _nearest(between: Floats, crossing: Floats, targets: Floats) -> Cuts:
+def _nearest(between: Sequence[Floats], crossing: Floats, targets: Floats) -> Cuts:
     """The cuts (the first and the last place included) whose stages are nearest to their targets,
-    by squares.
+    by squares; `between` says what each stage takes from a place to another one.
     """
-    size = len(between)
+    size = len(crossing)
     best = np.full(size, np.inf)
     best[0] = 0.0
     came = np.zeros((len(targets), size), dtype=np.int64)
-    for stage, target in enumerate(targets):
+    for stage, (own, target) in enumerate(zip(between, targets, strict=True)):
         with np.errstate(invalid="ignore"):
-            costs = best[:, None] + np.square(between - target)
+            costs = best[:, None] + np.square(own - target)
         came[stage] = np.argmin(costs, axis=0)
         best = costs[came[stage], np.arange(size)] + np.square(crossing)
     assert np.isfinite(best[-1]), "there are no more stages than items"
@@ -355,67 +366,6 @@ def _nearest(between: Floats, crossing: Floats, targets: Floats) -> Cuts:
     for stage in reversed(range(len(targets))):
         cuts.append(int(came[stage][cuts[-1]]))
     return np.array(cuts[::-1])
-
-
-def uneven_splits(costs: Mapping[int, ItemCosts], devices: int) -> Iterator[Split]:
-    """Splits over groups of several sizes, all devices used; `costs` by the devices of a group.
-
-    A group begins at a multiple of its size, so that it lies over as few nodes as it can.
-    """
-    unit = gcd(*costs)
-    if len(costs) < 2 or devices % unit or devices // unit > GROUPS:
-        return
-    (any_costs, *_) = costs.values()
-    places = places_of(any_costs.loads_ps, PLACES_OF_UNEVEN)
-    loads: dict[int, Floats] = {}
-    for size, own in costs.items():
-        total = np.concatenate([[0], np.cumsum(own.loads_ps)])[places].astype(float)
-        loads[size] = total[None, :] - total[:, None]
-        loads[size][np.tril_indices(len(places))] = np.inf
-    least = min(own[0, -1] * size for size, own in loads.items()) / devices
-    known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    for limit in least * LIMITS:
-        found = _within(loads, devices, unit, limit)
-        if found is None or found in known:
-            continue
-        known.add(found)
-        cuts, sizes = found
-        if len(set(sizes)) > 1:
-            ends = tuple(int(places[cut]) for cut in cuts)
-            yield Split(ends, tuple(range(len(ends))), tuple(costs[size] for size in sizes))
-
-
-def _within(
-    loads: Mapping[int, Floats], devices: int, unit: int, limit: float
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The ends and sizes of the stages of least sum, none of which takes longer than `limit`."""
-    (some, *_) = loads.values()
-    width = len(some)
-    best = np.full((devices // unit + 1, width), np.inf)
-    best[0, 0] = 0.0
-    came: dict[tuple[int, int], tuple[int, int]] = {}
-    allowed = {size: np.where(own <= limit, own, np.inf) for size, own in loads.items()}
-    for used in range(1, devices // unit + 1):
-        for size, own in allowed.items():
-            begin = used - size // unit
-            if begin < 0 or begin * unit % size or not np.isfinite(best[begin]).any():
-                continue
-            costs = best[begin][:, None] + own
-            first = np.argmin(costs, axis=0)
-            sums = costs[first, np.arange(width)]
-            for last in np.flatnonzero(sums < best[used]):
-                best[used, last] = sums[last]
-                came[used, int(last)] = int(first[last]), size
-    at = devices // unit, width - 1
-    if not np.isfinite(best[at]):
-        return None
-    ends, sizes = [], []
-    while at != (0, 0):
-        first_place, size = came[at]
-        ends.append(at[1])
-        sizes.append(size)
-        at = at[0] - size // unit, first_place
-    return tuple(reversed(ends)), tuple(reversed(sizes))
 
 
 def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
