@@ -369,17 +369,18 @@ def _nearest(between: Sequence[Floats], crossing: Floats, targets: Floats) -> Cu
 
 
 def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
-    """Splits in which a stage of the busiest group has microbatches twice as large, as far as there
-    are such.
+    """Splits in which a stage of the busiest group has larger microbatches, those first that grow
+    least, so that `counts` has how many there are.
     """
-    loads = split.loads_ps()
+    loads, count = split.loads_ps(), split.num_microbatches
     busiest = loads.index(max(loads))
     each = split.at_once or (1,) * len(split.groups)
-    for stage in (stage for stage, group in enumerate(split.groups) if group == busiest):
-        twice = 2 * each[stage]
-        left, odd = divmod(split.num_microbatches, twice)
-        if not odd and left in counts:
-            yield replace(split, at_once=(*each[:stage], twice, *each[stage + 1 :]))
+    stages = [stage for stage, group in enumerate(split.groups) if group == busiest]
+    for left in sorted(counts, reverse=True):
+        for stage in stages:
+            larger, odd = divmod(count, left)
+            if not odd and larger > each[stage] and larger % each[stage] == 0:
+                yield replace(split, at_once=(*each[:stage], larger, *each[stage + 1 :]))
 
 
 def moves(split: Split) -> Iterator[Split]:
