@@ -237,3 +237,15 @@ def test_stages_that_split_the_same_are_one_line() -> None:
         f" (devices 0-3, 2 devices each: {same})",
         f"stage 5: head:linear#0 to :cross_entropy_loss#0 (devices 2-3: {same})",
     )
+
+
+def test_samples_are_followed_from_stage_to_stage() -> None:
+    model = stack(2)
+    (parallel,) = data_parallel(model, cluster(1, 2))
+    items = stage_items(model)
+    cuts, mesh = (items[:2], items[2:]), grid({"data": 2})
+    stages = tuple(Stage(own, (range(2 * i, 2 * i + 2),), mesh) for i, own in enumerate(cuts))
+    _, *lines = words(model, Decisions(stages, parallel.nodes, schedule="1f1b"))
+    assert len(lines) == 2
+    assert all("axis data over 2 devices splits samples in" in line for line in lines)
+    assert not any("dim 0" in line for line in lines)

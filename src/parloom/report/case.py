@@ -17,7 +17,15 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG, PCall, PFunction
 from parloom.ir.plan import Decisions, Plan
 from parloom.ir.regular_parts import memory_of
-from parloom.report.words import memory_limit, named_ways, uncalibrated_words
+from parloom.ir.text import parse_graph
+from parloom.report.words import (
+    Names,
+    memory_limit,
+    named_ways,
+    names_of,
+    uncalibrated_words,
+)
+from parloom.rewrite.rewrites import rewritten
 
 Place = tuple[str, str]
 """Block kind, or MAIN, and an operator's key in it."""
@@ -63,6 +71,11 @@ class PipelineCase(Step):
     player: StagePlayer
 
     @cached_property
+    def names(self) -> Names:
+        """What the factors of operators are called, in all stages."""
+        return names_of(rewritten(parse_graph(self.plan.graph), self.decisions.rewrites))
+
+    @cached_property
     def ledger(self) -> Ledger:
         return self.read(self.timeline, self.stages)
 
@@ -104,6 +117,11 @@ class Case(Step):
 
     pcg: PCG
     priced: Priced
+
+    @property
+    def names(self) -> Names | None:
+        """What the factors of operators are called, where more is known than `pcg` says."""
+        return None
 
     @property
     def mesh(self) -> Mesh:
@@ -151,7 +169,7 @@ class Case(Step):
         """What each axis splits of an operator, in words, with the number of calls."""
         main = self.pcg.graph.main.name
         found: dict[Place, dict[str, Counter[str]]] = {}
-        for flat, axis, what in named_ways(self.pcg.graph, self.decisions):
+        for flat, axis, what in named_ways(self.pcg.graph, self.decisions, self.names):
             kind = MAIN if flat.function == main else flat.function
             axes = found.setdefault((kind, flat.node.key), {})
             axes.setdefault(axis, Counter())[what] += 1
@@ -178,6 +196,10 @@ class StageCase(Case):
 
     pipeline: PipelineCase
     index: int
+
+    @property
+    def names(self) -> Names:
+        return self.pipeline.names
 
     def read(self, timeline: Timeline, pcg: PCG) -> Ledger:
         """Where the time of the pipeline goes with another program of the stage."""

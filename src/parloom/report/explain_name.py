@@ -58,7 +58,7 @@ def name_explained(case: Case, named: Named, play: Play) -> Document:
 def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Document:
     rule = factored.rule(flat.function, flat.node)
     assignment = dict(assignment_of(case.decisions, flat.key))
-    words = _splits(case.pcg, case.decisions, flat.key)
+    words = _splits(case, case.pcg, case.decisions, flat.key)
     computed = [s for s in own_shares(case, flat) if s.moves is None]
     ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.fits, play)
     runs = runs_of(case, flat)
@@ -136,9 +136,9 @@ def _lies(case: Case, name: str, spec: TensorSpec, layout: Layout) -> Document:
     }
 
 
-def _splits(pcg: PCG, decisions: Decisions, key: str) -> Document:
-    """Per axis what it splits of one operator, in words."""
-    found = named_ways(pcg.graph, decisions)
+def _splits(case: Case, pcg: PCG, decisions: Decisions, key: str) -> Document:
+    """Per axis what it splits of one operator, in words; of this plan or of another way."""
+    found = named_ways(pcg.graph, decisions, case.names)
     return {axis: what for flat, axis, what in found if flat.key == key}
 
 
@@ -194,7 +194,7 @@ def _way(case: Case, way: Way, key: str) -> Document:
     }
     if isinstance(way.chosen, tuple):
         factors = {factor: list(axes) for factor, axes in way.chosen}
-        words = _splits(way.pcg, way.decisions, key)
+        words = _splits(case, way.pcg, way.decisions, key)
         return document | {"factors": factors, "splits": words}
     stored = way.chosen.decision("")
     return document | {
@@ -304,7 +304,7 @@ def _module(case: Case, below: Below, factored: Factored) -> Document:
     """All operators and inputs below a path, with their layouts."""
     by_name = {p.input.target: p for p in case.pcg.parameters}
     splits: dict[str, dict[str, str]] = {}
-    for flat, axis, what in named_ways(case.pcg.graph, case.decisions):
+    for flat, axis, what in named_ways(case.pcg.graph, case.decisions, case.names):
         splits.setdefault(flat.key, {})[axis] = what
     operators = []
     for flat in below.operators:

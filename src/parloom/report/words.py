@@ -104,8 +104,9 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
     parts = cut_plan(graph, decisions)
     chosen = StageDecisions(decisions, parts)
     ways: list[tuple[int, int, str]] = []
+    names = names_of(graph)
     for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
-        split, levels = ways_of(own, chosen.of(index)), _levels(stage, cluster)
+        split, levels = ways_of(own, chosen.of(index), names), _levels(stage, cluster)
         axes = "; ".join(
             _axis_words(axis, split[axis.name], links_of(axis, levels))
             for axis in stage.mesh.axes
@@ -288,28 +289,43 @@ def _share(cluster: Cluster, some: int, others: int) -> str:
     return f", {share} (${some * each:.2f} an hour, not ${others * each:.2f})"
 
 
-def ways_of(graph: Graph, decisions: Decisions) -> Mapping[str, Counter[str]]:
-    """Per mesh axis: what it splits, in words, with the number of operators."""
+Names = Mapping[str, Mapping[str, str]]
+"""What the factors of operators are called, by the operators' keys."""
+
+
+def ways_of(
+    graph: Graph, decisions: Decisions, names: Names | None = None
+) -> Mapping[str, Counter[str]]:
+    """Per mesh axis: what it splits, in words, with the number of operators; `names` as in
+    `named_ways`.
+    """
     ways: dict[str, Counter[str]] = {axis.name: Counter() for axis in decisions.mesh.axes}
-    for _, axis, what in named_ways(rewritten(graph, decisions.rewrites), decisions):
+    for _, axis, what in named_ways(rewritten(graph, decisions.rewrites), decisions, names):
         ways[axis][what] += 1
     return ways
 
 
-def named_ways(graph: Graph, decisions: Decisions) -> Iterator[tuple[FlatNode, str, str]]:
+def named_ways(
+    graph: Graph, decisions: Decisions, names: Names | None = None
+) -> Iterator[tuple[FlatNode, str, str]]:
     """Operator, axis, and what the axis splits of it in words, in the order of the program `graph`,
-    which is rewritten as `decisions` say.
+    which is rewritten as `decisions` say; a stage of it has the `names` of the whole one.
     """
     factored = factorize(graph)
     decided = {node.key: node.factors for node in decisions.nodes}
-    naming = Naming(graph)
+    names = names or names_of(graph)
     for flat in graph.flat():
         rule = factored.rule(flat.function, flat.node)
-        names = naming.names(flat, rule)
         for factor, axes in decided.get(flat.key, ()):
             if rule.kind(factor) != RING:  # keys go around the axes of queries
                 for axis in axes:
-                    yield flat, axis, names[factor]
+                    yield flat, axis, names[flat.key][factor]
+
+
+def names_of(graph: Graph) -> Names:
+    """What the factors of all operators are called."""
+    factored, naming = factorize(graph), Naming(graph)
+    return {f.key: naming.names(f, factored.rule(f.function, f.node)) for f in graph.flat()}
 
 
 class Naming:
