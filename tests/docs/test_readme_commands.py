@@ -1,4 +1,4 @@
-"""What the README's commands print is what they print: its section on `explain` is executed."""
+"""What the README's commands print is what they print: its sections on `explain` are executed."""
 
 import shlex
 from collections.abc import Callable
@@ -26,7 +26,9 @@ def executed(block: str, run: Callable[[list[str]], str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.parametrize("folder", ["runs/gpt", "runs/stages"])
 def test_explain(
+    folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -37,7 +39,7 @@ def test_explain(
         return capsys.readouterr().out
 
     page = README.read_text(encoding="utf-8")
-    (block,) = (b for b in blocks_of(page) if "$ parloom explain" in b.text)
+    (block,) = (b for b in blocks_of(page) if f"$ parloom explain {folder}" in b.text)
     monkeypatch.chdir(tmp_path)
     now = executed(block.text, run)
     if pytestconfig.getoption("--update-docs"):
