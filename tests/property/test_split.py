@@ -15,7 +15,7 @@ from parloom.ir.regular_parts import RegularPart
 from parloom.search.pipelines import split as split_module
 from parloom.search.pipelines.costs import ItemCosts, Sent
 from parloom.search.pipelines.parts import PartCosts, uneven_splits
-from parloom.search.pipelines.split import Split, even_splits
+from parloom.search.pipelines.split import Split, even_splits, merges
 
 # Where there are too many cuts, boundaries come from targets: the busiest group is at most so much
 # above the least.
@@ -141,6 +141,18 @@ def test_uneven_groups_have_the_devices_that_there_are(
             assert at % own.num_devices == 0
             at += own.num_devices
         assert at == devices
+
+
+def test_larger_microbatches_divide_each_other() -> None:
+    """Of the busiest group, in all sizes that divide those of others or that they divide."""
+    costs = replace(_costs(random.Random(3), 4), whole=Decisions(num_microbatches=12))
+    split = Split((3, 4), (0, 1), (costs, costs), at_once=(2, 1))
+    counts = (1, 2, 3, 4, 6, 12)
+    found = {one.at_once for one in merges(split, counts)}
+    assert found == {(4, 1), (6, 1), (12, 1)}
+    other = replace(split, at_once=(1, 2))
+    assert {one.at_once for one in merges(other, counts)} == {(2, 2), (4, 2), (6, 2), (12, 2)}
+    assert next(merges(other, counts)).at_once == (2, 2)
 
 
 def test_the_last_items_may_take_no_time() -> None:

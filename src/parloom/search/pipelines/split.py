@@ -379,8 +379,10 @@ def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
     for left in sorted(counts, reverse=True):
         for stage in stages:
             larger, odd = divmod(count, left)
-            if not odd and larger > each[stage] and larger % each[stage] == 0:
-                yield replace(split, at_once=(*each[:stage], larger, *each[stage + 1 :]))
+            merged = (*each[:stage], larger, *each[stage + 1 :])
+            divide = all(b % a == 0 for a, b in pairwise(sorted({*each, larger})))
+            if not odd and larger > each[stage] and divide:
+                yield replace(split, at_once=merged)
 
 
 def moves(split: Split) -> Iterator[Split]:
