@@ -111,8 +111,8 @@ def test_lists_run_as_long_as_they_say(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_memory_is_kept_and_nothing_waits_forever(seed: int) -> None:
-    """With room for one microbatch in all stages of a rank, and a little more, lists end: also
-    where a backward pass leaves more than it takes, until gradients of weights are made.
+    """With room for one microbatch in all stages of a rank, and a little more, these lists end,
+    also where a backward pass leaves more than it takes, until gradients of weights are made.
     """
     stages, links, ranks, count = _case(seed)
     least = [sum(stages[s].forward_bytes for s in own) for own in _groups(ranks)]

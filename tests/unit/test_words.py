@@ -234,7 +234,7 @@ def test_stages_that_split_the_same_are_one_line() -> None:
     assert words(model, Decisions(stages, schedule="1f1b")) == (
         "6 stages, schedule 1f1b",
         "stages 0 to 4: tokens:embedding#0 to blocks.3, 1 item each"
-        f" (devices 0-3, 2 devices each: {same})",
+        f" (devices 0-3, 2 devices each, by turns: {same})",
         f"stage 5: head:linear#0 to :cross_entropy_loss#0 (devices 2-3: {same})",
     )
 

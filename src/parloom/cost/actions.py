@@ -141,7 +141,7 @@ class StageWriter:
         self.gathered.turn(backward=True)
         works = self.found.main.backward.works
         touched = [name for work in works for name in self._touched(work)]
-        self.halves.begin(touched)
+        self.halves.begin()
         parameters, buckets = self.found.parameters, self.found.buckets
         overlaps = self.software.overlaps
         ready = Ready(parameters, buckets, touched, self.reduced, self.pending, last, overlaps)
@@ -438,7 +438,7 @@ class StageWriter:
         are made with the others.
         """
         work = flat.work
-        weights_s = 0.0 if early.issuperset(flat.parameters) else work.weights_s
+        weights_s = 0.0 if early.issuperset(work.sources) else work.weights_s
         made = [classes[p] for p in flat.parameters if p in classes] if part != "I" else []
         if made:  # what comes later is added
             classes.update((p, (TEMPORARY, classes[p][1])) for p in flat.parameters if p in classes)

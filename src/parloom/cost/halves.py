@@ -51,9 +51,19 @@ class Halves:
         self.found, self.names = found, names
         self.early: frozenset[str] = frozenset()
 
-    def begin(self, touched: Iterable[str]) -> None:
-        """Weights as often as their gradients are made or added to."""
-        self.early = frozenset(name for name, n in Counter(touched).items() if n > 1)
+    def begin(self) -> None:
+        """Look which weights have several readers."""
+        read = Counter(name for work in self.found.main.backward.works for name in self._read(work))
+        self.early = frozenset(name for name, n in read.items() if n > 1)
+
+    def _read(self, work: Work | Called) -> Iterator[str]:
+        """The weights that operators at the ends of chains read, once for each operator."""
+        if isinstance(work, Work):
+            yield from (self.names[i] for i in work.sources if work.flowing_bytes)
+            return
+        for flat in flat_works(self.found.walker, work, "B"):
+            outer = (work.inputs[i] for i in flat.work.sources if flat.work.flowing_bytes)
+            yield from (self.names[o] for o in outer if o is not None)
 
     def early_of(self, inputs: Iterable[int | None]) -> frozenset[int]:
         """The places, among inputs by their places in main, of weights with several readers."""
@@ -64,7 +74,7 @@ class Halves:
         """What a call keeps between the halves."""
         kept = _late_bytes(self.found.walker.call(call.function), early, call.is_apart)
         for flat in flat_works(self.found.walker, call, "B"):
-            if flat.component != RECOMPUTATION and not early.issuperset(flat.parameters):
+            if flat.component != RECOMPUTATION and not early.issuperset(flat.work.sources):
                 kept += flat.work.flowing_bytes
         _change(out, part, kept)
 
@@ -73,7 +83,7 @@ class Halves:
         main, early = self.found.main, self.early_of(range(len(self.names)))
         kept = _late_bytes(main, early, apart=True)
         for work in main.backward.works:
-            if isinstance(work, Work) and not early.issuperset(work.parameters):
+            if isinstance(work, Work) and not early.issuperset(work.sources):
                 kept += work.flowing_bytes
         parameters = self.found.parameters
         own = (parameters.by_name[name] for name in self.early)
@@ -87,7 +97,7 @@ def _late_bytes(found: Walked, early: frozenset[int], apart: bool) -> int:
         for late in found.late
         if late.input is None
         and (apart or late.output is None)
-        and not early.issuperset(late.parameters)
+        and not early.issuperset(late.sources)
     )
 
 

@@ -102,13 +102,13 @@ class Lives:
         return own + tuple(size for sizes in calls for size in sizes)
 
     def late(self) -> dict[str, set[int]]:
-        """What items keep that make gradients of weights: owners, and the weights by position."""
+        """What items keep that run when gradients of weights are made: owners, and the weights."""
         found: dict[str, set[int]] = {}
         for index, owners in self.keeps.items():
             work = self.backward[index]
-            if isinstance(work, Work) and work.parameters:
+            if isinstance(work, Work) and work.sources:
                 for owner in owners:
-                    found.setdefault(owner, set()).update(work.parameters)
+                    found.setdefault(owner, set()).update(work.sources)
         for index, callee in self.callees.items():
             call, work = self.items[index], self.backward[index]
             if not isinstance(work, Called):
@@ -121,7 +121,7 @@ class Lives:
                     owner = self.of(values[1][late.output])
                 else:
                     continue
-                outer = (work.inputs[position] for position in late.parameters)
+                outer = (work.inputs[position] for position in late.sources)
                 found.setdefault(owner, set()).update(i for i in outer if i is not None)
         return {owner: by for owner, by in found.items() if by and owner not in self.parameters}
 

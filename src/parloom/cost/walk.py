@@ -5,8 +5,9 @@ movements by the primitive that the adjoint table names. A block kind is priced 
 What autograd keeps is what `OpDef.saved` declares; `cost.liveness` says when memory comes and goes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
@@ -260,6 +261,8 @@ class _Body:
         self.unwritten: dict[str, Compute] = {}
         # By a gathered value's memory, the movement that gathered it of the ranks' own parts.
         self.gathered: dict[str, Movement] = {}
+        # What is made of one parameter alone, operator by operator, and where that is.
+        self.chains: dict[str, tuple[int, ...]] = {}
         # What is gathered again, for the first of the products that read it.
         self.again: set[str] = set()
         lives.sizes |= {v.name: walker.local_bytes(v) for v in inputs}
@@ -307,14 +310,15 @@ class _Body:
             return forward, None
         undo = self.kept(item, site, scores)
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
-        weights = self.weights(wanted)
-        share = seconds.weights_s
-        if len(weights) == len(wanted):
-            share = seconds.backward_s
+        sources = self.sources(wanted)
+        chained = self.chain(wanted, item.results)
+        all_late = all(owner in lives.parameters or owner in self.chains for owner in wanted)
+        share = seconds.backward_s if all_late else seconds.weights_s
         flowing = (self.walker.local_bytes(v) for v in item.results if v.differentiable)
         undone = Work(
-            name, kind, seconds.backward_s, staging=undo, parameters=weights,
-            weights_s=share if weights else 0.0, flowing_bytes=sum(flowing) if weights else 0,
+            name, kind, seconds.backward_s, staging=undo, parameters=self.weights(wanted),
+            sources=sources, weights_s=share if sources else 0.0,
+            flowing_bytes=sum(flowing) if sources and not chained else 0,
         )  # fmt: skip
         undone = sending(self.walker, item, undone, backward=True)
         return forward, self.gathering_again(item, undone)
@@ -410,6 +414,21 @@ class _Body:
         """The positions of those that are parameters."""
         return tuple(self.position[n] for n in dict.fromkeys(owners) if n in self.lives.parameters)
 
+    def sources(self, owners: Iterable[str]) -> tuple[int, ...]:
+        """The positions of parameters that are these, or that reach them through chains."""
+        behind = (self.chains.get(owner, ()) for owner in owners)
+        return tuple(dict.fromkeys((*self.weights(owners), *chain.from_iterable(behind))))
+
+    def chain(self, owners: Collection[str], results: Sequence[PValue]) -> bool:
+        """Whether an item's only operand with a gradient is a parameter, or made of one alone, as
+        its results then are.
+        """
+        sources = self.sources(owners) if len(owners) == 1 else ()
+        for value in results if sources else ():
+            if self.lives.of(value) not in self.lives.parameters:
+                self.chains[self.lives.of(value)] = sources
+        return bool(sources)
+
     def move(self, item: Movement) -> tuple[Work | None, Work | None]:
         """Forward and backward of a movement."""
         adjoint = ADJOINTS[item.step.row]
@@ -421,6 +440,7 @@ class _Body:
         forward = self.primitive(adjoint.forward, item, item.operand, item.result)
         if not item.operand.differentiable:
             return forward, None
+        self.chain([self.lives.of(item.operand)], [item.result])
         return forward, self.primitive(adjoint.backward, item, item.result, item.operand)
 
     def primitive(self, name: str, item: Movement, source: PValue, target: PValue) -> Work | None:

@@ -55,8 +55,10 @@ class Work:
     `takes` bytes of activations when it starts and `gives` some back when it is over, by tensor in
     `taken` and `given` where that is known; `staging` bytes are its own meanwhile. `parameters` are
     the inputs of the function (by position) that it reads, or in a backward pass whose gradient it
-    makes or adds to; `weights_s` is the part of `compute_s` that goes into those gradients, and
-    `flowing_bytes` are those of the gradients that it makes them of. `again` marks a work of the
+    makes or adds to. `sources` are those of a backward pass, and others that reach it through a
+    chain of operators of one operand, which run when their gradients are made: `weights_s` is the
+    part of `compute_s` that goes into those gradients, and `flowing_bytes` are those of the
+    gradients that an operator at the end of such chains makes them of. `again` marks a work of the
     forward pass that a backward pass runs again.
     """
 
@@ -68,6 +70,7 @@ class Work:
     gives: int = 0
     staging: int = 0
     parameters: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
     weights_s: float = 0.0
     flowing_bytes: int = 0
     again: bool = False
@@ -119,11 +122,11 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Memory that is kept by operators whose backward pass makes gradients of these `parameters`,
-    by their positions. It is that of an `input` or of an `output` of the function, or neither.
+    """Memory that operators with these `sources` keep (see `Work`): that of an `input` or of an
+    `output` of the function, or neither.
     """
 
-    parameters: frozenset[int]
+    sources: frozenset[int]
     size: int
     input: int | None = None
     output: int | None = None

@@ -130,8 +130,20 @@ def _alike_words(decisions: Decisions, alike: Sequence[int], split: str) -> str:
         return f"stage {alike[0]}: {items} ({named}{split})"
     each = f"{_count(len(stages[0].items), 'item')} each"
     size = _count(stages[0].mesh.num_ranks, "device")
-    shared = f", {size} each" if len(groups) > 1 else ""
+    shared = (
+        f", {size} each{_turns([stage.devices for stage in stages])}" if len(groups) > 1 else ""
+    )
     return f"stages {alike[0]} to {alike[-1]}: {items}, {each} ({named}{shared}{split})"
+
+
+def _turns(groups: Sequence[object]) -> str:
+    """In which order groups of devices take stages, where one takes several."""
+    count = len(set(groups))
+    if len(groups) == count:
+        return ""
+    if all(own == groups[index % count] for index, own in enumerate(groups)):
+        return ", by turns"
+    return ", there and back" if list(groups) == list(groups)[::-1] else ", in changing order"
 
 
 def process_names(decisions: Decisions) -> list[str]:

@@ -150,7 +150,8 @@ class Remaking:
 
     def _make(self) -> None:
         assert self._again is not None
-        waiting = [saved for reference in self._waiting if (saved := reference()) is not None]
+        alive = (saved for reference in self._waiting if (saved := reference()) is not None)
+        waiting = [saved for saved in alive if not saved.gone]
         wanted = {saved.place for saved in waiting}
         inside: dict[_Inside, Tensor] = {}
 

@@ -77,7 +77,7 @@ class Replay:
                 raise VerifyError("a call that was run again saved more than it had saved before")
             saved = self._saved[count]()
             count += 1
-            if saved is not None:
+            if saved is not None and not saved.gone:
                 saved.packed, saved.filled = self._pack(tensor.detach()), True
             if count == len(self._saved):
                 raise _Done

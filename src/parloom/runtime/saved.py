@@ -8,18 +8,18 @@ from parloom.errors import VerifyError
 class Saved:
     """A tensor that is saved, as `packed`; nothing asks for it once it was let go of."""
 
-    __slots__ = ("__weakref__", "_gone", "packed")
+    __slots__ = ("__weakref__", "gone", "packed")
 
     def __init__(self, packed: Any = None) -> None:
-        self.packed, self._gone = packed, False
+        self.packed, self.gone = packed, False
 
     def let_go(self) -> None:
         """Free it."""
-        self.packed, self._gone = None, True
+        self.packed, self.gone = None, True
 
     def check(self) -> None:
         """Raise `VerifyError` where it was let go of."""
-        if self._gone:
+        if self.gone:
             refuse()
 
 

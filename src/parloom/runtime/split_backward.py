@@ -74,7 +74,7 @@ class SplitBackward:
         """The gradients of the first half: a node that the second half does not run lets go of what
         it has saved.
         """
-        passed = [node for node in self._graph.passed() if _saved_names(type(node))]
+        passed = [node for node in self._graph.passed() if _saved_names(node)]
         handles = [node.register_hook(partial(_let_go, node)) for node in passed]
         try:
             found = torch.autograd.grad(
@@ -185,7 +185,12 @@ class _Graph:
 
     def passed(self) -> list[Node]:
         """The nodes that the second half does not run."""
-        late = {node for node in self.readers if self.sources_of(node)} | self.chains
+        late = {node for node in self.readers if self.sources_of(node)}
+        stack = list(late)
+        while stack:
+            behind = {following for following, _ in self.behind[stack.pop()]}
+            stack += (behind & self.chains) - late
+            late |= behind & self.chains
         return [node for node in self.order if node not in late and node not in self.ends]
 
     def entries(self, node: Node) -> list[GradientEdge]:
@@ -250,15 +255,20 @@ def _in_python(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def _saved_names(node: Node) -> tuple[str, ...]:
+    """The attributes of a node that are what it has saved."""
+    # Each function in Python has a type of its own, which a cache would keep.
+    return ("_raw_saved_tensors",) if _in_python(node) else _names_of_kind(type(node))
+
+
 @cache
-def _saved_names(kind: type) -> tuple[str, ...]:
-    """The attributes of nodes of one kind that are what they have saved."""
+def _names_of_kind(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _let_go(node: Node, *_: object) -> None:
     """Free what a node has saved, which nothing asks for any more."""
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node):
         found = getattr(node, name)
         for saved in found if isinstance(found, tuple) else (found,):
             data = saved.data

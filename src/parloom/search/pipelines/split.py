@@ -380,7 +380,7 @@ def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
         for stage in stages:
             larger, odd = divmod(count, left)
             merged = (*each[:stage], larger, *each[stage + 1 :])
-            divide = all(b % a == 0 for a, b in pairwise(sorted({*each, larger})))
+            divide = all(b % a == 0 for a, b in pairwise(sorted({*merged})))
             if not odd and larger > each[stage] and divide:
                 yield replace(split, at_once=merged)
 
