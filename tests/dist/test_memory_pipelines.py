@@ -101,14 +101,14 @@ class Scaled(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(64, width), nn.Linear(width, 64)
-        self.up = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(6))
-        self.down = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(6))
+        self.up = nn.ParameterList(torch.randn(4 * width, width) / 8 for _ in range(6))
+        self.down = nn.ParameterList(torch.randn(width, 4 * width) / 8 for _ in range(6))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for up, down in zip(self.up, self.down, strict=True):
-            inner = nn.functional.linear(x, up.weight * 0.5).tanh()
-            x = x + nn.functional.linear(inner, down.weight * 0.5)
+            inner = nn.functional.linear(x, up * 0.5).tanh()
+            x = x + nn.functional.linear(inner, down * 0.5)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
