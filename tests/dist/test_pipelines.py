@@ -181,6 +181,26 @@ def test_between_the_halves_there_is_what_the_second_one_reads() -> None:
         torch.autograd.grad([root], [x], [torch.ones(8, 8)])
 
 
+def test_what_is_sent_is_no_memory_of_a_gradient() -> None:
+    """A weight that is viewed and added takes its gradient as it comes, and later ones are added
+    there, while the gradient of what arrived may not have left yet.
+    """
+    weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    sent = []
+    for _ in range(2):
+        x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
+        made = x + weight.unsqueeze(0)
+        halves = SplitBackward([get_gradient_edge(made)], [x])
+        (found,) = halves.inputs([torch.ones_like(made)])
+        assert found is not None
+        sent.append(found)
+        halves.weights()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((3, 4), 2.0, dtype=torch.float64))
+    for found in sent:
+        assert torch.equal(found, torch.ones(1, 3, 4, dtype=torch.float64))
+
+
 def test_hooks_of_weights_run_once_in_the_second_half() -> None:
     weight = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
     x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)

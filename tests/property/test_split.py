@@ -147,7 +147,7 @@ def test_larger_microbatches_divide_each_other() -> None:
     """Of the busiest group, in all sizes that divide those of others or that they divide."""
     costs = replace(_costs(random.Random(3), 4), whole=Decisions(num_microbatches=12))
     split = Split((3, 4), (0, 1), (costs, costs), at_once=(2, 1))
-    counts = (1, 2, 3, 4, 6, 12)
+    counts = (1, 2, 3, 4, 6, 12, 24)
     found = {one.at_once for one in merges(split, counts)}
     assert found == {(3, 1), (4, 1), (6, 1), (12, 1)}
     other = replace(split, at_once=(1, 2))

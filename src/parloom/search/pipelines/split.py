@@ -380,9 +380,12 @@ def merges(split: Split, counts: Collection[int]) -> Iterator[Split]:
         for stage in stages:
             larger, odd = divmod(count, left)
             merged = (*each[:stage], larger, *each[stage + 1 :])
-            divide = all(b % a == 0 for a, b in pairwise(sorted({*merged})))
-            if not odd and larger > each[stage] and divide:
+            if not odd and larger > each[stage] and _divide_each_other(merged):
                 yield replace(split, at_once=merged)
+
+
+def _divide_each_other(numbers: Collection[int]) -> bool:
+    return all(b % a == 0 for a, b in pairwise(sorted({*numbers})))
 
 
 def moves(split: Split) -> Iterator[Split]:
