@@ -140,7 +140,7 @@ def test_placements_are_counted(stages: int, groups: int) -> None:
 
 def test_a_search_that_leaves_splits_out_is_seen() -> None:
     """The oracle of the tests above can fail: without stages that share a group."""
-    request, layouts = drawn(30, 3)
+    request, layouts = drawn(34, 3)
     search = searched(request, layouts)
     apart = [
         one for one in search.tried.judged if len(set(one.split.groups)) == len(one.split.groups)

@@ -144,5 +144,5 @@ def test_gradients_of_parameters_arrive_last_used_first() -> None:
         [work.weights_s / (work.compute_s or 1) for work in works if isinstance(work, Work)]
         for works in (found.walker.call(call.function).backward.works for call in calls)
     ]
-    # Nobody wants the gradient of x: all of the first product's backward is for its weight.
-    assert shares == [[0, 0, 0.5, 0, 0.5], [0, 0, 0.5, 0, 1]]
+    # Nobody wants the gradient of x: all of the first block's backward is for its weights.
+    assert shares == [[0, 0, 0.5, 0, 0.5], [0, 0, 1, 1, 1]]

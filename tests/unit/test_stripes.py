@@ -17,7 +17,7 @@ from parloom.ir.pcg import Movement
 from parloom.ir.plan import Decisions
 from parloom.ir.repeat import repeated
 from parloom.ir.text import parse_graph, print_graph
-from parloom.report.words import named_ways
+from parloom.report.naming import named_ways
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
 from parloom.search.stripes import with_stripes

@@ -446,7 +446,8 @@ class StageWriter:
             return ()
         seconds = work.compute_s - (weights_s if part == "I" else 0.0)
         if part == "W":
-            apart_s = 0.0 if self.issues_ahead or not weights_s else self.software.split_s
+            alone = bool(weights_s and flat.parameters)  # a chain runs with what reads it
+            apart_s = self.software.split_s if alone and not self.issues_ahead else 0.0
             seconds = weights_s + apart_s
         takes: Changes = ()
         gives: Changes = ()
@@ -468,7 +469,7 @@ class StageWriter:
         exchange = work.exchange if part != "W" else None
         if exchange is None or not exchange.seconds:
             out.run(work.name, work.kind, picoseconds(seconds), (), before, after)
-            return (weights_s,) * (part == "W" and weights_s > 0)
+            return (weights_s,) * (part == "W" and weights_s > 0 and bool(flat.parameters))
         out.run(work.name, work.kind, picoseconds(seconds), (), before)
         key = key_of(f"activations {exchange.kind}", work.name)
         out.launch(self.links.exchange(key, exchange), work.name)

@@ -18,13 +18,8 @@ from parloom.ir.pcg import PCG, PCall, PFunction
 from parloom.ir.plan import Decisions, Plan
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph
-from parloom.report.words import (
-    Names,
-    memory_limit,
-    named_ways,
-    names_of,
-    uncalibrated_words,
-)
+from parloom.report.naming import Names, named_ways, names_of
+from parloom.report.words import memory_limit, uncalibrated_words
 from parloom.rewrite.rewrites import rewritten
 
 Place = tuple[str, str]

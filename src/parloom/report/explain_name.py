@@ -27,8 +27,8 @@ from parloom.report.edges import (
 from parloom.report.explain import Document, storage_words
 from parloom.report.grid import chunks, grid
 from parloom.report.names import Below, Named, Tensor
+from parloom.report.naming import named_ways
 from parloom.report.versus import causes, why
-from parloom.report.words import named_ways
 from parloom.search.runner_up import MOST, Way, Ways, assignment_of, operator_ways, parameter_ways
 
 Play = Callable[[PCG, Decisions], Timeline]
