@@ -311,7 +311,7 @@ class _Body:
         undo = self.kept(item, site, scores)
         wanted = {lives.of(v): None for v in item.operands if v.differentiable}
         sources = self.sources(wanted)
-        chained = self.chain(wanted, item.results)
+        chained = self.note_chain(wanted, item.results)
         all_late = all(owner in lives.parameters or owner in self.chains for owner in wanted)
         share = seconds.backward_s if all_late else seconds.weights_s
         flowing = (self.walker.local_bytes(v) for v in item.results if v.differentiable)
@@ -419,8 +419,8 @@ class _Body:
         behind = (self.chains.get(owner, ()) for owner in owners)
         return tuple(dict.fromkeys((*self.weights(owners), *chain.from_iterable(behind))))
 
-    def chain(self, owners: Collection[str], results: Sequence[PValue]) -> bool:
-        """Whether an item's only operand with a gradient is a parameter, or made of one alone, as
+    def note_chain(self, owners: Collection[str], results: Sequence[PValue]) -> bool:
+        """Note whether an item's only operand with a gradient is a parameter, or made of one alone, as
         its results then are.
         """
         sources = self.sources(owners) if len(owners) == 1 else ()
@@ -440,7 +440,7 @@ class _Body:
         forward = self.primitive(adjoint.forward, item, item.operand, item.result)
         if not item.operand.differentiable:
             return forward, None
-        self.chain([self.lives.of(item.operand)], [item.result])
+        self.note_chain([self.lives.of(item.operand)], [item.result])
         return forward, self.primitive(adjoint.backward, item, item.result, item.operand)
 
     def primitive(self, name: str, item: Movement, source: PValue, target: PValue) -> Work | None:
