@@ -420,8 +420,8 @@ class _Body:
         return tuple(dict.fromkeys((*self.weights(owners), *chain.from_iterable(behind))))
 
     def note_chain(self, owners: Collection[str], results: Sequence[PValue]) -> bool:
-        """Note whether an item's only operand with a gradient is a parameter, or made of one alone, as
-        its results then are.
+        """Note whether an item's only operand with a gradient is a parameter, or made of one alone,
+        as its results then are.
         """
         sources = self.sources(owners) if len(owners) == 1 else ()
         for value in results if sources else ():
