@@ -290,7 +290,8 @@ def _let_go(node: Node, *_: object) -> None:
             data = saved.data
             if isinstance(data, Saved):
                 data.let_go()
-            elif isinstance(data, Tensor) and saved.unpack_hook is None:
+            elif isinstance(data, Tensor) and data.dim() and saved.unpack_hook is None:
+                # Not of numbers: dispatch modes get them as such, and there is nothing to free.
                 saved.register_hooks(_nothing, refuse)
 
 
