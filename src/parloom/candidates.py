@@ -32,13 +32,13 @@ from parloom.errors import (
 )
 from parloom.ir.plan import ActivationDecision, Decisions, Status
 from parloom.ir.regular_parts import RegularPart, moved_by
-from parloom.search.blocks import search_with_blocks, smallest_with_blocks
+from parloom.search.blocks import smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.least_compute import least_work_ps
 from parloom.search.optimize import SAME, Searched
-from parloom.search.pipelines.auto import pipelines_alone, with_pipelines
+from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.stripes import with_stripes
@@ -211,11 +211,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
         refused.append(f"{same}: not as asked: {reason}")
     searched: Searched | None = None
     if method == AUTO and not proposed.stopped:
-        base = base_of(request)
-        if request.pinned.allows_stages(1):
-            searched = with_pipelines(request, base, search_with_blocks(request, base, say), say)
-        else:
-            searched = pipelines_alone(request, base, say)
+        searched = search_with_pipelines(request, base_of(request), say)
     found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")

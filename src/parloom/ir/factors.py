@@ -14,7 +14,7 @@ from parloom.ir.graph import Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, Site, op_of
-from parloom.ir.ops.cuts import Cuts, DimKey, extend, parts, refine, through_node, units
+from parloom.ir.ops.cuts import KnownCuts, NodeCuts, extend, parts, units
 from parloom.ir.ops.rule import HALO, RING, WHOLE
 
 
@@ -37,30 +37,25 @@ def site_of(node: Node, specs: Mapping[str, TensorSpec]) -> Site:
 def factorize(graph: Graph) -> Factored:
     """Refined rules for every node of `graph`; raises `CaptureError` for operators without one."""
     functions = {f.name: f for f in (graph.main, *graph.functions)}
-    cuts: dict[DimKey, Cuts] = {}
-    base: dict[tuple[str, str], Rule] = {}
+    specs = {name: function.specs() for name, function in functions.items()}
+    nodes: dict[tuple[str, str], NodeCuts] = {}
     for function in functions.values():
-        specs = function.specs()
         for item in function.body:
             if isinstance(item, Node):
-                base[function.name, item.key] = _base_rule(item, specs)
-    changed = True
-    while changed:
-        changed = False
+                rule = _base_rule(item, specs[function.name])
+                nodes[function.name, item.key] = NodeCuts(function.name, item, rule)
+    known, before = KnownCuts(), -1
+    while known.changes > before:
+        before = known.changes
         for function in functions.values():
             for body in (function.body, tuple(reversed(function.body))):
                 for item in body:
                     if isinstance(item, Call):
-                        changed |= _through_call(cuts, function, item, functions[item.function])
+                        callee = functions[item.function]
+                        _carry_through_call(known, function.name, item, callee, specs[callee.name])
                     else:
-                        rule = base[function.name, item.key]
-                        changed |= through_node(cuts, function.name, item, rule)
-    rules = {
-        (function.name, item.key): refine(cuts, function.name, item, base[function.name, item.key])
-        for function in functions.values()
-        for item in function.body
-        if isinstance(item, Node)
-    }
+                        nodes[function.name, item.key].carry(known)
+    rules = {key: node.refined(known) for key, node in nodes.items()}
     return Factored(graph, rules)
 
 
@@ -72,23 +67,16 @@ def _base_rule(node: Node, specs: Mapping[str, TensorSpec]) -> Rule:
         raise CaptureError(f"operator {node.op!r} {where} has no rule: {error}") from error
 
 
-def _through_call(
-    cuts: dict[DimKey, Cuts], function: Function, call: Call, callee: Function
-) -> bool:
-    changed = False
+def _carry_through_call(
+    known: KnownCuts, function: str, call: Call, callee: Function, specs: Mapping[str, TensorSpec]
+) -> None:
     actual = (*call.args, *(v.name for v in call.results))
     formal = (*(v.name for v in callee.inputs), *callee.outputs)
-    specs = callee.specs()
     for outer, inner in zip(actual, formal, strict=True):
         for dim, size in enumerate(specs[inner].shape):
-            keys = (function.name, outer, dim), (callee.name, inner, dim)
-            for key, other in (keys, keys[::-1]):
-                old = cuts.get(key, frozenset())
-                new = extend(old, cuts.get(other, frozenset()), size)
-                if new != old:
-                    cuts[key] = new
-                    changed = True
-    return changed
+            there, here = (function, outer, dim), (callee.name, inner, dim)
+            known.add(there, known.of(here), size)
+            known.add(here, known.of(there), size)
 
 
 def follow(rule: Rule, operands: tuple[Layout, ...], mesh: Mesh) -> dict[str, tuple[str, ...]]:

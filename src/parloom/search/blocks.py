@@ -6,19 +6,22 @@ that are faster still. Equal modules are one kind then, with the same layouts.
 """
 
 from dataclasses import replace
+from functools import reduce
 
 from parloom.ir.factors import factorize
 from parloom.ir.plan import Decisions
 from parloom.rewrite.regions import regions
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.optimize import Searched, search
+from parloom.search.optimize import Searched, Space, search
 from parloom.search.pinned import resolve
 from parloom.search.request import Request, Say
 from parloom.search.smallest import Smallest, smallest_plan
 
 
-def search_with_blocks(request: Request, base: Decisions, say: Say) -> Searched:
+def search_with_blocks(
+    request: Request, base: Decisions, say: Say, pipelines: Space | None = None
+) -> Searched:
     """`search`, with modules as blocks where that may be faster; bounds are of both spaces."""
     answers: list[Searched] = []
 
@@ -30,20 +33,8 @@ def search_with_blocks(request: Request, base: Decisions, say: Say) -> Searched:
         answers.append(blocks.asked(search(blocks.request, base, say, best)))
         return answers[-1]
 
-    plain = search(request, base, say, wider=with_blocks)
-    if not answers:
-        return plain
-    (found,) = answers
-    proposals = (*plain.proposals, *found.proposals)
-    small = [plan for plan in (plain.smallest, found.smallest) if plan is not None]
-    return replace(
-        plain,
-        proposals=tuple(sorted(proposals, key=lambda p: (p.step_ps, p.decisions.mesh.num_ranks))),
-        bound_ps=min(plain.bound_ps, found.bound_ps),
-        estimate_bound_ps=min(plain.estimate_bound_ps, found.estimate_bound_ps),
-        left_out=plain.left_out or found.left_out,
-        smallest=min(small, key=lambda plan: (plan.peak_bytes, plan.step_ps), default=None),
-    )
+    plain = search(request, base, say, wider=with_blocks, pipelines=pipelines)
+    return reduce(Searched.beside, answers, plain)
 
 
 def smallest_with_blocks(request: Request, base: Decisions) -> Smallest | None:

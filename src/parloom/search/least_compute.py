@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from parloom.ir.mesh import part_of
+from parloom.ir.stages import stage_items
 from parloom.search.choices import Menus
 from parloom.search.contexts import Contexts
 from parloom.search.meshes import logical_meshes
@@ -31,6 +32,22 @@ def least_work_ps(contexts: Contexts) -> float:
     return count * least_passes_ps(program, prices)
 
 
+def longest_item_ps(contexts: Contexts) -> float:
+    """What one device computes that does all the work of the item of a pipeline that has most."""
+    count = contexts.counts[0]
+    program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
+    assert program is not None, "the whole batch is always one microbatch"
+    (mesh,) = logical_meshes(alone)
+    prices = Prices(program, contexts.walker(mesh), contexts.shared)
+    times = _least_calls_ps(program, prices, [FORWARD, BACKWARD])
+    items = dict.fromkeys(stage_items(program.graph), 0.0)
+    for flat in program.graph.flat():
+        item, index = flat.prefix or flat.node.key, program.index.get(flat.key)
+        if item in items and index is not None:
+            items[item] += times[index]
+    return count * max(items.values(), default=0.0)
+
+
 def least_passes_ps(program: Program, prices: Prices) -> float:
     """What the operators of a program compute at least, each with the best of its choices."""
     return float(sum(least_times_ps(program, prices)))
@@ -55,18 +72,7 @@ def least_way_ps(program: Program, prices: Prices) -> float:
     """What the forward pass computes at least on its longest way through the operators, each with
     the best of its choices: other ways, and gradients of weights, may run at the same time.
     """
-    menus = Menus(program, prices.single)
-    times = [
-        min(
-            (
-                float(prices.operator(index, choice, flags)[FORWARD])
-                for flags, _ in operator.flows
-                for choice in menus.of(index).choices
-            ),
-            default=0.0,
-        )
-        for index, operator in enumerate(program.operators)
-    ]
+    times = _least_calls_ps(program, prices, [FORWARD])
     ways: dict[str, float] = {}
     for flat in program.graph.flat():
         index = program.index.get(flat.key)
@@ -74,3 +80,19 @@ def least_way_ps(program: Program, prices: Prices) -> float:
         way = own + max((ways.get(name, 0.0) for name in flat.operands), default=0.0)
         ways.update(dict.fromkeys(flat.results, way))
     return max(ways.values(), default=0.0)
+
+
+def _least_calls_ps(program: Program, prices: Prices, rows: list[int]) -> list[float]:
+    """What one call of each operator computes at least, with the best of its choices."""
+    menus = Menus(program, prices.single)
+    return [
+        min(
+            (
+                float(prices.operator(index, choice, flags)[rows].sum())
+                for flags, _ in operator.flows
+                for choice in menus.of(index).choices
+            ),
+            default=0.0,
+        )
+        for index, operator in enumerate(program.operators)
+    ]

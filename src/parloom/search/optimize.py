@@ -6,7 +6,7 @@ columns are generated, composed and simulated. Finer meshes are made of the best
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
@@ -91,10 +91,22 @@ class Searched:
         gap = best / self.estimate_bound_ps - 1
         return 0.0 if abs(gap) < ROUNDING else gap
 
+    def beside(self, other: "Searched") -> "Searched":
+        """This answer with that of another space, which it asked for: bounds are of both."""
+        small = [plan for plan in (self.smallest, other.smallest) if plan is not None]
+        return replace(
+            self,
+            proposals=tuple(sorted((*self.proposals, *other.proposals), key=_rank)),
+            bound_ps=min(self.bound_ps, other.bound_ps),
+            estimate_bound_ps=min(self.estimate_bound_ps, other.estimate_bound_ps),
+            left_out="; ".join(dict.fromkeys(filter(None, (self.left_out, other.left_out)))),
+            smallest=min(small, key=lambda plan: (plan.peak_bytes, plan.step_ps), default=None),
+        )
 
-Wider = Callable[[SimulatedPlan | None, int | None], Searched | None]
-"""The same question in a space in which plans hold less: only faster ones than the best so far,
-with what is left of the budget; None where there is no such space.
+
+Space = Callable[[SimulatedPlan | None, int | None], Searched | None]
+"""The same question in another space: only faster plans than the best so far, with what is left of
+the budget; None where there is no such space.
 """
 
 
@@ -103,10 +115,12 @@ def search(
     base: Decisions,
     say: Say,
     incumbent: SimulatedPlan | None = None,
-    wider: Wider | None = None,
+    wider: Space | None = None,
+    pipelines: Space | None = None,
 ) -> Searched:
-    """Plans that answer `request`, with the dtypes of `base`: those faster than `incumbent`
-    and, where memory limits plans, than those of `wider`, which are not among them.
+    """Plans that answer `request`, with the dtypes of `base`: those faster than `incumbent`, than
+    those of `pipelines`, and, where memory limits plans, than those of `wider`, in which plans hold
+    less; these are not among them.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
     """
@@ -117,7 +131,7 @@ def search(
     driver: Driver | None = None
     status = Status.COMPLETE
     try:
-        driver = Driver(request, base, say, incumbent, wider)
+        driver = Driver(request, base, say, incumbent, wider, pipelines)
         try:
             driver.run()
         except OutOfWorkError:
@@ -133,7 +147,7 @@ def search(
     played = {found.decisions: found for found in chain(driver.climbed, driver.judged())}.values()
     fitting = [found for found in played if found.peak_bytes <= request.limit_bytes]
     return Searched(
-        tuple(sorted(fitting, key=lambda found: (found.step_ps, found.decisions.mesh.num_ranks))),
+        tuple(sorted(fitting, key=_rank)),
         driver.bound_ps,
         driver.estimate_bound_ps,
         status,
@@ -152,9 +166,11 @@ class Driver:
         base: Decisions,
         say: Say,
         incumbent: SimulatedPlan | None = None,
-        wider: Wider | None = None,
+        wider: Space | None = None,
+        pipelines: Space | None = None,
     ) -> None:
-        self.request, self.say, self.incumbent, self.wider = request, say, incumbent, wider
+        self.request, self.say, self.incumbent = request, say, incumbent
+        self.wider, self.pipelines = wider, pipelines
         self.contexts = Contexts(request, base)
         # Of the whole cluster and of parts of it, by the number of devices.
         self.on = {request.cluster.num_devices: self.contexts}
@@ -194,8 +210,8 @@ class Driver:
             self.bound_ps = least
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
-        """The contexts on `meshes`; those of the first ones first, so that others have a plan to
-        beat.
+        """The contexts on `meshes`; those of the first ones first, and then pipelines, so that
+        others have a plan to beat.
         """
         for some in (meshes[:FIRST], meshes[FIRST:]):
             for count in self.contexts.counts:
@@ -205,22 +221,29 @@ class Driver:
                         self._look(program, mesh, count, self._menus(program, mesh, count))
                 if self.request.wanted is not Wanted.PRICE:
                     self._widen()
+            if self.pipelines is not None and self.request.wanted is not Wanted.PRICE:
+                pipelines, self.pipelines = self.pipelines, None
+                self._ask(pipelines)
         if self.best_ps == inf:
             self._widen()
 
     def _widen(self) -> None:
-        """Search the wider space, once and where memory limits plans: all that this one still
-        looks at has its plans to beat.
-        """
-        if self.wider is None or not self.is_limited():
-            return
-        fitting = (f for f in self.judged() if f.peak_bytes <= self.request.limit_bytes)
-        best = min(fitting, key=lambda found: found.step_ps, default=self.incumbent)
-        wider, self.wider = self.wider, None
-        found = _searched(wider, best, self.contexts.work)
+        """Search the wider space, once and where memory limits plans."""
+        if self.wider is not None and self.is_limited():
+            wider, self.wider = self.wider, None
+            self._ask(wider)
+
+    def _ask(self, space: Space) -> None:
+        """Search another space: all that this one still looks at has its plans to beat."""
+        found = _searched(space, self._best(), self.contexts.work)
         if found is not None:
             self.incumbent = min([found, *filter(None, [self.incumbent])], key=_step_ps)
             self.best_ps = min(self.best_ps, found.step_ps)
+
+    def _best(self) -> SimulatedPlan | None:
+        """The fastest plan that fits."""
+        fitting = (f for f in self.judged() if f.peak_bytes <= self.request.limit_bytes)
+        return min(chain(filter(None, [self.incumbent]), fitting), key=_step_ps, default=None)
 
     def _enough_ps(self, mesh: Mesh) -> float:
         """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
@@ -338,8 +361,12 @@ class Driver:
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
-        """Bring the bounds of all contexts near the best estimate of what fits."""
-        limit = self.request.limit_bytes
+        """Bring the bounds of all contexts near the best estimate of what fits; there is none such
+        of pipelines.
+        """
+        limit, fastest = self.request.limit_bytes, self._best()
+        if fastest is not None and len(fastest.decisions.stages) > 1:
+            return
         fitting = (f for f in self.judged() if f.peak_bytes <= limit)
         known = [self.incumbent] if self.incumbent else []
         best = min((found.estimate_ps for found in (*known, *fitting)), default=inf)
@@ -373,11 +400,11 @@ class Driver:
         return chain.from_iterable(context.judged.values() for context in self.looked)
 
 
-def _searched(wider: Wider, best: SimulatedPlan | None, work: Work) -> SimulatedPlan | None:
-    """The fastest plan of the wider space, if one is faster than `best`; it ends as this search
+def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> SimulatedPlan | None:
+    """The fastest plan of another space, if one is faster than `best`; it ends as this search
     does.
     """
-    found = wider(best, work.left)
+    found = space(best, work.left)
     if found is None:
         return None
     if found.status is Status.INTERRUPTED:
@@ -425,6 +452,11 @@ def _fastest(context: ContextSearch) -> float:
 
 def _step_ps(found: SimulatedPlan) -> float:
     return found.step_ps
+
+
+def _rank(found: SimulatedPlan) -> tuple[float, int]:
+    """Faster plans come first, and of equally fast ones those on fewer devices."""
+    return found.step_ps, found.decisions.num_ranks
 
 
 def _fineness(context: ContextSearch) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from parloom.ir.graph import Function, Node
-from parloom.ir.ops.cuts import Cuts, DimKey, refine, through_node
+from parloom.ir.ops.cuts import KnownCuts, NodeCuts
 from parloom.ir.ops.opdef import OpDef
 from parloom.ir.ops.rule import LOCAL, OFFSET, WHOLE, Dims, Rule, Site
 
@@ -26,14 +26,14 @@ def parts_of(program: Function, known: Known) -> list[tuple[Node, Site, Rule]]:
     nodes = [item for item in program.body if isinstance(item, Node)]
     sites = [Site(node, tuple(specs[name] for name in node.refs)) for node in nodes]
     rules = [known[site.node.op].rule(site) for site in sites]
-    cuts: dict[DimKey, Cuts] = {}
-    both = [*zip(nodes, rules, strict=True)]
-    while any([through_node(cuts, "", node, rule) for node, rule in (*both, *reversed(both))]):
-        pass
-    return [
-        (node, site, refine(cuts, "", node, rule))
-        for node, site, rule in zip(nodes, sites, rules, strict=True)
-    ]
+    cuts = [NodeCuts("", node, rule) for node, rule in zip(nodes, rules, strict=True)]
+    known_cuts, before = KnownCuts(), -1
+    while known_cuts.changes > before:
+        before = known_cuts.changes
+        for own in (*cuts, *reversed(cuts)):
+            own.carry(known_cuts)
+    refined = [own.refined(known_cuts) for own in cuts]
+    return [*zip(nodes, sites, refined, strict=True)]
 
 
 def compose(program: Function, known: Known) -> Rule:

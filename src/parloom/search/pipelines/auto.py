@@ -9,8 +9,10 @@ first ones are simulated, and boundaries of the best are moved.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import chain, islice
 from math import inf
+from statistics import fmean
 
 import numpy as np
 
@@ -20,9 +22,10 @@ from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.regular_parts import regular_parts
 from parloom.ir.stages import item_edges, stage_items
+from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
-from parloom.search.least_compute import least_way_ps, least_work_ps
+from parloom.search.least_compute import least_way_ps, least_work_ps, longest_item_ps
 from parloom.search.optimize import Searched
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
@@ -54,23 +57,36 @@ EVERY, MANY, PATIENCE = 300, 2, 50
 UNLIMITED = 1 << 60
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
+# The error of closed forms of which none was simulated.
+ONE = (1.0,)
 APART = "pipelines are not searched for microbatches that are computed by themselves"
 
 
-def with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
-    """The answer with pipelines among its proposals, and a bound that holds for them, too."""
-    looked = searched.proposals or searched.smallest or searched.bound_ps
-    return _with_pipelines(request, base, searched, say) if looked else searched
+def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Searched:
+    """Plans of one stage, with modules as blocks, too, and pipelines; bounds are of all."""
+    if not request.pinned.allows_stages(1):
+        return pipelines_alone(request, base, say)
+    answers: list[Searched] = []
+
+    def pipelines(best: SimulatedPlan | None, budget: int | None) -> Searched | None:
+        best_ps = best.step_ps if best else inf
+        found = search_pipelines(replace(request, budget=budget), base, best_ps, say)
+        answers.extend(filter(None, [found]))
+        return found
+
+    plain = search_with_blocks(request, base, say, pipelines)
+    if plain.status is Status.OUT_OF_BUDGET and not answers:
+        pipelines(None, 0)
+    return reduce(Searched.beside, answers, plain)
 
 
 def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
     """The answer where pins want several stages; raises `InputError` where none holds them."""
-    nothing = Searched((), inf, inf, work_left=request.budget)
-    found = _with_pipelines(request, base, nothing, say)
+    found = search_pipelines(request, base, inf, say) or Searched((), inf, inf)
     if found.proposals or found.smallest or found.status is not Status.COMPLETE:
         return found
     say("no pipeline fits that holds the pins: searching with all the memory there could be")
-    roomy = _with_pipelines(replace(request, limit_bytes=UNLIMITED), base, nothing, say)
+    roomy = search_pipelines(replace(request, limit_bytes=UNLIMITED), base, inf, say) or found
     plans = (*roomy.proposals, *filter(None, [roomy.smallest]))
     smallest = min(plans, key=lambda plan: plan.peak_bytes, default=None)
     if smallest is None:
@@ -80,45 +96,46 @@ def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
     return replace(found, smallest=smallest)
 
 
-def _with_pipelines(request: Request, base: Decisions, searched: Searched, say: Say) -> Searched:
+def search_pipelines(
+    request: Request, base: Decisions, best_ps: float, say: Say
+) -> Searched | None:
+    """Pipelines that are faster than `best_ps`, and what none takes less than; None where there
+    are none such.
+    """
     if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
-        return searched
+        return None
     if request.batch_semantics != GLOBAL:
-        words = f"{searched.left_out}; {APART}" if searched.left_out else APART
-        return replace(searched, left_out=words)
+        return Searched((), inf, inf, left_out=APART, work_left=request.budget)
     if not any(map(request.pinned.allows_stages, range(2, len(stage_items(request.graph)) + 1))):
-        return searched
-    best = min((p.step_ps for p in searched.proposals), default=inf)
+        return None
     searches: list[PipelineSearch] = []
-    status = searched.status
+    status = Status.COMPLETE
     try:
-        contexts = Contexts(replace(request, budget=searched.work_left), base)
+        contexts = Contexts(request, base)
         for own in _asked(request):
             whole = own.cluster.num_devices == request.cluster.num_devices
-            searches.append(PipelineSearch(contexts if whole else contexts.on_part(own), best, say))
-            if status is Status.COMPLETE:
-                searches[-1].run()
-            best = searches[-1].best_ps
+            there = contexts if whole else contexts.on_part(own)
+            searches.append(PipelineSearch(there, best_ps, say))
+            searches[-1].run()
+            best_ps = searches[-1].best_ps
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
     if not searches:
-        return replace(searched, status=status, bound_ps=0.0)
-    plans = (plan for search in searches for plan in search.plans())
-    found = sorted((*searched.proposals, *plans), key=lambda p: p.step_ps)
-    # Parts of the cluster have fewer devices for the same work.
-    bound_ps = min(searched.bound_ps, searches[0].least_ps)
-    smallest = searched.smallest
+        return Searched((), 0.0, inf, status)
+    smallest: SimulatedPlan | None = None
     for search in searches:
         smallest = search.smallest(smallest)
-    return replace(
-        searched,
-        proposals=tuple(found),
-        status=status,
-        bound_ps=0.0 if status is Status.INTERRUPTED else bound_ps,
-        work_left=searches[0].contexts.work.left,
+    plans = chain.from_iterable(search.plans() for search in searches)
+    return Searched(
+        tuple(sorted(plans, key=lambda plan: plan.step_ps)),
+        # Parts of the cluster have fewer devices for the same work.
+        0.0 if status is Status.INTERRUPTED else searches[0].least_ps,
+        inf,
+        status,
         smallest=smallest,
+        work_left=searches[0].contexts.work.left,
     )
 
 
@@ -185,9 +202,12 @@ class PipelineSearch:
         """All sizes of groups, the numbers of microbatches that promise most."""
         if self.least_ps > self.best_ps * (1 - WORTH):
             return
+        longest_ps, per_group = longest_item_ps(self.contexts), 1.0
         for size in part_sizes(self.request.cluster):
-            if 2 <= self.devices // size <= len(self.items):
-                self._look_on(size)
+            groups = self.devices // size
+            if 2 <= groups <= len(self.items) and longest_ps / size < self.best_ps:
+                per_group = self._look_on(size, per_group * groups) / groups or per_group
+        self._add_exposed()
         self._add_uneven()
         self._judge_best()
         self._climb()
@@ -213,30 +233,58 @@ class PipelineSearch:
             return known
         return found.predicted(self.request)
 
-    def _look_on(self, size: int) -> None:
-        """Numbers of microbatches from one for each group, downwards and upwards as long as closed
-        forms become less and there is something to win.
+    def _look_on(self, size: int, wanted: float) -> int:
+        """Numbers of microbatches from the one nearest to `wanted`, or the first more that fit,
+        downwards and upwards as long as closed forms become less and there is something to win: the
+        best, 0 where there is none.
         """
-        groups = self.devices // size
         counts = self.contexts.counts
-        start = min(range(len(counts)), key=lambda i: abs(counts[i] - groups))
-        first = before = self._look(size, counts[start])
-        for count in reversed(counts[:start]):
+        start = at = min(range(len(counts)), key=lambda i: abs(counts[i] - wanted))
+        first = self._look(size, counts[at])
+        while first is None and self._is_large(size, counts[at]) and at + 1 < len(counts):
+            at += 1
+            first = self._look(size, counts[at])
+        found = list(filter(None, [first]))
+        if at == start:
+            found += self._with_fewer(size, first, counts[:at])
+        if first is not None:
+            found += self._with_more(size, first, counts[at + 1 :])
+        best = min(found, key=_closed_ps, default=None)
+        return best.num_microbatches if best else 0
+
+    def _with_fewer(
+        self, size: int, before: Split | None, counts: Sequence[int]
+    ) -> Iterator[Split]:
+        """The best split of each of these numbers of microbatches, downwards."""
+        for count in reversed(counts):
             if before is not None and self._least_with(before, count) > self._enough_ps():
-                break
+                return
             found = self._look(size, count)
-            if before and (not found or found.step_ps > before.step_ps * (1 + NEARBY)):
-                break
+            if found is None and (before or self._is_large(size, count)):
+                return
+            if found is not None:
+                yield found
+                if before is not None and found.step_ps > before.step_ps * (1 + NEARBY):
+                    return
             before = found or before
-        before = first
-        for count in counts[start + 1 :]:
-            # More microbatches compute no less.
-            if before is None or max(before.loads_ps()) > self._enough_ps():
-                break
+
+    def _with_more(self, size: int, before: Split, counts: Sequence[int]) -> Iterator[Split]:
+        """The best split of each of these numbers of microbatches, upwards."""
+        for count in counts:
+            # More microbatches compute no less, if they may hold as much.
+            if self.layouts.least_ps[size, before.num_microbatches] > self.best_ps:
+                return
             found = self._look(size, count)
-            if not found or found.step_ps > before.step_ps * (1 + NEARBY):
-                break
+            if found is None:
+                return
+            yield found
+            if found.step_ps > before.step_ps * (1 + NEARBY):
+                return
             before = found
+
+    def _is_large(self, size: int, count: int) -> bool:
+        """Whether layouts that are fast enough hold too much."""
+        return self.layouts.least_ps[size, count] <= self._enough_ps()
 
     def _least_with(self, before: Split, count: int) -> float:
         """An estimate of the least closed form with fewer microbatches than in `before`. A larger
@@ -277,6 +325,15 @@ class PipelineSearch:
             if allowed and split.stored_bytes() <= self.request.limit_bytes:
                 yield split
 
+    def _add_exposed(self) -> None:
+        """Splits of layouts in which nothing hides, where those in which all does promise most."""
+        enough_ps = self._enough_ps()
+        promising = {_layout(split) for split in self.splits if split.step_ps <= enough_ps}
+        for layout in list(chain.from_iterable(self.layouts.known.values())):
+            if id(layout.costs.whole) in promising:
+                for other in self.layouts.exposed(layout):
+                    self.splits += self._even(other.costs)
+
     def _add_uneven(self) -> None:
         """Splits over groups of several sizes around those of the best split, with as many
         microbatches.
@@ -305,8 +362,8 @@ class PipelineSearch:
         if self.tried.fitting():
             return
         # Again where nothing was small enough to be simulated, or what was simulated was too large.
-        large = {id(one.split.costs[0].whole) for one in self.tried.judged}
-        small = {id(split.costs[0].whole) for split in self.splits} - large
+        large = {_layout(one.split) for one in self.tried.judged}
+        small = set(map(_layout, self.splits)) - large
         self.splits = []
         for layout in list(chain.from_iterable(self.layouts.known.values())):
             if id(layout.costs.whole) not in small:
@@ -316,21 +373,30 @@ class PipelineSearch:
 
     def _judge_of(self, splits: Sequence[Split]) -> None:
         """Simulate the best of each placement and number of microbatches: closed forms of one
-        placement differ less from each other than from what the simulator says. Where none fits,
-        more are looked at, as long as they promise to be faster than plans of one stage.
+        placement differ less from each other than from what the simulator says. By how much they do
+        in a layout counts for its other splits. Where none fits, more are looked at, as long as
+        they promise to be faster than plans of one stage.
         """
-        ranked = sorted(splits, key=_closed_ps)
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        for split in ranked:
+        errors: dict[int, list[float]] = {}
+        left = sorted(splits, key=_closed_ps)
+        while left:
             judged, fitting = sum(known.values()), self.tried.fitting()
             most, enough_ps = JUDGED, self._enough_ps()
             if not fitting:  # what promises more than these need not fit either
                 most, enough_ps = UNFIT, self.best_ps * (1 + FORMS)
-            if judged >= most or split.step_ps > enough_ps:
+            left = [split for split in left if split.step_ps <= enough_ps]
+            if judged >= most or not left:
                 return
+            split = min(
+                left, key=lambda split: split.step_ps * fmean(errors.get(_layout(split), ONE))
+            )
+            left.remove(split)
             kind = split.num_microbatches, split.groups
-            if known[kind] < EACH:
-                known[kind] += self._judge(split) is not None
+            found = self._judge(split) if known[kind] < EACH else None
+            if found is not None:
+                known[kind] += 1
+                errors.setdefault(_layout(split), []).append(found.step_ps / split.step_ps)
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         found = self.tried.play(split)
@@ -386,3 +452,7 @@ class PipelineSearch:
 
 def _closed_ps(split: Split) -> float:
     return split.step_ps
+
+
+def _layout(split: Split) -> int:
+    return id(split.costs[0].whole)

@@ -20,6 +20,8 @@ SLACK = 1.25
 MARGINS = (0.9, 0.7)
 # How near the first bound of a context is to the least Lagrangian.
 ROUGH = 0.01
+# Prices at which weights and gradients on the move are hidden, and computing counts.
+COMPUTING = ShadowPrices(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +42,38 @@ class GroupLayouts:
     ) -> None:
         self.contexts, self.pricer, self.devices, self.margin = contexts, pricer, devices, margin
         self.known: dict[tuple[int, int], list[GroupLayout]] = {}
+        # What no layout takes less than, whatever it holds; at the prices of the latest layout.
+        self.least_ps: dict[tuple[int, int], float] = {}
+        self.duals = COMPUTING
 
     def of(self, size: int, count: int, enough_ps: float = inf) -> list[GroupLayout]:
         """Layouts on groups of `size` that may take less than `enough_ps` with `count`
-        microbatches.
+        microbatches, in which what a group sends hides behind what it computes.
         """
         if (size, count) not in self.known:
             part = self.contexts.on_part(self.contexts.request.on(size))
             found: list[GroupLayout] = []
+            bounds = [inf]
             for mesh in part.meshes[:MESHES]:
                 program = part.on(mesh, count)
                 if program is None:
                     continue
                 context = part.search(program, mesh, count)
-                free = ShadowPrices()
+                free = self.duals.with_byte(0.0)
                 context.columns.prove(free, ROUGH)
-                if context.columns.bounds[free] / (self.devices // size) > enough_ps:
-                    continue
-                for hides in (True, False):
-                    wholes = {layout.costs.whole for layout in found}
-                    found += self._laid_out(context, hides, self.margin, wholes)
-            self.known[size, count] = found
+                bounds.append(context.columns.bounds[free] / (self.devices // size))
+                if bounds[-1] <= enough_ps:
+                    found += self._laid_out(context, True, self.margin)
+            self.known[size, count], self.least_ps[size, count] = found, min(bounds)
         return self.known[size, count]
+
+    def exposed(self, layout: GroupLayout) -> list[GroupLayout]:
+        """The same as if nothing hid behind computing."""
+        known = self.known[layout.costs.num_devices, layout.costs.num_microbatches]
+        wholes = {other.costs.whole for other in known}
+        found = list(self._laid_out(layout.context, False, self.margin, wholes))
+        known += found
+        return found
 
     def smaller(self, layout: GroupLayout) -> list[GroupLayout]:
         """The same for less memory."""
@@ -86,7 +98,8 @@ class GroupLayouts:
         pipelined = with_passes(context, Passes(count, in_flight, hides))
         room = request.limit_bytes - batch_bytes(request.graph)
         pipelined.limit = max(1.0, margin * groups * room)
-        pipelined.run(context.duals)
+        pipelined.run(self.duals)
+        self.duals = pipelined.duals
         candidate = next(pipelined.candidates(), None)
         if candidate is None:
             return
