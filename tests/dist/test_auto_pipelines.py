@@ -202,8 +202,8 @@ def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
     memory = machine.cluster.device.memory_bytes
     request = Request(captured().graph, machine, captured().optimizer, memory)
     search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
-    search._look(1, 4)  # noqa: SLF001 - one context is enough
-    several = [split for split in search.splits if len(split.groups) > len(split.costs)]
+    search.splits.look_at(1, 4)  # one context is enough
+    several = [split for split in search.splits.found if len(split.groups) > len(split.costs)]
     assert several
     assert all(search.tried.play(split) is not None for split in several)
     assert not search.tried.refused
@@ -232,8 +232,8 @@ def test_no_pipeline_is_below_the_bound(name: str, slow: str) -> None:
     serial_ps = least_passes_ps(program, Prices(program, contexts.walker(mesh), contexts.shared))
     steps: list[int] = []
     for count in contexts.counts:
-        search._look(1, count)  # noqa: SLF001 - every split, not only those that promise most
-    for split in search.splits:
+        search.splits.look_at(1, count)  # every split, not only those that promise most
+    for split in search.splits.found:
         found = search.tried.judge.judge(split)
         if found is not None:
             steps.append(found.timeline.step_ps)

@@ -118,7 +118,7 @@ def test_functions_stay_small() -> None:
 
 # Classes that are still to be split, and their lines: they get no longer.
 LONG = {
-    "CallCosts": 152, "Driver": 228, "LayoutModel": 169, "MixedSearch": 203, "PipelineSearch": 216,
+    "CallCosts": 152, "Driver": 228, "LayoutModel": 169, "MixedSearch": 203,
     "EverySplit": 190,
 }  # fmt: skip
 

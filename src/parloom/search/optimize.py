@@ -221,17 +221,17 @@ class Driver:
                         self._look(program, mesh, count, self._menus(program, mesh, count))
                 if self.request.wanted is not Wanted.PRICE:
                     self._widen()
-            if self.pipelines is not None and self.request.wanted is not Wanted.PRICE:
-                pipelines, self.pipelines = self.pipelines, None
-                self._ask(pipelines)
+            if self.pipelines is not None:
+                self._ask(self.pipelines)
+                self.pipelines = None
         if self.best_ps == inf:
             self._widen()
 
     def _widen(self) -> None:
         """Search the wider space, once and where memory limits plans."""
-        if self.wider is not None and self.is_limited():
-            wider, self.wider = self.wider, None
-            self._ask(wider)
+        if self.wider is not None and _is_limited(self.looked, self.seen, self.best_ps):
+            self._ask(self.wider)
+            self.wider = None
 
     def _ask(self, space: Space) -> None:
         """Search another space: all that this one still looks at has its plans to beat."""
@@ -368,8 +368,8 @@ class Driver:
         if fastest is not None and len(fastest.decisions.stages) > 1:
             return
         fitting = (f for f in self.judged() if f.peak_bytes <= limit)
-        known = [self.incumbent] if self.incumbent else []
-        best = min((found.estimate_ps for found in (*known, *fitting)), default=inf)
+        known = chain(filter(None, [self.incumbent]), fitting)
+        best = min((found.estimate_ps for found in known), default=inf)
         bounds = []
         for context in self.looked:
             counted = self._counted(context)
@@ -377,17 +377,6 @@ class Driver:
                 context.columns.run(counted, context.duals, CLOSED / 4)
             bounds.append(context.columns.bound_ps(counted))
         self.estimate_bound_ps = min(bounds, default=0.0)
-
-    def is_limited(self) -> bool:
-        """Whether memory makes the bound of a context higher that promises a better plan."""
-        if self.best_ps == inf:
-            return bool(self.looked)
-        for context in self.looked:
-            free = context.columns.bound_ps(UNLIMITED)
-            limited = context.columns.bound_ps(context.limit) > free * (1 + WORTH)
-            if limited and free * self.seen.ratio < self.best_ps * (1 - WORTH):
-                return True
-        return False
 
     def _counted(self, context: ContextSearch) -> float:
         """The limit on what the model counts that plans which fit obey, as far as was seen."""
@@ -414,6 +403,18 @@ def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> Simulated
     if found.status is Status.OUT_OF_BUDGET:
         raise OutOfWorkError
     return next(iter(found.proposals), None)
+
+
+def _is_limited(looked: Sequence[ContextSearch], seen: EstimateErrors, best_ps: float) -> bool:
+    """Whether memory makes the bound of a context higher that promises a better plan."""
+    if best_ps == inf:
+        return bool(looked)
+    for context in looked:
+        free = context.columns.bound_ps(UNLIMITED)
+        limited = context.columns.bound_ps(context.limit) > free * (1 + WORTH)
+        if limited and free * seen.ratio < best_ps * (1 - WORTH):
+            return True
+    return False
 
 
 def _progress(context: ContextSearch, limit_bytes: int, best_ps: float) -> str:

@@ -7,7 +7,7 @@ first ones are simulated, and boundaries of the best are moved.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import chain, islice
@@ -16,34 +16,25 @@ from statistics import fmean
 
 import numpy as np
 
-from parloom.cost.units import format_seconds
 from parloom.errors import InputError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
-from parloom.ir.regular_parts import regular_parts
-from parloom.ir.stages import item_edges, stage_items
+from parloom.ir.stages import stage_items
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
-from parloom.search.least_compute import least_way_ps, least_work_ps, longest_item_ps
+from parloom.search.least_compute import least_way_ps, least_work_ps
 from parloom.search.optimize import Searched
-from parloom.search.pipelines.costs import ItemCosts, Pricer
+from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
-from parloom.search.pipelines.layouts import GroupLayouts
-from parloom.search.pipelines.orders import orders
-from parloom.search.pipelines.parts import PartCosts, uneven_splits
-from parloom.search.pipelines.split import Split, even_splits
+from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps, layout_of
+from parloom.search.pipelines.split import Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.work import OutOfWorkError
 
-# The shares by which closed forms may become longer from one number of microbatches to the next,
-# and be above the least of all that is simulated.
-NEARBY, FORMS = 0.02, 0.15
-# Groups of several sizes are at most so many times larger and smaller than the best even ones.
-AROUND = 2
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
 JUDGED, EACH, MOVED = 12, 2, 40
 # Those that are simulated as long as none fits.
@@ -189,26 +180,15 @@ class PipelineSearch:
     def __init__(self, contexts: Contexts, best_ps: float, say: Say) -> None:
         self.contexts, self.request, self.say = contexts, contexts.request, say
         self.best_ps, self.least_ps = best_ps, least_pipeline_ps(contexts)
-        self.devices = self.request.cluster.num_devices
-        items, factored = stage_items(self.request.graph), contexts.whole.factored
-        self.items = items
-        self.orders = orders(len(items), item_edges(self.request.graph))
-        pricer = Pricer(self.request, factored, items, self.request.machine)
-        self.layouts = GroupLayouts(contexts, pricer, self.devices)
-        self.tried = Tried(Judge(self.request, factored), contexts.work.spend)
-        self.splits: list[Split] = []
+        self.splits = PromisingSplits(contexts, self.least_ps, best_ps, say)
+        judge = Judge(self.request, contexts.whole.factored)
+        self.tried = Tried(judge, contexts.work.spend)
 
     def run(self) -> None:
-        """All sizes of groups, the numbers of microbatches that promise most."""
+        """Simulate what promises most, and what is near the best of that."""
         if self.least_ps > self.best_ps * (1 - WORTH):
             return
-        longest_ps, per_group = longest_item_ps(self.contexts), 1.0
-        for size in part_sizes(self.request.cluster):
-            groups = self.devices // size
-            if 2 <= groups <= len(self.items) and longest_ps / size < self.best_ps:
-                per_group = self._look_on(size, per_group * groups) / groups or per_group
-        self._add_exposed()
-        self._add_uneven()
+        self.splits.look()
         self._judge_best()
         self._climb()
         before = self.best_ps
@@ -233,145 +213,16 @@ class PipelineSearch:
             return known
         return found.predicted(self.request)
 
-    def _look_on(self, size: int, wanted: float) -> int:
-        """Numbers of microbatches from the one nearest to `wanted`, or the first more that fit,
-        downwards and upwards as long as closed forms become less and there is something to win: the
-        best, 0 where there is none.
-        """
-        counts = self.contexts.counts
-        start = at = min(range(len(counts)), key=lambda i: abs(counts[i] - wanted))
-        first = self._look(size, counts[at])
-        while first is None and self._is_large(size, counts[at]) and at + 1 < len(counts):
-            at += 1
-            first = self._look(size, counts[at])
-        found = list(filter(None, [first]))
-        if at == start:
-            found += self._with_fewer(size, first, counts[:at])
-        if first is not None:
-            found += self._with_more(size, first, counts[at + 1 :])
-        best = min(found, key=_closed_ps, default=None)
-        return best.num_microbatches if best else 0
-
-    def _with_fewer(
-        self, size: int, before: Split | None, counts: Sequence[int]
-    ) -> Iterator[Split]:
-        """The best split of each of these numbers of microbatches, downwards."""
-        for count in reversed(counts):
-            if before is not None and self._least_with(before, count) > self._enough_ps():
-                return
-            found = self._look(size, count)
-            if found is None and (before or self._is_large(size, count)):
-                return
-            if found is not None:
-                yield found
-                if before is not None and found.step_ps > before.step_ps * (1 + NEARBY):
-                    return
-            before = found or before
-
-    def _with_more(self, size: int, before: Split, counts: Sequence[int]) -> Iterator[Split]:
-        """The best split of each of these numbers of microbatches, upwards."""
-        for count in counts:
-            # More microbatches compute no less, if they may hold as much.
-            if self.layouts.least_ps[size, before.num_microbatches] > self.best_ps:
-                return
-            found = self._look(size, count)
-            if found is None:
-                return
-            yield found
-            if found.step_ps > before.step_ps * (1 + NEARBY):
-                return
-            before = found
-
-    def _is_large(self, size: int, count: int) -> bool:
-        """Whether layouts that are fast enough hold too much."""
-        return self.layouts.least_ps[size, count] <= self._enough_ps()
-
-    def _least_with(self, before: Split, count: int) -> float:
-        """An estimate of the least closed form with fewer microbatches than in `before`. A larger
-        microbatch takes longer on its way; all of them together may take less than now, down to
-        `least_ps`.
-        """
-        load_ps = max(before.loads_ps())
-        larger = before.num_microbatches / count * min(1.0, self.least_ps / load_ps)
-        return max(self.least_ps + before.waits_ps * max(1.0, larger), before.way_ps * larger)
-
-    def _enough_ps(self) -> float:
-        """The closed form beyond which a split is not simulated."""
-        least = min((split.step_ps for split in self.splits), default=inf)
-        return min(self.best_ps, least) * (1 + FORMS)
-
-    def _look(self, size: int, count: int) -> Split | None:
-        """Add the splits of one context: the one with the least closed form."""
-        found: list[Split] = []
-        for layout in self.layouts.of(size, count, self._enough_ps()):
-            found += self._even(layout.costs)
-        self.splits += found
-        best = min(found, key=_closed_ps, default=None)
-        if best is not None:
-            seconds = format_seconds(best.step_ps / 1e12)
-            self.say(f"pipelines on groups of {size}, {count} microbatches: about {seconds}")
-        return best
-
-    def _even(self, costs: ItemCosts) -> Iterator[Split]:
-        """Splits over groups with these layouts, items in several orders."""
-        for order in self.orders:
-            count, limit_bytes = self.devices // costs.num_devices, self.request.limit_bytes
-            found = even_splits(costs.ordered(order), count, limit_bytes)
-            yield from self._promising(found)
-
-    def _promising(self, splits: Iterator[Split]) -> Iterator[Split]:
-        for split in splits:
-            allowed = self.request.pinned.allows_stages(len(split.groups))
-            if allowed and split.stored_bytes() <= self.request.limit_bytes:
-                yield split
-
-    def _add_exposed(self) -> None:
-        """Splits of layouts in which nothing hides, where those in which all does promise most."""
-        enough_ps = self._enough_ps()
-        promising = {_layout(split) for split in self.splits if split.step_ps <= enough_ps}
-        for layout in list(chain.from_iterable(self.layouts.known.values())):
-            if id(layout.costs.whole) in promising:
-                for other in self.layouts.exposed(layout):
-                    self.splits += self._even(other.costs)
-
-    def _add_uneven(self) -> None:
-        """Splits over groups of several sizes around those of the best split, with as many
-        microbatches.
-        """
-        best = min(self.splits, key=_closed_ps, default=None)
-        if best is None:
-            return
-        size, parts = best.costs[0].num_devices, part_sizes(self.request.cluster)
-        costs: dict[int, ItemCosts] = {}
-        for other in parts:
-            if size / AROUND <= other <= size * AROUND:
-                layouts = self.layouts.of(other, best.num_microbatches, self._enough_ps())
-                each = (layout.costs for layout in layouts)
-                found = min(each, key=lambda c: int(c.loads_ps.sum()), default=None)
-                if found is not None:
-                    costs[other] = found
-        (part,) = regular_parts(self.request.cluster)
-        uneven = uneven_splits(PartCosts(part, self.request.limit_bytes, costs))
-        self.splits += self._promising(uneven)
-
     def _judge_best(self) -> None:
         """Simulate the splits with the least closed forms; layouts of those that do not fit are
         made for less memory.
         """
-        self._judge_of(self.splits)
-        if self.tried.fitting():
-            return
-        # Again where nothing was small enough to be simulated, or what was simulated was too large.
-        large = {_layout(one.split) for one in self.tried.judged}
-        small = set(map(_layout, self.splits)) - large
-        self.splits = []
-        for layout in list(chain.from_iterable(self.layouts.known.values())):
-            if id(layout.costs.whole) not in small:
-                for other in self.layouts.smaller(layout):
-                    self.splits += self._even(other.costs)
-        self._judge_of(self.splits)
+        self._judge_splits()
+        if not self.tried.fitting():
+            self.splits.make_smaller(one.split for one in self.tried.judged)
+            self._judge_splits()
 
-    def _judge_of(self, splits: Sequence[Split]) -> None:
+    def _judge_splits(self) -> None:
         """Simulate the best of each placement and number of microbatches: closed forms of one
         placement differ less from each other than from what the simulator says. By how much they do
         in a layout counts for its other splits. Where none fits, more are looked at, as long as
@@ -379,24 +230,24 @@ class PipelineSearch:
         """
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
         errors: dict[int, list[float]] = {}
-        left = sorted(splits, key=_closed_ps)
+        left = sorted(self.splits.found, key=closed_ps)
         while left:
             judged, fitting = sum(known.values()), self.tried.fitting()
-            most, enough_ps = JUDGED, self._enough_ps()
+            most, enough_ps = JUDGED, self.splits.enough_ps(self.best_ps)
             if not fitting:  # what promises more than these need not fit either
                 most, enough_ps = UNFIT, self.best_ps * (1 + FORMS)
             left = [split for split in left if split.step_ps <= enough_ps]
             if judged >= most or not left:
                 return
             split = min(
-                left, key=lambda split: split.step_ps * fmean(errors.get(_layout(split), ONE))
+                left, key=lambda split: split.step_ps * fmean(errors.get(layout_of(split), ONE))
             )
             left.remove(split)
             kind = split.num_microbatches, split.groups
             found = self._judge(split) if known[kind] < EACH else None
             if found is not None:
                 known[kind] += 1
-                errors.setdefault(_layout(split), []).append(found.step_ps / split.step_ps)
+                errors.setdefault(layout_of(split), []).append(found.step_ps / split.step_ps)
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         found = self.tried.play(split)
@@ -409,12 +260,12 @@ class PipelineSearch:
         the layout that is the best for it, take no longer than the best plan.
         """
         found: dict[int, dict[int, list[ItemCosts]]] = {}
-        for (size, count), layouts in self.layouts.known.items():
+        for (size, count), layouts in self.splits.layouts.known.items():
             if layouts:
                 found.setdefault(count, {})[size] = [one.costs for one in layouts]
         for count, by_size in list(found.items()):
             times = [size * own.loads_ps for size, each in by_size.items() for own in each]
-            if np.min(times, axis=0).sum() >= self.best_ps * self.devices:
+            if np.min(times, axis=0).sum() >= self.best_ps * self.request.cluster.num_devices:
                 del found[count]
         return found
 
@@ -448,11 +299,3 @@ class PipelineSearch:
             if self.best_ps < before:
                 every.enough_ps, better = self.best_ps, index
         return bool(cuts) and every.is_whole
-
-
-def _closed_ps(split: Split) -> float:
-    return split.step_ps
-
-
-def _layout(split: Split) -> int:
-    return id(split.costs[0].whole)

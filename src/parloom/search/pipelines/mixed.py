@@ -23,17 +23,16 @@ from parloom.search.meshes import logical_meshes
 from parloom.search.pipelines.auto import (
     APART,
     EACH,
-    FORMS,
     JUDGED,
     MERGED,
     MOVED,
-    NEARBY,
     holds_pins,
 )
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.layouts import MARGINS, GroupLayouts
 from parloom.search.pipelines.parts import PartCosts, few_sizes, in_turns, splits_over_parts
+from parloom.search.pipelines.promising import FORMS, NEARBY
 from parloom.search.pipelines.replicas import Shares, replicated, shares
 from parloom.search.pipelines.split import Floats, Split
 from parloom.search.prices import Prices
