@@ -210,9 +210,7 @@ class Driver:
             self.bound_ps = least
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
-        """The contexts on `meshes`; those of the first ones first, and then pipelines, so that
-        others have a plan to beat.
-        """
+        """The contexts on `meshes`: of the first, pipelines, and others, which have plans to beat."""
         for some in (meshes[:FIRST], meshes[FIRST:]):
             for count in self.contexts.counts:
                 for mesh in some:
