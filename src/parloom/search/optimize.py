@@ -210,7 +210,7 @@ class Driver:
             self.bound_ps = least
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
-        """The contexts on `meshes`: of the first, pipelines, and others, which have plans to beat."""
+        """The contexts on the first meshes, pipelines, and the rest, which has plans to beat."""
         for some in (meshes[:FIRST], meshes[FIRST:]):
             for count in self.contexts.counts:
                 for mesh in some:
