@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import reduce
 from itertools import chain, islice
 from math import inf
-from statistics import fmean
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
-from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps, layout_of
+from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps
 from parloom.search.pipelines.split import Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
@@ -48,8 +47,6 @@ EVERY, MANY, PATIENCE = 300, 2, 50
 UNLIMITED = 1 << 60
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
-# The error of closed forms of which none was simulated.
-ONE = (1.0,)
 APART = "pipelines are not searched for microbatches that are computed by themselves"
 
 
@@ -224,30 +221,26 @@ class PipelineSearch:
 
     def _judge_splits(self) -> None:
         """Simulate the best of each placement and number of microbatches: closed forms of one
-        placement differ less from each other than from what the simulator says. By how much they do
-        in a layout counts for its other splits. Where none fits, more are looked at, as long as
-        they promise to be faster than plans of one stage.
+        placement differ less from each other than from what the simulator says. Where none fits,
+        more are looked at, as long as they promise to be faster than plans of one stage.
         """
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        errors: dict[int, list[float]] = {}
-        left = sorted(self.splits.found, key=closed_ps)
-        while left:
+        seen: set[tuple[float, tuple[int, ...], tuple[int, ...]]] = set()
+        for split in sorted(self.splits.found, key=closed_ps):
             judged, fitting = sum(known.values()), self.tried.fitting()
             most, enough_ps = JUDGED, self.splits.enough_ps(self.best_ps)
             if not fitting:  # what promises more than these need not fit either
                 most, enough_ps = UNFIT, self.best_ps * (1 + FORMS)
-            left = [split for split in left if split.step_ps <= enough_ps]
-            if judged >= most or not left:
+            if judged >= most or split.step_ps > enough_ps:
                 return
-            split = min(
-                left, key=lambda split: split.step_ps * fmean(errors.get(layout_of(split), ONE))
+            kind, form = (
+                (split.num_microbatches, split.groups),
+                (split.step_ps, split.ends, split.groups),
             )
-            left.remove(split)
-            kind = split.num_microbatches, split.groups
-            found = self._judge(split) if known[kind] < EACH else None
-            if found is not None:
-                known[kind] += 1
-                errors.setdefault(layout_of(split), []).append(found.step_ps / split.step_ps)
+            # Layouts on several meshes may be alike in all but names.
+            if known[kind] < EACH and form not in seen:
+                known[kind] += self._judge(split) is not None
+            seen.add(form)
 
     def _judge(self, split: Split) -> JudgedSplit | None:
         found = self.tried.play(split)

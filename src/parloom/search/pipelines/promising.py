@@ -52,13 +52,14 @@ class PromisingSplits:
         self._add_uneven()
 
     def make_smaller(self, judged: Iterable[Split]) -> None:
-        """Splits of layouts for less memory in the place of all: where none of the layout was small
-        enough to be simulated, or some were, and were too large.
+        """Splits of layouts for less memory in the place of all: where none of a layout that is
+        fast enough was small enough to be simulated, or some were, and were too large.
         """
         small = set(map(layout_of, self.found)) - set(map(layout_of, judged))
-        self.found = []
+        enough_ps, self.found = self.best_ps * (1 + FORMS), []
         for layout in list(chain.from_iterable(self.layouts.known.values())):
-            if id(layout.costs.whole) not in small:
+            share_ps = layout.costs.loads_ps.sum() * layout.costs.num_devices / self.devices
+            if id(layout.costs.whole) not in small and share_ps <= enough_ps:
                 for other in self.layouts.smaller(layout):
                     self.found += self._even(other.costs)
 
