@@ -20,13 +20,14 @@ from parloom.execute.program import lowered
 from parloom.ir.factors import factorize
 from parloom.ir.lower_stages import lower_stages, staged
 from parloom.ir.plan import Optimizer, Plan, Status
+from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts
-from parloom.search.least_compute import least_passes_ps, least_work_ps
+from parloom.search.least_compute import least_passes_ps, least_work_ps, longest_item_ps
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pinned import resolve
 from parloom.search.pins import Pin, parse_pin
-from parloom.search.pipelines.auto import PipelineSearch
+from parloom.search.pipelines.auto import PipelineSearch, search_with_pipelines
 from parloom.search.prices import Prices
 from parloom.search.request import Request, ScoredPlan, Wanted, base_of
 
@@ -207,6 +208,63 @@ def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
     assert several
     assert all(search.tried.play(split) is not None for split in several)
     assert not search.tried.refused
+
+
+def test_more_microbatches_than_groups_where_memory_needs_them(slow: str) -> None:
+    """Fewer hold too much, and are where the search begins."""
+    machine = machine_for(slow, None).part(2)
+    graph, optimizer = captured().graph, captured().optimizer
+    counts: list[set[int]] = []
+    for limit_bytes in (2**40, 16_500_000):
+        request = Request(graph, machine, optimizer, limit_bytes, all_devices=False)
+        search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
+        search.splits.look()
+        counts.append({split.num_microbatches for split in search.splits.found})
+    assert 2 in counts[0]
+    assert min(counts[1]) > 2
+
+
+def test_the_longest_item_bounds_groups(slow: str) -> None:
+    """Its group computes it, however small the items of others are."""
+    machine = machine_for(slow, None)
+    request = Request(captured().graph, machine, captured().optimizer, 2**40, all_devices=False)
+    contexts = Contexts(request, base_of(request))
+    search = PipelineSearch(contexts, inf, lambda text: None)
+    longest_ps = longest_item_ps(contexts)
+    for size in (1, 2):
+        for count in (1, 4):
+            search.splits.look_at(size, count)
+    sizes = {split.costs[0].num_devices for split in search.splits.found}
+    assert sizes == {1, 2}
+    for split in search.splits.found:
+        played = search.tried.play(split)
+        if played is not None:
+            assert longest_ps / split.costs[0].num_devices <= played.step_ps
+    assert longest_ps > 0.2 * least_work_ps(contexts)  # so that it says more than that
+
+
+def test_a_budget_that_ends_before_pipelines_has_a_bound_for_them(found: Plan, slow: str) -> None:
+    machine = machine_for(slow, None)
+    memory = machine.cluster.device.memory_bytes
+    request = Request(captured().graph, machine, captured().optimizer, memory, budget=1)
+    early = search_with_pipelines(request, base_of(request), lambda text: None)
+    assert early.status is Status.OUT_OF_BUDGET
+    assert found.prediction is not None
+    assert 0 < early.bound_ps / 1e12 <= found.prediction.step_s
+
+
+def test_pipelines_beat_plans_of_one_stage_early(slow: str) -> None:
+    """Which are then not looked at: fewer are simulated than without pipelines."""
+    machine = machine_for(slow, None)
+    memory = machine.cluster.device.memory_bytes
+    request = Request(captured().graph, machine, captured().optimizer, memory)
+    base = base_of(request)
+    alone = search_with_blocks(request, base, lambda text: None)
+    both = search_with_pipelines(request, base, lambda text: None)
+    of_one = [plan for plan in both.proposals if len(plan.decisions.stages) == 1]
+    assert len(of_one) < len(alone.proposals)
+    assert both.proposals[0].step_ps < alone.proposals[0].step_ps
+    assert both.bound_ps <= both.proposals[0].step_ps
 
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -1,10 +1,16 @@
 """Factors across a graph: cuts travel along values, through rules and calls."""
 
+from random import Random
+
+import pytest
+
 from parloom.ir.factors import cut_to, factorize, follow
 from parloom.ir.graph import Call, Function, Graph, Input, Node, TensorSpec, Value
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import grid
 from parloom.ir.ops import Rule
+from parloom.ir.ops.cuts import KnownCuts, NodeCuts
+from tests.property.searched import random_graph
 from tests.unit.graphs import fused, graph, node, perceptron
 
 MESH = grid({"x": 2, "y": 3})
@@ -93,3 +99,28 @@ def test_cut_to_makes_following_exact() -> None:
     assignment = follow(cut, (Layout(), inner, Layout()), mesh)
     assert cut.operand_layout(1, assignment, mesh) == inner
     assert sizes(cut, "n") == [2, 6]
+
+
+def test_nodes_without_new_cuts_carry_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left out, which changes no rule; negative control: after the first time all are."""
+    chain = graph(
+        {"w": (12,)}, {},
+        node("exp", "w", to="a", shape=(12,)),
+        node("exp", "a", to="b", shape=(12,), number=1),
+        node("view", "b", (3, 4), to="c", shape=(3, 4)),
+        node("sum", "c", to="loss", shape=()),
+    )  # fmt: skip
+    made = [chain, fused(), *(random_graph(Random(seed), 12) for seed in range(30))]
+    known, carry = [rules(own) for own in made], NodeCuts.carry
+
+    def always(self: NodeCuts, cuts: KnownCuts) -> None:
+        self._seen = -1
+        carry(self, cuts)
+
+    def once(self: NodeCuts, cuts: KnownCuts) -> None:
+        if self._seen < 0:
+            carry(self, cuts)
+
+    for how, same in ((always, True), (once, False)):
+        monkeypatch.setattr(NodeCuts, "carry", how)
+        assert ([rules(own) for own in made] == known) is same
