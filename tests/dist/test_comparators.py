@@ -107,6 +107,7 @@ def test_stages_hold_what_their_items_hold(optimizer: Optimizer) -> None:
         ahead = (sum(a(index, split=False).base) for a in (played.actions, played.alone))
         own, items = costs[stage.mesh.num_ranks], [place[key] for key in stage.items]
         held = own.stored_bytes[items].sum() + depth * own.kept_bytes[items].sum()
+        held += own.buffer_bytes[items].max()
         # Splits do not count what is received ahead of need.
         found.append(held + own.passing_bytes[items].max() + next(ahead) - next(ahead))
     assert asked.predict(plan).peak_bytes == pytest.approx(max(found), rel=0.1)

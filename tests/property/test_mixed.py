@@ -31,10 +31,11 @@ def _costs(rng: random.Random, count: int, size: int, scale: float) -> ItemCosts
     whole = Decisions(stages=one_stage(grid({"x": size})), num_microbatches=4)
     passes = np.array([max(1, int(scale * rng.randint(1, 100) / size)) for _ in range(count)])
     stored = np.array([rng.randint(1, 10) for _ in range(count)])
+    buffers = np.array([rng.choice([0, rng.randint(1, 15)]) for _ in range(count)])
     none = np.zeros(count, dtype=np.int64)
     items = tuple(map(str, range(count)))
     return ItemCosts(
-        whole, items, passes, none, none, stored, none, rng.randint(0, 5), (), (), none
+        whole, items, passes, none, none, stored, buffers, none, rng.randint(0, 5), (), (), none
     )
 
 
@@ -77,7 +78,8 @@ def _stages(parts: list[PartCosts], placed: Placed, ends: tuple[int, ...]) -> li
     found: list[float] = []
     for (first, last), (place, size) in zip(pairwise((0, *ends)), placed, strict=True):
         costs = parts[place].costs[size]
-        fits = costs.stored_bytes[first:last].sum() <= parts[place].limit_bytes
+        held = costs.stored_bytes[first:last].sum() + costs.buffer_bytes[first:last].max()
+        fits = held <= parts[place].limit_bytes
         load = int(costs.loads_ps[first:last].sum()) + costs.stage_ps
         found.append(load if fits else inf)
     return found

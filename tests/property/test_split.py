@@ -26,9 +26,9 @@ def _costs(rng: random.Random, count: int, size: int = 1, scale: float = 1.0) ->
     mesh = grid({"x": size})
     whole = Decisions(stages=one_stage(mesh), num_microbatches=4)
     passes = np.array([max(1, int(scale * rng.randint(1, 100))) for _ in range(count)])
-    nothing = np.zeros(count, dtype=np.int64)
+    none = np.zeros(count, dtype=np.int64)
     items = tuple(f"item {index}" for index in range(count))
-    return ItemCosts(whole, items, passes, nothing, nothing, nothing, nothing, 0, (), (), nothing)
+    return ItemCosts(whole, items, passes, none, none, none, none, none, 0, (), (), none)
 
 
 def _cuts(items: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -176,3 +176,31 @@ def test_a_worse_cut_is_seen() -> None:
     assert isinstance(worse, Split)
     least = min(_slowest(costs, split.groups, e) for e in _cuts(8, 2))
     assert max(worse.loads_ps()) > ABOVE * least
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_splits_that_store_little_are_found(seed: int) -> None:
+    """Buffers count once in each stage, updates once in each group: as a sum over stages says it;
+    of all splits some are small enough, and then those that are found are.
+    """
+    rng = random.Random(seed)
+    stored, buffers, updating = (
+        np.array([rng.choice([0, rng.randint(1, most)]) for _ in range(9)]) for most in (20, 40, 30)
+    )
+    costs = replace(
+        _costs(rng, 9), stored_bytes=stored, buffer_bytes=buffers, updating_bytes=updating
+    )
+    for groups in ((0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0)):
+        every = [Split(ends, groups, (costs, costs)) for ends in _cuts(9, len(groups))]
+        for split in every:
+            held, more = [0, 0], [0, 0]
+            for (first, last), group in zip(split.ranges, groups, strict=True):
+                own = range(first, last)
+                held[group] += sum(stored[own]) + max(buffers[own])
+                more[group] = max(more[group], sum(updating[own]))
+            assert split.stored_bytes() == max(map(sum, zip(held, more, strict=True)))
+        sizes = sorted(split.stored_bytes() for split in every)
+        limit_bytes = sizes[len(sizes) // 3]
+        found = [s for s in even_splits(costs, 2, limit_bytes) if s.groups == groups]
+        assert found
+        assert any(split.stored_bytes() <= limit_bytes for split in found)

@@ -46,7 +46,7 @@ def case(seed: int) -> tuple[Tree, Costs, Cluster, int]:
     def numbers(most: int) -> Ints:
         return np.array([rng.randint(1, most) for _ in range(size)])
 
-    passes, once, stored, kept, passing = (numbers(most) for most in (50, 60, 9, 9, 9))
+    passes, once, stored, kept, passing, buffers = (numbers(n) for n in (50, 60, 9, 9, 9, 9))
     pairs = sorted(ordered(tree))
     ends = [rng.choice(pairs) for _ in range(rng.randint(0, 4)) if pairs]
     # The outer level is the slower one.
@@ -59,6 +59,7 @@ def case(seed: int) -> tuple[Tree, Costs, Cluster, int]:
             once_ps=once if each > 1 else 0 * once,
             kept_bytes=-(-kept // each),
             stored_bytes=stored,
+            buffer_bytes=buffers,
             passing_bytes=passing,
             stage_ps=each,
             sent=tuple(
@@ -173,6 +174,7 @@ def value(tree: Tree, costs: Costs, split: Split, cluster: Cluster, limit: int) 
         device += size
         steps, at = own.num_microbatches, list(items)
         held = own.stored_bytes[at].sum() + min(depth, steps) * own.kept_bytes[at].sum()
+        held += own.buffer_bytes[at].max()
         if held + own.passing_bytes[at].max() > limit or not aligned(devices, cluster):
             return None
         begin = min(order.index(i) for i in items)
@@ -222,7 +224,8 @@ def even(size: int, microbatches: int = 8) -> Costs:
     ten, nothing = np.full(size, 10), np.zeros(size, dtype=np.int64)
     whole = Decisions(num_microbatches=microbatches)
     names = tuple(map(str, range(size)))
-    return {1: ItemCosts(whole, names, ten, nothing, ten, nothing, nothing, 0, (), (), nothing)}
+    none = nothing
+    return {1: ItemCosts(whole, names, ten, none, ten, none, none, none, 0, (), (), none)}
 
 
 def test_branches_lie_beside_each_other() -> None:

@@ -51,6 +51,7 @@ def costs_of(
             once_ps=nothing if size == 1 else np.array(once[:count]),
             kept_bytes=nothing,
             stored_bytes=nothing,
+            buffer_bytes=nothing,
             passing_bytes=nothing,
             stage_ps=size,
             sent=tuple(sent(size)),
@@ -250,7 +251,7 @@ def test_closed_forms_of_many_splits_are_those_of_each(data: st.DataObject) -> N
     costs = ItemCosts(
         Decisions(num_microbatches=data.draw(st.integers(1, 5))), tuple(map(str, range(count))),
         passes_ps=each(), once_ps=each(), kept_bytes=nothing, stored_bytes=nothing,
-        passing_bytes=nothing, stage_ps=data.draw(ints), sent=tuple(values),
+        buffer_bytes=nothing, passing_bytes=nothing, stage_ps=data.draw(ints), sent=tuple(values),
         shared_ps=((0, count - 1, data.draw(ints)),), updating_bytes=nothing,
     )  # fmt: skip
     owner = data.draw(st.sampled_from([(0, 1), (0, 1, 0), (0, 1, 1, 0), (0, 1, 2)]))

@@ -200,8 +200,11 @@ class _Priced:
         self.loads = self._sum(own.adds_ps[at]) + own.stage_ps
         kept = self._sum(own.kept_bytes[at])
         ends = np.column_stack([self.begin, self.end]).ravel()
-        passing = np.maximum.reduceat(np.append(own.passing_bytes[at], 0), ends)[::2]
-        free = limit - self._sum(own.stored_bytes[at]) - passing
+        passing, buffers = (
+            np.maximum.reduceat(np.append(values[at], 0), ends)[::2]
+            for values in (own.passing_bytes, own.buffer_bytes)
+        )
+        free = limit - self._sum(own.stored_bytes[at]) - buffers - passing
         deepest = np.where(free < 0, 0, own.num_microbatches)
         np.floor_divide(free, kept, out=deepest, where=(free >= 0) & (kept > 0))
         # No more are in flight than there are.

@@ -15,7 +15,7 @@ from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
 from parloom.cost.stages import PricedStages, StagePlayer, crossing_bytes
 from parloom.cost.step import priced
-from parloom.cost.tasks import SHARES
+from parloom.cost.tasks import COMMUNICATION, SHARES
 from parloom.cost.timeline import Played
 from parloom.ir.factors import Factored
 from parloom.ir.lower import lower
@@ -58,11 +58,12 @@ class ItemCosts:
     """A plan of one stage, `whole`, and what each of its `items` costs in it, [item].
 
     `passes_ps` are of a microbatch, there and back, `once_ps` of a step; `kept_bytes` of a
-    microbatch in flight, `stored_bytes` all along, `passing_bytes` beside them while the item runs,
-    the batch among them, which all stages have; `updating_bytes` while it updates, when nothing is
-    in flight. `stage_ps` is what each stage takes of a step
-    beyond its items. `shared_ps`, of pairs of items with one weight (first, last, ps): summing its
-    gradients where they are in different stages.
+    microbatch in flight, `stored_bytes` all along, and of `buffer_bytes`, in which weights are
+    gathered and gradients reduced, the largest of a stage; `passing_bytes` beside them while it
+    runs, the batch among them, which all stages have; `updating_bytes` while it updates, when
+    nothing is in flight. `stage_ps` is what each stage takes of a step beyond its items.
+    `shared_ps`, of pairs of items with one weight (first, last, ps): summing its gradients where
+    they are in different stages.
     """
 
     whole: Decisions
@@ -71,6 +72,7 @@ class ItemCosts:
     once_ps: Ints
     kept_bytes: Ints
     stored_bytes: Ints
+    buffer_bytes: Ints
     passing_bytes: Ints
     stage_ps: int
     sent: tuple[Sent, ...]
@@ -90,6 +92,7 @@ class ItemCosts:
             once_ps=self.once_ps[places],
             kept_bytes=self.kept_bytes[places],
             stored_bytes=self.stored_bytes[places],
+            buffer_bytes=self.buffer_bytes[places],
             passing_bytes=self.passing_bytes[places],
             sent=tuple(
                 replace(v, source=at[v.source], targets=tuple(sorted(at[t] for t in v.targets)))
@@ -103,6 +106,14 @@ class ItemCosts:
     def loads_ps(self) -> Ints:
         """What each item takes of a step."""
         found: Ints = self.num_microbatches * self.passes_ps + self.once_ps
+        return found
+
+    @cached_property
+    def buffers_between(self) -> Ints:
+        """The buffers of a stage that has the items from one place to another, [from, to]."""
+        found = np.zeros((len(self.items) + 1,) * 2, dtype=np.int64)
+        for begin in range(len(self.items)):
+            found[begin, begin + 1 :] = np.maximum.accumulate(self.buffer_bytes[begin:])
         return found
 
     @cached_property
@@ -170,15 +181,17 @@ class Pricer:
         crossings = lowered.cut.crossings
         sent = tuple(_sent(lowered, each, cluster, self.join, kernels) for each in crossings)
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
-        passes, once, kept, stored, passing, updating = np.array(found, dtype=np.int64).T
+        passes, once, *memory = np.array(found, dtype=np.int64).T
+        kept, stored, buffers, passing, updating = memory
         apart_ps, stage_ps = int((count * passes + once).sum()), 0
         if sum(1 for _ in request.graph.flat()) <= FEW_OPERATORS:
             passes, once = self._scaled(whole, passes, once)
             together_ps = int((count * passes + once).sum())
             stage_ps = max(0, apart_ps - together_ps) // max(1, len(stages) - 1)
         return ItemCosts(
-            whole, self.items, passes, once, kept, stored, passing, stage_ps, sent, shared, updating
-        )
+            whole, self.items, passes, once, kept, stored, buffers, passing, stage_ps, sent, shared,
+            updating,
+        )  # fmt: skip
 
     def _scaled(self, whole: Decisions, passes: Ints, once: Ints) -> tuple[Ints, Ints]:
         """Passes and steps that add up to those of the whole model: each stage of one item has an
@@ -199,8 +212,10 @@ class Pricer:
         passing = max(0, max(forward.peak, sum(forward.net) + backward.peak) - kept)
         # Gradients come with the first backward pass, and stay until the update.
         gradients = max(0, sum(forward.net) + sum(first.net))
-        stored, updating = sum(stage.base) - batch + gradients, stage.actions["STEP"].memory.peak
-        return *_times(stage), kept, stored, passing + batch, updating
+        buffers = stage.base[COMMUNICATION]
+        stored = sum(stage.base) - buffers - batch + gradients
+        updating = stage.actions["STEP"].memory.peak
+        return *_times(stage), kept, stored, buffers, passing + batch, updating
 
 
 def _sent(

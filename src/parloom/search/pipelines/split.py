@@ -131,6 +131,7 @@ class Split:
         for (first, last), group in zip(self.ranges, self.groups, strict=True):
             costs = self.costs[group]
             found[group] += int(costs.stored_bytes[first:last].sum())
+            found[group] += int(costs.buffer_bytes[first:last].max())
             more[group] = max(more[group], int(costs.updating_bytes[first:last].sum()))
         return max(map(sum, zip(found, more, strict=True)))
 
@@ -202,19 +203,17 @@ def _ends(
         inner = np.array(list(combinations(places[1:-1], len(owner) - 1)), np.int64)
         last = np.full((len(inner), 1), places[-1])
         every = np.hstack([inner.reshape(len(inner), -1), last])
-        stored, updating = (
-            _by_group(_sums(own, every), owner, how)
-            for own, how in ((costs.stored_bytes, np.sum), (costs.updating_bytes, np.max))
-        )
-        small = (stored + updating).max(axis=1) <= limit_bytes
+        stored, updating = (_sums(own, every) for own in (costs.stored_bytes, costs.updating_bytes))
+        begins = np.hstack([np.zeros_like(last), every[:, :-1]])
+        held = _by_group(stored + costs.buffers_between[begins, every], owner, np.sum)
+        small = (held + _by_group(updating, owner, np.max)).max(axis=1) <= limit_bytes
         every = every[small] if small.any() else every
         for some in _best_of_all(costs, every, owner):
             yield tuple(map(int, some))
 
 
-def _by_group(sums: Floats, owner: Cuts, how: Callable[..., Floats]) -> Floats:
-    """What groups come to, [cut, group], of the sums up to each boundary, [cut, boundary]."""
-    stages = np.diff(sums, axis=1)
+def _by_group(stages: Floats, owner: Cuts, how: Callable[..., Floats]) -> Floats:
+    """What groups come to, [cut, group], of what stages do, [cut, stage]."""
     return np.stack([how(stages[:, owner == own], axis=1) for own in np.unique(owner)], axis=1)
 
 
@@ -254,9 +253,10 @@ def _best_of_all(costs: ItemCosts, ends: Cuts, owner: Cuts) -> Iterator[Cuts]:
 
 
 def _sums(each: Cuts, ends: Cuts) -> Floats:
-    """The sums of items up to each boundary, the beginning among them, [split, boundary]."""
+    """The sums of items in each stage, [split, stage]."""
     begin = np.zeros((len(ends), 1), dtype=np.int64)
-    found: Floats = np.concatenate([[0], np.cumsum(each)])[np.hstack([begin, ends])].astype(float)
+    up_to = np.concatenate([[0], np.cumsum(each)])[np.hstack([begin, ends])]
+    found: Floats = np.diff(up_to, axis=1).astype(float)
     return found
 
 
@@ -265,7 +265,7 @@ def closed_forms(costs: ItemCosts, ends: Cuts, owner: Cuts) -> Floats:
     groups.
     """
     count, groups = len(owner), int(owner.max()) + 1
-    passes = np.diff(_sums(costs.passes_ps, ends), axis=1)
+    passes = _sums(costs.passes_ps, ends)
     loads = _by_group(_sums(costs.loads_ps, ends), owner, np.sum)
     loads = loads + costs.stage_ps * np.bincount(owner)
     stage_of = (ends[:, :, None] <= np.arange(len(costs.items))).sum(axis=1)  # [split, item]
