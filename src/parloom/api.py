@@ -43,7 +43,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.ops import op_of
-from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, Decisions, ModelSource, Plan
+from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, Decisions, ModelSource, Plan, Status
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.regular_parts import memory_of, regular_parts
@@ -280,7 +280,12 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
         settings=captured.settings,
         ranges=captured.ranges,
     )
-    best = _with_evaluation(choice.recorded(best), graph)
+    best = choice.recorded(best)
+    try:
+        best = _with_evaluation(best, graph)
+    except KeyboardInterrupt:  # the search is over
+        notes = (*best.notes, f"{NO_EVALUATION}: interrupted before it was checked")
+        best = replace(best, evaluation_graph="", notes=notes, status=Status.INTERRUPTED)
     for line in best.notes:
         if line.startswith(WARNING):
             progress(line)

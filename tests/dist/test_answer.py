@@ -377,3 +377,19 @@ def test_a_budget_ends_the_search_at_the_same_place(captured: api.Captured, free
         InfeasibleError, match="within --budget 1 fits in 10 MiB per device; give it"
     ):
         api.search(captured, cluster=CLUSTER, budget=1, memory="10MiB")
+
+
+def test_the_end_of_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the evaluation program is checked: the plan is there, without it."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    whole = api.plan("zoo:mlp", cluster="2xcpu", optimizer="sgd")
+    monkeypatch.setattr(api, "evaluation_program", interrupted)
+    plan = api.plan("zoo:mlp", cluster="2xcpu", optimizer="sgd")
+    assert plan.interrupted
+    assert plan.decisions == whole.decisions
+    assert whole.evaluation_graph
+    assert not plan.evaluation_graph
+    assert plan.notes[-1].startswith("no evaluation program: interrupted")

@@ -210,6 +210,16 @@ def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
     assert not search.tried.refused
 
 
+def test_the_bound_holds_for_pipelines_of_microbatches_by_themselves(slow: str) -> None:
+    """`auto` does not search them, but rules of thumb make some."""
+    there: dict[str, Any] = {"batch": 16, "seq": 32, "optimizer": "sgd", "batch_semantics": "microbatch"}
+    plan = api.plan("zoo:gpt", cluster=slow, microbatches=4, **there)
+    assert plan.prediction is not None
+    assert plan.bound_s is not None
+    assert len(plan.decisions.stages) > 1
+    assert plan.bound_s <= plan.prediction.step_s
+
+
 def test_more_microbatches_than_groups_where_memory_needs_them(slow: str) -> None:
     """Fewer hold too much, and are where the search begins."""
     machine = machine_for(slow, None).part(2)

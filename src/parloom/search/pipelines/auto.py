@@ -92,8 +92,9 @@ def search_pipelines(
     """
     if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
         return None
-    if request.batch_semantics != GLOBAL:
-        return Searched((), inf, inf, left_out=APART, work_left=request.budget)
+    if request.batch_semantics != GLOBAL:  # some methods make pipelines of them
+        least_ps = least_pipeline_ps(Contexts(request, base))
+        return Searched((), least_ps, inf, left_out=APART, work_left=request.budget)
     if not any(map(request.pinned.allows_stages, range(2, len(stage_items(request.graph)) + 1))):
         return None
     searches: list[PipelineSearch] = []
