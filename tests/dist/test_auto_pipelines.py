@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from parloom import api, zoo
 from parloom.api import Captured
@@ -210,10 +213,12 @@ def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
     assert not search.tried.refused
 
 
-def test_the_bound_holds_for_pipelines_of_microbatches_by_themselves(slow: str) -> None:
+def test_the_bound_holds_for_pipelines_of_microbatches_by_themselves(tmp_path: Path) -> None:
     """`auto` does not search them, but rules of thumb make some."""
     there: dict[str, Any] = {"batch": 16, "seq": 32, "optimizer": "sgd", "batch_semantics": "microbatch"}
-    plan = api.plan("zoo:gpt", cluster=slow, microbatches=4, **there)
+    slower = tmp_path / "slower.yaml"
+    slower.write_text(CLUSTER.replace("100Mbit/s", "50Mbit/s"))
+    plan = api.plan("zoo:gpt", cluster=str(slower), microbatches=8, **there)
     assert plan.prediction is not None
     assert plan.bound_s is not None
     assert len(plan.decisions.stages) > 1
@@ -275,6 +280,34 @@ def test_pipelines_beat_plans_of_one_stage_early(slow: str) -> None:
     assert len(of_one) < len(alone.proposals)
     assert both.proposals[0].step_ps < alone.proposals[0].step_ps
     assert both.bound_ps <= both.proposals[0].step_ps
+
+
+class Heavy(nn.Module):
+    """Small layers, and then one that takes as long as all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (320, 320, 320, 320, 320, 512, 512, 320)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return (((x - y) ** 2).mean(),)
+
+
+def test_pipelines_hide_no_better_plan_of_one_stage(tmp_path: Path) -> None:
+    """A pipeline beats the meshes of two axes here, one of three axes beats it."""
+    path = tmp_path / "eight.yaml"
+    path.write_text(CLUSTER.replace("100Mbit/s", "2Gbit/s").replace("size: 4", "size: 8"))
+    machine = machine_for(str(path), None)
+    batch = {name: torch.randn(32, 320) for name in ("x", "y")}
+    request = Request(capture(Heavy(), batch), machine, Optimizer("sgd", 0), 2**31)
+    base = base_of(request)
+    alone = search_with_blocks(request, base, lambda text: None)
+    both = search_with_pipelines(request, base, lambda text: None)
+    assert len(alone.proposals[0].decisions.mesh.axes) == 3
+    assert both.proposals[0].step_ps <= alone.proposals[0].step_ps
 
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ def least_work_ps(contexts: Contexts) -> float:
 
 
 def longest_item_ps(contexts: Contexts) -> float:
-    """What one device computes that does all the work of the item of a pipeline that has most."""
+    """What one device computes at least that does all the work of an item: the most of any."""
     count = contexts.counts[0]
     program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
     assert program is not None, "the whole batch is always one microbatch"

@@ -48,6 +48,9 @@ WORTH = 0.005
 PARENTS = 2
 # How near to the best plan a bound is near enough.
 NEAR = 0.004
+# How far behind a pipeline plans of one stage are at most around which others are looked for: finer
+# meshes have been a seventh faster.
+BEHIND = 0.2
 # The share by which a step may be longer where fewer devices count as as fast.
 SAME = 0.01
 # How near to the best estimate bounds are brought.
@@ -99,6 +102,9 @@ class Searched:
             proposals=tuple(sorted((*self.proposals, *other.proposals), key=_rank)),
             bound_ps=min(self.bound_ps, other.bound_ps),
             estimate_bound_ps=min(self.estimate_bound_ps, other.estimate_bound_ps),
+            status=Status.INTERRUPTED
+            if Status.INTERRUPTED in (self.status, other.status)
+            else self.status,
             left_out="; ".join(dict.fromkeys(filter(None, (self.left_out, other.left_out)))),
             smallest=min(small, key=lambda plan: (plan.peak_bytes, plan.step_ps), default=None),
         )
@@ -120,7 +126,7 @@ def search(
 ) -> Searched:
     """Plans that answer `request`, with the dtypes of `base`: those faster than `incumbent`, than
     those of `pipelines`, and, where memory limits plans, than those of `wider`, in which plans hold
-    less; these are not among them.
+    less. What other spaces answer is not among them.
 
     Ctrl-C ends the search with what it has, and so does a budget (see `Work`).
     """
@@ -241,7 +247,8 @@ class Driver:
     def _best(self) -> SimulatedPlan | None:
         """The fastest plan that fits."""
         fitting = (f for f in self.judged() if f.peak_bytes <= self.request.limit_bytes)
-        return min(chain(filter(None, [self.incumbent]), fitting), key=_step_ps, default=None)
+        known = chain(filter(None, [self.incumbent]), fitting, self.climbed)
+        return min(known, key=_step_ps, default=None)
 
     def _enough_ps(self, mesh: Mesh) -> float:
         """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
@@ -314,7 +321,7 @@ class Driver:
             before = self.best_ps
             nearest = sorted(self.looked, key=_fastest)
             for parent in nearest[: PARENTS if self._has_room() else 1]:
-                if _fastest(parent) <= before * (1 + NEARBY):
+                if _fastest(parent) <= _nearby_ps(self.looked, before):
                     self._refine_one(parent)
             if self.best_ps > before * (1 - BETTER):
                 return
@@ -337,7 +344,7 @@ class Driver:
         """Local search on the simulator from the fastest plans of some contexts; a short one where
         estimates leave no room for better ones, as all of them may be wrong.
         """
-        nearby = self.best_ps * (1 + NEARBY)
+        nearby = _nearby_ps(self.looked, self.best_ps)
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
@@ -354,14 +361,12 @@ class Driver:
         """
         limit = self.request.limit_bytes
         for start, request in _starts(self.looked, limit).items():
-            if cost(start, limit) <= self.best_ps * (1 + NEARBY):
+            if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps):
                 self.climbed += climbed(request, self.contexts.whole, start, self.contexts.work)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
-        """Bring the bounds of all contexts near the best estimate of what fits; there is none such
-        of pipelines.
-        """
+        """Bring bounds near the best estimate of what fits; pipelines have none."""
         limit, fastest = self.request.limit_bytes, self._best()
         if fastest is not None and len(fastest.decisions.stages) > 1:
             return
@@ -388,8 +393,8 @@ class Driver:
 
 
 def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> SimulatedPlan | None:
-    """The fastest plan of another space, if one is faster than `best`; it ends as this search
-    does.
+    """The fastest plan of another space that was asked for faster ones than `best`; it ends as
+    this search does.
     """
     found = space(best, work.left)
     if found is None:
@@ -401,6 +406,14 @@ def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> Simulated
     if found.status is Status.OUT_OF_BUDGET:
         raise OutOfWorkError
     return next(iter(found.proposals), None)
+
+
+def _nearby_ps(looked: Sequence[ContextSearch], best_ps: float) -> float:
+    """How long plans take at most around which others are looked for: little longer than the best
+    of one stage, which may be behind a pipeline.
+    """
+    own = min(map(_fastest, looked), default=inf)
+    return (own if own <= best_ps * (1 + BEHIND) else best_ps) * (1 + NEARBY)
 
 
 def _is_limited(looked: Sequence[ContextSearch], seen: EstimateErrors, best_ps: float) -> bool:

@@ -28,7 +28,7 @@ class KnownCuts:
         return self._of.get(key, NONE)
 
     def changed(self, key: DimKey) -> int:
-        """How many changes there had been with the last one of a dim; 0 where none was."""
+        """The number of the latest change of a dim; 0 where none was."""
         return self._changed.get(key, 0)
 
     def add(self, key: DimKey, added: Cuts, size: int) -> None:

@@ -226,7 +226,7 @@ class PipelineSearch:
         more are looked at, as long as they promise to be faster than plans of one stage.
         """
         known: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        seen: set[tuple[float, tuple[int, ...], tuple[int, ...]]] = set()
+        seen: set[tuple[object, ...]] = set()
         for split in sorted(self.splits.found, key=closed_ps):
             judged, fitting = sum(known.values()), self.tried.fitting()
             most, enough_ps = JUDGED, self.splits.enough_ps(self.best_ps)
@@ -234,10 +234,8 @@ class PipelineSearch:
                 most, enough_ps = UNFIT, self.best_ps * (1 + FORMS)
             if judged >= most or split.step_ps > enough_ps:
                 return
-            kind, form = (
-                (split.num_microbatches, split.groups),
-                (split.step_ps, split.ends, split.groups),
-            )
+            kind = split.num_microbatches, split.groups
+            form = (*kind, split.step_ps, split.stored_bytes(), split.ends, split.costs[0].items)
             # Layouts on several meshes may be alike in all but names.
             if known[kind] < EACH and form not in seen:
                 known[kind] += self._judge(split) is not None

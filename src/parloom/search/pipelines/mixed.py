@@ -329,5 +329,9 @@ class MixedSearch:
 
 
 def _fastest(layouts: GroupLayouts, size: int, count: int) -> ItemCosts | None:
-    each = (layout.costs for layout in layouts.of(size, count))
+    is_new = (size, count) not in layouts.known
+    found = layouts.of(size, count)
+    for layout in tuple(found) if is_new else ():
+        layouts.exposed(layout)
+    each = (layout.costs for layout in found)
     return min(each, key=lambda costs: int(costs.loads_ps.sum()), default=None)

@@ -71,7 +71,7 @@ class PromisingSplits:
         counts = self.contexts.counts
         start = at = min(range(len(counts)), key=lambda i: abs(counts[i] - wanted))
         first = self.look_at(size, counts[at])
-        while first is None and self._is_large(size, counts[at]) and at + 1 < len(counts):
+        while first is None and self._may_be_fast(size, counts[at]) and at + 1 < len(counts):
             at += 1
             first = self.look_at(size, counts[at])
         found = list(filter(None, [first]))
@@ -90,7 +90,7 @@ class PromisingSplits:
             if before is not None and _least_with(before, count, self.least_ps) > self.enough_ps():
                 return
             found = self.look_at(size, count)
-            if found is None and (before or self._is_large(size, count)):
+            if found is None and (before or self._may_be_fast(size, count)):
                 return
             if found is not None:
                 yield found
@@ -112,8 +112,8 @@ class PromisingSplits:
                 return
             before = found
 
-    def _is_large(self, size: int, count: int) -> bool:
-        """Whether layouts that are fast enough hold too much."""
+    def _may_be_fast(self, size: int, count: int) -> bool:
+        """Whether a layout may be fast enough, whatever it holds."""
         return self.layouts.least_ps[size, count] <= self.enough_ps()
 
     def enough_ps(self, best_ps: float = inf) -> float:
