@@ -1,7 +1,7 @@
 """The main path on one screen: capture, plan, simulate, generate, verify, run, parallelize."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from parloom.capture.ambient import Settings, settings
 from parloom.capture.microbatch import capture_microbatch, split_of
 from parloom.capture.ranges import Ranges, ranges_of
 from parloom.changes import Origin
+from parloom.choose import Choice
+from parloom.complete import assumed, with_evaluation
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
-from parloom.cost.units import format_bytes
 from parloom.errors import CaptureError, ParloomError, one_line
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
@@ -31,9 +32,9 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
-from parloom.execute.machine import Machine, cluster_of, machine_for, machine_of
+from parloom.execute.machine import cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
-from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered, training_program
+from parloom.execute.program import NO_EVALUATION, lowered, training_program
 from parloom.execute.prove import prove
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
@@ -42,15 +43,14 @@ from parloom.explain import explain as explain  # noqa: PLC0414 - part of the AP
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.ops import op_of
-from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, Decisions, ModelSource, Plan, Status
+from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.plan_json import plan_to_json
-from parloom.ir.regular_parts import memory_of, regular_parts
+from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
 from parloom.report.trace import chrome_trace
-from parloom.report.words import WARNING, checkpoint_words, rate_words, routing_words
+from parloom.report.words import WARNING
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request
 
@@ -121,8 +121,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         "budget": budget,
     }
     check_asked(model, capturing | searching | {"require_gap": require_gap})
-    captured = capture(model, **capturing, progress=progress)
-    found = search(captured, **searching, progress=progress)
+    found = search(capture(model, **capturing, progress=progress), **searching, progress=progress)
     check_gap(found, require_gap)
     return found
 
@@ -160,6 +159,25 @@ class Captured:
         loaded = load_abstract(spec, batch=batch, seq=seq, dtype=dtype, seed=self.seed)
         apart = (microbatches or 1) if self.batch_semantics == MICROBATCH else 1
         return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
+
+    def planned(self, choice: Choice, cluster: str, assumptions: Sequence[str]) -> Plan:
+        """The plan that was chosen for it."""
+        plan = Plan(
+            self.source,
+            cluster,
+            self.fingerprint,
+            self.optimizer,
+            choice.best.method,
+            choice.best.decisions,
+            print_graph(self.graph),
+            assumptions=(*assumptions, *self.assumptions),
+            seed=self.seed,
+            evaluation_graph=self.evaluation_graph,
+            notes=self.notes,
+            settings=self.settings,
+            ranges=self.ranges,
+        )
+        return choice.recorded(plan)
 
 
 def capture(
@@ -264,68 +282,12 @@ def search(  # noqa: PLR0913 - one argument per flag of the command
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     choice = answer(request, origin, pins, size, progress)
-    assumed = _assumed(machine, choice.best.decisions, graph, limit)
-    best = Plan(
-        captured.source,
-        machine.loaded.spec,
-        captured.fingerprint,
-        captured.optimizer,
-        choice.best.method,
-        choice.best.decisions,
-        print_graph(graph),
-        assumptions=(*assumed, *captured.assumptions),
-        seed=captured.seed,
-        evaluation_graph=captured.evaluation_graph,
-        notes=captured.notes,
-        settings=captured.settings,
-        ranges=captured.ranges,
-    )
-    best = choice.recorded(best)
-    try:
-        best = _with_evaluation(best, graph)
-    except KeyboardInterrupt:  # the search is over
-        notes = (*best.notes, f"{NO_EVALUATION}: interrupted before it was checked")
-        best = replace(best, evaluation_graph="", notes=notes, status=Status.INTERRUPTED)
+    known = assumed(machine, choice.best.decisions, graph, limit)
+    best = with_evaluation(captured.planned(choice, machine.loaded.spec, known), graph)
     for line in best.notes:
         if line.startswith(WARNING):
             progress(line)
     return best
-
-
-def _assumed(
-    machine: Machine, decisions: Decisions, graph: Graph, limit_bytes: int
-) -> tuple[str, ...]:
-    """What predictions of a plan take for granted, in words."""
-    cluster = machine.cluster
-    # Processes share cores: those of the devices that a plan uses, and of all in other plans.
-    used = machine.used_by(decisions).loaded.assumptions
-    assumptions = list(dict.fromkeys((*used, *machine.loaded.assumptions)))
-    types = dict.fromkeys(part.cluster.device for part in regular_parts(cluster))
-    assumptions += (line for device in types for line in rate_words(graph, device))
-    assumptions += routing_words(graph)
-    there = memory_of(cluster)
-    if limit_bytes > there and not cluster.parts:
-        line = f"plans may use {format_bytes(limit_bytes)} per device (--memory), more than the"
-        assumptions.append(f"{line} {format_bytes(there)} of {cluster.device.name}")
-    return tuple(assumptions)
-
-
-def _with_evaluation(plan: Plan, graph: Graph) -> Plan:
-    """`plan`, without an evaluation program that cannot be run; says what is whole."""
-    training = lowered(plan, graph)
-    try:
-        evaluation_program(plan, training)
-    except ParloomError as error:  # an operator of evaluation alone: no reason not to train
-        plan = replace(
-            plan, evaluation_graph="", notes=(*plan.notes, f"{NO_EVALUATION}: {one_line(error)}")
-        )
-    plan = replace(plan, assumptions=(*plan.assumptions, *checkpoint_words(graph)))
-    reasons = {n.op: op_of(n).why_whole for _, n in graph.unfolded() if n.refs}
-    whole = "; ".join(f"{op}: {why}" for op, why in sorted(reasons.items()) if why)
-    if whole and plan.decisions.num_ranks > 1:
-        line = f"operators that every rank computes as a whole: {whole}"
-        plan = replace(plan, assumptions=(*plan.assumptions, line))
-    return plan
 
 
 def _evaluation(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parloom import answer, api, changes
+from parloom import answer, api, changes, complete
 from parloom.arguments import METHODS
 from parloom.choose import Choice
 from parloom.errors import GapError, InfeasibleError, InputError
@@ -386,7 +386,7 @@ def test_the_end_of_a_search_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     whole = api.plan("zoo:mlp", cluster="2xcpu", optimizer="sgd")
-    monkeypatch.setattr(api, "evaluation_program", interrupted)
+    monkeypatch.setattr(complete, "evaluation_program", interrupted)
     plan = api.plan("zoo:mlp", cluster="2xcpu", optimizer="sgd")
     assert plan.interrupted
     assert plan.decisions == whole.decisions

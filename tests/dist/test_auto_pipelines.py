@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from parloom.ir.lower_stages import lower_stages, staged
 from parloom.ir.plan import Optimizer, Plan, Status
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
-from parloom.search.contexts import Contexts
+from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_passes_ps, least_work_ps, longest_item_ps
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pinned import resolve
 from parloom.search.pins import Pin, parse_pin
-from parloom.search.pipelines.auto import PipelineSearch, search_with_pipelines
+from parloom.search.pipelines.auto import PipelineSearch, search_pipelines, search_with_pipelines
+from parloom.search.pipelines.judge import JudgedSplit
 from parloom.search.prices import Prices
 from parloom.search.request import Request, ScoredPlan, Wanted, base_of
 
@@ -280,6 +281,26 @@ def test_pipelines_beat_plans_of_one_stage_early(slow: str) -> None:
     assert len(of_one) < len(alone.proposals)
     assert both.proposals[0].step_ps < alone.proposals[0].step_ps
     assert both.bound_ps <= both.proposals[0].step_ps
+
+
+def test_ctrl_c_while_plans_are_predicted_keeps_them(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, predicted, calls = machine_for(slow, None), JudgedSplit.predicted, count()
+    memory = machine.cluster.device.memory_bytes
+    request = Request(captured().graph, machine, captured().optimizer, memory)
+
+    def interrupted(split: JudgedSplit, asked: Request) -> SimulatedPlan:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return predicted(split, asked)
+
+    monkeypatch.setattr(JudgedSplit, "predicted", interrupted)
+    found = search_pipelines(request, base_of(request), inf, lambda text: None)
+    assert found is not None
+    assert found.status is Status.INTERRUPTED
+    assert len(found.proposals) == 2
+    assert next(calls) > 2
 
 
 class Heavy(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parloom import answer, api, zoo
+from parloom import answer, api, complete, zoo
 from parloom.errors import (
     CaptureError,
     FingerprintError,
@@ -207,7 +207,7 @@ def test_a_model_that_cannot_be_evaluated_can_be_trained(
     def refused(*_: object) -> None:
         raise CaptureError("operator 'odd' in module 'head' has no rule")
 
-    monkeypatch.setattr(api, "evaluation_program", refused)
+    monkeypatch.setattr(complete, "evaluation_program", refused)
     plan = planned(factory, "1xcpu", "data_parallel")
     assert plan.notes == ("no evaluation program: operator 'odd' in module 'head' has no rule",)
     model, batch = build()

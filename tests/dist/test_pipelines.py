@@ -31,7 +31,7 @@ from tests.dist.staged import drawn, even, pipeline_of, randomly_cut
 
 
 
-def passed(name: str, decisions: Decisions) -> None:
+def assert_proved(name: str, decisions: Decisions) -> None:
     report = staged.report(lowered.model(name), decisions, staged.reference(name))
     assert report.passed, str(report)
 
@@ -44,7 +44,7 @@ def test_drawn_pipelines(seed: int) -> None:
     rng = random.Random(seed)
     name = rng.choice(["mlp", "gpt", "hf_gpt2", "hf_llama", "dlrm", "cnn"])
     schedule = staged.SCHEDULES[seed % len(staged.SCHEDULES)]
-    passed(name, pipeline_of(lowered.model(name), schedule, rng.choice([2, 4, 4]), seed))
+    assert_proved(name, pipeline_of(lowered.model(name), schedule, rng.choice([2, 4, 4]), seed))
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "cnn", "hf_mixtral"])
@@ -54,7 +54,7 @@ def test_more_stages_than_two(name: str) -> None:
     count = 1 if name in ("cnn", "hf_mixtral") else 3
     for seed, schedule in enumerate(("1f1b", "zb_h1")):
         sizes = [2, 1, 2, 1]
-        passed(
+        assert_proved(
             name,
             drawn(graph, even(graph, 4), sizes, schedule=schedule, num_microbatches=count, seed=seed),
         )
@@ -68,7 +68,7 @@ def test_several_stages_on_a_rank(name: str) -> None:
             graph, even(graph, 4), sizes, schedule="interleaved_1f1b", num_microbatches=4,
             chunks=2, seed=seed,
         )  # fmt: skip
-        passed(name, chosen)
+        assert_proved(name, chosen)
 
 
 def test_several_values_for_several_stages_of_a_rank() -> None:
@@ -77,7 +77,7 @@ def test_several_values_for_several_stages_of_a_rank() -> None:
     for seed in range(6):
         stages = randomly_cut(graph, 4, random.Random(seed))
         if len(stages) == 4:
-            passed("dlrm", drawn(graph, stages, [2, 1], schedule="interleaved_1f1b", chunks=2))
+            assert_proved("dlrm", drawn(graph, stages, [2, 1], schedule="interleaved_1f1b", chunks=2))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -97,7 +97,7 @@ def test_recomputation_in_both_halves(name: str, schedule: str, whole: bool) -> 
         plan = drawn(
             graph, even(graph, 2), [2, 2], schedule=schedule, num_microbatches=2, seed=seed
         )
-        passed(name, replace(plan, activations=tuple(activations)))
+        assert_proved(name, replace(plan, activations=tuple(activations)))
 
 
 def test_ranks_of_gloo() -> None:

@@ -6,8 +6,9 @@ block calls, to a fixed point; every operator's rule is then split into the fine
 some neighbor understands.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from parloom.errors import CaptureError, LayoutError
 from parloom.ir.graph import Call, Function, Graph, Node, TensorSpec
@@ -44,17 +45,16 @@ def factorize(graph: Graph) -> Factored:
             if isinstance(item, Node):
                 rule = _base_rule(item, specs[function.name])
                 nodes[function.name, item.key] = NodeCuts(function.name, item, rule)
-    known, before = KnownCuts(), -1
-    while known.changes > before:
-        before = known.changes
-        for function in functions.values():
-            for body in (function.body, tuple(reversed(function.body))):
-                for item in body:
-                    if isinstance(item, Call):
-                        callee = functions[item.function]
-                        _carry_through_call(known, function.name, item, callee, specs[callee.name])
-                    else:
-                        nodes[function.name, item.key].carry(known)
+    known, carriers = KnownCuts(), list[Callable[[KnownCuts], None]]()
+    for function in functions.values():
+        own = [
+            partial(_carry_through_call, function.name, item, functions[item.function], specs)
+            if isinstance(item, Call)
+            else nodes[function.name, item.key].carry
+            for item in function.body
+        ]
+        carriers += (*own, *reversed(own))
+    known.settle(carriers)
     rules = {key: node.refined(known) for key, node in nodes.items()}
     return Factored(graph, rules)
 
@@ -68,12 +68,17 @@ def _base_rule(node: Node, specs: Mapping[str, TensorSpec]) -> Rule:
 
 
 def _carry_through_call(
-    known: KnownCuts, function: str, call: Call, callee: Function, specs: Mapping[str, TensorSpec]
+    function: str,
+    call: Call,
+    callee: Function,
+    specs: Mapping[str, Mapping[str, TensorSpec]],
+    known: KnownCuts,
 ) -> None:
+    """Carry the cuts of a call's values to those of the function that it calls, and back."""
     actual = (*call.args, *(v.name for v in call.results))
     formal = (*(v.name for v in callee.inputs), *callee.outputs)
     for outer, inner in zip(actual, formal, strict=True):
-        for dim, size in enumerate(specs[inner].shape):
+        for dim, size in enumerate(specs[callee.name][inner].shape):
             there, here = (function, outer, dim), (callee.name, inner, dim)
             known.add(there, known.of(here), size)
             known.add(here, known.of(there), size)

@@ -24,21 +24,13 @@ def least_compute_ps(contexts: Contexts) -> float:
 
 def least_work_ps(contexts: Contexts) -> float:
     """What one device computes that does all the work."""
-    count = contexts.counts[0]
-    program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
-    assert program is not None, "the whole batch is always one microbatch"
-    (mesh,) = logical_meshes(alone)
-    prices = Prices(program, contexts.walker(mesh), contexts.shared)
+    count, program, prices = _on_one_device(contexts)
     return count * least_passes_ps(program, prices)
 
 
 def longest_item_ps(contexts: Contexts) -> float:
     """What one device computes at least that does all the work of an item: the most of any."""
-    count = contexts.counts[0]
-    program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
-    assert program is not None, "the whole batch is always one microbatch"
-    (mesh,) = logical_meshes(alone)
-    prices = Prices(program, contexts.walker(mesh), contexts.shared)
+    count, program, prices = _on_one_device(contexts)
     times = _least_calls_ps(program, prices, [FORWARD, BACKWARD])
     items = dict.fromkeys(stage_items(program.graph), 0.0)
     for flat in program.graph.flat():
@@ -46,6 +38,15 @@ def longest_item_ps(contexts: Contexts) -> float:
         if item in items and index is not None:
             items[item] += times[index]
     return count * max(items.values(), default=0.0)
+
+
+def _on_one_device(contexts: Contexts) -> tuple[int, Program, Prices]:
+    """The least number of microbatches, the program of one, and its prices."""
+    count = contexts.counts[0]
+    program, alone = contexts.program(count), part_of(contexts.request.cluster, 1)
+    assert program is not None, "the whole batch is always one microbatch"
+    (mesh,) = logical_meshes(alone)
+    return count, program, Prices(program, contexts.walker(mesh), contexts.shared)
 
 
 def least_passes_ps(program: Program, prices: Prices) -> float:

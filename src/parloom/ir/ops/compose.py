@@ -27,11 +27,8 @@ def parts_of(program: Function, known: Known) -> list[tuple[Node, Site, Rule]]:
     sites = [Site(node, tuple(specs[name] for name in node.refs)) for node in nodes]
     rules = [known[site.node.op].rule(site) for site in sites]
     cuts = [NodeCuts("", node, rule) for node, rule in zip(nodes, rules, strict=True)]
-    known_cuts, before = KnownCuts(), -1
-    while known_cuts.changes > before:
-        before = known_cuts.changes
-        for own in (*cuts, *reversed(cuts)):
-            own.carry(known_cuts)
+    known_cuts = KnownCuts()
+    known_cuts.settle([own.carry for own in (*cuts, *reversed(cuts))])
     refined = [own.refined(known_cuts) for own in cuts]
     return [*zip(nodes, sites, refined, strict=True)]
 

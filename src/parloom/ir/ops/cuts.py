@@ -4,6 +4,7 @@ A cut is a stride. Cuts of one factor must form a divisibility chain; a cut that
 dropped (only granularity is lost, never correctness).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -38,6 +39,14 @@ class KnownCuts:
         if new != old:
             self.changes += 1
             self._of[key], self._changed[key] = new, self.changes
+
+    def settle(self, carriers: Sequence[Callable[["KnownCuts"], None]]) -> None:
+        """Let all of them carry cuts, in turns, until none is new."""
+        before = -1
+        while self.changes > before:
+            before = self.changes
+            for carry in carriers:
+                carry(self)
 
 
 @dataclass(frozen=True, slots=True)

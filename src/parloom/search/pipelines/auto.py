@@ -7,7 +7,7 @@ first ones are simulated, and boundaries of the best are moved.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import chain, islice
@@ -113,12 +113,12 @@ def search_pipelines(
         status = Status.INTERRUPTED
     if not searches:
         return Searched((), 0.0, inf, status)
-    smallest: SimulatedPlan | None = None
-    for search in searches:
-        smallest = search.smallest(smallest)
-    plans = chain.from_iterable(search.plans() for search in searches)
+    try:
+        plans, smallest = _found(searches)
+    except KeyboardInterrupt:  # it takes a moment: what was found is kept
+        status, (plans, smallest) = Status.INTERRUPTED, _found(searches)
     return Searched(
-        tuple(sorted(plans, key=lambda plan: plan.step_ps)),
+        plans,
         # Parts of the cluster have fewer devices for the same work.
         0.0 if status is Status.INTERRUPTED else searches[0].least_ps,
         inf,
@@ -126,6 +126,17 @@ def search_pipelines(
         smallest=smallest,
         work_left=searches[0].contexts.work.left,
     )
+
+
+def _found(
+    searches: Sequence["PipelineSearch"],
+) -> tuple[tuple[SimulatedPlan, ...], SimulatedPlan | None]:
+    """The plans that fit, the fastest first, and the smallest of all."""
+    smallest: SimulatedPlan | None = None
+    for search in searches:
+        smallest = search.smallest(smallest)
+    plans = chain.from_iterable(search.plans() for search in searches)
+    return tuple(sorted(plans, key=lambda plan: plan.step_ps)), smallest
 
 
 def holds_pins(request: Request, decisions: Decisions) -> bool:

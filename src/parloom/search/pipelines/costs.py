@@ -108,12 +108,14 @@ class ItemCosts:
         found: Ints = self.num_microbatches * self.passes_ps + self.once_ps
         return found
 
-    @cached_property
-    def buffers_between(self) -> Ints:
-        """The buffers of a stage that has the items from one place to another, [from, to]."""
-        found = np.zeros((len(self.items) + 1,) * 2, dtype=np.int64)
-        for begin in range(len(self.items)):
-            found[begin, begin + 1 :] = np.maximum.accumulate(self.buffer_bytes[begin:])
+    def buffers_between(self, places: Ints) -> Ints:
+        """The buffers of a stage that has the items from one of these places to another one, of
+        which the last is the end, [from, to].
+        """
+        most = np.maximum.reduceat(self.buffer_bytes, places[:-1])
+        found = np.zeros((len(places),) * 2, dtype=np.int64)
+        for begin in range(len(most)):
+            found[begin, begin + 1 :] = np.maximum.accumulate(most[begin:])
         return found
 
     @cached_property

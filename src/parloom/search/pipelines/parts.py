@@ -126,8 +126,8 @@ def _loads(costs: ItemCosts, places: Cuts, limit_bytes: int, in_flight: int) -> 
     held = costs.stored_bytes + in_flight * costs.kept_bytes
     stored = np.concatenate([[0], np.cumsum(held)])[places]
     found: Floats = total[None, :] - total[:, None] + costs.stage_ps
-    buffers = costs.buffers_between[np.ix_(places, places)]
-    found[stored[None, :] - stored[:, None] + buffers > limit_bytes] = np.inf
+    within = stored[None, :] - stored[:, None] + costs.buffers_between(places)
+    found[within > limit_bytes] = np.inf
     found[np.tril_indices(len(places))] = np.inf
     return found
 

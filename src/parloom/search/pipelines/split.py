@@ -204,8 +204,9 @@ def _ends(
         last = np.full((len(inner), 1), places[-1])
         every = np.hstack([inner.reshape(len(inner), -1), last])
         stored, updating = (_sums(own, every) for own in (costs.stored_bytes, costs.updating_bytes))
-        begins = np.hstack([np.zeros_like(last), every[:, :-1]])
-        held = _by_group(stored + costs.buffers_between[begins, every], owner, np.sum)
+        to = np.searchsorted(places, every)
+        buffers = costs.buffers_between(places)[np.hstack([0 * last, to[:, :-1]]), to]
+        held = _by_group(stored + buffers, owner, np.sum)
         small = (held + _by_group(updating, owner, np.max)).max(axis=1) <= limit_bytes
         every = every[small] if small.any() else every
         for some in _best_of_all(costs, every, owner):
