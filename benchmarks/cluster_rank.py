@@ -35,20 +35,21 @@ SLOW = 3.0
 LONGEST_S = 1800
 
 
-def parloom_step(name: str, plan: Path, waited: list[float] | None = None) -> Step:
-    """The trainer of a plan that was made beforehand; each step adds to `waited` how long this rank
-    waited for messages of other stages.
-    """
-    model, batch = MODELS[name]()
-    trainer = api.parallelize(model, plan, optimizer=lambda named: SGD(named, lr=rate_of(name)))
+class ParloomStep:
+    """The trainer of a plan that was made beforehand."""
 
-    def step() -> Tensor:
-        result = trainer.step(batch)
-        if waited is not None:
-            waited.append(result.waited_s)
-        return result.loss
+    def __init__(self, name: str, plan: Path) -> None:
+        model, self._batch = MODELS[name]()
+        rate = rate_of(name)
+        self._trainer = api.parallelize(model, plan, optimizer=lambda named: SGD(named, lr=rate))
 
-    return step
+    def __call__(self) -> Tensor:
+        return self._trainer.step(self._batch).loss
+
+    def waits(self) -> float:
+        """The share of one more step in which this rank waits for messages of other stages."""
+        spans = self._trainer.step(self._batch, observed=True).spans
+        return sum(span.waited_s for span in spans) / spans[-1].end_s
 
 
 def _timed(step: Step) -> tuple[float, Tensor]:
@@ -92,11 +93,11 @@ def _mean(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def _started(name: str, side: str, plans: Path, waited: list[float]) -> tuple[Step, Tensor] | str:
+def _started(name: str, side: str, plans: Path) -> tuple[Step, Tensor] | str:
     """A side and its first loss, or, on all ranks alike, torch's reason why it has none."""
     if side not in SIDES:
-        step = parloom_step(name, plans / name / side, waited)
-        return step, step()
+        planned = ParloomStep(name, plans / name / side)
+        return planned, planned()
     error = ""
     try:
         step = SIDES[side](*MODELS[name](), rate_of(name))
@@ -128,7 +129,7 @@ def trained_alone(name: str, side: str, plans: Path, steps: int, port: int) -> A
     )
     if rank in used:
         dist.init_process_group("gloo", store=store, rank=used.index(rank), world_size=len(used))
-        step = parloom_step(name, plans / name / side)
+        step = ParloomStep(name, plans / name / side)
         losses = [step()]
         times = []
         for _ in range(1 + steps):
@@ -155,10 +156,7 @@ def compare(
     Of sides that take `SLOW` times as long as the fastest the second step counts, of others all
     after it: buckets are formed in the first step, memory is warm in the second.
     """
-    waited: dict[str, list[float]] = {side: [] for side in names}
-    started = {
-        side: _started(name, side, plans, waited[side]) for side in names if side not in alone
-    }
+    started = {side: _started(name, side, plans) for side in names if side not in alone}
     sides = {side: found[0] for side, found in started.items() if not isinstance(found, str)}
     losses = {side: [found[1]] for side, found in started.items() if not isinstance(found, str)}
     times: dict[str, list[float]] = {side: [] for side in sides}
@@ -184,9 +182,9 @@ def compare(
         "first_losses": {side: own.losses[0] for side, own in alone.items()}
         | {side: _mean(losses[side][0]) for side in sides},
         "waits": {
-            side: _of_ranks(fmean(waited[side][2:]) / fmean(times[side][1:]))
-            for side in sides
-            if waited[side] and side not in slow
+            side: _of_ranks(fmean(step.waits() for _ in range(steps)))
+            for side, step in sides.items()
+            if isinstance(step, ParloomStep) and side not in slow
         },
         "errors": {side: found for side, found in started.items() if isinstance(found, str)},
     }

@@ -1,6 +1,7 @@
 """The text of an entry of an action list: `F0`, `2B0` (of stage 2), `REDUCE`, `STEP`, `GATHER`."""
 
 import re
+from collections.abc import Iterable
 
 ONCE = ("REDUCE", "STEP", "GATHER")
 PASSES_AHEAD, AHEAD_BYTES = 4, 128 << 20
@@ -19,6 +20,12 @@ def read_action(text: str) -> tuple[str, int, int | None] | None:
         return text, 0, None
     found = _PASS.fullmatch(text)
     return (found[2], int(found[1] or 0), int(found[3])) if found else None
+
+
+def stages_text(stages: Iterable[int]) -> str:
+    """`stage 1`, or `stages 0, 2`."""
+    names = sorted(stages)
+    return f"stage{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
 
 
 def passes_beside(microbatch: int, own: int, other: int) -> range:

@@ -32,6 +32,7 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
+from parloom.execute.log import StageTimes, last_observed
 from parloom.execute.machine import cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer
 from parloom.execute.program import NO_EVALUATION, lowered, training_program
@@ -45,7 +46,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
-from parloom.ir.plan_json import plan_to_json
+from parloom.ir.plan_json import plan_hash, plan_to_json
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
@@ -337,6 +338,14 @@ def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
     return machine_of(plan, calibration).source(*lowered(plan).pcgs)
 
 
+def observed(plan: Plan, log: str | Path) -> list[StageTimes]:
+    """The last step in a run's log that was observed, stage by stage (in the order of `simulate`).
+
+    Raises `InputError` where the log has no run of this plan, or no observed step of it.
+    """
+    return last_observed(Path(log), plan_hash(plan))
+
+
 def calibrate(
     models: Sequence[str] = (),
     plans: Sequence[str | Path] = (),
@@ -366,13 +375,16 @@ def save_calibration(calibration: Calibration, path: str | Path) -> Path:
     return write_atomic(Path(path), calibration_to_json(calibration), "choose another with --out")
 
 
-def write_trace(timeline: Timeline, path: str | Path, *names: str) -> Path:
-    """Write a Chrome trace of `timeline`, whose processes are called `names`; whole or not at all.
+def write_trace(
+    timeline: Timeline, path: str | Path, *names: str, observed: Timeline | None = None
+) -> Path:
+    """Write a Chrome trace of `timeline`, whose processes are called `names`, and of the same
+    processes as they were observed; whole or not at all.
 
     Raises `InputError` where the system refuses.
     """
     advice = "choose another file with --trace"
-    return write_atomic(Path(path), chrome_trace(timeline, names), advice)
+    return write_atomic(Path(path), chrome_trace(timeline, names, observed), advice)
 
 
 def generate(plan: Plan) -> str:

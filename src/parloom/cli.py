@@ -317,6 +317,10 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(metavar="F", help="Write a Chrome trace, as for Perfetto.")
     ] = None,
+    run_log: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="LOG", help="Beside it a step of a run with this log_path."),
+    ] = None,
     calibration: Calibrated = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -324,22 +328,33 @@ def simulate(
     """Play one step of the plan: what is busy, what is waited for, and memory over time."""
     from parloom import api
     from parloom.execute.machine import cluster_of
-    from parloom.report import timeline
+    from parloom.report import observed, timeline
     from parloom.report.words import process_names, title_words, uncalibrated_words
 
     chosen = api.load(path)
+    seen = api.observed(chosen, run_log) if run_log else []
+    spans = [of_stage.actions for of_stage in seen]
+    beside = observed.observed_timeline(spans) if seen else None
     played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
     if warning := uncalibrated_words(chosen, source):
         _say(warning)
     names = process_names(chosen.decisions)
     if trace is not None and not trace.parent.exists():
         _say(f"making the folder {trace.parent}")
-    written = None if trace is None else str(api.write_trace(played, trace, *names))
+    written = (
+        None if trace is None else str(api.write_trace(played, trace, *names, observed=beside))
+    )
     if as_json:
-        show_json(timeline.timeline_document(played, names, written, source))
+        document = timeline.timeline_document(played, names, written, source)
+        if seen:
+            document["observed"] = observed.observed_document(spans, names, seen[0].step)
+        show_json(document)
         return
     title = title_words(chosen, cluster_of(chosen))
     _print(timeline.timeline_screen(played, title, names, source))
+    if beside is not None:
+        _print("")
+        _print(observed.observed_screen(played, beside, names, seen[0].step))
     if written is not None:
         _print(f"trace {written}: open it in ui.perfetto.dev")
 

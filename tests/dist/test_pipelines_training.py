@@ -1,7 +1,9 @@
 """Training of pipelines beside the loss: what nobody trains, shared weights, what logs say."""
 
 import json
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,15 @@ from parloom.capture import capture, parameters_of
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble
+from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, ParameterDecision, Stage, Storage
 from parloom.ir.stages import cut, stage_items
+from parloom.runtime.passes import Passes
 from tests.dist import lowered, staged
+
+
+LATE_S = 0.2
 
 
 class Frozen(nn.Module):
@@ -161,8 +168,16 @@ def test_shared_weights_with_masters(sizes: tuple[int, int]) -> None:
         torch.testing.assert_close(found.state[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def three_steps(folder: Path) -> None:
+def four_steps(folder: Path) -> None:
+    """Stage 0 takes `LATE_S` longer for each forward pass; the last step is observed, too."""
     torch.set_num_threads(1)
+    forward = Passes.forward
+
+    def late(self: Passes, microbatch: int) -> None:
+        time.sleep(LATE_S if self._part.stage == 0 else 0.0)
+        forward(self, microbatch)
+
+    Passes.forward = late  # type: ignore[method-assign]
     model, batch = zoo.build("mlp", batch=16)
     trainer = api.parallelize(
         model,
@@ -170,12 +185,13 @@ def three_steps(folder: Path) -> None:
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named]),
         log_path=folder / "log.jsonl",
     )
-    for _ in range(4):
-        trainer.step(batch)
+    for step in range(4):
+        result = trainer.step(batch, observed=step == 3)
+        assert bool(result.spans) == (step >= 2)
     trainer.log.close()
 
 
-def test_waits_for_other_stages_are_told_once(tmp_path: Path) -> None:
+def test_observed_steps_tell_when_stages_ran_and_waited(tmp_path: Path) -> None:
     plan = api.plan("zoo:mlp", batch=16, cluster="2xcpu", devices=2, method="gpipe")
     assert len(plan.decisions.stages) == 2
     assert plan.prediction is not None
@@ -185,11 +201,23 @@ def test_waits_for_other_stages_are_told_once(tmp_path: Path) -> None:
     known = replace(plan, prediction=replace(plan.prediction, source="calibrated"))
     api.save(known, tmp_path)
     assert api.load(tmp_path).prediction == known.prediction
-    fork_ranks(2, three_steps, tmp_path, timeout_s=120)
+    fork_ranks(2, four_steps, tmp_path, timeout_s=120)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     waits = [line for line in lines if "waits" in line]
-    assert [line["stages"] for line in waits] == ["stage 0", "stage 1"]
-    for line, wait_s in zip(waits, plan.prediction.waits_s, strict=True):
+    assert [(line["step"], line["stages"]) for line in waits] == [
+        (3, [0]), (3, [1]), (4, [0]), (4, [1]),
+    ]  # fmt: skip
+    for line, wait_s in zip(waits, 2 * plan.prediction.waits_s, strict=True):
         assert line["predicted"] == pytest.approx(wait_s / plan.prediction.step_s)
         assert 0 <= line["waits"] <= 1
-    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    first, second = api.observed(known, tmp_path / "log.jsonl")
+    for of_stage, (_, own) in zip((first, second), group_lists(known.decisions), strict=True):
+        assert [span.action for span in of_stage.actions] == [str(action) for action in own]
+        assert all(a.end_s <= b.begin_s for a, b in pairwise(of_stage.actions))
+        assert all(s.begin_s + s.waited_s <= s.end_s for s in of_stage.actions)
+    count = plan.decisions.num_microbatches
+    assert first.actions[0].end_s >= LATE_S
+    assert second.actions[0].waited_s >= 0.9 * LATE_S
+    assert sum(span.waited_s for span in second.actions) >= 0.5 * LATE_S * count
+    assert sum(span.waited_s for span in first.actions[:count]) == 0.0

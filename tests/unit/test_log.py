@@ -5,8 +5,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from parloom.execute.log import RunRecord, StepLog, StepRecord, Waits, step_line, waits_line
+import pytest
+
+from parloom.errors import InputError
+from parloom.execute.log import (
+    RunRecord,
+    StageTimes,
+    StepLog,
+    StepRecord,
+    last_observed,
+    step_line,
+    waits_line,
+)
 from parloom.ir.plan import Prediction
+from parloom.runtime.spans import ActionSpan
 
 RECORD = StepRecord(12, 2.9131, 0.412, 16974, "tok", 1288490189, "process", 0.398, True)
 
@@ -24,9 +36,47 @@ def test_step_line() -> None:
 
 
 def test_waits_line() -> None:
-    found = [Waits("stages 0, 2", 0.214, 0.18), Waits("stage 1", 0.04)]
+    found = [StageTimes(3, (0, 2), 0.214, 0.18), StageTimes(3, (1,), 0.04)]
     said = "waits for other stages, of a step: stages 0, 2 21% (predicted 18%), stage 1 4%"
     assert waits_line(found) == said
+
+
+def logged(path: Path, plan_hash: str, *steps: int) -> list[StageTimes]:
+    """A run of two stages in a log, with steps that were observed; the last of these."""
+    found: list[StageTimes] = []
+    with StepLog(0, path, console=io.StringIO()) as log:
+        log.begin(RunRecord(plan_hash, "2026-01-02T03:04:05+00:00", 7, 4))
+        for step in steps:
+            log.write(replace(RECORD, step=step))
+            spans = (ActionSpan("F0", 0.0, 0.1), ActionSpan("B0", 0.1, 0.4 + step, 0.05))
+            found = [StageTimes(step, (0, 2), 0.1, 0.2, spans), StageTimes(step, (1,), 0.0)]
+            log.observed(found)
+    return found
+
+
+def test_the_last_observed_step_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    logged(file, "abc", 3)
+    last = logged(file, "abc", 3, 10)
+    logged(file, "other", 3)
+    assert last_observed(file, "abc") == last
+
+
+def test_logs_without_an_observed_step_of_the_plan_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    with pytest.raises(InputError, match=r"cannot read the log .*log\.jsonl"):
+        last_observed(file, "abc")
+    logged(file, "other", 3)
+    with pytest.raises(InputError, match=r"no run of this plan \(abc\), but of other"):
+        last_observed(file, "abc")
+    logged(file, "abc", 3)
+    logged(file, "abc")
+    with pytest.raises(InputError, match="last run of this plan has no observed step"):
+        last_observed(file, "abc")
+    for wrong in ("{", '{"plan_hash": "abc"}\n{"step": 3, "actions": [{"name": 1}]}', "[]"):
+        file.write_text(wrong, encoding="utf-8")
+        with pytest.raises(InputError, match=r"line \d, is no record of a run"):
+            last_observed(file, "abc")
 
 
 def test_rank_0_writes_both_and_others_nothing(tmp_path: Path) -> None:

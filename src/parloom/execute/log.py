@@ -9,14 +9,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from parloom.action_text import stages_text
 from parloom.cost.kernels import SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import InputError
 from parloom.ir.plan import Prediction
 from parloom.runtime.loss_scale import BACKOFF_FACTOR
+from parloom.runtime.spans import ActionSpan
 
 NUM_COMPARED = 3  # lines with the predicted time; the file has it for every step
 
@@ -62,24 +64,71 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """The share of a step that the ranks of some stages waited for messages of others: of each rank
-    the mean. `predicted` is None where that is from data sheets.
+class StageTimes:
+    """What the ranks that have the same stages did in a step: when the first of them ran its
+    `actions`, and `waits`, the share of the step in which they waited for messages of other stages,
+    their mean. What is `predicted` of it is None where that is from data sheets.
     """
 
-    stages: str
+    step: int
+    stages: tuple[int, ...]
     waits: float
     predicted: float | None = None
+    actions: tuple[ActionSpan, ...] = ()
 
 
-def waits_line(found: Sequence[Waits]) -> str:
+def waits_line(found: Sequence[StageTimes]) -> str:
     """`waits for other stages: stage 0 21 % (predicted 18 %), stage 1 4 % (predicted 3 %)`."""
 
-    def words(one: Waits) -> str:
+    def words(one: StageTimes) -> str:
         beside = "" if one.predicted is None else f" (predicted {one.predicted:.0%})"
-        return f"{one.stages} {one.waits:.0%}{beside}"
+        return f"{stages_text(one.stages)} {one.waits:.0%}{beside}"
 
     return f"waits for other stages, of a step: {', '.join(map(words, found))}"
+
+
+def last_observed(path: Path, plan_hash: str) -> list[StageTimes]:
+    """The last observed step of the last run of a plan in a log.
+
+    Raises `InputError` where the file cannot be read, is no log, or has no such step.
+    """
+    hashes: set[str] = set()
+    found: list[StageTimes] = []
+    is_of_plan = False
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise TypeError("no object")
+            if "plan_hash" in fields:
+                hashes.add(fields["plan_hash"])
+                is_of_plan = fields["plan_hash"] == plan_hash
+                found = [] if is_of_plan else found
+            elif is_of_plan and "actions" in fields:
+                spans = tuple(ActionSpan(**span) for span in fields.pop("actions"))
+                stages = tuple(fields.pop("stages"))
+                of_stage = StageTimes(stages=stages, **fields, actions=spans)
+                found = [one for one in found if one.step == of_stage.step] + [of_stage]
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path}, line {number}, is no record of a run: {error}") from None
+    if plan_hash not in hashes:
+        raise InputError(
+            f"{path} has no run of this plan ({plan_hash}), but of"
+            f" {', '.join(sorted(hashes)) or 'none'}: give the log_path of a run of it"
+        )
+    if not found:
+        raise InputError(
+            f"{path}: the last run of this plan has no observed step: pipelines observe their third"
+            " one, trainer.step(batch, observed=True) any"
+        )
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the log {path}: {error}") from None
 
 
 def step_line(record: StepRecord, *, compare: bool = True) -> str:
@@ -169,11 +218,12 @@ class StepLog:
         if self.writes and prediction is not None and prediction.source == SPEC:
             print(prediction_line(prediction), file=self._console or sys.stderr, flush=True)
 
-    def waits(self, found: Sequence[Waits]) -> None:
-        """Say how long ranks wait for messages of other stages, beside what was predicted."""
+    def observed(self, found: Sequence[StageTimes]) -> None:
+        """Log a step stage by stage; of several say how long they wait for each other."""
         self.flush()
         if self.writes:
-            print(waits_line(found), file=self._console or sys.stdout, flush=True)
+            if len(found) > 1:
+                print(waits_line(found), file=self._console or sys.stdout, flush=True)
             for one in found:
                 self._append(asdict(one))
 
@@ -190,7 +240,7 @@ class StepLog:
             print(line, file=self._console or sys.stdout, flush=True)
         self._append({**asdict(record), "items_per_s": record.items_per_s})
 
-    def _append(self, fields: Mapping[str, float | str | None]) -> None:
+    def _append(self, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
             finite = {name: _finite(value) for name, value in fields.items()}
             self._file.write(json.dumps(finite, allow_nan=False) + "\n")
@@ -213,6 +263,6 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _finite(value: float | str | None) -> float | str | None:
+def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity; they are written as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ from math import lcm, prod
 
 from parloom.errors import InputError
 from parloom.ir.graph import FlatNode, Graph
-from parloom.ir.lower_stages import group_lists
+from parloom.ir.lower_stages import group_lists, stage_groups
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import Action, Decisions, Stage, one_stage
 from parloom.ir.stages import placed
@@ -90,11 +90,8 @@ class SmallStages:
         """The stages that blocks of the copy may come from: those on groups of devices with items
         that are in no stack of blocks, then those on others, as long as there are ranks for them.
         """
-        groups: dict[Devices, list[int]] = {}
-        for index, stage in enumerate(self.decisions.stages):
-            groups.setdefault(stage.devices, []).append(index)
         single = set(chain.from_iterable(self.stages_of[i] for i in self.stages_of if _single(i)))
-        ranked = sorted(groups.values(), key=single.isdisjoint)
+        ranked = sorted(stage_groups(self.decisions), key=single.isdisjoint)
         found: list[int] = []
         ranks = 0
         for own in ranked:

@@ -1,6 +1,5 @@
 """The trainer that `parallelize` returns: the runtime's, with logs, checkpoints and weights."""
 
-import hashlib
 import os
 import resource
 import sys
@@ -12,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
 from parloom.execute.launch import check_world_size
-from parloom.execute.log import NUM_COMPARED, RunRecord, StepLog, StepRecord, Waits
+from parloom.execute.log import NUM_COMPARED, RunRecord, StageTimes, StepLog, StepRecord
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.same_model import agreed, check_again, check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
@@ -36,11 +34,11 @@ from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
-from parloom.ir.lower_stages import group_lists, stage_ranks
+from parloom.ir.lower_stages import stage_groups, stage_ranks
 from parloom.ir.microbatches import with_whole_batch
 from parloom.ir.ops import op_of
 from parloom.ir.plan import Plan
-from parloom.ir.plan_json import plan_to_json
+from parloom.ir.plan_json import plan_hash
 from parloom.ir.samples import sample_dims
 from parloom.ir.text import parse_graph
 from parloom.runtime import (
@@ -57,6 +55,7 @@ from parloom.runtime import (
     check_same_values,
 )
 from parloom.runtime import Trainer as RuntimeTrainer
+from parloom.runtime.spans import ActionSpan
 from parloom.runtime.store import Source
 
 DRAWS_DEPEND = (
@@ -125,13 +124,16 @@ class Trainer(RuntimeTrainer):
         self._unchanged: Unchanged | None = None
         self.log = StepLog(comm.rank, run.log_path)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        begun = RunRecord(_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
+        begun = RunRecord(plan_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
         self.log.begin(begun, run.plan.prediction)
         # The last step's line, where nobody asks for it any more.
         weakref.finalize(self, _close, self.log)
 
-    def step(self, batch: Mapping[str, Tensor], local: bool = False) -> StepResult:
-        """Train on one batch (see the runtime's trainer) and log one line.
+    def step(
+        self, batch: Mapping[str, Tensor], local: bool = False, *, observed: bool = False
+    ) -> StepResult:
+        """Train on one batch (see the runtime's trainer) and log one line; the log has when each
+        stage ran its actions in a step that is observed, as the third one of a pipeline always is.
 
         On a GPU the line comes one step late, or with the next `evaluate` or `save`: nothing here
         waits for the step that it has queued (in float16 all wait, to know whether gradients
@@ -149,12 +151,12 @@ class Trainer(RuntimeTrainer):
         # Before the scheduler's turn; a tensor would change under it.
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
-        began = perf_counter()
+        if self._steps_here + 1 == NUM_COMPARED and len(self.run.plan.decisions.stages) > 1:
+            observed = True
         try:
-            result = super().step(batch, local)
+            result = super().step(batch, local, observed=observed)
         except NotImplementedError as error:
             raise LaunchError(_no_kernel(error, self.device)) from error
-        step_s = perf_counter() - began
         if reading is not None:
             numbers: dict[str, Tensor | float] = {"loss": result.loss, "lr": rate}
             if result.grad_norm is not None:
@@ -169,29 +171,30 @@ class Trainer(RuntimeTrainer):
             if reading.ready:
                 self.log.flush()
         self._steps_here += 1
-        if self._steps_here == NUM_COMPARED and self._tells_waits:
-            self._tell_waits(result.waited_s / step_s)
+        if result.spans:
+            self._tell_stages(result.spans)
         return result
 
-    @property
-    def _tells_waits(self) -> bool:
-        """On a GPU the host waits for nothing, so that its times say nothing."""
-        return len(self.run.plan.decisions.stages) > 1 and self.device.type == "cpu"
-
-    def _tell_waits(self, share: float) -> None:
-        """Compare once how long ranks waited for other stages with what was predicted."""
+    def _tell_stages(self, spans: tuple[ActionSpan, ...]) -> None:
+        """Log an observed step: of each stage what its first rank did, and how long all its ranks
+        waited for others, beside what was predicted.
+        """
         decisions, prediction = self.run.plan.decisions, self.run.plan.prediction
-        shares = [0.0] * decisions.num_ranks
-        if len(shares) > 1:
-            dist.all_gather_object(shares, share)
-        ranks, found = stage_ranks(decisions), []
+        ranks, groups = stage_ranks(decisions), stage_groups(decisions)
+        first = {ranks[stages[0]][0] for stages in groups}
+        waited = sum(span.waited_s for span in spans) / spans[-1].end_s
+        mine = (waited, spans if self.comm.rank in first else ())
+        told = [mine] * decisions.num_ranks
+        if len(told) > 1:
+            dist.gather_object(mine, told if self.comm.rank == 0 else None)
         known = prediction.waits_s if prediction and prediction.source != SPEC else ()
-        for index, (stages, _) in enumerate(group_lists(decisions)):
-            own = [shares[rank] for rank in ranks[stages[0]]]
+        found = []
+        for index, stages in enumerate(groups):
+            own = ranks[stages[0]]
+            waits = fmean(told[rank][0] for rank in own)
             predicted = known[index] / prediction.step_s if prediction and known else None
-            name = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-            found.append(Waits(name, fmean(own), predicted))
-        self.log.waits(found)
+            found.append(StageTimes(self.steps_done, stages, waits, predicted, told[own[0]][1]))
+        self.log.observed(found)
 
     def evaluate(self, batch: Mapping[str, Tensor], local: bool = False) -> Evaluation:
         """Loss and full outputs of the evaluation program (see the runtime's trainer).
@@ -229,9 +232,9 @@ class Trainer(RuntimeTrainer):
     ) -> checkpoint.Handle:
         """Write a checkpoint that loads under any other plan of the same model."""
         self.log.flush()
-        plan_hash = _hash(self.run.plan)
+        named = plan_hash(self.run.plan)
         with self._seen("saving"):
-            return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=plan_hash)
+            return checkpoint.save(self, folder, asynchronous=asynchronous, plan_hash=named)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, whatever plan it was saved under."""
@@ -448,11 +451,6 @@ def _no_kernel(error: NotImplementedError, device: torch.device) -> str:
         f"an operator of the program cannot run on {device.type} ({str(error).splitlines()[0]});"
         " plan with another --dtype, or for devices that have it"
     )
-
-
-def _hash(plan: Plan) -> str:
-    """What names a plan in logs and checkpoints."""
-    return hashlib.sha256(plan_to_json(plan).encode()).hexdigest()[:16]
 
 
 def _close(log: StepLog) -> None:

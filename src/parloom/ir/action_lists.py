@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from parloom.action_text import ONCE, passes_beside, read_action
+from parloom.action_text import ONCE, passes_beside, read_action, stages_text
 from parloom.errors import InputError
 from parloom.ir.plan import Action
 
@@ -42,7 +42,7 @@ def check_lists(
 def _check_complete(
     stages: Sequence[int], own: Sequence[Action], microbatches: Sequence[Sequence[int]]
 ) -> None:
-    where = f"the list of stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    where = f"the list of {stages_text(stages)}"
     passes = [a for a in own if a.microbatch is not None]
     last = [a.kind for a in own[len(passes) :]]
     if last != list(ONCE):

@@ -5,10 +5,11 @@ that no two ranks of the sending stage have twice, and arrives so on the receivi
 goes once over the links between them, and movements inside of the stages do the rest.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parloom.action_text import stages_text
 from parloom.errors import InputError, LayoutError, NotYetError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Boundary, Graph
@@ -155,9 +156,12 @@ def action_lists(decisions: Decisions, ranks: Sequence[Sequence[int]]) -> tuple[
     return tuple(by_stage[first[rank]] for rank in sorted(first))
 
 
-def _stages(indices: Collection[int]) -> str:
-    names = ", ".join(map(str, sorted(indices)))
-    return f"stages {names}" if len(indices) > 1 else f"stage {names}"
+def stage_groups(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
+    """The stages of every group of devices."""
+    groups: dict[tuple[range, ...], list[int]] = {}
+    for index, stage in enumerate(decisions.stages):
+        groups.setdefault(stage.devices, []).append(index)
+    return tuple(map(tuple, groups.values()))
 
 
 def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]]:
@@ -165,13 +169,10 @@ def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]
 
     Raises `InputError` for a schedule that does not take the stages as they are placed.
     """
-    groups: dict[tuple[range, ...], list[int]] = {}
-    for index, stage in enumerate(decisions.stages):
-        groups.setdefault(stage.devices, []).append(index)
-    own = tuple(tuple(stages) for stages in groups.values())
+    own = stage_groups(decisions)
     if decisions.actions:
         return list(zip(own, decisions.actions, strict=True))
-    count, size = len(decisions.stages), len(groups)
+    count, size = len(decisions.stages), len(own)
     if len(decisions.replicas) > 1 or any(stage.at_once > 1 for stage in decisions.stages):
         raise InputError(
             f"{decisions.schedule} runs the same microbatches in every stage, and stages of the"
@@ -184,7 +185,7 @@ def group_lists(decisions: Decisions) -> list[tuple[tuple[int, ...], ActionList]
         placed = {action.stage for action in listed if action.microbatch is not None}
         if placed != set(stages):
             raise InputError(
-                f"{decisions.schedule} has {_stages(placed)} on a group of the devices; in the plan"
-                f" {_stages(stages)} {'share' if len(stages) > 1 else 'has'} one"
+                f"{decisions.schedule} has {stages_text(placed)} on a group of the devices; in the"
+                f" plan {stages_text(stages)} {'share' if len(stages) > 1 else 'has'} one"
             )
     return list(zip(own, lists, strict=True))

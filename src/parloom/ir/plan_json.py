@@ -97,6 +97,11 @@ def plan_from_json(text: str | bytes, where: str) -> Plan:
     return _Reader(text, where).plan()
 
 
+def plan_hash(plan: Plan) -> str:
+    """What names a plan in logs and checkpoints: 16 hexadecimal digits."""
+    return hashlib.sha256(plan_to_json(plan).encode()).hexdigest()[:16]
+
+
 def _digest(graph: str, evaluation: str) -> str:
     """Of both programs; it catches accidents, the proof catches everything else."""
     return hashlib.sha256(f"{graph}\n\n{evaluation}".encode()).hexdigest()

@@ -1,7 +1,8 @@
 """A simulated step as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Devices are processes; a track each for actions, the compute stream and every channel; memory is a
-counter with one series per component; messages between devices are arrows. The format: Trace Event
+counter with one series per component; messages between devices are arrows. A step that was observed
+has actions alone, beside the simulated ones. The format: Trace Event
 Format, "JSON Object Format" (Google, document 1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
 
@@ -19,8 +20,14 @@ ACTIONS = "actions"
 MAX_EVENTS = 200_000
 
 
-def chrome_trace(timeline: Timeline, names: Sequence[str], max_events: int = MAX_EVENTS) -> str:
-    """The trace as JSON text; `names` are the processes'. Times are in microseconds.
+def chrome_trace(
+    timeline: Timeline,
+    names: Sequence[str],
+    observed: Timeline | None = None,
+    max_events: int = MAX_EVENTS,
+) -> str:
+    """The trace as JSON text; `names` are the processes', in a step that was `observed`, too. Times
+    are in microseconds.
 
     Actions always appear; operators, transfers and memory inside them as long as there are no more
     than about `max_events` of these.
@@ -29,16 +36,23 @@ def chrome_trace(timeline: Timeline, names: Sequence[str], max_events: int = MAX
     events: list[Event] = []
     for index, (process, name) in enumerate(zip(timeline.processes, names, strict=True)):
         tracks = [ACTIONS, *timeline.busy(index)]
-        events += _labels(index, name, tracks)
+        events += _labels(index, name, tracks, 2 * index)
         events += _process(index, process, tracks, left)
+    for index, process in enumerate(observed.processes if observed else ()):
+        number = len(timeline.processes) + index
+        events += _labels(number, f"{names[index]}, observed", [ACTIONS], 2 * index + 1)
+        events += (
+            _slice(number, 0, span.name, "action", span.start_ps, span.played.ps)
+            for span in process.spans
+        )
     events += _messages(timeline)
     events.sort(key=lambda event: event.get("ts", -1.0))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
-def _labels(index: int, name: str, tracks: list[str]) -> Iterator[Event]:
+def _labels(index: int, name: str, tracks: list[str], place: int) -> Iterator[Event]:
     yield {"ph": "M", "pid": index, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": index, "name": "process_sort_index", "args": {"sort_index": index}}
+    yield {"ph": "M", "pid": index, "name": "process_sort_index", "args": {"sort_index": place}}
     for number, track in enumerate(tracks):
         where = {"ph": "M", "pid": index, "tid": number}
         yield where | {"name": "thread_name", "args": {"name": track}}

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
+from parloom.action_text import stages_text
 from parloom.cost.kernels import PRODUCTS, SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
@@ -153,8 +154,7 @@ def process_names(decisions: Decisions) -> list[str]:
     names = []
     for stages, _ in group_lists(decisions):
         devices = ranks_text(decisions.stages[stages[0]].devices)
-        some = "s" * (len(stages) > 1)
-        names.append(f"stage{some} {', '.join(map(str, stages))} on {devices}")
+        names.append(f"{stages_text(stages)} on {devices}")
     return names
 
 

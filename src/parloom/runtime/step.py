@@ -25,6 +25,7 @@ from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.same import told_by_some
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.shared import SharedParameters
+from parloom.runtime.spans import ActionSpan, Spans, action_of
 from parloom.runtime.transfers import Transfers
 
 
@@ -33,15 +34,15 @@ class StepResult:
     """The global loss before the update, and the gradient norm before clipping if one was asked.
 
     `loss_scale` is the scale that the step's gradients had, where the program scales its loss;
-    where they overflowed, the step was `skipped`: no parameter was updated. `waited_s`: how long
-    the host waited for messages of other stages.
+    where they overflowed, the step was `skipped`: no parameter was updated. `spans`: when this
+    rank ran its actions, of a step that was `observed`.
     """
 
     loss: Tensor
     grad_norm: Tensor | None = None
     loss_scale: float | None = None
     skipped: bool = False
-    waited_s: float = 0.0
+    spans: tuple[ActionSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,16 @@ class Step:
         self._grad_norm: Tensor | None = None
         self._skipped = False
 
-    def train(self, batches: Mapping[int, Batches]) -> StepResult:
-        """Run the whole action list; `batches` are those of each stage."""
+    def train(self, batches: Mapping[int, Batches], observed: bool = False) -> StepResult:
+        """Run the whole action list; `batches` are those of each stage. Where it is observed, all
+        ranks begin together.
+        """
         stages = self._stages
+        if observed:
+            stages.comm.barrier()
+        spans = Spans(stages.device) if observed else None
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        stages.transfers.begin_step()
+        stages.transfers.begin_step(spans)
         passes: dict[int, Passes] = {}
         for part in stages.parts:
             own = [action for action in stages.actions if action.stage == part.stage]
@@ -104,7 +110,8 @@ class Step:
             for part in stages.parts:
                 part.ctx.watch(f"in action {action}, step {part.ctx.step + 1}")
             try:
-                self._run(action, passes)
+                with action_of(spans, str(action)):
+                    self._run(action, passes)
             except SilentRankError as error:
                 named = stages.pipeline.named
                 raise SilentRankError(
@@ -113,8 +120,8 @@ class Step:
         stages.transfers.end_step()
         losses = {stage: p.losses for stage, p in passes.items() if p.losses is not None}
         loss = stages.total_loss(stages.pipeline, losses)
-        waited_s = stages.transfers.waited_s
-        return StepResult(loss, self._grad_norm, scale, self._skipped, waited_s)
+        seen = spans.read() if spans else ()
+        return StepResult(loss, self._grad_norm, scale, self._skipped, seen)
 
     def _run(self, action: Action, passes: Mapping[int, Passes]) -> None:
         once: dict[str, Callable[[], None]] = {

@@ -163,11 +163,12 @@ class Trainer:
         own = axes[part.stage]
         return part.comm.mesh.size(own), position(part.comm.mesh, part.comm.rank, own)
 
-    def step(self, batch: Batch, local: bool = False) -> StepResult:
+    def step(self, batch: Batch, local: bool = False, *, observed: bool = False) -> StepResult:
         """Train on one batch: the global one, the same on all ranks, or this rank's own samples.
 
         A local batch has the samples of this rank's `sampler_position`, whole in all other dims,
-        and whole inputs where all samples share them.
+        and whole inputs where all samples share them. Where a step is observed, on all ranks alike,
+        these begin it together, and its result says when each action ran.
 
         Raises `InputError` when the batch is not what the plan was made for, and in the first step
         when ranks that share samples were given different ones; in the first step, and after 1, 2,
@@ -189,7 +190,7 @@ class Trainer:
         if due(self._since_loaded):
             self._check_settings(local)
         step = Step(self._stages, self.optimizer, self.clip_norm, self.loss_scale)
-        result = step.train(batches)
+        result = step.train(batches, observed)
         if result.skipped:
             self._check_scale(result)
         elif self.scheduler is not None:

@@ -10,7 +10,6 @@ those of some passes of each sender ahead of need: so they travel while the rank
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from parloom.action_text import AHEAD_BYTES, PASSES_AHEAD
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.sharding import Box, boxes, local_shape
+from parloom.runtime.spans import Spans, waiting_of
 from parloom.runtime.work import Work
 
 MICROBATCH_BITS = 16  # of a message's tag; plans have no more microbatches than that
@@ -108,16 +108,16 @@ class Transfers:
         self._places = [{action: i for i, action in enumerate(own)} for own in actions]
         several = (of for messages in self._pieces.values() for of in messages)
         comm.connect((p.sender, p.receiver) for of in several for p in of)
-        self.waited_s = 0.0  # of the step, for messages
+        self._spans: Spans | None = None
         self._expected: dict[int, deque[Letter]] = {}
         self._unposted: Counter[tuple[int, Wire, int]] = Counter()
         self._posted: dict[tuple[Wire, int], list[tuple[Work, Tensor, Piece]]] = {}
         self._under_way: dict[int, deque[tuple[int, Work, Tensor]]] = defaultdict(deque)
         self._stays: dict[tuple[Wire, int], list[tuple[Tensor, Piece]]] = {}
 
-    def begin_step(self) -> None:
-        """Expect all messages of a step."""
-        self.waited_s = 0.0
+    def begin_step(self, spans: Spans | None = None) -> None:
+        """Expect all messages of a step; `spans` are told of waits."""
+        self._spans = spans
         self._expected = {s: deque(messages) for s, messages in self._order.items() if messages}
         self._unposted = Counter(
             (sender, m.wire, m.message) for sender, of in self._order.items() for m in of
@@ -240,9 +240,8 @@ class Transfers:
             for part, piece in self._stays.pop((wire, message), []):
                 whole[piece.received] = part
             for work, part, piece in self._posted.pop((wire, message), []):
-                began = perf_counter()
-                work.wait()
-                self.waited_s += perf_counter() - began
+                with waiting_of(self._spans):
+                    work.wait()
                 whole[piece.received] = part
                 self._let_go(piece.sender, sent)
         return whole

@@ -1,0 +1,104 @@
+"""A step of a run beside the simulated one: what each stage did when, and for how long."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parloom.cost.timeline import Memory, Played, Process, Span, Timeline
+from parloom.cost.units import format_seconds
+from parloom.report.gantt import COLUMNS, LEGEND, kind_of, row
+from parloom.runtime.spans import ActionSpan
+
+TITLES = {"F": "forward", "B": "backward", "W": "weights", "U": "update"}
+WAITS = "waits for others"
+PS = 1e12
+
+
+def observed_timeline(observed: Sequence[Sequence[ActionSpan]]) -> Timeline:
+    """What was observed of each process as a simulated step has it; memory is not observed. An
+    action waits before it computes, as receivers of messages do.
+    """
+    processes = []
+    for spans in observed:
+        played = []
+        for span in spans:
+            begin_s = span.begin_s + span.waited_s
+            busy = Played(round((span.end_s - begin_s) * PS), (), (), (), Memory())
+            played.append(Span(round(begin_s * PS), span.action, busy))
+        waited_ps = round(sum(span.waited_s for span in spans) * PS)
+        processes.append(Process("", tuple(played), waited=(("pipeline", waited_ps),)))
+    step_s = max(span.end_s for spans in observed for span in spans)
+    return Timeline(round(step_s * PS), tuple(processes), 0)
+
+
+def observed_screen(
+    predicted: Timeline, observed: Timeline, names: Sequence[str], step: int
+) -> RenderableType:
+    """Both steps of each process on one scale, and how long it took for what."""
+    longest = max(predicted.step_ps, observed.step_ps)
+    chart = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    chart.add_column()
+    chart.add_column()
+    chart.add_column(min_width=COLUMNS, no_wrap=True)
+    for index, name in enumerate(names):
+        chart.add_row(name, "predicted", row(predicted.processes[index], longest))
+        chart.add_row("", "observed", row(observed.processes[index], longest))
+    took = format_seconds(observed.step_s)
+    off = observed.step_ps / max(1, predicted.step_ps) - 1
+    title = f"step {step} took {took} ({off:+.1%} of {format_seconds(predicted.step_s)} predicted)"
+    return Group(
+        Text(title, style="bold"),
+        chart,
+        Text(f"{LEGEND}\n0 to {format_seconds(longest / PS)}", style="dim"),
+        Text(""),
+        _amounts(predicted, observed, names),
+    )
+
+
+def observed_document(
+    observed: Sequence[Sequence[ActionSpan]], names: Sequence[str], step: int
+) -> dict[str, Any]:
+    """What `simulate --run --json` adds; seconds."""
+    timeline = observed_timeline(observed)
+    return {
+        "step": step,
+        "step_s": timeline.step_s,
+        "devices": [
+            {
+                "name": name,
+                "seconds": {k: ps / PS for k, ps in _by_kind(timeline, index).items()},
+                "actions": [asdict(span) for span in observed[index]],
+            }
+            for index, name in enumerate(names)
+        ],
+    }
+
+
+def _amounts(predicted: Timeline, observed: Timeline, names: Sequence[str]) -> Table:
+    """Seconds of each kind, observed and predicted."""
+    both = [(_by_kind(observed, i), _by_kind(predicted, i)) for i in range(len(names))]
+    kinds = [kind for kind in (*TITLES.values(), WAITS) if any(own.get(kind) for own, _ in both)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("observed (predicted)")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    for name, (own, known) in zip(names, both, strict=True):
+        cells = (
+            f"{format_seconds(own.get(kind, 0) / PS)} ({format_seconds(known.get(kind, 0) / PS)})"
+            for kind in kinds
+        )
+        table.add_row(name, *cells)
+    return table
+
+
+def _by_kind(timeline: Timeline, process: int) -> dict[str, int]:
+    """Picoseconds of passes by kind, of the step program, and of waits for other stages."""
+    found: dict[str, int] = {}
+    for span in timeline.processes[process].spans:
+        title = TITLES[kind_of(span.name)]
+        found[title] = found.get(title, 0) + span.played.ps
+    return {**found, WAITS: timeline.exposed(process).get("pipeline", 0)}

@@ -1,0 +1,85 @@
+"""When the actions of a step ran, and how long they waited for messages of other stages."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+Instant = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpan:
+    """An action of one rank, in seconds after the beginning of the step; `waited_s` of them it
+    waited for messages of other stages.
+    """
+
+    action: str
+    begin_s: float
+    end_s: float
+    waited_s: float = 0.0
+
+
+class Spans:
+    """Notes one step: on a GPU by events on its current stream, elsewhere by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._actions: list[tuple[str, Instant, Instant, list[tuple[Instant, Instant]]]] = []
+        self._waits: list[tuple[Instant, Instant]] = []
+        self._began = self._now()
+
+    @contextmanager
+    def action(self, name: str) -> Iterator[None]:
+        """An action runs."""
+        self._waits = []
+        began = self._now()
+        yield
+        self._actions.append((name, began, self._now(), self._waits))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The action waits for a message."""
+        began = self._now()
+        yield
+        self._waits.append((began, self._now()))
+
+    def read(self) -> tuple[ActionSpan, ...]:
+        """All actions, in their order; waits for the device."""
+        return tuple(
+            ActionSpan(
+                name,
+                _seconds(self._began, begin),
+                _seconds(self._began, end),
+                sum(_seconds(*wait) for wait in waits),
+            )
+            for name, begin, end, waits in self._actions
+        )
+
+    def _now(self) -> Instant:
+        if not self._on_gpu:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def action_of(spans: Spans | None, name: str) -> AbstractContextManager[None]:
+    """Note an action, where the step is observed."""
+    return nullcontext() if spans is None else spans.action(name)
+
+
+def waiting_of(spans: Spans | None) -> AbstractContextManager[None]:
+    """Note a wait, where the step is observed."""
+    return nullcontext() if spans is None else spans.waiting()
+
+
+def _seconds(begin: Instant, end: Instant) -> float:
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    assert isinstance(end, float)
+    return end - begin

@@ -1,0 +1,89 @@
+"""An observed step beside the simulated one."""
+
+import json
+
+from rich.console import Console
+
+from parloom.cost.pipeline import StageActions, chain, simulate_pipeline
+from parloom.cost.tasks import COMPUTE
+from parloom.cost.timeline import Memory, Played, Timeline
+from parloom.ir.schedules import schedule
+from parloom.report.observed import observed_document, observed_screen, observed_timeline
+from parloom.report.trace import chrome_trace
+from parloom.runtime.spans import ActionSpan
+
+NAMES = ["stage 0 on 0", "stage 1 on 1"]
+# Stage 1 waits for the forward pass of stage 0, which waits for its gradient.
+FIRST = (
+    ActionSpan("F0", 0.0, 2.0),
+    ActionSpan("B0", 2.0, 12.0, 6.0),
+    ActionSpan("STEP", 12.0, 13.0),
+)
+SECOND = (
+    ActionSpan("1F0", 0.0, 4.0, 2.0),
+    ActionSpan("1B0", 4.0, 8.0),
+    ActionSpan("STEP", 12.0, 13.0),
+)
+
+
+def simulated() -> Timeline:
+    """The same pipeline, with passes of 2 s and 4 s."""
+    actions = {
+        kind: Played(seconds * 10**12, (), ((COMPUTE, seconds * 10**12),), (), Memory())
+        for kind, seconds in (("F", 2), ("B", 4), ("STEP", 1))
+    }
+    stages = [StageActions(name, actions) for name in NAMES]
+    return simulate_pipeline(schedule("1f1b", 2, 1), stages, chain(2))
+
+
+def test_an_observed_step_becomes_the_simulated_one() -> None:
+    found, known = observed_timeline([FIRST, SECOND]), simulated()
+    assert found.step_ps == known.step_ps == 13 * 10**12
+    for own, predicted in zip(found.processes, known.processes, strict=True):
+        times = [(span.start_ps, span.played.ps) for span in own.spans]
+        passes = [(s.start_ps, s.played.ps) for s in predicted.spans if s.name[0] != "R"]
+        assert times == [one for one in passes if one[1]]
+    for index in range(2):
+        assert found.exposed(index)["pipeline"] == known.exposed(index).get("pipeline", 0)
+
+
+def test_both_steps_are_drawn_on_one_scale() -> None:
+    slow = [ActionSpan(s.action, 2 * s.begin_s, 2 * s.end_s, 2 * s.waited_s) for s in FIRST]
+    console = Console(width=200, record=True, file=None)
+    with console.capture() as capture:
+        console.print(
+            observed_screen(simulated(), observed_timeline([slow, SECOND]), NAMES, step=3)
+        )
+    text = capture.get()
+    assert "step 3 took 26 s (+100.0% of 13 s predicted)" in text
+    rows = [line for line in text.splitlines() if "predicted  " in line or "observed  " in line]
+    assert [row.count("F") for row in rows] == [6, 11, 5, 5]
+    assert [row.count("B") for row in rows] == [11, 22, 11, 11]
+    last = next(line for line in text.splitlines() if "4 s (2 s)" in line)
+    assert " ".join(last.split()) == "stage 0 on 0 4 s (2 s) 8 s (4 s) 2 s (1 s) 12 s (6 s)"
+
+
+def test_a_trace_has_both_beside_each_other() -> None:
+    events = json.loads(chrome_trace(simulated(), NAMES, observed_timeline([FIRST, SECOND])))
+    labels = [e for e in events["traceEvents"] if e["ph"] == "M"]
+    names = {e["pid"]: e["args"]["name"] for e in labels if e["name"] == "process_name"}
+    places = {
+        e["pid"]: e["args"]["sort_index"] for e in labels if "sort" in e["name"] and "tid" not in e
+    }
+    assert [names[pid] for pid in sorted(names, key=places.__getitem__)] == [
+        "stage 0 on 0", "stage 0 on 0, observed", "stage 1 on 1", "stage 1 on 1, observed",
+    ]  # fmt: skip
+    mine = [e for e in events["traceEvents"] if e["ph"] == "X" and e["pid"] == 3]
+    assert [(e["name"], e["ts"], e["dur"]) for e in mine] == [
+        ("1F0", 2e6, 2e6), ("1B0", 4e6, 4e6), ("STEP", 12e6, 1e6),
+    ]  # fmt: skip
+
+
+def test_json_has_seconds_by_kind_and_all_actions() -> None:
+    found = observed_document([FIRST, SECOND], NAMES, 3)
+    assert (found["step"], found["step_s"]) == (3, 13.0)
+    first = found["devices"][0]
+    assert first["seconds"] == {
+        "forward": 2.0, "backward": 4.0, "update": 1.0, "waits for others": 6.0,
+    }  # fmt: skip
+    assert first["actions"][1] == {"action": "B0", "begin_s": 2.0, "end_s": 12.0, "waited_s": 6.0}
