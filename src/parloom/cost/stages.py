@@ -28,11 +28,10 @@ from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, group_lists
 from parloom.ir.mesh import Cluster
-from parloom.ir.pcg import PCG, PValue
+from parloom.ir.pcg import PCG, PValue, Transfer
 from parloom.ir.plan import Decisions, Optimizer, Stage
 from parloom.ir.regular_parts import Join, devices_of, joined, own_part
 from parloom.ir.schedules import Lists
-from parloom.ir.stages import Crossing
 
 JoinOf = Callable[[int, int], Join]
 """The level of links between two stages."""
@@ -172,13 +171,12 @@ class PricedStages:
 
     def _crossings(self, index: int) -> Iterator[tuple[int, int, Moved, Moved | None]]:
         """What a stage and others on other devices send each other: source, target, there, back."""
-        for crossing in self.lowered.cut.crossings:
-            for target in crossing.targets:
-                source = crossing.source
-                if index not in (source, target):
-                    continue
-                if self.planned[source].devices != self.planned[target].devices:
-                    yield source, target, *crossing_bytes(self.lowered, crossing, target)
+        for transfer in self.lowered.transfers:
+            source, target = transfer.source, transfer.target
+            if index not in (source, target):
+                continue
+            if self.planned[source].devices != self.planned[target].devices:
+                yield source, target, *transfer_bytes(transfer, self.lowered.pcgs)
 
     def play(self, lists: Lists) -> Timeline:
         """One step as the lists of all ranks say."""
@@ -219,10 +217,9 @@ class PricedStages:
 def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> list[Edge]:
     """What crosses between stages: all values of two of them together, over a level of links."""
     found: dict[tuple[int, int], list[tuple[Moved, Moved | None]]] = {}
-    for crossing in lowered.cut.crossings:
-        for target in crossing.targets:
-            values = found.setdefault((crossing.source, target), [])
-            values.append(crossing_bytes(lowered, crossing, target))
+    for transfer in lowered.transfers:
+        values = found.setdefault((transfer.source, transfer.target), [])
+        values.append(transfer_bytes(transfer, lowered.pcgs))
     edges = []
     for (source, target), values in sorted(found.items()):
         join = join_of(source, target)
@@ -236,21 +233,14 @@ def _edges(lowered: LoweredStages, join_of: JoinOf, kernels: Kernels | None) -> 
     return edges
 
 
-def crossing_bytes(
-    lowered: LoweredStages, crossing: Crossing, target: int
-) -> tuple[Moved, Moved | None]:
-    """What moves of a value to stage `target`, and of its gradient back, None where there is none:
-    of a microbatch, the smaller one where the stages have unequal ones.
+def transfer_bytes(transfer: Transfer, pcgs: Sequence[PCG]) -> tuple[Moved, Moved | None]:
+    """What moves of a value, and of its gradient back, None where there is none: of a microbatch,
+    the smaller one where the stages have unequal ones.
     """
-    # By position: equal stages have one program, in which values have the names of one of them.
-    name, graphs = crossing.value.name, lowered.cut.graphs
-    source_pcg, target_pcg = lowered.pcgs[crossing.source], lowered.pcgs[target]
-    sent = source_pcg.leaving[graphs[crossing.source].leaving.index(name)]
-    position = next(i for i, e in enumerate(graphs[target].inputs) if e.value.name == name)
-    own = target_pcg.graph.inputs[position].value.name
-    received = next(v for v in target_pcg.main.inputs if v.name == own)
-    forward = _moved(received, source_pcg, target_pcg)
-    return forward, _moved(sent, target_pcg, source_pcg) if received.differentiable else None
+    source, target = pcgs[transfer.source], pcgs[transfer.target]
+    forward = _moved(transfer.received, source, target)
+    back = transfer.received.differentiable
+    return forward, _moved(transfer.sent, target, source) if back else None
 
 
 def _moved(received: PValue, source: PCG, target: PCG) -> Moved:

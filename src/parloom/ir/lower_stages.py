@@ -15,7 +15,7 @@ from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Boundary, Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
-from parloom.ir.pcg import PCG, TIME, PValue, results_of
+from parloom.ir.pcg import PCG, TIME, PValue, Transfer, results_of
 from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
@@ -37,6 +37,24 @@ class LoweredStages:
         if len(self.pcgs) > 1:
             raise NotYetError(OF_ONE_STAGE)
         return self.pcgs[0]
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All that goes from stage to stage, in the order of the cut's crossings."""
+        # By position: equal stages have one program, in which values have the names of one of them.
+        arriving = [
+            {e.value.name: own.value.name for e, own in zip(g.inputs, p.graph.inputs, strict=True)}
+            for g, p in zip(self.cut.graphs, self.pcgs, strict=True)
+        ]
+        inputs = [{value.name: value for value in pcg.main.inputs} for pcg in self.pcgs]
+        found = []
+        for crossing in self.cut.crossings:
+            name, source = crossing.value.name, crossing.source
+            sent = self.pcgs[source].leaving[self.cut.graphs[source].leaving.index(name)]
+            for target in crossing.targets:
+                received = inputs[target][arriving[target][name]]
+                found.append(Transfer(source, target, sent, received))
+        return tuple(found)
 
 
 def lower_stages(

@@ -55,6 +55,19 @@ class Movement:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """A movement from stage `source` of a pipeline to stage `target`: the value as it is sent and
+    as it arrives, a message for each microbatch; of a differentiable one the gradient comes back.
+    Unity's parallel operator `pipeline` cuts the batch in time for it (OSDI'22 section 3).
+    """
+
+    source: int
+    target: int
+    sent: PValue
+    received: PValue
+
+
+@dataclass(frozen=True, slots=True)
 class PCall:
     """A call of a lowered block function."""
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from parloom.ir.graph import Arg, Dtype, Ref
 from parloom.ir.layout import describe
+from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops.rule import RING
@@ -22,6 +23,22 @@ def print_pcg(pcg: PCG) -> str:
         lines.append(f"  loss {pcg.loss.name}")
     lines += ["", "step program", *(f"  {node}" for node in step_program(pcg))]
     return "\n".join(lines) + "\n"
+
+
+def print_stages(lowered: LoweredStages) -> str:
+    """Every stage of a pipeline, followed by what it sends to others."""
+    pcgs = lowered.pcgs
+    parts = []
+    for stage, pcg in enumerate(pcgs):
+        lines = [f"stage {stage}", print_pcg(pcg)]
+        for each in (t for t in lowered.transfers if t.source == stage):
+            received = _value(each.received, pcgs[each.target].mesh)
+            back = ", gradient back" if each.received.differentiable else ""
+            lines.append(
+                f"transfer {_value(each.sent, pcg.mesh)} to stage {each.target} as {received}{back}"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def _parameter(parameter: PParameter, mesh: Mesh) -> str:

@@ -1,8 +1,9 @@
 """What the items of a model cost as stages of their own, in the layouts of one plan."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from parloom.cost.kernels import Kernels
 from parloom.cost.ledger import UPDATE
 from parloom.cost.pipeline import StageActions, play_stage, send
 from parloom.cost.simulate import Simulator
-from parloom.cost.stages import PricedStages, StagePlayer, crossing_bytes
+from parloom.cost.stages import PricedStages, StagePlayer, transfer_bytes
 from parloom.cost.step import priced
 from parloom.cost.tasks import COMMUNICATION, SHARES
 from parloom.cost.timeline import Played
@@ -23,7 +24,7 @@ from parloom.ir.lower_stages import LoweredStages, Stager
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions, Stage
 from parloom.ir.regular_parts import Join, slowest_join
-from parloom.ir.stages import Crossing, Cut
+from parloom.ir.stages import Cut
 from parloom.search.least import batch_bytes
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.request import Request
@@ -180,8 +181,7 @@ class Pricer:
         player = StagePlayer(cluster, request.optimizer, kernels)
         apart_priced = PricedStages(lowered, stages, player, lambda *_: self.join)
         found = [self._costs(apart_priced, index) for index in range(len(stages))]
-        crossings = lowered.cut.crossings
-        sent = tuple(_sent(lowered, each, cluster, self.join, kernels) for each in crossings)
+        sent = tuple(_sent(lowered, cluster, self.join, kernels))
         shared = tuple((s.stages[0], s.stages[-1], s.sent.ps) for s in apart_priced.shared)
         passes, once, *memory = np.array(found, dtype=np.int64).T
         kept, stored, buffers, passing, updating = memory
@@ -221,21 +221,19 @@ class Pricer:
 
 
 def _sent(
-    lowered: LoweredStages,
-    crossing: Crossing,
-    cluster: Cluster,
-    join: Join,
-    kernels: Kernels | None,
-) -> Sent:
-    """A crossing over each level of links, of which `join` is the outermost."""
-    forward, back = crossing_bytes(lowered, crossing, crossing.targets[0])
+    lowered: LoweredStages, cluster: Cluster, join: Join, kernels: Kernels | None
+) -> Iterator[Sent]:
+    """All crossings over each level of links, of which `join` is the outermost."""
     ways = (*(Join(cluster, level) for level in range(len(cluster.levels) - 1)), join)
-    there, again = (
-        tuple(send(*moved, way, kernels).ps for way in ways) if moved else None
-        for moved in (forward, back)
-    )
-    assert there is not None
-    return Sent(crossing.source, crossing.targets, there, again)
+    transfers = iter(lowered.transfers)
+    for crossing in lowered.cut.crossings:
+        first, *_ = islice(transfers, len(crossing.targets))
+        there, again = (
+            tuple(send(*moved, way, kernels).ps for way in ways) if moved else None
+            for moved in transfer_bytes(first, lowered.pcgs)
+        )
+        assert there is not None
+        yield Sent(crossing.source, crossing.targets, there, again)
 
 
 def _times(stage: StageActions) -> tuple[int, int]:
