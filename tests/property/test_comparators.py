@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.candidates import COMPARATORS, candidates
-from parloom.comparators import alpa, flexflow
+from parloom.comparators import alpa, chains
 from parloom.comparators.call_costs import Assignment, CallCosts
+from parloom.comparators.chains import BETA, acceptance
 from parloom.comparators.delta import Delta
-from parloom.comparators.flexflow import BETA, Search, acceptance
+from parloom.comparators.flexflow import Search
 from parloom.comparators.ilp import least
 from parloom.comparators.layers import chain_of, clustered
 from parloom.comparators.plans import asked_program, communicated, planned, samples_of
@@ -82,6 +83,7 @@ def enough(method: str, graph: Graph, count: int) -> bool:
 @examples(8)
 @given(st.integers(0, 10**6))
 def test_plans_are_legal_and_use_the_whole_cluster(method: str, seed: int) -> None:
+    """FlexFlow's placements may leave devices idle."""
     rng = Random(seed)
     cluster = rng.choice((TWO, FOUR, SIX, EIGHT))
     graph = random_graph(rng)
@@ -92,7 +94,8 @@ def test_plans_are_legal_and_use_the_whole_cluster(method: str, seed: int) -> No
     found = plans(method, request_of(graph, cluster, 60))
     assert found
     for plan in found:
-        assert plan.num_ranks == cluster.num_devices
+        placed = method == "flexflow" and len(plan.stages) > 1
+        assert plan.num_ranks == cluster.num_devices or (placed and plan.num_ranks > 1)
         lowered = lower_stages(graph, plan)
         assert simulate_stages(lowered, cluster, plan, ADAM).step_ps > 0
 
@@ -430,7 +433,7 @@ def test_a_chain_reaches_the_optimum_of_a_tiny_graph(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it accepts enough that is worse."""
-    monkeypatch.setattr(flexflow, "BETA", 1.0)
+    monkeypatch.setattr(chains, "BETA", 1.0)
     graph = random_graph(Random(seed), 2)
     search = searching(graph, TWO, seed)
     best = inf

@@ -152,7 +152,10 @@ def test_flexflow_begins_with_data_parallelism() -> None:
     first, *rest = found
     assert cuts(first) == {"l0:linear#0": {"d0": ("x",)}, "l1:linear#0": {"d0": ("x",)}}
     assert all(found.count(plan) == 1 for plan in found)
-    assert 1 <= len(rest) <= 3
+    placed = [plan for plan in rest if len(plan.stages) > 1]
+    assert 1 <= len(rest) - len(placed) <= 3
+    assert 1 <= len(placed) <= 2  # on groups of one device, from two starts
+    assert found[-len(placed) :] == placed
 
 
 def test_an_operator_is_split_along_its_output() -> None:

@@ -4,18 +4,21 @@ An operator is split along dims of its output, samples, attributes and parameter
 operator as it likes and over any of the links (section 4). A proposal takes one operator at random
 and gives it a random split; it is accepted with probability min(1, exp(beta (cost - proposed)))
 (section 6, Metropolis and Hastings). Chains start from data parallelism, from an expert's plan and
-from a random one, and end where their budget is spent or half of it has brought nothing better.
+from a random one, and end where their budget is spent or half of it has brought nothing better;
+chains over placements follow (`placements.py`).
 Costs are our estimate, updated as in delta simulation (section 5), with FlexFlow's penalty on
 memory. `docs/comparators.md` says what differs here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import exp
+from functools import partial
 from random import Random
 
 from parloom.comparators.call_costs import Assignment, CallCosts
+from parloom.comparators.chains import chain
 from parloom.comparators.delta import Change, Delta
+from parloom.comparators.placements import placed
 from parloom.comparators.plans import asked_program, joined, samples_of
 from parloom.cost.walk import Walker
 from parloom.ir.mesh import Mesh, MeshAxis
@@ -27,13 +30,10 @@ from parloom.search.request import Request, Say
 # the CPU time of `auto` (the more axes, the more prices are asked for the first time), which looks
 # at more meshes the more axes there are, and at one where there is one.
 PROPOSALS, OF_ONE_AXIS = 540_000, 27_000
-# Of the best plan's cost (the released code's 0.05 is of a millisecond): what is slower by 0.3 % is
-# accepted once in e times.
-BETA = 300.0
 # What a byte above the limit costs: a millisecond for a megabyte (`simulator.cc`).
 PENALTY_PS = 1e9 / 1e6
-# The released code goes back to the best plan after a hundredth of the budget, at most so often.
-RESETS, RESET = 100, 1000
+# Of the proposals of a chain over splits, those of one over placements are a part.
+PLACED = 10
 # Products that are split over their output features in the expert's plan (Krizhevsky, 2014).
 DENSE = ("linear", "addmm", "mm")
 
@@ -64,11 +64,7 @@ def flexflow(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]
         if assignments not in known:
             known.add(assignments)
             yield joined(replace(base, stages=one_stage(mesh), nodes=delta.nodes(assignments)))
-
-
-def acceptance(current: float, proposed: float, scale: float) -> float:
-    """The probability with which a proposal is accepted, for costs of about `scale`."""
-    return exp(min(0.0, BETA * (current - proposed) / scale))
+    yield from placed(request, base, PENALTY_PS, max(1, budget // PLACED), say)
 
 
 def output_factors(operator: Operator, mesh: Mesh) -> tuple[str, ...]:
@@ -117,32 +113,24 @@ class Search:
         sums = self.delta.sums(change)
         return sums.step_ps + PENALTY_PS * max(0.0, sums.held_bytes - self.limit_bytes)
 
+    def propose(self) -> tuple[float, Callable[[], None]] | None:
+        """One operator's split drawn anew."""
+        index = self.rng.choice(self.free)
+        change = self.delta.change(index, self.draw(index))
+        return None if change is None else (self.cost(change), partial(self.go_back, change))
+
+    def state(self) -> Change:
+        return self.delta.state()
+
+    def go_back(self, state: Change) -> None:
+        self.delta.accept(state)
+
     def chain(
         self, start: Sequence[Assignment], budget: int
     ) -> tuple[float, tuple[Assignment, ...]]:
         """The best cost and plan that a chain of `budget` proposals meets."""
         self._begin(start)
-        current = self.cost()
-        best, plan, last = current, self.delta.state(), 0
-        reset = min(RESET, max(1, budget // RESETS))
-        for count in range(1, budget + 1 if self.free else 1):
-            if count - last > max(1, budget // 2):
-                break
-            if count % reset == 0 and current > best:
-                self.delta.accept(plan)
-                current = best
-            index = self.rng.choice(self.free)
-            change = self.delta.change(index, self.draw(index))
-            if change is None:
-                continue
-            proposed = self.cost(change)
-            if self.rng.random() >= acceptance(current, proposed, best):
-                continue
-            self.delta.accept(change)
-            current = proposed
-            if current < best:
-                best, plan, last = current, self.delta.state(), count
-        self.delta.accept(plan)
+        best, _ = chain(self, budget if self.free else 0, self.rng)
         return best, self.delta.assignments()
 
     def _begin(self, start: Sequence[Assignment]) -> None:

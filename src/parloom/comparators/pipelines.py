@@ -77,17 +77,25 @@ def item_costs(request: Request, base: Decisions) -> Iterator[dict[int, ItemCost
     """What the items cost by sizes of stages that replicate them, for each number of microbatches
     that the samples divide into; sizes over which they do not divide are left out.
     """
-    cluster, graph = request.cluster, request.graph
+    graph = request.graph
     pricer = Pricer(request, factorize(graph), stage_items(graph), request.machine)
-    for microbatches in _counts(request, base, cluster.num_devices):
-        found: dict[int, ItemCosts] = {}
-        for size in sorted({1, cluster.num_devices, *part_sizes(cluster)}):
-            whole = _replicas(request, base, cluster, size, microbatches)
-            if whole is not None:
-                with suppress(LayoutError, InputError):
-                    found[size] = pricer.price(whole)
+    for microbatches in _counts(request, base, request.cluster.num_devices):
+        found = costs_by_size(request, base, pricer, microbatches)
         if found:
             yield found
+
+
+def costs_by_size(
+    request: Request, base: Decisions, pricer: Pricer, microbatches: int
+) -> dict[int, ItemCosts]:
+    """What the items cost on groups of devices of each size that replicate them."""
+    cluster, found = request.cluster, {}
+    for size in sorted({1, cluster.num_devices, *part_sizes(cluster)}):
+        whole = _replicas(request, base, cluster, size, microbatches)
+        if whole is not None:
+            with suppress(LayoutError, InputError):
+                found[size] = pricer.price(whole)
+    return found
 
 
 def whale(request: Request, base: Decisions, say: Say) -> Iterator[Decisions]:
