@@ -1,0 +1,80 @@
+"""What operators compute, said once and read in several ways: by shapes, by proofs, by numbers.
+
+An entry's `exact` makes the results of a call of its operands by the operations of an `Algebra`. A
+tensor is whatever the algebra takes for one; so are sizes, which are integers or symbols.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+Size = Any
+"""An extent of a dim: a number, or what an algebra has for one that is not known."""
+Names = Sequence[str]
+
+
+class Algebra(Protocol[T]):
+    """Tensors, and what can be made of them."""
+
+    def dims(self, part: T) -> tuple[Size, ...]:
+        """The sizes of a tensor."""
+        ...
+
+    def product(self, names: Sequence[Names], result: Names, parts: Sequence[T]) -> T:
+        """The product of all, summed over the names that the result lacks; a dim of one element is
+        repeated along the others of its name.
+        """
+        ...
+
+    def add(self, one: T, other: T) -> T:
+        """The sum, dims aligned from the right, those of one element repeated."""
+        ...
+
+    def scale(self, part: T, factor: Fraction) -> T:
+        """Each element times a number."""
+        ...
+
+    def divide(self, part: T, size: Size) -> T:
+        """Each element by a size."""
+        ...
+
+    def fill(self, value: Fraction, shape: Sequence[Size]) -> T:
+        """The same number everywhere."""
+        ...
+
+    def opaque(self, name: str, *parts: T) -> T:
+        """A function of elements at one place, of which no more is known than its name."""
+        ...
+
+    def rows(self, name: str, part: T, dim: int) -> T:
+        """A function of all elements along a dim, and of the place there, likewise."""
+        ...
+
+    def concat(self, parts: Sequence[T], dim: int) -> T:
+        """One after the other."""
+        ...
+
+    def split(self, part: T, dim: int, sizes: Sequence[Size]) -> list[T]:
+        """Parts of these sizes along a dim, which they fill."""
+        ...
+
+    def reshape(self, part: T, shape: Sequence[Size]) -> T:
+        """The same elements in the same order."""
+        ...
+
+    def lookup(self, table: T, places: T) -> T:
+        """Rows of a table, one for each of `places`."""
+        ...
+
+    def windows(self, part: T, dim: int, size: int, stride: int, padding: int) -> T:
+        """`size` neighbors of every `stride`-th place along a dim, as a dim behind it; zeros where
+        there are none.
+        """
+        ...
+
+
+Exact = Callable[[Algebra[Any], tuple[Any, ...]], tuple[Any, ...]]
+"""The results of a call, of its arguments: those of the node, with tensors in the place of values
+and `None` where one is left out.
+"""

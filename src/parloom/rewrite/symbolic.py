@@ -1,0 +1,342 @@
+"""Tensors of symbolic shapes, for proofs.
+
+A dim is a row of *blocks*, each a product of extents (its *digits*, the outermost first): what was
+concatenated has several blocks, what was merged several digits, and a kernel's dim a block of one
+element for each place. For each combination of blocks there is one element as a normal form, at the
+place whose digits are variables.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+
+from parloom.ir.ops.algebra import Names
+from parloom.rewrite.normal_form import (
+    FUNCTION,
+    INPUT,
+    INSIDE,
+    INVERSE,
+    ROWS,
+    Element,
+    Frozen,
+    Poly,
+    Var,
+    canonical,
+    changed,
+    constant,
+    depth_of,
+    free,
+    fresh,
+    frozen,
+    one_of,
+    plus,
+    summed,
+    times,
+    window,
+)
+
+Block = tuple[str, ...]
+Dim = tuple[Block, ...]
+Cell = tuple[int, ...]
+ONE: Dim = ((),)
+
+
+class NotExpressed(Exception):
+    """What normal forms do not express, or what shapes do not allow."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Symbolic:
+    """A tensor: its dims, and its elements by combination of blocks."""
+
+    shape: tuple[Dim, ...]
+    elements: Mapping[Cell, Poly]
+
+    @property
+    def form(self) -> tuple[tuple[Dim, ...], tuple[tuple[Cell, Frozen], ...]]:
+        """What tensors share that are equal for all shapes."""
+        return self.shape, tuple((c, frozen(p)) for c, p in sorted(self.elements.items()))
+
+
+def dim(*blocks: str) -> Dim:
+    """A dim of so many blocks, digits of each apart by spaces: `dim("a", "h d")`."""
+    return tuple(tuple(block.split()) for block in blocks)
+
+
+def places(size: int) -> Dim:
+    """A dim of so many single places."""
+    return ((),) * size
+
+
+def tensor(name: str, *shape: Dim) -> Symbolic:
+    """An input."""
+    return _made(shape, lambda c: one_of((INPUT, name, c, tuple(_digits(shape, c)), ())))
+
+
+def _made(shape: Sequence[Dim], element: Element) -> Symbolic:
+    cells = product(*(range(len(own)) for own in shape))
+    return Symbolic(tuple(shape), {cell: canonical(element(cell)) for cell in cells})
+
+
+def _digits(shape: Sequence[Dim], cell: Cell) -> Iterator[Var]:
+    """The digits of a place in a combination of blocks."""
+    for at, (own, block) in enumerate(zip(shape, cell, strict=True)):
+        yield from (free(at, digit) for digit in range(len(own[block])))
+
+
+def _moved(shape: Sequence[Dim], cell: Cell, first: int, by: int) -> dict[Var, Var]:
+    """Digits of the dims from `first` on, as those of dims `by` further."""
+    found = {}
+    for at in range(first, len(shape)):
+        for digit in range(len(shape[at][cell[at]])):
+            found[free(at, digit)] = free(at + by, digit)
+    return found
+
+
+class NormalForms:
+    """The algebra of tensors of symbolic shapes; raises `NotExpressed`."""
+
+    def dims(self, part: Symbolic) -> tuple[Dim, ...]:
+        return part.shape
+
+    def product(self, names: Sequence[Names], result: Names, parts: Sequence[Symbolic]) -> Symbolic:
+        dims = _named(names, parts)
+        inner = [name for name in dims if name not in result]
+        shape = [dims[name] for name in result]
+
+        def element(cell: Cell) -> Poly:
+            found: Poly = {}
+            for blocks in product(*(range(len(dims[name])) for name in inner)):
+                at = dict(zip((*result, *inner), (*cell, *blocks), strict=True))
+                bound = {
+                    (name, digit): (fresh(), extent)
+                    for name in inner
+                    for digit, extent in enumerate(dims[name][at[name]])
+                }
+                whole = constant(Fraction(1))
+                for own, part in zip(names, parts, strict=True):
+                    whole = times(whole, _placed(part, own, result, at, bound))
+                found = plus(found, summed(whole, list(bound.values())))
+            return found
+
+        return _made(shape, element)
+
+    def add(self, one: Symbolic, other: Symbolic) -> Symbolic:
+        names, result = _aligned((one, other))
+        dims = _named(names, (one, other))
+        ones = self.fill(Fraction(1), [dims[name] for name in result])
+        left, right = (
+            self.product([own, result], result, [part, ones])
+            for own, part in zip(names, (one, other), strict=True)
+        )
+        return _made(left.shape, lambda c: plus(left.elements[c], right.elements[c]))
+
+    def scale(self, part: Symbolic, factor: Fraction) -> Symbolic:
+        return _made(part.shape, lambda c: times(part.elements[c], constant(factor)))
+
+    def divide(self, part: Symbolic, size: Dim) -> Symbolic:
+        """A size of one block is its extents, one of several an extent of its own."""
+        extents = size[0] if len(size) == 1 else (repr(size),)
+        inverse = constant(Fraction(1))
+        for extent in extents:
+            inverse = times(inverse, one_of((INVERSE, extent, (), (), ())))
+        return _made(part.shape, lambda c: times(part.elements[c], inverse))
+
+    def fill(self, value: Fraction, shape: Sequence[Dim]) -> Symbolic:
+        return _made(shape, lambda c: constant(value))
+
+    def opaque(self, name: str, *parts: Symbolic) -> Symbolic:
+        shape = parts[0].shape
+        if any(part.shape != shape for part in parts):
+            raise NotExpressed(f"{name} of {', '.join(str(part.shape) for part in parts)}")
+
+        def element(cell: Cell) -> Poly:
+            inside = tuple(frozen(part.elements[cell]) for part in parts)
+            return one_of((FUNCTION, name, (), (), inside))
+
+        return _made(shape, element)
+
+    def rows(self, name: str, part: Symbolic, dim: int) -> Symbolic:
+        along = part.shape[dim]
+
+        def element(cell: Cell) -> Poly:
+            row = [part.elements[*cell[:dim], b, *cell[dim + 1 :]] for b in range(len(along))]
+            depth = max(map(depth_of, row))
+            inside = (
+                changed(
+                    poly, {free(dim, digit): ("row", depth, digit) for digit in range(len(block))}
+                )
+                for poly, block in zip(row, along, strict=True)
+            )
+            digits = tuple(free(dim, digit) for digit in range(len(along[cell[dim]])))
+            return one_of((ROWS, (name, along), (cell[dim],), digits, tuple(map(frozen, inside))))
+
+        return _made(part.shape, element)
+
+    def concat(self, parts: Sequence[Symbolic], dim: int) -> Symbolic:
+        around = {(len(p.shape), *p.shape[:dim], *p.shape[dim + 1 :]) for p in parts}
+        if len(around) > 1:
+            raise NotExpressed(" beside ".join(str(part.shape) for part in parts))
+        blocks = [(part, block) for part in parts for block in range(len(part.shape[dim]))]
+        whole = tuple(part.shape[dim][block] for part, block in blocks)
+        first = parts[0].shape
+
+        def element(cell: Cell) -> Poly:
+            part, block = blocks[cell[dim]]
+            return part.elements[*cell[:dim], block, *cell[dim + 1 :]]
+
+        return _made((*first[:dim], whole, *first[dim + 1 :]), element)
+
+    def split(self, part: Symbolic, dim: int, sizes: Sequence[Dim]) -> list[Symbolic]:
+        if tuple(block for size in sizes for block in size) != part.shape[dim]:
+            raise NotExpressed(f"{part.shape[dim]} in parts of {sizes}")
+        found, begin = [], 0
+        for size in sizes:
+            found.append(_blocks(part, dim, begin, begin + len(size)))
+            begin += len(size)
+        return found
+
+    def reshape(self, part: Symbolic, shape: Sequence[Dim]) -> Symbolic:
+        at = 0
+        while part.shape != tuple(shape):
+            own, wanted = (dims[at] if at < len(dims) else None for dims in (part.shape, shape))
+            if own is not None and own == wanted:
+                at += 1
+            elif wanted is None:
+                part = _merged(part, at - 1)
+            elif own is None or _is_outer(wanted, own):
+                part = _cut(part, at, wanted)
+            else:
+                part = _merged(part, at)
+        return part
+
+    def lookup(self, table: Symbolic, places: Symbolic) -> Symbolic:
+        (rows, *others), lead = table.shape[0], len(places.shape)
+        if others or len(rows) != 1:
+            raise NotExpressed(f"a table of {table.shape[0]} rows")
+
+        def element(cell: Cell) -> Poly:
+            (monomial, value), *more = places.elements[cell[:lead]].items()
+            bound, atoms = monomial
+            if more or bound or value != 1 or len(atoms) != 1:
+                raise NotExpressed("places that are computed")
+            own = (0, *cell[lead:])
+            change = {free(0, 0): ("at", atoms[0]), **_moved(table.shape, own, 1, lead - 1)}
+            return changed(table.elements[own], change)
+
+        return _made((*places.shape, *table.shape[1:]), element)
+
+    def windows(self, part: Symbolic, dim: int, size: int, stride: int, padding: int) -> Symbolic:
+        (digits, *others) = part.shape[dim]
+        if others or len(digits) != 1:
+            raise NotExpressed(f"windows over {part.shape[dim]}")
+        less = size - 2 * padding
+        extent = digits[0]
+        out = extent if (stride, less) == (1, 1) else f"({extent}-{less})/{stride}+1"
+        shape = (*part.shape[:dim], ((out,),), places(size), *part.shape[dim + 1 :])
+
+        def element(cell: Cell) -> Poly:
+            own = (*cell[: dim + 1], *cell[dim + 2 :])
+            at = window(stride, cell[dim + 1] - padding, free(dim, 0))
+            change = {free(dim, 0): at, **_moved(part.shape, own, dim + 1, 1)}
+            found = changed(part.elements[own], change)
+            if at == free(dim, 0):
+                return found
+            return times(found, one_of((INSIDE, extent, (), (at,), ())))
+
+        return _made(shape, element)
+
+
+def _named(names: Sequence[Names], parts: Sequence[Symbolic]) -> dict[str, Dim]:
+    """The dim of each name, of one element only where all are."""
+    found: dict[str, Dim] = {}
+    for own, part in zip(names, parts, strict=True):
+        if len(own) != len(part.shape):
+            raise NotExpressed(f"{part.shape} as {', '.join(own)}")
+        for name, dim in zip(own, part.shape, strict=True):
+            known = found.get(name, ONE)
+            if ONE not in (known, dim) and dim != known:
+                raise NotExpressed(f"{name} is {known} and {dim}")
+            found[name] = dim if known == ONE else known
+    return found
+
+
+def _aligned(parts: Sequence[Symbolic]) -> tuple[list[list[str]], list[str]]:
+    """Names of dims, aligned from the right."""
+    rank = max(len(part.shape) for part in parts)
+    names = [f"d{i}" for i in range(rank)]
+    return [names[rank - len(part.shape) :] for part in parts], names
+
+
+def _placed(
+    part: Symbolic,
+    own: Names,
+    result: Names,
+    at: Mapping[str, int],
+    bound: Mapping[tuple[str, int], tuple[Var, str]],
+) -> Poly:
+    """The element of a factor of a product: in the blocks `at` of names, with digits of the result,
+    or bound ones.
+    """
+    cell = tuple(0 if d == ONE else at[n] for n, d in zip(own, part.shape, strict=True))
+    change: dict[Var, Var] = {}
+    for place, (name, dim) in enumerate(zip(own, part.shape, strict=True)):
+        for digit in range(len(dim[cell[place]])):
+            is_bound = (name, digit) in bound
+            to = bound[name, digit][0] if is_bound else free(list(result).index(name), digit)
+            change[free(place, digit)] = to
+    return changed(part.elements[cell], change)
+
+
+def _blocks(part: Symbolic, dim: int, begin: int, end: int) -> Symbolic:
+    """Some blocks of a dim."""
+    shape = (*part.shape[:dim], part.shape[dim][begin:end], *part.shape[dim + 1 :])
+    return _made(shape, lambda c: part.elements[*c[:dim], c[dim] + begin, *c[dim + 1 :]])
+
+
+def _is_outer(wanted: Dim, own: Dim) -> bool:
+    """Whether a dim is `wanted` with further digits behind."""
+    return len(wanted) == len(own) and all(
+        block[: len(outer)] == outer for outer, block in zip(wanted, own, strict=True)
+    )
+
+
+def _cut(part: Symbolic, dim: int, outer: Dim) -> Symbolic:
+    """A dim as two: `outer`, and what is left of its digits. Behind the last dim, one of one
+    element.
+    """
+    if dim == len(part.shape) and outer == ONE:
+        return _made((*part.shape, ONE), lambda c: part.elements[c[:-1]])
+    if dim == len(part.shape):
+        raise NotExpressed(f"{outer} behind {part.shape}")
+    own = part.shape[dim]
+    (inner, *others) = {b[len(o) :] for o, b in zip(outer, own, strict=True)}
+    if others:
+        raise NotExpressed(f"{own} as {outer} times one dim")
+    shape = (*part.shape[:dim], outer, (inner,), *part.shape[dim + 1 :])
+
+    def element(cell: Cell) -> Poly:
+        before = (*cell[: dim + 1], *cell[dim + 2 :])
+        begin = len(outer[cell[dim]])
+        change = {free(dim, begin + digit): free(dim + 1, digit) for digit in range(len(inner))}
+        return changed(part.elements[before], {**change, **_moved(part.shape, before, dim + 1, 1)})
+
+    return _made(shape, element)
+
+
+def _merged(part: Symbolic, dim: int) -> Symbolic:
+    """A dim and the next one as one; the next one has one block."""
+    if dim < 0 or dim + 1 >= len(part.shape) or len(part.shape[dim + 1]) > 1:
+        raise NotExpressed(f"dims {dim} and {dim + 1} of {part.shape} as one")
+    (inner,) = part.shape[dim + 1]
+    whole = tuple((*block, *inner) for block in part.shape[dim])
+    shape = (*part.shape[:dim], whole, *part.shape[dim + 2 :])
+
+    def element(cell: Cell) -> Poly:
+        before = (*cell[: dim + 1], 0, *cell[dim + 1 :])
+        begin = len(part.shape[dim][cell[dim]])
+        change = {free(dim + 1, digit): free(dim, begin + digit) for digit in range(len(inner))}
+        return changed(part.elements[before], {**change, **_moved(part.shape, before, dim + 2, -1)})
+
+    return _made(shape, element)
