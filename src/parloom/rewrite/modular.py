@@ -25,6 +25,13 @@ class Numbers:
 
     prime: int = PRIME
 
+    @property
+    def one(self) -> int:
+        return 1
+
+    def count(self, size: int) -> int:
+        return size
+
     def dims(self, part: Ints) -> tuple[int, ...]:
         return part.shape
 

@@ -97,6 +97,15 @@ def _moved(shape: Sequence[Dim], cell: Cell, first: int, by: int) -> dict[Var, V
 class NormalForms:
     """The algebra of tensors of symbolic shapes; raises `NotExpressed`."""
 
+    @property
+    def one(self) -> Dim:
+        return ONE
+
+    def count(self, size: Dim) -> int:
+        if any(size):
+            raise NotExpressed(f"{size} is no number")
+        return len(size)
+
     def dims(self, part: Symbolic) -> tuple[Dim, ...]:
         return part.shape
 

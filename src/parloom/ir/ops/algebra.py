@@ -1,10 +1,10 @@
-"""What operators compute, said once and read in several ways: by shapes, by proofs, by numbers.
+"""Tensors, and what can be made of them, of which operators are made (`exact.py`).
 
-An entry's `exact` makes the results of a call of its operands by the operations of an `Algebra`. A
-tensor is whatever the algebra takes for one; so are sizes, which are integers or symbols.
+A tensor is whatever an algebra takes for one: an array of numbers, or elements in normal form. So
+are sizes, which are numbers or symbols.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,16 @@ Names = Sequence[str]
 
 
 class Algebra(Protocol[T]):
-    """Tensors, and what can be made of them."""
+    """Operations of tensors."""
+
+    @property
+    def one(self) -> Size:
+        """The size of a dim of one element."""
+        ...
+
+    def count(self, size: Size) -> int:
+        """A size that is a number in every algebra, as that of a kernel."""
+        ...
 
     def dims(self, part: T) -> tuple[Size, ...]:
         """The sizes of a tensor."""
@@ -72,9 +81,3 @@ class Algebra(Protocol[T]):
         there are none.
         """
         ...
-
-
-Exact = Callable[[Algebra[Any], tuple[Any, ...]], tuple[Any, ...]]
-"""The results of a call, of its arguments: those of the node, with tensors in the place of values
-and `None` where one is left out.
-"""

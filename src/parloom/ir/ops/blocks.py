@@ -7,6 +7,7 @@ widths can be sharded inside of the blocks: every rank has a part of each.
 from collections.abc import Sequence
 from math import gcd
 
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Rule, Site, along, build, no_flops, products
 
@@ -146,16 +147,17 @@ OPS: tuple[OpDef, ...] = (
     OpDef("slice_scatter", _slice_scatter_rule, _slice_scatter, no_flops),
     OpDef("select_scatter", _select_scatter_rule, "torch.select_scatter", no_flops),
     *(
-        OpDef(n, _split_rule, _split, no_flops, view=True, returns_list=True)
+        OpDef(n, _split_rule, _split, no_flops, view=True, returns_list=True,
+              exact=exact.split if n == "split_with_sizes" else None)
         for n in ("split", "split_with_sizes", "chunk")
     ),
     *(
         OpDef(n, _split_rule, _split, no_flops, view=True, returns_list=True)
         for n in ("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
     ),
-    OpDef("cat", _cat_rule, _cat, no_flops),
+    OpDef("cat", _cat_rule, _cat, no_flops, exact=exact.concat),
     OpDef("stack", _stack_rule, "torch.stack", no_flops),
     OpDef("select", _select_rule, ".select", no_flops, view=True),
     OpDef("unbind", _select_rule, ".unbind", no_flops, view=True, returns_list=True),
     OpDef("glu", _glu_rule, "F.glu", saved=_X),
-)
+)  # fmt: skip

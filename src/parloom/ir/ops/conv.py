@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import prod
 
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Rule, Site, products
 from parloom.ir.ops.window import Halo, Slide, halo_of, slides_of, spatial, spread, windowed
@@ -152,7 +153,8 @@ def _halo(slides: Callable[[Site], list[Slide]]) -> Callable[[Site], Halo]:
 
 OPS: tuple[OpDef, ...] = (
     *(
-        OpDef(f"conv{n}d", _rule, _emit, _flops, 2.0, _SAVED, halo=_halo(_slides))
+        OpDef(f"conv{n}d", _rule, _emit, _flops, 2.0, _SAVED, halo=_halo(_slides),
+              exact=exact.convolution(n))
         for n in (1, 2, 3)
     ),
     *(

@@ -1,6 +1,7 @@
 """Elementwise operators: factors are the dims of the result, size-1 dims broadcast."""
 
 from parloom.ir.graph import Ref
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import (
     Emission,
     OpDef,
@@ -41,6 +42,9 @@ def _quotient_saves(site: Site) -> SavedTensors:
 
 
 _SAVED = {"mul": each_other, "div": _quotient_saves, "remainder": both_operands}
+_EXACT = {
+    "add": exact.combine(1), "sub": exact.combine(-1), "mul": exact.multiply, "div": exact.divide,
+}  # fmt: skip
 _LINEAR = {"mul": "either", "div": "first", "add": "joint", "sub": "joint"}
 
 
@@ -53,6 +57,7 @@ def _infix(symbol: str, function: str) -> OpDef:
     return OpDef(
         function, broadcast, emit, saved=_SAVED.get(function, ()),
         differentiable=function in ("add", *_SAVED, *_LINEAR), linear=_LINEAR.get(function, ""),
+        exact=_EXACT.get(function),
     )  # fmt: skip
 
 
@@ -127,7 +132,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("log_sigmoid", broadcast, "F.logsigmoid", saved=FIRST),
     OpDef("prelu", _prelu_rule, "F.prelu", saved=(("operand", 0), ("operand", 1))),
     *_each("relu", RESULT, "F."),
-    OpDef("neg", broadcast, "torch.neg", linear="first"),
+    OpDef("neg", broadcast, "torch.neg", linear="first", exact=exact.negate),
     *_each("floor ceil round trunc frac sign deg2rad rad2deg"),
     *_each("floor_divide heaviside gcd lcm", differentiable=False),
     *_each("logical_not logical_and logical_or logical_xor bitwise_not", differentiable=False),
@@ -136,7 +141,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("masked_fill", broadcast, ".masked_fill", saved=(("operand", 1),)),
     OpDef("fill", broadcast, "torch.fill"),
     OpDef("_to_copy", broadcast, _to_copy, linear="first"),
-    OpDef("clone", broadcast, _clone, linear="first"),
+    OpDef("clone", broadcast, _clone, linear="first", exact=exact.same),
     OpDef("detach", broadcast, ".detach", differentiable=False, view=True),
     OpDef("lerp", broadcast, "torch.lerp", saved=_lerp_saves),
     OpDef("addcmul", broadcast, "torch.addcmul", saved=(("operand", 1), ("operand", 2))),

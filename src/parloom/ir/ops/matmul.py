@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, each_other
 from parloom.ir.ops.rule import WHOLE, Rule, Site, build, contraction_flops, einsum
 
@@ -125,20 +126,26 @@ def _letters(site: Site) -> tuple[list[str], str]:
 
 OPS: tuple[OpDef, ...] = (
     OpDef(
-        "linear", _linear_rule, _linear, contraction_flops, 2.0, INPUTS
+        "linear", _linear_rule, _linear, contraction_flops, 2.0, INPUTS, exact=exact.linear
     ),
     *(
-        OpDef(n, _adding(left, right, out), _add_product, contraction_flops, 2.0, FACTORS)
+        OpDef(n, _adding(left, right, out), _add_product, contraction_flops, 2.0, FACTORS,
+              exact=exact.add_product(exact.product(left, right, to=out)))
         for n, left, right, out in (
             ("addmm", "m k", "k n", "m n"), ("addmv", "m k", "k", "m"), ("addr", "m", "n", "m n"),
             ("baddbmm", "b m k", "b k n", "b m n"), ("addbmm", "b m k", "b k n", "m n"),
         )
     ),
-    OpDef("mm", einsum("m k, k n -> m n"), "torch.mm", contraction_flops, 2.0, INPUTS),
-    OpDef("bmm", einsum("b m k, b k n -> b m n"), "torch.bmm", contraction_flops, 2.0, INPUTS),
-    OpDef("matmul", _matmul_rule, "torch.matmul", contraction_flops, 2.0, INPUTS),
-    OpDef("mv", einsum("m k, k -> m"), "torch.mv", contraction_flops, 2.0, INPUTS),
-    OpDef("dot", einsum("k, k -> "), "torch.dot", contraction_flops, 2.0, INPUTS),
+    OpDef("mm", einsum("m k, k n -> m n"), "torch.mm", contraction_flops, 2.0, INPUTS,
+          exact=exact.matmul),
+    OpDef("bmm", einsum("b m k, b k n -> b m n"), "torch.bmm", contraction_flops, 2.0, INPUTS,
+          exact=exact.matmul),
+    OpDef("matmul", _matmul_rule, "torch.matmul", contraction_flops, 2.0, INPUTS,
+          exact=exact.matmul),
+    OpDef("mv", einsum("m k, k -> m"), "torch.mv", contraction_flops, 2.0, INPUTS,
+          exact=exact.matmul),
+    OpDef("dot", einsum("k, k -> "), "torch.dot", contraction_flops, 2.0, INPUTS,
+          exact=exact.matmul),
     OpDef("vdot", einsum("k, k -> "), "torch.vdot", contraction_flops, 2.0, INPUTS),
     OpDef("bilinear", einsum("... i, ... j, n i j, n -> ... n"), _bilinear, contraction_flops,
           2.0, (*INPUTS, ("operand", 2))),
@@ -148,5 +155,5 @@ OPS: tuple[OpDef, ...] = (
     OpDef("transformers.grouped_mm_fallback", _grouped_rule, _grouped, _grouped_flops, 2.0,
           (*INPUTS, ("operand", 2))),
     OpDef("einsum", _einsum_rule, lambda e: f"torch.einsum({e.arg(0)}, {e.arg(1)})",
-          contraction_flops, 2.0, each_other),
+          contraction_flops, 2.0, each_other, exact=exact.einsum),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from math import prod
 
 from parloom.errors import LayoutError
 from parloom.ir.graph import Arg, Function, Ref, TensorSpec, Value
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.program import Body, wide
 from parloom.ir.ops.rule import LOCAL, Rule, Site, build, products
@@ -257,8 +258,10 @@ def expand_weight_norm(site: Site, sharded: frozenset[str]) -> Function:
 _SAVED = (("operand", 0),)
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("layer_norm", _layer_norm_rule, _layer_norm, saved=_SAVED, expand=expand_layer_norm),
-    OpDef("rms_norm", _layer_norm_rule, _rms_norm, saved=_SAVED, expand=expand_rms_norm),
+    OpDef("layer_norm", _layer_norm_rule, _layer_norm, saved=_SAVED, expand=expand_layer_norm,
+          exact=exact.normalize("layer_norm", 2)),
+    OpDef("rms_norm", _layer_norm_rule, _rms_norm, saved=_SAVED, expand=expand_rms_norm,
+          exact=exact.normalize("rms_norm", 2)),
     OpDef(
         "batch_norm",
         _batch_norm_rule,
@@ -283,4 +286,4 @@ OPS: tuple[OpDef, ...] = (
         saved=_SAVED,
         expand=expand_instance_norm,
     ),
-)
+)  # fmt: skip

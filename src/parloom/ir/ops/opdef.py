@@ -9,7 +9,8 @@ from parloom.errors import VerifyError
 from parloom.ir.graph import DTYPE_BYTES, Arg, Dtype, Function, Ref, TensorSpec
 from parloom.ir.layout import Layout, Shape, digits, local_shape
 from parloom.ir.mesh import Mesh
-from parloom.ir.ops.rule import Assignment, Rule, Site, elementwise_flops
+from parloom.ir.ops.exact import Exact, elementwise
+from parloom.ir.ops.rule import Assignment, Rule, Site, broadcast, elementwise_flops
 
 MAX_DECIMAL_BITS = 4096  # Python refuses to print or read much longer decimal numbers
 
@@ -187,7 +188,9 @@ class OpDef:
     is "first" where they always do, and the gradients of the other operands become partial;
     `detached` the results that carry no gradient where others do;
     `returns_list` where the code gives a list (or tuple) even of a single result;
-    `why_whole` why nothing of it can be split, for plans to say.
+    `why_whole` why nothing of it can be split, for plans to say;
+    `exact` what it computes, in any algebra, for proofs (where nothing is said and its factors are
+    the dims of the result, a function of elements).
     """
 
     name: str
@@ -208,6 +211,7 @@ class OpDef:
     linear: str = ""
     returns_list: bool = False
     why_whole: str = ""
+    exact: Exact | None = None
 
     def passes_partial(self, partial: tuple[bool, ...]) -> bool:
         """Whether the result is a partial sum when just the marked operands are."""
@@ -218,6 +222,13 @@ class OpDef:
         if self.linear == "either":
             return sum(partial) == 1
         return self.linear in ("first", "carried") and partial[0] and not any(partial[1:])
+
+    @property
+    def computes(self) -> Exact | None:
+        """What it computes; None where that is not known."""
+        if self.exact is None and self.rule is broadcast and not self.random:
+            return elementwise(self.name)
+        return self.exact
 
     def saves(self, site: Site) -> SavedTensors:
         """What autograd keeps of a call."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from math import prod
 
 from parloom.ir.graph import Dtype, Function, TensorSpec, Value
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.program import Body, wide
 from parloom.ir.ops.rule import LOCAL, WHOLE, Rule, Site, build
@@ -226,9 +227,9 @@ def expand_distance(site: Site, sharded: frozenset[str]) -> Function:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("sum", reduction(), "torch.sum", linear="first"),
+    OpDef("sum", reduction(), "torch.sum", linear="first", exact=exact.total(mean=False)),
     OpDef("nansum", reduction(), "torch.nansum", saved=_X),
-    OpDef("mean", reduction(), _mean, linear="first"),
+    OpDef("mean", reduction(), _mean, linear="first", exact=exact.total(mean=True)),
     OpDef("count_nonzero", reduction(), "torch.count_nonzero", differentiable=False),
     OpDef("any", reduction("max"), "torch.any", differentiable=False),
     OpDef("all", reduction("min"), "torch.all", differentiable=False),
@@ -246,7 +247,8 @@ OPS: tuple[OpDef, ...] = (
     OpDef("dist", _distance_rule, "torch.dist", saved=(*_X, ("operand", 1), *_Y),
           expand=expand_distance),
     *(
-        OpDef(n, _softmax_rule, f"torch.{n}", saved=_Y, expand=expand_softmax)
+        OpDef(n, _softmax_rule, f"torch.{n}", saved=_Y, expand=expand_softmax,
+              exact=exact.along(n))
         for n in ("softmax", "log_softmax")
     ),
 )  # fmt: skip

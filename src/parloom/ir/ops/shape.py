@@ -3,6 +3,7 @@
 from itertools import pairwise
 from math import prod
 
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.rule import WHOLE, Dims, Rule, Site, broadcast, build, no_flops
 
@@ -138,12 +139,16 @@ def _expand(e: Emission) -> str:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("view", _view_rule, _view, no_flops, view=True, linear="first"),
-    OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True, linear="first"),
-    OpDef("permute", _permute_rule, ".permute", no_flops, view=True, linear="first"),
-    OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first"),
-    OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True, linear="first"),
+    OpDef("view", _view_rule, _view, no_flops, view=True, linear="first", exact=exact.view),
+    OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True, linear="first",
+          exact=exact.transpose),
+    OpDef("permute", _permute_rule, ".permute", no_flops, view=True, linear="first",
+          exact=exact.permute),
+    OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first", exact=exact.swap),
+    OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True, linear="first",
+          exact=exact.unsqueeze),
     OpDef("squeeze", _squeeze_rule, _squeeze, no_flops, view=True, linear="first"),
     OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first"),
-    OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first"),
-)
+    OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first",
+          exact=exact.same),
+)  # fmt: skip

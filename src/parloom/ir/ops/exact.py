@@ -1,0 +1,307 @@
+"""What entries compute, in any algebra: for proofs of rewrites and for their counterexamples.
+
+What an entry does not say is elementwise where its factors are the dims of the result: a function
+of elements of which nothing more is known.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+from parloom.ir.ops.algebra import Algebra, Size
+
+Results = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of a call, with tensors of an algebra in the place of values."""
+
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def arg(self, position: int, name: str = "", default: Any = None) -> Any:
+        """An argument by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+
+Exact = Callable[[Algebra[Any], Given], Results]
+
+
+def names_of(algebra: Algebra[Any], part: Any) -> list[str]:
+    """A name for each dim of a tensor."""
+    return [f"d{i}" for i in range(len(algebra.dims(part)))]
+
+
+def is_tensor(given: Any) -> bool:
+    """Whether an argument is a tensor: none of the values that nodes have besides."""
+    return not isinstance(given, (int, float, str, tuple, Fraction, type(None)))
+
+
+def number(value: float) -> Fraction:
+    """A number as it is written: 0.1 is a tenth."""
+    return Fraction(str(value)) if isinstance(value, float) else Fraction(value)
+
+
+def spread(algebra: Algebra[Any], parts: Sequence[Any]) -> list[Any]:
+    """Tensors with all dims of all, aligned from the right."""
+    if len(parts) == 1:
+        return list(parts)
+    zeros = [algebra.scale(part, Fraction(0)) for part in parts]
+    return [algebra.add(part, reduce(algebra.add, zeros)) for part in parts]
+
+
+# Products.
+
+
+def product(*operands: str, to: str) -> Exact:
+    """A product whose operands have dims of these names: `product("m k", "k n", to="m n")`."""
+    names = [operand.split() for operand in operands]
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        parts = [given.arg(i) for i in range(len(names))]
+        return (algebra.product(names, to.split(), parts),)
+
+    return exact
+
+
+def linear(algebra: Algebra[Any], given: Given) -> Results:
+    """`x[.., k] w[n, k] + b[n]`."""
+    x, weight, bias = given.arg(0), given.arg(1), given.arg(2, "bias")
+    lead = names_of(algebra, x)[:-1]
+    made = algebra.product([[*lead, "k"], ["n", "k"]], [*lead, "n"], [x, weight])
+    return (made if bias is None else algebra.add(made, bias),)
+
+
+def matmul(algebra: Algebra[Any], given: Given) -> Results:
+    """Matrices, vectors, or batches of them."""
+    parts = given.arg(0), given.arg(1)
+    left, right = (len(algebra.dims(part)) for part in parts)
+    rank = max(left, right, 2) - 2
+    batch = [f"b{i}" for i in range(rank)]
+    one = ["k"] if left == 1 else [*batch[rank - left + 2 :], "m", "k"]
+    other = ["k"] if right == 1 else [*batch[rank - right + 2 :], "k", "n"]
+    to = [*batch, *(["m"] if left > 1 else []), *(["n"] if right > 1 else [])]
+    return (algebra.product([one, other], to, parts),)
+
+
+def add_product(exact: Exact) -> Exact:
+    """`addend * beta + left right * alpha`."""
+
+    def found(algebra: Algebra[Any], given: Given) -> Results:
+        alpha, beta = (number(dict(given.kwargs).get(name, 1)) for name in ("alpha", "beta"))
+        (made,) = exact(algebra, Given(given.args[1:]))
+        addend = algebra.scale(given.arg(0), beta)
+        return (algebra.add(algebra.scale(made, alpha), addend),)
+
+    return found
+
+
+def einsum(algebra: Algebra[Any], given: Given) -> Results:
+    """`einsum("ij,jk->ik", (a, b))`, of letters alone."""
+    operands, _, to = given.arg(0).replace(" ", "").partition("->")
+    parts = given.arg(1) if isinstance(given.arg(1), tuple) else given.args[1:]
+    return (algebra.product([list(own) for own in operands.split(",")], list(to), parts),)
+
+
+def normalize(name: str, position: int) -> Exact:
+    """Rows of the last dim normalized, times a weight at `position`, and a bias behind it."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        x, shape = given.arg(0), given.arg(1)
+        if len(shape) != 1:
+            raise NotImplementedError("several dims")
+        eps = given.arg(position + 2 if name == "layer_norm" else position + 1, "eps")
+        made = algebra.rows(f"{name} {eps}", x, len(algebra.dims(x)) - 1)
+        weight, bias = given.arg(position, "weight"), given.arg(position + 1, "bias")
+        if weight is not None:
+            (made,) = multiply(algebra, Given((made, weight)))
+        if name == "layer_norm" and bias is not None:
+            made = algebra.add(made, bias)
+        return (made,)
+
+    return exact
+
+
+def convolution(spatial: int) -> Exact:
+    """Windows of places times kernels, of channels in groups."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        x, weight, bias = given.arg(0), given.arg(1), given.arg(2, "bias")
+        stride, padding, dilation = (
+            _each(given.arg(position, name, default), spatial)
+            for position, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+        )
+        if given.arg(6, "groups", 1) != 1 or set(dilation) != {1}:
+            raise NotImplementedError("groups and dilation")
+        sizes = [algebra.count(size) for size in algebra.dims(weight)[2:]]
+        for i in reversed(range(spatial)):
+            x = algebra.windows(x, 2 + i, sizes[i], stride[i], padding[i])
+        places = [f"{what}{i}" for i in range(spatial) for what in "pr"]
+        kernel = [f"r{i}" for i in range(spatial)]
+        to = ["b", "o", *(f"p{i}" for i in range(spatial))]
+        made = algebra.product([["b", "c", *places], ["o", "c", *kernel]], to, [x, weight])
+        if bias is None:
+            return (made,)
+        ones = [algebra.fill(Fraction(1), [algebra.one] * spatial)]
+        wide = algebra.product([["o"], kernel], ["o", *kernel], [bias, *ones])
+        return (algebra.add(made, wide),)
+
+    return exact
+
+
+# Sums of elements.
+
+
+def combine(sign: int) -> Exact:
+    """`one + alpha * other`, or minus."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        alpha = number(dict(given.kwargs).get("alpha", 1)) * sign
+        parts = [_tensor(algebra, given.arg(i)) for i in range(2)]
+        return (algebra.add(parts[0], algebra.scale(parts[1], alpha)),)
+
+    return exact
+
+
+def multiply(algebra: Algebra[Any], given: Given) -> Results:
+    """Elements, or a number times elements."""
+    one, other = given.arg(0), given.arg(1)
+    if not is_tensor(one):
+        return (algebra.scale(other, number(one)),)
+    if not is_tensor(other):
+        return (algebra.scale(one, number(other)),)
+    rank = max(len(algebra.dims(part)) for part in (one, other))
+    names = [f"d{i}" for i in range(rank)]
+    own = [names[rank - len(algebra.dims(part)) :] for part in (one, other)]
+    return (algebra.product(own, names, [one, other]),)
+
+
+def divide(algebra: Algebra[Any], given: Given) -> Results:
+    """By a number; by a tensor it is a function of elements."""
+    if is_tensor(given.arg(1)) or given.kwargs:
+        return elementwise("div")(algebra, given)
+    return (algebra.scale(given.arg(0), 1 / number(given.arg(1))),)
+
+
+def negate(algebra: Algebra[Any], given: Given) -> Results:
+    """Minus the elements."""
+    return (algebra.scale(given.arg(0), Fraction(-1)),)
+
+
+def same(algebra: Algebra[Any], given: Given) -> Results:
+    """The operand itself."""
+    return (given.arg(0),)
+
+
+def total(mean: bool) -> Exact:
+    """`sum(x, dims, keepdim)`, or the mean."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        x = given.arg(0)
+        names, sizes = names_of(algebra, x), algebra.dims(x)
+        asked = given.arg(1, "dim")
+        dims = range(len(names)) if asked is None else asked
+        gone = {d % len(names) for d in (dims if not isinstance(dims, int) else (dims,))}
+        kept = [name for i, name in enumerate(names) if i not in gone]
+        made = algebra.product([names], kept, [x])
+        for i in sorted(gone) if mean else ():
+            made = algebra.divide(made, sizes[i])
+        if given.arg(2, "keepdim", False):
+            shape = [algebra.one if i in gone else size for i, size in enumerate(sizes)]
+            made = algebra.reshape(made, shape)
+        return (made,)
+
+    return exact
+
+
+# Functions of which nothing is known.
+
+
+def elementwise(name: str) -> Exact:
+    """A function of elements; its other arguments are part of its name."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        parts = [given for given in given.args if is_tensor(given)]
+        others = tuple("" if is_tensor(own) else own for own in given.args), given.kwargs
+        return (algebra.opaque(f"{name}{others}", *spread(algebra, parts)),)
+
+    return exact
+
+
+def along(name: str) -> Exact:
+    """A function of all elements along a dim, as softmax is."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        x = given.arg(0)
+        return (algebra.rows(name, x, given.arg(1, "dim", -1) % len(algebra.dims(x))),)
+
+    return exact
+
+
+# Movements.
+
+
+def concat(algebra: Algebra[Any], given: Given) -> Results:
+    """One after the other."""
+    parts = given.arg(0)
+    return (algebra.concat(parts, given.arg(1, "dim", 0) % len(algebra.dims(parts[0]))),)
+
+
+def split(algebra: Algebra[Any], given: Given) -> Results:
+    """Parts of sizes that are told."""
+    x = given.arg(0)
+    dim = given.arg(2, "dim", 0) % len(algebra.dims(x))
+    return tuple(algebra.split(x, dim, list(given.arg(1))))
+
+
+def transpose(algebra: Algebra[Any], given: Given) -> Results:
+    """Two dims in each other's place."""
+    names = names_of(algebra, given.arg(0))
+    to, (one, other) = list(names), (given.arg(1) % len(names), given.arg(2) % len(names))
+    to[one], to[other] = names[other], names[one]
+    return (algebra.product([names], to, [given.arg(0)]),)
+
+
+def permute(algebra: Algebra[Any], given: Given) -> Results:
+    """The dims in another order."""
+    names = names_of(algebra, given.arg(0))
+    order = [names[dim % len(names)] for dim in given.arg(1)]
+    return (algebra.product([names], order, [given.arg(0)]),)
+
+
+def swap(algebra: Algebra[Any], given: Given) -> Results:
+    """A matrix transposed; vectors and numbers stay."""
+    names = names_of(algebra, given.arg(0))
+    return (algebra.product([names], names[::-1], [given.arg(0)]),)
+
+
+def view(algebra: Algebra[Any], given: Given) -> Results:
+    """The elements in another shape."""
+    return (algebra.reshape(given.arg(0), list(given.arg(1))),)
+
+
+def unsqueeze(algebra: Algebra[Any], given: Given) -> Results:
+    """A dim of one element more."""
+    sizes: list[Size] = list(algebra.dims(given.arg(0)))
+    sizes.insert(given.arg(1) % (len(sizes) + 1), algebra.one)
+    return (algebra.reshape(given.arg(0), sizes),)
+
+
+def embedding(algebra: Algebra[Any], given: Given) -> Results:
+    """Rows of a table."""
+    return (algebra.lookup(given.arg(0), given.arg(1)),)
+
+
+def _tensor(algebra: Algebra[Any], given: Any) -> Any:
+    return given if is_tensor(given) else algebra.fill(number(given), [])
+
+
+def _each(given: Any, spatial: int) -> tuple[int, ...]:
+    """One number for each spatial dim."""
+    values = given if isinstance(given, tuple) else (given,)
+    return tuple(values) if len(values) == spatial else tuple(values) * spatial

@@ -1,0 +1,118 @@
+"""What entries compute, against torch itself, and in normal form against numbers."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parloom.ir.ops import OPS
+from parloom.ir.ops.exact import Given
+from parloom.rewrite.modular import PRIME, Numbers
+
+MATRIX, SQUARE, VECTOR = (3, 4), (4, 4), (4,)
+T = "tensor"
+# Arguments; shapes stand for tensors of small integers.
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("linear", ([2, 3, 4], [5, 4]), {}),
+    ("linear", ([3, 4], [5, 4], [5]), {}),
+    ("mm", ([3, 4], [4, 5]), {}),
+    ("bmm", ([2, 3, 4], [2, 4, 5]), {}),
+    ("matmul", ([2, 3, 4], [4, 5]), {}),
+    ("matmul", ([2, 1, 3, 4], [5, 4, 2]), {}),
+    ("matmul", ([4], [4, 5]), {}),
+    ("matmul", ([3, 4], [4]), {}),
+    ("mv", ([3, 4], [4]), {}),
+    ("dot", ([4], [4]), {}),
+    ("addmm", ([5], [3, 4], [4, 5]), {}),
+    ("addmm", ([3, 5], [3, 4], [4, 5]), {"beta": 2, "alpha": 3}),
+    ("addmv", ([3], [3, 4], [4]), {"alpha": 2}),
+    ("addr", ([3, 4], [3], [4]), {}),
+    ("baddbmm", ([2, 3, 5], [2, 3, 4], [2, 4, 5]), {"beta": 0.5}),
+    ("addbmm", ([3, 5], [2, 3, 4], [2, 4, 5]), {}),
+    ("einsum", ("bik,kj->jb", ([2, 3, 4], [4, 5])), {}),
+    ("conv1d", ([2, 3, 7], [4, 3, 3]), {}),
+    ("conv1d", ([2, 3, 7], [4, 3, 3], [4], (2,), (1,)), {}),
+    ("conv2d", ([2, 3, 5, 6], [4, 3, 3, 2], [4], (1, 2), (1, 0)), {}),
+    ("add", ([3, 4], [4]), {}),
+    ("add", ([3, 1], [1, 4]), {"alpha": 3}),
+    ("add", ([3, 4], 2.5), {}),
+    ("sub", ([3, 4], [3, 4]), {"alpha": 2}),
+    ("mul", ([2, 3, 1], [3, 4]), {}),
+    ("mul", ([3, 4], 0.5), {}),
+    ("div", ([3, 4], 4), {}),
+    ("neg", ([3, 4],), {}),
+    ("clone", ([3, 4],), {}),
+    ("sum", ([2, 3, 4],), {}),
+    ("sum", ([2, 3, 4], (-1, 0)), {}),
+    ("sum", ([2, 3, 4], (1,), True), {}),
+    ("mean", ([2, 4, 8], (1, 2)), {}),
+    ("mean", ([2, 4, 8], (-1,), True), {}),
+    ("cat", (([2, 3], [2, 4]), 1), {}),
+    ("cat", (([2, 3], [1, 3], [4, 3]), -2), {}),
+    ("split_with_sizes", ([2, 7], (3, 4), 1), {}),
+    ("transpose", ([2, 3, 4], 0, -1), {}),
+    ("permute", ([2, 3, 4], (2, 0, -2)), {}),
+    ("t", ([3, 4],), {}),
+    ("view", ([2, 6], (3, 4)), {}),
+    ("unsqueeze", ([2, 3], -1), {}),
+    ("unsqueeze", ([2, 3], 0), {}),
+]
+
+
+def drawn(given: Any, rng: np.random.Generator) -> Any:
+    """Arguments with a tensor for each shape."""
+    if isinstance(given, list):
+        return torch.from_numpy(rng.integers(-4, 5, given).astype(np.float64))
+    return tuple(drawn(own, rng) for own in given) if isinstance(given, tuple) else given
+
+
+def modular(given: Any) -> Any:
+    """The same with arrays modulo the prime."""
+    if isinstance(given, torch.Tensor):
+        exact = [Fraction(float(value)) for value in given.reshape(-1)]
+        found = [value.numerator * pow(value.denominator, -1, PRIME) % PRIME for value in exact]
+        return np.array(found, dtype=np.int64).reshape(given.shape)
+    return tuple(map(modular, given)) if isinstance(given, tuple) else given
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0])
+def test_entries_compute_what_torch_does(call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+    name, args, kwargs = call
+    given = drawn(args, np.random.default_rng(0))
+    function = torch.einsum if name == "einsum" else getattr(torch.ops.aten, name)
+    expected = function(*given, **kwargs)
+    computes = OPS[name].computes
+    assert computes is not None
+    found = computes(Numbers(), Given(modular(given), tuple(kwargs.items())))
+    results = expected if isinstance(expected, (tuple, list)) else (expected,)
+    for one, other in zip(found, results, strict=True):
+        assert one.shape == tuple(other.shape)
+        assert (one == modular(other)).all()
+
+
+def test_embedding_looks_up_rows() -> None:
+    rng = np.random.default_rng(0)
+    table, at = drawn([5, 3], rng), torch.from_numpy(rng.integers(0, 5, [2, 4]))
+    computes = OPS["embedding"].computes
+    assert computes is not None
+    (found,) = computes(Numbers(), Given((modular(table), at.numpy())))
+    assert (found == modular(torch.embedding(table, at))).all()
+
+
+def test_what_is_elementwise_knows_its_other_arguments() -> None:
+    x, y = (modular(drawn(shape, np.random.default_rng(0))) for shape in ([3, 4], [4]))
+    given = ((x, 1.0), (x, 2.0), (x, y))
+    clamp, pow_ = OPS["clamp"].computes, OPS["pow"].computes
+    assert clamp is not None
+    assert pow_ is not None
+    results = [pow_(Numbers(), Given(own))[0] for own in given]
+    results.append(clamp(Numbers(), Given((x, 1.0)))[0])
+    assert all(found.shape == (3, 4) for found in results)
+    assert len({found.tobytes() for found in results}) == len(results)
+
+
+@pytest.mark.parametrize("name", ["dropout", "rand", "sort", "batch_norm"])
+def test_what_is_not_known_has_no_reading(name: str) -> None:
+    assert OPS[name].computes is None
