@@ -1,0 +1,129 @@
+"""Substitution rules: two ways to compute the same tensors, proved for all shapes.
+
+A rule says nothing of how it was found. `prove` is the proof by normal forms, `counterexample` looks
+for shapes and numbers where both sides differ.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from parloom.errors import InputError
+from parloom.ir.ops.algebra import Algebra
+from parloom.rewrite.modular import PRIME, Numbers
+from parloom.rewrite.symbolic import NormalForms, NotExpressed, dim, tensor
+from parloom.rewrite.terms import (
+    LEAD,
+    Input,
+    Name,
+    Term,
+    evaluate,
+    parse_inputs,
+    parse_term,
+    size_in,
+)
+
+# How many dims `*` stands for in proofs: what is true of one and of two in a row is true of any,
+# since all operators take them alike.
+LEADS = (1, 2)
+# Extents of counterexamples: all different, so that no two dims fit by chance.
+EXTENTS = (2, 3, 5, 7, 4, 6, 8, 9)
+MOST_ELEMENTS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`left` and `right` are equal, output by output, for all inputs."""
+
+    id: str
+    inputs: tuple[Input, ...]
+    left: tuple[Term | Name, ...]
+    right: tuple[Term | Name, ...]
+
+    @property
+    def extents(self) -> tuple[str, ...]:
+        """The names of all sizes."""
+        sizes = [size for own in self.inputs for size in own.sizes if not isinstance(size, str)]
+        sizes += [own.below for own in self.inputs if own.below is not None]
+        return tuple(dict.fromkeys(name for size in sizes for block in size for name in block))
+
+
+def rule(identity: str, inputs: str, left: Sequence[str], right: Sequence[str]) -> Rule:
+    """A rule from text; raises `InputError`."""
+    declared = parse_inputs(inputs)
+    sides = (tuple(parse_term(text, declared) for text in side) for side in (left, right))
+    first, second = sides
+    if len(first) != len(second):
+        raise InputError(
+            f"{identity}: {len(first)} outputs on the left, {len(second)} on the right"
+        )
+    return Rule(identity, declared, first, second)
+
+
+def prove(found: Rule) -> str:
+    """Empty where both sides have equal normal forms; why not, otherwise."""
+    for lead in LEADS:
+        sizes = {name: dim(name) for name in (*found.extents, *_leads(lead))}
+        try:
+            inputs = {
+                own.name: tensor(own.name, *_shape(NormalForms(), own, sizes, lead))
+                for own in found.inputs
+            }
+            sides = [
+                evaluate(side, NormalForms(), inputs, sizes) for side in (found.left, found.right)
+            ]
+        except NotExpressed as error:
+            return f"no normal form: {error}"
+        for index, (one, other) in enumerate(zip(*sides, strict=True)):
+            if one.form != other.form:
+                return f"output {index} has two normal forms"
+    return ""
+
+
+def counterexample(found: Rule, seed: int) -> str:
+    """Extents for which both sides differ modulo a prime; empty where there were none."""
+    rng = Random(seed)
+    numbers = np.random.default_rng(seed)
+    lead = rng.choice(LEADS)
+    names = (*found.extents, *_leads(lead))
+    sizes = dict(zip(names, _extents(rng, len(names)), strict=True))
+    inputs = {}
+    for own in found.inputs:
+        shape = _shape(Numbers(), own, sizes, lead)
+        if prod(shape) > MOST_ELEMENTS:
+            return ""
+        most = PRIME if own.below is None else size_in(own.below, sizes, 1)
+        inputs[own.name] = numbers.integers(0, most, shape)
+    sides = [evaluate(side, Numbers(), inputs, sizes) for side in (found.left, found.right)]
+    for index, (one, other) in enumerate(zip(*sides, strict=True)):
+        if one.shape != other.shape or (one != other).any():
+            said = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            return f"output {index} differs where {said}"
+    return ""
+
+
+def _leads(number: int) -> Iterator[str]:
+    return (f"{LEAD}{i}" for i in range(number))
+
+
+def _extents(rng: Random, number: int) -> list[int]:
+    """Different extents in any order, the least where they are few."""
+    known = [*EXTENTS, *range(10, 10 + number)]
+    return rng.sample(known[: max(number, 3)], number)
+
+
+def _shape(
+    algebra: Algebra[Any], own: Input, sizes: Mapping[str, Any], lead: int
+) -> tuple[Any, ...]:
+    """The dims of an input in an algebra."""
+    found: list[Any] = []
+    for size in own.sizes:
+        if isinstance(size, str):
+            found += [sizes[name] for name in _leads(lead)]
+        else:
+            found.append(size_in(size, sizes, algebra.one))
+    return tuple(found)

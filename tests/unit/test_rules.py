@@ -1,0 +1,183 @@
+"""Rules from text: proved, refused, and their counterexamples."""
+
+import pytest
+
+from parloom.errors import InputError
+from parloom.rewrite.rules import Rule, counterexample, prove, rule
+from parloom.rewrite.terms import parse_inputs, parse_term
+
+XW = "x[*, k], w0[n0, k], w1[n1, k]"
+TRUE = {
+    "merge linear": (
+        XW,
+        ["linear(x, w0)", "linear(x, w1)"],
+        [f"split_with_sizes(linear(x, cat((w0, w1), 0)), (n0, n1), -1)[{i}]" for i in (0, 1)],
+    ),
+    "merge linear with bias": (
+        f"{XW}, b0[n0], b1[n1]",
+        ["linear(x, w0, b0)", "linear(x, w1, b1)"],
+        [
+            "split_with_sizes(linear(x, cat((w0, w1), 0), cat((b0, b1), 0)),"
+            f" (n0, n1), -1)[{i}]"
+            for i in (0, 1)
+        ],
+    ),
+    "linear of a sum": (
+        "x[*, k], y[*, k], w[n, k]",
+        ["linear(add(x, y), w)"],
+        ["add(linear(x, w), linear(y, w))"],
+    ),
+    "linear of parts": (
+        "x[*, k0], y[*, k1], w0[n, k0], w1[n, k1]",
+        ["add(linear(x, w0), linear(y, w1))"],
+        ["linear(cat((x, y), -1), cat((w0, w1), 1))"],
+    ),
+    "low rank": (
+        "x[*, k], a[r, k], b[n, r]",
+        ["linear(linear(x, a), b)"],
+        ["linear(x, mm(b, a))"],
+    ),
+    "scaled linear": ("x[*, k], w[n, k]", ["mul(linear(x, w), 0.5)"], ["linear(mul(x, 0.5), w)"]),
+    "scaled outputs": (
+        "x[*, k], w[n, k], s[n]",
+        ["mul(linear(x, w), s)"],
+        ["linear(x, mul(w, unsqueeze(s, -1)))"],
+    ),
+    "function of parts": (
+        "x[*, a], y[*, b]",
+        ["cat((gelu(x), gelu(y)), -1)"],
+        ["gelu(cat((x, y), -1))"],
+    ),
+    "function with an argument": (
+        "x[*, a], y[*, b]",
+        ["cat((leaky_relu(x, 0.2), leaky_relu(y, 0.2)), -1)"],
+        ["leaky_relu(cat((x, y), -1), 0.2)"],
+    ),
+    "looked up rows": (
+        "t[v, k], at[*] < v, w[n, k]",
+        ["linear(embedding(t, at), w)"],
+        ["embedding(linear(t, w), at)"],
+    ),
+    "softmax of samples": (
+        "x[a, k], y[b, k]",
+        ["softmax(cat((x, y), 0), -1)"],
+        ["cat((softmax(x, -1), softmax(y, -1)), 0)"],
+    ),
+    "mean of a linear": (
+        "x[b, s, k], w[n, k]",
+        ["mean(linear(x, w), (1,))"],
+        ["linear(mean(x, (1,)), w)"],
+    ),
+    "heads": (
+        "x[b, s, k], w[h * d, k]",
+        ["transpose(view(linear(x, w), (b, s, h, d)), 1, 2)"],
+        ["einsum('bsk,hdk->bhsd', x, view(w, (h, d, k)))"],
+    ),
+    "norm of parts": (
+        "x[a, k], y[b, k], w[k], c[k]",
+        ["layer_norm(cat((x, y), 0), (k,), w, c, 1e-05)"],
+        ["cat((layer_norm(x, (k,), w, c, 1e-05), layer_norm(y, (k,), w, c, 1e-05)), 0)"],
+    ),
+    "a convolution of one place": (
+        "x[b, c, p], w[o, c, 1]",
+        ["conv1d(x, w)"],
+        ["transpose(linear(transpose(x, 1, 2), view(w, (o, c))), 1, 2)"],
+    ),
+    "minus minus": ("x[*, k]", ["neg(neg(x))"], ["x"]),
+    "less than nothing": ("x[*, k], y[*, k]", ["sub(x, y)"], ["add(x, neg(y))"]),
+}  # fmt: skip
+FALSE = {
+    "parts in another order": (
+        XW,
+        ["linear(x, w0)", "linear(x, w1)"],
+        [f"split_with_sizes(linear(x, cat((w1, w0), 0)), (n1, n0), -1)[{i}]" for i in (0, 1)],
+    ),
+    "one bias for two": (
+        "x[*, k], w0[n, k], w1[n, k], b[n]",
+        ["add(linear(x, w0, b), linear(x, w1, b))"],
+        ["linear(x, add(w0, w1), b)"],
+    ),
+    "true of squares": (
+        "x[n, n], y[n, n]", ["mm(x, y)"], ["mm(y, x)"],
+    ),
+    "true of another function": ("x[*, k]", ["gelu(x)"], ["relu(x)"]),
+    "true of another argument": ("x[*, k]", ["leaky_relu(x, 0.2)"], ["leaky_relu(x, 0.1)"]),
+    "function of a sum": ("x[*, k], y[*, k]", ["relu(add(x, y))"], ["add(relu(x), relu(y))"]),
+    "softmax of parts": (
+        "x[*, a], y[*, b]",
+        ["softmax(cat((x, y), -1), -1)"],
+        ["cat((softmax(x, -1), softmax(y, -1)), -1)"],
+    ),
+    "mean of unequal parts": (
+        "x[a, k], y[b, k]",
+        ["mean(cat((x, y), 0), (0,))"],
+        ["mul(add(mean(x, (0,)), mean(y, (0,))), 0.5)"],
+    ),
+    "heads and their widths": (
+        "x[b, s, h * d]",
+        ["transpose(view(x, (b, s, h, d)), 2, 3)"],
+        ["view(x, (b, s, d, h))"],
+    ),
+    "a scale before a function": ("x[*, k]", ["gelu(mul(x, 2))"], ["mul(gelu(x), 2)"]),
+    "a norm scaled before": (
+        "x[*, k], w[k]",
+        ["layer_norm(mul(x, 2), (k,), w, None, 1e-05)"],
+        ["mul(layer_norm(x, (k,), w, None, 1e-05), 2)"],
+    ),
+    "norms with another eps": (
+        "x[*, k]",
+        ["layer_norm(x, (k,), None, None, 1e-05)"],
+        ["layer_norm(x, (k,), None, None, 1e-06)"],
+    ),
+}  # fmt: skip
+
+
+def made(name: str, given: tuple[str, list[str], list[str]]) -> Rule:
+    return rule(name, *given)
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_true_rules_are_proved_and_have_no_counterexample(name: str) -> None:
+    found = made(name, TRUE[name])
+    assert prove(found) == ""
+    assert [counterexample(found, seed) for seed in range(10)] == [""] * 10
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_wrong_rules_are_refused_and_have_one(name: str) -> None:
+    found = made(name, FALSE[name])
+    assert prove(found)
+    assert any(counterexample(found, seed) for seed in range(10))
+
+
+@pytest.mark.parametrize("name", [*TRUE, *FALSE])
+def test_text_is_read_as_it_is_written(name: str) -> None:
+    inputs, left, right = (TRUE | FALSE)[name]
+    declared = parse_inputs(inputs)
+    assert ", ".join(map(str, declared)) == inputs
+    for text in (*left, *right):
+        assert str(parse_term(text, declared)) == text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "term", "said"),
+    [
+        ("x[k", "x", "'x[k' is no input"),
+        ("x[k - 1]", "x", "'k - 1' is no size"),
+        ("x[(a + b) * c]", "x", "is no size"),
+        ("x[k]", "relu(x", "cannot be read"),
+        ("x[k]", "relu(lambda: 0)", "is no argument of a term"),
+        ("x[k]", "3", "'3' is no term"),
+    ],
+)
+def test_text_that_is_no_rule_is_told(inputs: str, term: str, said: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_term(term, parse_inputs(inputs))
+    assert said in str(error.value)
+
+
+def test_an_operator_that_says_nothing_is_told() -> None:
+    with pytest.raises(InputError, match="sort says not what it computes"):
+        prove(rule("sorted", "x[k]", ["sort(x)"], ["x"]))
+    with pytest.raises(InputError, match="2 outputs on the left, 1 on the right"):
+        rule("uneven", "x[k]", ["x", "x"], ["x"])
