@@ -1,7 +1,7 @@
 """Substitution rules: two ways to compute the same tensors, proved for all shapes.
 
-A rule says nothing of how it was found. `prove` is the proof by normal forms, `counterexample` looks
-for shapes and numbers where both sides differ.
+A rule says nothing of how it was found. `prove` is the proof by normal forms, `counterexample`
+looks for shapes and numbers where both sides differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
