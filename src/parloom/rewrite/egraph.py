@@ -1,0 +1,320 @@
+"""An e-graph: many equal programs at once (Nelson, 1980).
+
+Classes hold calls of classes that are equal; rules add calls and unite classes, and calls that
+became equal are united after each round (egg: Willsey et al., POPL'21, section 3). Each class knows
+its shape, and rules match where the shapes of their inputs do.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parloom.errors import InputError
+from parloom.ir.ops import OPS
+from parloom.ir.ops.exact import Given
+from parloom.rewrite.rules import Rule
+from parloom.rewrite.shapes import Dims, Shape, Shapes
+from parloom.rewrite.symbolic import Dim, NotExpressed
+from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
+
+MOST_NODES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class by its number, which it keeps until it is united with another one."""
+
+    number: int
+
+
+Key = tuple[str, tuple[Any, ...], int]
+"""Operator, arguments with classes in the place of terms, result."""
+Sizes = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a rule's inputs and sizes are, where it matches; `lead` are the dims of `*`."""
+
+    inputs: Mapping[str, Class]
+    sizes: Mapping[str, Dim]
+    lead: Shape | None = None
+
+
+class EGraph:
+    """Equal programs of inputs whose shapes are known."""
+
+    def __init__(self, most_nodes: int = MOST_NODES) -> None:
+        self.most_nodes = most_nodes
+        self.shapes: list[Shape] = []
+        self._parent: list[int] = []
+        self._nodes: dict[Key, Class] = {}
+        self._of_class: dict[int, dict[Key, None]] = {}
+        self._readers: dict[int, dict[Key, None]] = defaultdict(dict)
+        self._inputs: dict[str, Class] = {}
+        self._pending: list[int] = []
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
+    def nodes(self) -> Iterator[tuple[Key, Class]]:
+        """All calls, with the class that each is in."""
+        return ((key, self.find(owner)) for key, owner in self._nodes.items())
+
+    def input(self, name: str, shape: Shape) -> Class:
+        """An input, the same for the same name."""
+        if name not in self._inputs:
+            self._inputs[name] = self._new(shape)
+        return self.find(self._inputs[name])
+
+    def find(self, one: Class) -> Class:
+        """The class that one is now."""
+        number = one.number
+        while self._parent[number] != number:
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return Class(number)
+
+    def add(self, arg: Arg, inputs: Mapping[str, Class], sizes: Sizes) -> Any:
+        """A term as a class, any other argument as nodes have it. Raises `NotExpressed` where its
+        shapes do not fit.
+        """
+        if isinstance(arg, Name):
+            return self.find(inputs[arg.name])
+        if isinstance(arg, Extent):
+            return size_in(arg.size, sizes, Shapes().one)
+        if isinstance(arg, tuple):
+            return tuple(self.add(own, inputs, sizes) for own in arg)
+        if not isinstance(arg, Term):
+            return arg
+        args = tuple(self.add(own, inputs, sizes) for own in arg.args)
+        return self._call(arg.op, args, arg.result or 0)
+
+    def unite(self, one: Class, other: Class) -> bool:
+        """Make two classes one; whether they were two."""
+        one, other = self.find(one), self.find(other)
+        if one == other:
+            return False
+        if self.shapes[one.number] != self.shapes[other.number]:
+            raise InputError(
+                f"equal terms of shapes {self.shapes[one.number]} and {self.shapes[other.number]}"
+            )
+        if len(self._of_class[one.number]) < len(self._of_class[other.number]):
+            one, other = other, one
+        self._parent[other.number] = one.number
+        self._of_class[one.number] |= self._of_class.pop(other.number)
+        self._readers[one.number] |= self._readers.pop(other.number, {})
+        self._pending.append(one.number)
+        return True
+
+    def rebuild(self) -> None:
+        """Unite what became equal: equal calls of equal classes."""
+        while self._pending:
+            number = self.find(Class(self._pending.pop())).number
+            for key in list(self._readers[number]):
+                owner = self._nodes.pop(key, None)
+                if owner is None:
+                    continue
+                owner = self.find(owner)
+                self._of_class[owner.number].pop(key, None)
+                renewed = (key[0], self._renewed(key[1]), key[2])
+                known = self._nodes.get(renewed)
+                self._nodes[renewed] = owner
+                self._of_class[owner.number][renewed] = None
+                for child in _classes(renewed[1]):
+                    self._readers[child.number][renewed] = None
+                if known is not None:
+                    self.unite(known, owner)
+
+    def saturate(self, rules: Sequence[Rule], rounds: int) -> bool:
+        """Apply rules in both directions until nothing changes, in at most so many rounds; whether
+        nothing changes any more.
+        """
+        directed = [way for rule in rules for way in ways(rule)]
+        for _ in range(rounds):
+            found = [
+                (way, owner, binding)
+                for way in directed
+                for owner, binding in self.matches(way.pattern, way.inputs)
+            ]
+            before = self.num_nodes
+            changed = False
+            for way, owner, binding in found:
+                if self.num_nodes > self.most_nodes:
+                    return False
+                try:
+                    made = self.add(way.result, binding.inputs, binding.sizes)
+                except NotExpressed:
+                    continue
+                changed |= self.unite(owner, made)
+            self.rebuild()
+            if not changed and self.num_nodes == before:
+                return True
+        return False
+
+    def matches(
+        self, pattern: Term, inputs: Mapping[str, Input]
+    ) -> Iterator[tuple[Class, Binding]]:
+        """Classes that a pattern matches, with what its names are."""
+        for number, nodes in list(self._of_class.items()):
+            for key in list(nodes):
+                if key[0] == pattern.op:
+                    for binding in self._call_matches(pattern, key, inputs, Binding({}, {})):
+                        yield self.find(Class(number)), binding
+
+    def _call_matches(
+        self, pattern: Term, key: Key, inputs: Mapping[str, Input], known: Binding
+    ) -> Iterator[Binding]:
+        op, args, result = key
+        if op != pattern.op or result != (pattern.result or 0) or len(args) != len(pattern.args):
+            return
+        yield from self._all_match(pattern.args, args, inputs, known)
+
+    def _all_match(
+        self,
+        patterns: Sequence[Arg],
+        args: Sequence[Any],
+        inputs: Mapping[str, Input],
+        known: Binding,
+    ) -> Iterator[Binding]:
+        if not patterns:
+            yield known
+            return
+        for binding in self._matches(patterns[0], args[0], inputs, known):
+            yield from self._all_match(patterns[1:], args[1:], inputs, binding)
+
+    def _matches(
+        self, pattern: Arg, arg: Any, inputs: Mapping[str, Input], known: Binding
+    ) -> Iterator[Binding]:
+        if isinstance(pattern, Name):
+            found = (
+                self._bound(inputs[pattern.name], arg, known) if isinstance(arg, Class) else None
+            )
+            if found is not None:
+                yield found
+        elif isinstance(pattern, Term):
+            if isinstance(arg, Class):
+                for key in list(self._of_class[self.find(arg).number]):
+                    yield from self._call_matches(pattern, key, inputs, known)
+        elif isinstance(pattern, tuple):
+            if isinstance(arg, tuple) and len(arg) == len(pattern):
+                yield from self._all_match(pattern, arg, inputs, known)
+        elif isinstance(pattern, Extent):
+            sized = _sized(pattern.size, arg, known)
+            if sized is not None:
+                yield sized
+        elif pattern == arg and type(pattern) is type(arg):
+            yield known
+
+    def _bound(self, declared: Input, one: Class, known: Binding) -> Binding | None:
+        """What is known where an input is a class, None where it cannot be."""
+        one = self.find(one)
+        if declared.name in known.inputs:
+            return known if self.find(known.inputs[declared.name]) == one else None
+        shape, sizes = self.shapes[one.number], declared.sizes
+        found: Binding | None = Binding(
+            {**known.inputs, declared.name: one}, known.sizes, known.lead
+        )
+        if sizes[:1] == (LEAD,):
+            number = len(shape) - len(sizes) + 1
+            if number < 0 or known.lead not in (None, shape[:number]):
+                return None
+            assert found is not None
+            found = Binding(found.inputs, found.sizes, shape[:number])
+            shape, sizes = shape[number:], sizes[1:]
+        if len(shape) != len(sizes):
+            return None
+        for size, own in zip(sizes, shape, strict=True):
+            if found is not None and not isinstance(size, str):
+                found = _sized(size, own, found)
+        return found
+
+    def _call(self, op: str, args: tuple[Any, ...], result: int) -> Class:
+        key: Key = (op, self._renewed(args), result)
+        if key in self._nodes:
+            return self.find(self._nodes[key])
+        computes = OPS[op].computes if op in OPS else None
+        if computes is None:
+            raise InputError(f"{op} says not what it computes")
+        made = computes(Shapes(), Given(self._as_dims(key[1])))
+        if result >= len(made):
+            raise NotExpressed(f"{op} has {len(made)} results")
+        found = self._new(made[result].shape)
+        self._nodes[key] = found
+        self._of_class[found.number][key] = None
+        for child in _classes(key[1]):
+            self._readers[child.number][key] = None
+        return found
+
+    def _new(self, shape: Shape) -> Class:
+        number = len(self._parent)
+        self._parent.append(number)
+        self.shapes.append(shape)
+        self._of_class[number] = {}
+        return Class(number)
+
+    def _renewed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with the classes that theirs are now."""
+
+        def now(arg: Any) -> Any:
+            if isinstance(arg, Class):
+                return self.find(arg)
+            return tuple(map(now, arg)) if isinstance(arg, tuple) else arg
+
+        return tuple(map(now, args))
+
+    def _as_dims(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def shown(arg: Any) -> Any:
+            if isinstance(arg, Class):
+                return Dims(self.shapes[arg.number])
+            return tuple(map(shown, arg)) if isinstance(arg, tuple) else arg
+
+        return tuple(map(shown, args))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One output of a rule in one direction."""
+
+    pattern: Term
+    result: Arg
+    inputs: Mapping[str, Input]
+
+
+def ways(rule: Rule) -> Iterator[Way]:
+    """The directions of a rule in which a match says what all inputs are."""
+    inputs = {own.name: own for own in rule.inputs}
+    for one, other in zip(rule.left, rule.right, strict=True):
+        for pattern, result in ((one, other), (other, one)):
+            if isinstance(pattern, Term) and set(names_in(result)) <= set(names_in(pattern)):
+                yield Way(pattern, result, inputs)
+
+
+def _sized(size: Size, own: Any, known: Binding) -> Binding | None:
+    """What is known where a size is `own`, None where it cannot be."""
+    if not isinstance(own, tuple):
+        return None
+    if all(name in known.sizes for block in size for name in block):
+        return known if size_in(size, known.sizes, Shapes().one) == own else None
+    if len(size) == 1 and len(size[0]) == 1:
+        return Binding(known.inputs, {**known.sizes, size[0][0]: own}, known.lead)
+    if len(size) == len(own):  # block by block
+        found: Binding | None = known
+        for block, digits in zip(size, own, strict=True):
+            if len(block) != len(digits):
+                return None
+            for name, digit in zip(block, digits, strict=True):
+                if found is not None:
+                    found = _sized(((name,),), ((digit,),), found)
+        return found
+    return None
+
+
+def _classes(args: Sequence[Any]) -> Iterator[Class]:
+    for arg in args:
+        if isinstance(arg, Class):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _classes(arg)

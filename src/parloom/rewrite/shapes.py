@@ -1,0 +1,114 @@
+"""Shapes alone, in symbols or in numbers: what a term makes, where nothing is computed.
+
+Sizes add up and are multiplied; what is checked is that dims of a name are equal.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from parloom.ir.ops.algebra import Names
+from parloom.rewrite.symbolic import ONE, NotExpressed
+
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """A tensor of which only the shape is known."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The algebra of shapes; sizes are dims of symbols, or numbers where `one` is 1. Raises
+    `NotExpressed`.
+    """
+
+    one: Any = ONE
+
+    def count(self, size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        if any(size):
+            raise NotExpressed(f"{size} is no number")
+        return len(size)
+
+    def dims(self, part: Dims) -> Shape:
+        return part.shape
+
+    def product(self, names: Sequence[Names], result: Names, parts: Sequence[Dims]) -> Dims:
+        found: dict[str, Any] = {}
+        for own, part in zip(names, parts, strict=True):
+            if len(own) != len(part.shape):
+                raise NotExpressed(f"{part.shape} as {', '.join(own)}")
+            for name, size in zip(own, part.shape, strict=True):
+                known = found.get(name, self.one)
+                if self.one not in (known, size) and known != size:
+                    raise NotExpressed(f"{name} is {known} and {size}")
+                found[name] = size if known == self.one else known
+        return Dims(tuple(found[name] for name in result))
+
+    def add(self, one: Dims, other: Dims) -> Dims:
+        rank = max(len(one.shape), len(other.shape))
+        names = [f"d{i}" for i in range(rank)]
+        own = [names[rank - len(part.shape) :] for part in (one, other)]
+        return self.product(own, names, [one, other])
+
+    def scale(self, part: Dims, factor: Fraction) -> Dims:
+        return part
+
+    def divide(self, part: Dims, size: Any) -> Dims:
+        return part
+
+    def fill(self, value: Fraction, shape: Sequence[Any]) -> Dims:
+        return Dims(tuple(shape))
+
+    def opaque(self, name: str, *parts: Dims) -> Dims:
+        if any(part != parts[0] for part in parts):
+            raise NotExpressed(f"{name} of {', '.join(str(part.shape) for part in parts)}")
+        return parts[0]
+
+    def rows(self, name: str, part: Dims, dim: int) -> Dims:
+        return part
+
+    def concat(self, parts: Sequence[Dims], dim: int) -> Dims:
+        first = parts[0].shape
+        around = {(len(p.shape), *p.shape[:dim], *p.shape[dim + 1 :]) for p in parts}
+        if len(around) > 1:
+            raise NotExpressed(" beside ".join(str(part.shape) for part in parts))
+        whole = first[dim]
+        for part in parts[1:]:
+            whole += part.shape[dim]
+        return Dims((*first[:dim], whole, *first[dim + 1 :]))
+
+    def split(self, part: Dims, dim: int, sizes: Sequence[Any]) -> list[Dims]:
+        whole, own = sizes[0], part.shape
+        for size in sizes[1:]:
+            whole += size
+        if whole != own[dim]:
+            raise NotExpressed(f"{own[dim]} in parts of {sizes}")
+        return [Dims((*own[:dim], size, *own[dim + 1 :])) for size in sizes]
+
+    def reshape(self, part: Dims, shape: Sequence[Any]) -> Dims:
+        return Dims(tuple(shape))
+
+    def lookup(self, table: Dims, places: Dims) -> Dims:
+        return Dims((*places.shape, *table.shape[1:]))
+
+    def windows(self, part: Dims, dim: int, size: int, stride: int, padding: int) -> Dims:
+        own, less = part.shape[dim], size - 2 * padding
+        if isinstance(own, int):
+            out: Any = (own - less) // stride + 1
+            places: Any = size
+        else:
+            (digits, *others) = own
+            if others or len(digits) != 1:
+                raise NotExpressed(f"windows over {own}")
+            (extent,) = digits
+            same = (stride, less) == (1, 1)
+            out = ((extent if same else f"({extent}-{less})/{stride}+1",),)
+            places = ((),) * size
+        return Dims((*part.shape[:dim], out, places, *part.shape[dim + 1 :]))
