@@ -1,0 +1,104 @@
+"""Rules of which others follow: candidates without renamings, and without what is derived."""
+
+from collections.abc import Iterator, Sequence
+
+from parloom.rewrite.egraph import EGraph
+from parloom.rewrite.generate import Equal
+from parloom.rewrite.rules import Rule
+from parloom.rewrite.shapes import Shapes
+from parloom.rewrite.symbolic import dim
+from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in, names_in, size_in
+
+# Rounds and calls within which a rule has to follow from others.
+ROUNDS, MOST_NODES = 3, 400
+
+
+def renamed(equal: Equal) -> Rule:
+    """A candidate with inputs and sizes named by their first places; its id says both sides."""
+    order = dict.fromkeys((*names_in(equal.left), *names_in(equal.right)))
+    declared = {own.name: own for own in equal.inputs}
+    names = {name: f"x{i}" for i, name in enumerate(order)}
+    sizes: dict[str, str] = {}
+    inputs = []
+    for name in order:
+        own = declared[name]
+        shape = tuple(s if isinstance(s, str) else _size(s, sizes) for s in own.sizes)
+        below = None if own.below is None else _size(own.below, sizes)
+        inputs.append(Input(names[name], shape, below))
+    left, right = (_arg(side, names, sizes) for side in (equal.left, equal.right))
+    assert isinstance(left, (Term, Name))
+    assert isinstance(right, (Term, Name))
+    return Rule(f"{left} = {right}", tuple(inputs), (left,), (right,))
+
+
+def distinct(candidates: Sequence[Equal]) -> list[Rule]:
+    """Candidates of which none is another one with other names, the simplest and most general
+    first.
+    """
+    found: dict[tuple[object, ...], Rule] = {}
+    for equal in candidates:
+        rules = [renamed(equal), renamed(Equal(equal.inputs, equal.right, equal.left))]
+        keys = [(rule.inputs, rule.left, rule.right) for rule in rules]
+        if not any(key in found for key in keys):
+            found[keys[0]] = rules[0]
+    return sorted(found.values(), key=_generality)
+
+
+def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
+    """Rules of which none follows from those before it, and of which all others do."""
+    found = list(known)
+    for rule in rules:
+        if not follows(rule, found):
+            found.append(rule)
+    return found[len(known) :]
+
+
+def follows(rule: Rule, others: Sequence[Rule]) -> bool:
+    """Whether a rule is derived from others, in few rounds and with few calls."""
+    graph = EGraph(MOST_NODES)
+    sizes = {name: dim(name) for name in rule.extents}
+    inputs = {}
+    for own in rule.inputs:
+        shape = (s for s in own.sizes if not isinstance(s, str))
+        inputs[own.name] = graph.input(
+            own.name, tuple(size_in(s, sizes, Shapes().one) for s in shape)
+        )
+    pairs = [
+        tuple(graph.add(term, inputs, sizes) for term in sides)
+        for sides in zip(rule.left, rule.right, strict=True)
+    ]
+
+    def all_equal() -> bool:
+        return all(graph.find(one) == graph.find(other) for one, other in pairs)
+
+    for _ in range(ROUNDS):
+        if all_equal() or graph.saturate(others, 1):
+            break
+    return all_equal()
+
+
+def _generality(rule: Rule) -> tuple[int, int, int, str]:
+    calls = sum(len(list(calls_in(side))) for side in (*rule.left, *rule.right))
+    return calls, -len(rule.inputs), -len(rule.extents), rule.id
+
+
+def _size(size: Size, names: dict[str, str]) -> Size:
+    return tuple(tuple(names.setdefault(n, f"s{len(names)}") for n in block) for block in size)
+
+
+def _arg(arg: Arg, names: dict[str, str], sizes: dict[str, str]) -> Arg:
+    if isinstance(arg, Name):
+        return Name(names[arg.name])
+    if isinstance(arg, Extent):
+        return Extent(_size(arg.size, sizes))
+    if isinstance(arg, tuple):
+        return tuple(_arg(own, names, sizes) for own in arg)
+    if isinstance(arg, Term):
+        return Term(arg.op, tuple(_arg(own, names, sizes) for own in arg.args), arg.result)
+    return arg
+
+
+def described(rules: Sequence[Rule]) -> Iterator[str]:
+    """One line for each rule, with what its inputs are."""
+    for rule in rules:
+        yield f"{rule.id}   {', '.join(map(str, rule.inputs))}"

@@ -1,0 +1,223 @@
+"""All equal programs of a few operators: candidates for rules.
+
+Programs are made of the inputs of a family, call by call, of the first program found of each class
+of equal ones (TASO, SOSP'19, section 2, extends all). Programs are taken for equal where they
+compute the same modulo a prime for two choices of shapes whose extents all differ.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from parloom.ir.ops import OPS
+from parloom.ir.ops.exact import Given
+from parloom.rewrite.modular import PRIME, Ints, Numbers
+from parloom.rewrite.shapes import Dims, Shape, Shapes
+from parloom.rewrite.symbolic import Dim, NotExpressed, dim
+from parloom.rewrite.terms import (
+    Arg,
+    Extent,
+    Input,
+    Name,
+    Size,
+    Term,
+    names_in,
+    parse_inputs,
+    size_in,
+)
+
+CHOICES = ((2, 3, 5, 7, 4, 6, 8, 9, 10, 11), (7, 4, 3, 2, 9, 5, 6, 10, 8, 12))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """The first program of a class: its calls, its shape in symbols, and what it computes."""
+
+    term: Term | Name
+    calls: frozenset[Term]
+    shape: Shape
+    values: tuple[Ints, ...]
+
+
+Template = Callable[[Sequence[Program]], Iterator[tuple[Arg, ...]]]
+"""The arguments of calls of an operator on so many programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator as programs are made of it, of so many; in any order if it `commutes`."""
+
+    op: str
+    operands: int
+    template: Template
+    commutes: bool = False
+    results: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What programs are made of, and of how many calls at most."""
+
+    name: str
+    inputs: str
+    operators: tuple[Operator, ...]
+    most_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """Two programs that compute the same, the second one first found."""
+
+    inputs: tuple[Input, ...]
+    left: Term | Name
+    right: Term | Name
+
+
+class Generator:
+    """Programs of a family, by their number of calls."""
+
+    def __init__(self, family: Family, seed: int = 0) -> None:
+        self.family, self.inputs = family, parse_inputs(family.inputs)
+        names = dict.fromkeys(
+            name
+            for own in self.inputs
+            for size in (*own.sizes, *([own.below] if own.below else []))
+            if not isinstance(size, str)
+            for block in size
+            for name in block
+        )
+        self.symbols: dict[str, Dim] = {name: dim(name) for name in names}
+        self.numbers = [dict(zip(names, choice, strict=False)) for choice in CHOICES]
+        self.classes: dict[bytes, Program] = {}
+        self.by_calls: list[list[Program]] = [[]]
+        self.equal: list[Equal] = []
+        self.tried = 0
+        rng = np.random.default_rng(seed)
+        for own in self.inputs:
+            self._add_input(own, rng)
+
+    def run(self) -> list[Equal]:
+        """All pairs of equal programs of at most so many calls."""
+        for calls in range(1, self.family.most_calls + 1):
+            self.by_calls.append([])
+            for operator in self.family.operators:
+                for operands in self._operands(operator, calls):
+                    for args in operator.template(operands):
+                        for result in range(operator.results):
+                            self._try(operator, args, result, operands, calls)
+        return self.equal
+
+    def _add_input(self, own: Input, rng: np.random.Generator) -> None:
+        sizes = [size for size in own.sizes if not isinstance(size, str)]
+        shape = tuple(size_in(size, self.symbols, Shapes().one) for size in sizes)
+        values = []
+        for numbers in self.numbers:
+            most = PRIME if own.below is None else size_in(own.below, numbers, 1)
+            values.append(rng.integers(0, most, [size_in(s, numbers, 1) for s in sizes]))
+        found = Program(Name(own.name), frozenset(), shape, tuple(values))
+        self.classes[_fingerprint(found)] = found
+        self.by_calls[0].append(found)
+
+    def _operands(self, operator: Operator, calls: int) -> Iterator[tuple[Program, ...]]:
+        """Programs that together have one call less."""
+        if operator.operands == 1:
+            yield from ((one,) for one in self.by_calls[calls - 1])
+            return
+        for first, second in product(range(calls), repeat=2):
+            if first + second < calls - 1:
+                continue
+            for one, other in product(self.by_calls[first], self.by_calls[second]):
+                if len(one.calls | other.calls) != calls - 1:
+                    continue
+                if not operator.commutes or str(one.term) <= str(other.term):
+                    yield one, other
+
+    def _try(
+        self,
+        operator: Operator,
+        args: tuple[Arg, ...],
+        result: int,
+        operands: Sequence[Program],
+        calls: int,
+    ) -> None:
+        computes = OPS[operator.op].computes
+        assert computes is not None
+        by_term = {operand.term: operand for operand in operands}
+        try:
+            made = computes(
+                Shapes(), Given(tuple(_filled(a, by_term, -1, self.symbols) for a in args))
+            )
+        except NotExpressed:
+            return
+        self.tried += 1
+        values = []
+        for choice, numbers in enumerate(self.numbers):
+            given = Given(tuple(_filled(arg, by_term, choice, numbers) for arg in args))
+            values.append(computes(Numbers(), given)[result])
+        call = Term(operator.op, args)
+        term = Term(operator.op, args, result if operator.results > 1 else None)
+        own = frozenset({call}).union(*(operand.calls for operand in operands))
+        found = Program(term, own, made[result].shape, tuple(values))
+        known = self.classes.setdefault(_fingerprint(found), found)
+        if known is found:
+            self.by_calls[calls].append(found)
+        elif known.shape == found.shape:
+            used = {*names_in(found.term), *names_in(known.term)}
+            inputs = tuple(own for own in self.inputs if own.name in used)
+            self.equal.append(Equal(inputs, found.term, known.term))
+
+
+def _fingerprint(program: Program) -> bytes:
+    return b"".join(
+        str(value.shape).encode() + np.ascontiguousarray(value).tobytes()
+        for value in program.values
+    )
+
+
+def _filled(arg: Arg, programs: dict[Any, Program], choice: int, sizes: Any) -> Any:
+    """An argument with what programs are in a choice of numbers, or their shapes."""
+    if isinstance(arg, (Term, Name)):
+        found = programs[arg]
+        return Dims(found.shape) if choice < 0 else found.values[choice]
+    if isinstance(arg, Extent):
+        return size_in(arg.size, sizes, Shapes().one if choice < 0 else 1)
+    return (
+        tuple(_filled(a, programs, choice, sizes) for a in arg) if isinstance(arg, tuple) else arg
+    )
+
+
+# Operators.
+
+
+def plain(*more: Arg) -> Template:
+    """Programs, then the same arguments in every call."""
+    return lambda programs: iter([(*(one.term for one in programs), *more)])
+
+
+def along(*, together: bool = False) -> Template:
+    """The same along each dim, counted from the last; of several programs `together` in a tuple."""
+
+    def template(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
+        for at in range(1, len(programs[0].shape) + 1):
+            terms = tuple(one.term for one in programs)
+            yield (terms, -at) if together else (*terms, -at)
+
+    return template
+
+
+def splits(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
+    """In two, at each place where something was put together."""
+    (one,) = programs
+    for at in range(1, len(one.shape) + 1):
+        blocks: Size = one.shape[-at]
+        for cut in range(1, len(blocks)):
+            yield one.term, (Extent(blocks[:cut]), Extent(blocks[cut:])), -at
+
+
+def sums(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
+    """Over each dim."""
+    (one,) = programs
+    yield from ((one.term, (-at,)) for at in range(1, len(one.shape) + 1))
