@@ -83,6 +83,11 @@ TRUE = {
         ["conv1d(x, w)"],
         ["transpose(linear(transpose(x, 1, 2), view(w, (o, c))), 1, 2)"],
     ),
+    "groups of channels": (
+        "x[b, c, p], y[b, c, p], w[o, c, 1], v[o, c, 1]",
+        ["cat((conv1d(x, w), conv1d(y, v)), 1)"],
+        ["conv1d(cat((x, y), 1), cat((w, v), 0), None, 1, 0, 1, 2)"],
+    ),
     "minus minus": ("x[*, k]", ["neg(neg(x))"], ["x"]),
     "less than nothing": ("x[*, k], y[*, k]", ["sub(x, y)"], ["add(x, neg(y))"]),
 }  # fmt: skip
@@ -123,6 +128,11 @@ FALSE = {
         "x[*, k], w[k]",
         ["layer_norm(mul(x, 2), (k,), w, None, 1e-05)"],
         ["mul(layer_norm(x, (k,), w, None, 1e-05), 2)"],
+    ),
+    "groups of other channels": (
+        "x[b, c, p], y[b, c, p], w[o, c, 1], v[o, c, 1]",
+        ["cat((conv1d(x, w), conv1d(y, v)), 1)"],
+        ["conv1d(cat((x, y), 1), cat((v, w), 0), None, 1, 0, 1, 2)"],
     ),
     "norms with another eps": (
         "x[*, k]",

@@ -32,6 +32,9 @@ class Numbers:
     def count(self, size: int) -> int:
         return size
 
+    def number(self, count: int) -> int:
+        return count
+
     def dims(self, part: Ints) -> tuple[int, ...]:
         return part.shape
 
@@ -78,6 +81,10 @@ class Numbers:
 
     def reshape(self, part: Ints, shape: Sequence[int]) -> Ints:
         return part.reshape(shape)
+
+    def apart(self, part: Ints, dim: int, outer: int) -> Ints:
+        shape = part.shape
+        return part.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
 
     def lookup(self, table: Ints, places: Ints) -> Ints:
         found: Ints = table[places]

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from parloom.ir.ops.algebra import Names
-from parloom.rewrite.symbolic import ONE, NotExpressed
+from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of, places
 
 Shape = tuple[Any, ...]
 
@@ -35,6 +35,9 @@ class Shapes:
         if any(size):
             raise NotExpressed(f"{size} is no number")
         return len(size)
+
+    def number(self, count: int) -> Any:
+        return count if isinstance(self.one, int) else places(count)
 
     def dims(self, part: Dims) -> Shape:
         return part.shape
@@ -95,6 +98,13 @@ class Shapes:
     def reshape(self, part: Dims, shape: Sequence[Any]) -> Dims:
         return Dims(tuple(shape))
 
+    def apart(self, part: Dims, dim: int, outer: Any) -> Dims:
+        own = part.shape[dim]
+        if isinstance(own, int) and own % outer:
+            raise NotExpressed(f"{own} is no multiple of {outer}")
+        inner = own // outer if isinstance(own, int) else (inner_of(own, outer),)
+        return Dims((*part.shape[:dim], outer, inner, *part.shape[dim + 1 :]))
+
     def lookup(self, table: Dims, places: Dims) -> Dims:
         return Dims((*places.shape, *table.shape[1:]))
 
@@ -102,7 +112,6 @@ class Shapes:
         own, less = part.shape[dim], size - 2 * padding
         if isinstance(own, int):
             out: Any = (own - less) // stride + 1
-            places: Any = size
         else:
             (digits, *others) = own
             if others or len(digits) != 1:
@@ -110,5 +119,4 @@ class Shapes:
             (extent,) = digits
             same = (stride, less) == (1, 1)
             out = ((extent if same else f"({extent}-{less})/{stride}+1",),)
-            places = ((),) * size
-        return Dims((*part.shape[:dim], out, places, *part.shape[dim + 1 :]))
+        return Dims((*part.shape[:dim], out, self.number(size), *part.shape[dim + 1 :]))

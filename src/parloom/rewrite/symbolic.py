@@ -106,6 +106,9 @@ class NormalForms:
             raise NotExpressed(f"{size} is no number")
         return len(size)
 
+    def number(self, count: int) -> Dim:
+        return places(count)
+
     def dims(self, part: Symbolic) -> tuple[Dim, ...]:
         return part.shape
 
@@ -220,6 +223,9 @@ class NormalForms:
                 part = _merged(part, at)
         return part
 
+    def apart(self, part: Symbolic, dim: int, outer: Dim) -> Symbolic:
+        return _cut(part, dim, outer)
+
     def lookup(self, table: Symbolic, places: Symbolic) -> Symbolic:
         (rows, *others), lead = table.shape[0], len(places.shape)
         if others or len(rows) != 1:
@@ -311,6 +317,14 @@ def _is_outer(wanted: Dim, own: Dim) -> bool:
     )
 
 
+def inner_of(own: Dim, outer: Dim) -> Block:
+    """The digits of a dim behind those of `outer`; raises `NotExpressed`."""
+    inner = {b[len(o) :] for o, b in zip(outer, own, strict=False)}
+    if not _is_outer(outer, own) or len(inner) > 1:
+        raise NotExpressed(f"{own} as {outer} times one dim")
+    return inner.pop()
+
+
 def _cut(part: Symbolic, dim: int, outer: Dim) -> Symbolic:
     """A dim as two: `outer`, and what is left of its digits. Behind the last dim, one of one
     element.
@@ -320,9 +334,7 @@ def _cut(part: Symbolic, dim: int, outer: Dim) -> Symbolic:
     if dim == len(part.shape):
         raise NotExpressed(f"{outer} behind {part.shape}")
     own = part.shape[dim]
-    (inner, *others) = {b[len(o) :] for o, b in zip(outer, own, strict=True)}
-    if others:
-        raise NotExpressed(f"{own} as {outer} times one dim")
+    inner = inner_of(own, outer)
     shape = (*part.shape[:dim], outer, (inner,), *part.shape[dim + 1 :])
 
     def element(cell: Cell) -> Poly:

@@ -26,6 +26,10 @@ class Algebra(Protocol[T]):
         """A size that is a number in every algebra, as that of a kernel."""
         ...
 
+    def number(self, count: int) -> Size:
+        """A number as a size."""
+        ...
+
     def dims(self, part: T) -> tuple[Size, ...]:
         """The sizes of a tensor."""
         ...
@@ -70,6 +74,10 @@ class Algebra(Protocol[T]):
 
     def reshape(self, part: T, shape: Sequence[Size]) -> T:
         """The same elements in the same order."""
+        ...
+
+    def apart(self, part: T, dim: int, outer: Size) -> T:
+        """A dim as two, of which the first one has size `outer`."""
         ...
 
     def lookup(self, table: T, places: T) -> T:

@@ -136,15 +136,19 @@ def convolution(spatial: int) -> Exact:
             _each(given.arg(position, name, default), spatial)
             for position, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
         )
-        if given.arg(6, "groups", 1) != 1 or set(dilation) != {1}:
-            raise NotImplementedError("groups and dilation")
+        groups = algebra.number(given.arg(6, "groups", 1))
+        if set(dilation) != {1} or isinstance(given.arg(4, "padding"), str):
+            raise NotImplementedError("dilation, or padding by name")
         sizes = [algebra.count(size) for size in algebra.dims(weight)[2:]]
         for i in reversed(range(spatial)):
             x = algebra.windows(x, 2 + i, sizes[i], stride[i], padding[i])
         places = [f"{what}{i}" for i in range(spatial) for what in "pr"]
         kernel = [f"r{i}" for i in range(spatial)]
-        to = ["b", "o", *(f"p{i}" for i in range(spatial))]
-        made = algebra.product([["b", "c", *places], ["o", "c", *kernel]], to, [x, weight])
+        to = ["b", "g", "o", *(f"p{i}" for i in range(spatial))]
+        parts = [algebra.apart(x, 1, groups), algebra.apart(weight, 0, groups)]
+        made = algebra.product([["b", "g", "c", *places], ["g", "o", "c", *kernel]], to, parts)
+        batch, _, _, *out = algebra.dims(made)
+        made = algebra.reshape(made, [batch, algebra.dims(weight)[0], *out])
         if bias is None:
             return (made,)
         ones = [algebra.fill(Fraction(1), [algebra.one] * spatial)]
