@@ -1,0 +1,380 @@
+"""The second proof of rules: Z3 refutes that both sides differ, from axioms that know shapes.
+
+Tensors are one sort, and `dim(a, -1)` is a size of one. An axiom is an equation with the condition
+under which it holds: parts meet only where they were put together at the same place. Each side of
+an equation that has all of its variables is a pattern by which Z3 applies it. A rule is proved
+where the solver ends within a fixed amount of work (`rlimit`, no clock) and finds a contradiction;
+whatever else it says is a refusal. Z3 is needed only where rules are generated or checked (the
+extra `rules`).
+
+Operators are read as a few functions (`linear(x, w)` as `mm(x, t(w))`); what is not is refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from functools import lru_cache, reduce
+from typing import Any
+
+import z3
+
+from parloom.ir.ops.exact import number
+from parloom.rewrite.rules import Rule
+from parloom.rewrite.terms import LEAD, Arg, Extent, Name, Size, Term
+
+# What the solver may do for one rule, in its own units; rules of three calls take a hundredth.
+RLIMIT = 2_000_000
+DIMS = (-1, -2, -3)
+
+T, INT, REAL = z3.DeclareSort("Tensor"), z3.IntSort(), z3.RealSort()
+# Of matrices and rows of matrices: the last two dims are multiplied, the first ones are the rows'.
+FUNCTIONS: Mapping[str, Any] = {
+    name: z3.Function(name, *sorts)
+    for name, sorts in {
+        "dim": (T, INT, INT),
+        "mm": (T, T, T),
+        "t": (T, T),
+        "add": (T, T, T),
+        "mul": (T, T, T),
+        "add_row": (T, T, T),  # a row to each row
+        "mul_row": (T, T, T),
+        "mul_column": (T, T, T),  # each row by a number
+        "scale": (REAL, T, T),
+        "cat": (INT, T, T, T),
+        "cut": (INT, T, INT, INT, T),  # along a dim, from a place to another
+        "f": (INT, T, T),  # a function of elements, by its number
+        "rows": (INT, INT, T, T),  # a function along a dim, by its number
+        "total": (INT, T, T),  # a sum over a dim, which is gone
+        "look": (T, T, T),  # rows of a table
+    }.items()
+}
+VARIABLES: Mapping[str, Any] = {
+    **{name: z3.Const(name, T) for name in "abcdv"},
+    **{name: z3.Int(name) for name in ("i", "j", "s", "e")},
+    **{name: z3.Real(name) for name in ("q", "r")},
+}
+
+# Shapes: what each size of a call is, from the last.
+SHAPES = (
+    ("mm(a, b)", ("dim(b, -1)", "dim(a, -2)", "dim(a, -3)")),
+    ("t(a)", ("dim(a, -2)", "dim(a, -1)", "dim(a, -3)")),
+    *(
+        (call, ("dim(a, -1)", "dim(a, -2)", "dim(a, -3)"))
+        for call in (
+            "add(a, b)", "mul(a, b)", "add_row(a, v)", "mul_row(a, v)", "mul_column(a, v)",
+            "scale(q, a)", "f(i, a)", "rows(i, j, a)",
+        )
+    ),
+    ("look(a, b)", ("dim(a, -1)", "dim(b, -1)", "dim(b, -2)")),
+    ("total(-1, a)", ("dim(a, -2)", "dim(a, -3)", "dim(a, -4)")),
+    ("total(-2, a)", ("dim(a, -1)", "dim(a, -3)", "dim(a, -4)")),
+    ("total(-3, a)", ("dim(a, -1)", "dim(a, -2)", "dim(a, -4)")),
+)  # fmt: skip
+# Equations of all tensors whose shapes fit.
+EQUATIONS = """
+mm(mm(a, b), c) == mm(a, mm(b, c))
+mm(a, add(b, c)) == add(mm(a, b), mm(a, c))
+mm(add(a, b), c) == add(mm(a, c), mm(b, c))
+mm(scale(q, a), b) == scale(q, mm(a, b))
+mm(a, scale(q, b)) == scale(q, mm(a, b))
+mul_row(mm(a, b), v) == mm(a, mul_row(b, v))
+mul_column(mm(a, b), v) == mm(mul_column(a, v), b)
+mm(a, cat(-1, b, c)) == cat(-1, mm(a, b), mm(a, c))
+mm(cat(-2, a, b), c) == cat(-2, mm(a, c), mm(b, c))
+mm(cat(-3, a, b), c) == cat(-3, mm(a, c), mm(b, c))
+mm(cat(-1, a, b), cat(-2, c, d)) == add(mm(a, c), mm(b, d)) if dim(a, -1) == dim(c, -2)
+mm(look(a, b), c) == look(mm(a, c), b)
+mm(total(-2, a), b) == total(-2, mm(a, b))
+mm(total(-3, a), b) == total(-3, mm(a, b))
+t(t(a)) == a
+t(mm(a, b)) == mm(t(b), t(a))
+t(add(a, b)) == add(t(a), t(b))
+t(mul(a, b)) == mul(t(a), t(b))
+t(scale(q, a)) == scale(q, t(a))
+t(mul_row(a, v)) == mul_column(t(a), v)
+t(mul_column(a, v)) == mul_row(t(a), v)
+t(f(i, a)) == f(i, t(a))
+t(rows(i, -1, a)) == rows(i, -2, t(a))
+t(cat(-1, a, b)) == cat(-2, t(a), t(b))
+t(cat(-2, a, b)) == cat(-1, t(a), t(b))
+t(cat(-3, a, b)) == cat(-3, t(a), t(b))
+add(a, b) == add(b, a)
+add(a, add(b, c)) == add(add(a, b), c)
+mul(a, b) == mul(b, a)
+mul(a, mul(b, c)) == mul(mul(a, b), c)
+mul(a, add(b, c)) == add(mul(a, b), mul(a, c))
+scale(q, add(a, b)) == add(scale(q, a), scale(q, b))
+scale(q, mul(a, b)) == mul(scale(q, a), b)
+scale(q, scale(r, a)) == scale(q * r, a)
+scale(1, a) == a
+add(a, add_row(b, v)) == add_row(add(a, b), v)
+mul_row(add(a, b), v) == add(mul_row(a, v), mul_row(b, v))
+add_row(cat(-1, a, b), cat(-1, v, c)) == cat(-1, add_row(a, v), add_row(b, c)) if dim(a, -1) == dim(v, -1)
+mul_row(cat(-1, a, b), cat(-1, v, c)) == cat(-1, mul_row(a, v), mul_row(b, c)) if dim(a, -1) == dim(v, -1)
+add_row(cat(-2, a, b), v) == cat(-2, add_row(a, v), add_row(b, v))
+mul_row(cat(-2, a, b), v) == cat(-2, mul_row(a, v), mul_row(b, v))
+total(-1, add(a, b)) == add(total(-1, a), total(-1, b))
+total(-2, add(a, b)) == add(total(-2, a), total(-2, b))
+total(-1, cat(-1, a, b)) == add(total(-1, a), total(-1, b))
+total(-2, cat(-2, a, b)) == add(total(-2, a), total(-2, b))
+total(-2, cat(-1, a, b)) == cat(-1, total(-2, a), total(-2, b))
+total(-1, cat(-2, a, b)) == cat(-1, total(-1, a), total(-1, b))
+total(-1, t(a)) == total(-2, a)
+total(-2, t(a)) == total(-1, a)
+total(j, scale(q, a)) == scale(q, total(j, a))
+look(add(a, c), b) == add(look(a, b), look(c, b))
+look(scale(q, a), b) == scale(q, look(a, b))
+look(f(i, a), b) == f(i, look(a, b))
+look(rows(i, -1, a), b) == rows(i, -1, look(a, b))
+look(cat(-1, a, c), b) == cat(-1, look(a, b), look(c, b))
+look(a, cat(-1, b, c)) == cat(-2, look(a, b), look(a, c))
+""".strip().splitlines()  # noqa: E501
+# Those of each dim `k`, and of each other dim `o`.
+OF_EACH_DIM = """
+cat(k, a, cat(k, b, c)) == cat(k, cat(k, a, b), c)
+cut(k, cat(k, a, b), s, e) == cut(k, a, s, e) if e <= dim(a, k)
+cut(k, cat(k, a, b), s, e) == cut(k, b, s - dim(a, k), e - dim(a, k)) if s >= dim(a, k)
+cut(k, a, s, e) == a if And(s == 0, e == dim(a, k))
+cat(k, f(i, a), f(i, b)) == f(i, cat(k, a, b))
+cat(k, scale(q, a), scale(q, b)) == scale(q, cat(k, a, b))
+cat(k, add(a, c), add(b, d)) == add(cat(k, a, b), cat(k, c, d)) if dim(a, k) == dim(c, k)
+cat(k, mul(a, c), mul(b, d)) == mul(cat(k, a, b), cat(k, c, d)) if dim(a, k) == dim(c, k)
+""".strip().splitlines()
+OF_TWO_DIMS = """
+cat(k, cat(o, a, b), cat(o, c, d)) == cat(o, cat(k, a, c), cat(k, b, d)) if dim(a, o) == dim(c, o)
+rows(i, k, cat(o, a, b)) == cat(o, rows(i, k, a), rows(i, k, b))
+""".strip().splitlines()
+
+
+class NotReadError(Exception):
+    """A term that the axioms say nothing of."""
+
+
+def prove_by_axioms(rule: Rule, rlimit: int = RLIMIT) -> str:
+    """Empty where Z3 proves a rule; why not, otherwise."""
+    sizes = {name: z3.Int(f"size_{name}") for name in (*rule.extents, LEAD)}
+    inputs = {own.name: z3.Const(f"input_{own.name}", T) for own in rule.inputs}
+    solver = z3.Solver()
+    # Quantifiers by patterns alone: no model is asked for.
+    solver.set("auto_config", False)
+    solver.set("smt.mbqi", False)
+    solver.set("rlimit", rlimit)
+    solver.add(*axioms(), *(size >= 1 for size in sizes.values()))
+    ranks = {}
+    for own in rule.inputs:
+        ranks[own.name] = len(own.sizes)
+        for place, size in enumerate(reversed(own.sizes)):
+            extent = sizes[LEAD] if isinstance(size, str) else _size(size, sizes)
+            solver.add(FUNCTIONS["dim"](inputs[own.name], -1 - place) == extent)
+    reading = _Reading(inputs, sizes, ranks)
+    try:
+        sides = [tuple(map(reading.term, pair)) for pair in zip(rule.left, rule.right, strict=True)]
+    except NotReadError as error:
+        return f"no axioms: {error}"
+    solver.add(z3.Or(*(one != other for one, other in sides)))
+    found = solver.check()
+    return "" if found == z3.unsat else f"Z3 says {found}"
+
+
+@lru_cache(maxsize=1)
+def axioms() -> tuple[Any, ...]:
+    """All of them."""
+    found = [_axiom(f"{_call(call, k)} == {size}", {}) for call, k, size in _sizes()]
+    found += [_axiom(line, {}) for line in EQUATIONS]
+    found += [_axiom(line, {"k": k}) for line in OF_EACH_DIM for k in DIMS]
+    pairs = [(k, o) for k in DIMS for o in DIMS if k != o]
+    found += [_axiom(line, {"k": k, "o": o}) for line in OF_TWO_DIMS for k, o in pairs]
+    return tuple(found)
+
+
+def _sizes() -> Iterator[tuple[str, int, str]]:
+    """Calls with a dim, and the size of that dim."""
+    for call, sizes in SHAPES:
+        yield from ((call, -1 - place, size) for place, size in enumerate(sizes))
+    for k in DIMS:
+        for o in DIMS:
+            both = f"dim(a, {o}) + dim(b, {o})" if k == o else f"dim(a, {o})"
+            yield f"cat({k}, a, b)", o, both
+            yield f"cut({k}, a, s, e)", o, "e - s" if k == o else f"dim(a, {o})"
+
+
+def _call(call: str, k: int) -> str:
+    return f"dim({call}, {k})"
+
+
+def _axiom(line: str, dims: Mapping[str, int]) -> Any:
+    """An equation with its condition, for all values of its variables."""
+    equation, _, condition = line.partition(" if ")
+    left, right = (_read(side, dims) for side in equation.split(" == "))
+    body = left == right
+    if condition:
+        body = z3.Implies(_read(condition, dims), body)
+    used = [VARIABLES[name] for name in VARIABLES if _has(body, VARIABLES[name])]
+    sides = [_inner(side) for side in (left, right)]
+    patterns = [
+        side
+        for side in sides
+        if z3.is_app(side) and side.num_args() and all(_has(side, own) for own in used)
+    ]
+    return z3.ForAll(used, body, patterns=patterns)
+
+
+def _inner(side: Any) -> Any:
+    """Of the size of a call, the call: that is what there is to meet."""
+    return side.arg(0) if z3.is_app(side) and side.decl().name() == "dim" else side
+
+
+def _read(text: str, dims: Mapping[str, int]) -> Any:
+    """Text of this module as an expression."""
+    names = {**FUNCTIONS, **VARIABLES, **dims, "And": z3.And}
+    return eval(text, {"__builtins__": {}}, names)
+
+
+def _has(expression: Any, variable: Any) -> bool:
+    if expression.eq(variable):
+        return True
+    return any(_has(own, variable) for own in expression.children())
+
+
+def _size(size: Size, sizes: Mapping[str, Any]) -> Any:
+    blocks = [reduce(lambda a, b: a * b, (sizes[n] for n in b), z3.IntVal(1)) for b in size]
+    return z3.simplify(reduce(lambda a, b: a + b, blocks))
+
+
+class _Reading:
+    """Terms as expressions; `ranks` are those of inputs."""
+
+    def __init__(
+        self, inputs: Mapping[str, Any], sizes: Mapping[str, Any], ranks: Mapping[str, int]
+    ) -> None:
+        self._inputs, self._sizes, self._ranks = inputs, sizes, ranks
+        self._numbers: dict[object, int] = {}
+
+    def term(self, arg: Arg) -> Any:
+        """A term; raises `NotReadError`."""
+        if isinstance(arg, Name):
+            return self._inputs[arg.name]
+        if not isinstance(arg, Term):
+            raise NotReadError(f"{arg} as a tensor")
+        read: Callable[[Term], Any] | None = getattr(self, f"_{arg.op}", None)
+        if read is not None:
+            return read(arg)
+        tensors = [own for own in arg.args if isinstance(own, (Term, Name))]
+        if len(tensors) != 1 or arg.op not in UNARY:
+            raise NotReadError(arg.op)
+        others = tuple(str(own) for own in arg.args if own is not tensors[0])
+        return FUNCTIONS["f"](self._number(arg.op, others), self.term(tensors[0]))
+
+    def rank(self, arg: Arg) -> int:
+        """The dims of a term."""
+        if isinstance(arg, Name):
+            return self._ranks[arg.name]
+        if isinstance(arg, tuple):
+            return self.rank(arg[0])
+        assert isinstance(arg, Term)
+        if arg.op == "embedding":
+            return self.rank(arg.args[1]) + 1
+        return self.rank(arg.args[0]) - (arg.op == "sum")
+
+    def _number(self, *key: object) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _dim(self, arg: Arg, of: Arg) -> int:
+        if not isinstance(arg, int):
+            raise NotReadError(f"dim {arg}")
+        place = arg if arg < 0 else arg - self.rank(of)
+        if place not in DIMS:
+            raise NotReadError(f"dim {place}")
+        return place
+
+    def _linear(self, term: Term) -> Any:
+        made = FUNCTIONS["mm"](self.term(term.args[0]), FUNCTIONS["t"](self.term(term.args[1])))
+        return made if len(term.args) == 2 else FUNCTIONS["add_row"](made, self.term(term.args[2]))
+
+    def _mm(self, term: Term) -> Any:
+        return FUNCTIONS["mm"](*map(self.term, term.args))
+
+    def _t(self, term: Term) -> Any:
+        return FUNCTIONS["t"](self.term(term.args[0]))
+
+    def _transpose(self, term: Term) -> Any:
+        x, *dims = term.args
+        if {self._dim(dim, x) for dim in dims} != {-1, -2}:
+            raise NotReadError("transpose of other dims")
+        return FUNCTIONS["t"](self.term(x))
+
+    def _neg(self, term: Term) -> Any:
+        return FUNCTIONS["scale"](z3.RealVal(-1), self.term(term.args[0]))
+
+    def _add(self, term: Term) -> Any:
+        return self._pair(term, "add", "add_row")
+
+    def _sub(self, term: Term) -> Any:
+        one, other = map(self.term, term.args)
+        if self.rank(term.args[0]) != self.rank(term.args[1]):
+            raise NotReadError("sub of other dims")
+        return FUNCTIONS["add"](one, FUNCTIONS["scale"](z3.RealVal(-1), other))
+
+    def _mul(self, term: Term) -> Any:
+        one, other = term.args
+        if isinstance(other, (int, float)):
+            return FUNCTIONS["scale"](_real(number(other)), self.term(one))
+        if isinstance(other, Term) and other.op == "unsqueeze" and other.args[1] == -1:
+            return FUNCTIONS["mul_column"](self.term(one), self.term(other.args[0]))
+        return self._pair(term, "mul", "mul_row")
+
+    def _div(self, term: Term) -> Any:
+        one, other = term.args
+        if not isinstance(other, (int, float)):
+            raise NotReadError("div by a tensor")
+        return FUNCTIONS["scale"](_real(1 / number(other)), self.term(one))
+
+    def _pair(self, term: Term, alike: str, row: str) -> Any:
+        one, other = term.args[:2]
+        if len(term.args) > 2 or not all(isinstance(own, (Term, Name)) for own in (one, other)):
+            raise NotReadError(str(term))
+        ranks = self.rank(one), self.rank(other)
+        if ranks[0] == ranks[1]:
+            return FUNCTIONS[alike](self.term(one), self.term(other))
+        if ranks[1] != 1:
+            raise NotReadError(f"{term.op} of other dims")
+        return FUNCTIONS[row](self.term(one), self.term(other))
+
+    def _cat(self, term: Term) -> Any:
+        parts, at = term.args
+        assert isinstance(parts, tuple)
+        dim = self._dim(at, parts)
+        return reduce(lambda a, b: FUNCTIONS["cat"](dim, a, b), map(self.term, parts))
+
+    def _split_with_sizes(self, term: Term) -> Any:
+        x, sizes, at = term.args
+        assert isinstance(sizes, tuple)
+        extents = [_size(own.size, self._sizes) for own in sizes if isinstance(own, Extent)]
+        if len(extents) != len(sizes):
+            raise NotReadError("sizes that are numbers")
+        index = term.result or 0
+        begin = z3.simplify(z3.Sum(z3.IntVal(0), *extents[:index]))
+        end = z3.simplify(begin + extents[index])
+        return FUNCTIONS["cut"](self._dim(at, x), self.term(x), begin, end)
+
+    def _softmax(self, term: Term) -> Any:
+        x, at = term.args
+        return FUNCTIONS["rows"](self._number(term.op), self._dim(at, x), self.term(x))
+
+    _log_softmax = _softmax
+
+    def _sum(self, term: Term) -> Any:
+        x, dims = term.args
+        if not isinstance(dims, tuple) or len(dims) != 1:
+            raise NotReadError("sum over several dims")
+        return FUNCTIONS["total"](self._dim(dims[0], x), self.term(x))
+
+    def _embedding(self, term: Term) -> Any:
+        return FUNCTIONS["look"](*map(self.term, term.args[:2]))
+
+
+# Functions of elements of which the axioms know no more.
+UNARY = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "exp", "clamp"})
+
+
+def _real(value: Fraction) -> Any:
+    return z3.RealVal(f"{value.numerator}/{value.denominator}")
