@@ -36,6 +36,14 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("conv1d", ([2, 3, 7], [4, 3, 3], [4], (2,), (1,)), {}),
     ("conv2d", ([2, 3, 5, 6], [4, 3, 3, 2], [4], (1, 2), (1, 0)), {}),
     ("conv1d", ([2, 6, 7], [4, 3, 3], [4], (1,), (1,), (1,), 2), {}),
+    ("avg_pool1d", ([2, 3, 8], (2,)), {}),
+    ("avg_pool2d", ([2, 3, 6, 8], (2, 4), (2, 2), (1, 2)), {}),
+    ("square", ([3, 4],), {}),
+    ("squeeze", ([3, 1, 4], 1), {}),
+    ("squeeze", ([1, 3, 1],), {}),
+    ("expand", ([3, 1], (2, -1, 4)), {}),
+    ("stack", (([2, 3], [2, 3], [2, 3]), -1), {}),
+    ("chunk", ([2, 6], 3, 1), {}),
     ("add", ([3, 4], [4]), {}),
     ("add", ([3, 1], [1, 4]), {"alpha": 3}),
     ("add", ([3, 4], 2.5), {}),
@@ -112,6 +120,22 @@ def test_what_is_elementwise_knows_its_other_arguments() -> None:
     results.append(clamp(Numbers(), Given((x, 1.0)))[0])
     assert all(found.shape == (3, 4) for found in results)
     assert len({found.tobytes() for found in results}) == len(results)
+
+
+def test_windows_of_which_the_most_counts_are_told_apart() -> None:
+    """By size and stride; moved along samples and channels as any other function."""
+    x = modular(drawn([4, 3, 8], np.random.default_rng(0)))
+    computes = OPS["max_pool1d"].computes
+    assert computes is not None
+    found = {
+        args: computes(Numbers(), Given((x, *args)))[0]
+        for args in (((2,),), ((2,), (1,)), ((4,), (2,)))
+    }
+    assert [value.shape for value in found.values()] == [(4, 3, 4), (4, 3, 7), (4, 3, 3)]
+    halves = [computes(Numbers(), Given((part, (2,))))[0] for part in np.split(x, 2)]
+    assert (np.concatenate(halves) == found[(2,),]).all()
+    with pytest.raises(NotImplementedError, match="places that do not count"):
+        computes(Numbers(), Given((x, (3,), (1,), (1,))))
 
 
 @pytest.mark.parametrize("name", ["dropout", "rand", "sort", "batch_norm"])

@@ -88,6 +88,26 @@ TRUE = {
         ["cat((conv1d(x, w), conv1d(y, v)), 1)"],
         ["conv1d(cat((x, y), 1), cat((w, v), 0), None, 1, 0, 1, 2)"],
     ),
+    "windows of channels": (
+        "x[b, c, p], y[b, d, p]",
+        ["max_pool1d(cat((x, y), 1), 2)"],
+        ["cat((max_pool1d(x, 2), max_pool1d(y, 2)), 1)"],
+    ),
+    "means of windows are kernels": (
+        "x[b, c, p], w[o, c, 1]",
+        ["conv1d(avg_pool1d(x, 2), w)"],
+        ["avg_pool1d(conv1d(x, w), 2)"],
+    ),
+    "halves beside each other": (
+        "x[*, k], y[*, k]",
+        ["chunk(cat((x, y), -1), 2, -1)[1]"],
+        ["y"],
+    ),
+    "a stack of parts": (
+        "x[a, k], y[a, k], w[n, k]",
+        ["linear(stack((x, y), 0), w)"],
+        ["stack((linear(x, w), linear(y, w)), 0)"],
+    ),
     "minus minus": ("x[*, k]", ["neg(neg(x))"], ["x"]),
     "less than nothing": ("x[*, k], y[*, k]", ["sub(x, y)"], ["add(x, neg(y))"]),
 }  # fmt: skip

@@ -148,7 +148,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("select_scatter", _select_scatter_rule, "torch.select_scatter", no_flops),
     *(
         OpDef(n, _split_rule, _split, no_flops, view=True, returns_list=True,
-              exact=exact.split if n == "split_with_sizes" else None)
+              exact={"split_with_sizes": exact.split, "chunk": exact.chunk}.get(n))
         for n in ("split", "split_with_sizes", "chunk")
     ),
     *(
@@ -156,7 +156,7 @@ OPS: tuple[OpDef, ...] = (
         for n in ("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
     ),
     OpDef("cat", _cat_rule, _cat, no_flops, exact=exact.concat),
-    OpDef("stack", _stack_rule, "torch.stack", no_flops),
+    OpDef("stack", _stack_rule, "torch.stack", no_flops, exact=exact.stack),
     OpDef("select", _select_rule, ".select", no_flops, view=True),
     OpDef("unbind", _select_rule, ".unbind", no_flops, view=True, returns_list=True),
     OpDef("glu", _glu_rule, "F.glu", saved=_X),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
+from math import prod
 from typing import Any
 
 from parloom.ir.ops.algebra import Algebra, Size
@@ -158,6 +159,41 @@ def convolution(spatial: int) -> Exact:
     return exact
 
 
+def pool(name: str, spatial: int, *, mean: bool) -> Exact:
+    """Means of windows, or a function of their elements."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        x, size = given.arg(0), _each(given.arg(1, "kernel_size"), spatial)
+        stride = _each(given.arg(2, "stride") or size, spatial)
+        padding = _each(given.arg(3, "padding", 0), spatial)
+        others = (
+            [given.arg(4, "ceil_mode", False), not given.arg(5, "count_include_pad", True)]
+            if mean
+            else [*padding, set(_each(given.arg(4, "dilation", 1), spatial)) != {1},
+                  given.arg(5, "ceil_mode", False)]
+        )  # fmt: skip
+        if any(others) or given.arg(6, "divisor_override") is not None:
+            raise NotImplementedError("windows that are cut off, or places that do not count")
+        lead = len(algebra.dims(x)) - spatial
+        for i in reversed(range(spatial)):
+            x = algebra.windows(x, lead + i, size[i], stride[i], padding[i])
+        places = [lead + 2 * i + 1 for i in range(spatial)]
+        if mean:
+            names = names_of(algebra, x)
+            made = algebra.product(
+                [names], [n for i, n in enumerate(names) if i not in places], [x]
+            )
+            return (algebra.scale(made, Fraction(1, prod(size))),)
+        parts = [x]
+        for place, count in zip(places, size, strict=True):
+            single = [algebra.number(1)] * count
+            parts = [own for part in parts for own in algebra.split(part, place, single)]
+        kept = [own for i, own in enumerate(algebra.dims(x)) if i not in places]
+        return (algebra.opaque(name, *(algebra.reshape(part, kept) for part in parts)),)
+
+    return exact
+
+
 # Sums of elements.
 
 
@@ -190,6 +226,11 @@ def divide(algebra: Algebra[Any], given: Given) -> Results:
     if is_tensor(given.arg(1)) or given.kwargs:
         return elementwise("div")(algebra, given)
     return (algebra.scale(given.arg(0), 1 / number(given.arg(1))),)
+
+
+def square(algebra: Algebra[Any], given: Given) -> Results:
+    """The elements by themselves."""
+    return multiply(algebra, Given((given.arg(0), given.arg(0))))
 
 
 def negate(algebra: Algebra[Any], given: Given) -> Results:
@@ -294,6 +335,42 @@ def unsqueeze(algebra: Algebra[Any], given: Given) -> Results:
     sizes: list[Size] = list(algebra.dims(given.arg(0)))
     sizes.insert(given.arg(1) % (len(sizes) + 1), algebra.one)
     return (algebra.reshape(given.arg(0), sizes),)
+
+
+def squeeze(algebra: Algebra[Any], given: Given) -> Results:
+    """Without a dim of one element, where it is one."""
+    sizes, dims = algebra.dims(given.arg(0)), given.arg(1, "dim")
+    asked = dims if isinstance(dims, tuple) else (dims,)
+    gone = range(len(sizes)) if dims is None else [dim % len(sizes) for dim in asked]
+    kept = [s for i, s in enumerate(sizes) if i not in gone or s != algebra.one]
+    return (algebra.reshape(given.arg(0), kept),)
+
+
+def expand(algebra: Algebra[Any], given: Given) -> Results:
+    """Dims of one element repeated, and more dims before."""
+    own, sizes = algebra.dims(given.arg(0)), list(given.arg(1))
+    for place, size in enumerate(reversed(own), 1):
+        if sizes[-place] == -1:
+            sizes[-place] = size
+    return multiply(algebra, Given((given.arg(0), algebra.fill(Fraction(1), sizes))))
+
+
+def stack(algebra: Algebra[Any], given: Given) -> Results:
+    """Beside each other in a dim of their own."""
+    parts = given.arg(0)
+    at = given.arg(1, "dim", 0) % (len(algebra.dims(parts[0])) + 1)
+    wide = [unsqueeze(algebra, Given((part, at)))[0] for part in parts]
+    return (algebra.concat(wide, at),)
+
+
+def chunk(algebra: Algebra[Any], given: Given) -> Results:
+    """So many equal parts."""
+    x, count = given.arg(0), given.arg(1)
+    at = given.arg(2, "dim", 0) % len(algebra.dims(x))
+    wide = algebra.apart(x, at, algebra.number(count))
+    kept = [size for i, size in enumerate(algebra.dims(wide)) if i != at]
+    parts = algebra.split(wide, at, [algebra.number(1)] * count)
+    return tuple(algebra.reshape(part, kept) for part in parts)
 
 
 def embedding(algebra: Algebra[Any], given: Given) -> Results:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import prod
 
+from parloom.ir.ops import exact
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, each_element
 from parloom.ir.ops.rule import WHOLE, Rule, Site, build, products
 from parloom.ir.ops.window import Halo, Slide, halo_of, slides_of, spatial, spread, windowed
@@ -157,8 +158,10 @@ def _unpool(e: Emission) -> str:
 def _entries(n: int) -> tuple[OpDef, ...]:
     windows = (_rule(n), _emit(n), _flops(n), 1.0)
     return (
-        OpDef(f"max_pool{n}d", *windows, _X, each_element(8), halo=_halo(n)),
-        OpDef(f"avg_pool{n}d", *windows, _X, halo=_halo(n)),
+        OpDef(f"max_pool{n}d", *windows, _X, each_element(8), halo=_halo(n),
+              exact=exact.pool("max", n, mean=False)),
+        OpDef(f"avg_pool{n}d", *windows, _X, halo=_halo(n),
+              exact=exact.pool("mean", n, mean=True)),
         OpDef(f"adaptive_avg_pool{n}d", _adaptive_rule(n), _adaptive(n), saved=_adaptive_saves),
         OpDef(f"adaptive_max_pool{n}d", _whole(n), f"torch.ops.aten.adaptive_max_pool{n}d",
               saved=(*_X, ("result", 1))),

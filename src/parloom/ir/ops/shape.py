@@ -147,8 +147,10 @@ OPS: tuple[OpDef, ...] = (
     OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first", exact=exact.swap),
     OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True, linear="first",
           exact=exact.unsqueeze),
-    OpDef("squeeze", _squeeze_rule, _squeeze, no_flops, view=True, linear="first"),
-    OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first"),
+    OpDef("squeeze", _squeeze_rule, _squeeze, no_flops, view=True, linear="first",
+          exact=exact.squeeze),
+    OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first",
+          exact=exact.expand),
     OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first",
           exact=exact.same),
 )  # fmt: skip
