@@ -137,6 +137,20 @@ def _look(a: Ints, b: Ints) -> Ints:
     return found
 
 
+def _conv(i: int, a: Ints, b: Ints) -> Ints:
+    if a.ndim != 3 or b.ndim != 3 or a.shape[1] != b.shape[1]:
+        raise ValueError("no convolution")
+    moved = NUMBERS.windows(a, 2, b.shape[2], 1 + i % 2, 0)
+    return NUMBERS.product([["b", "c", "p", "r"], ["o", "c", "r"]], ["b", "o", "p"], [moved, b])
+
+
+def _pool(i: int, a: Ints) -> Ints:
+    if a.ndim != 3:
+        raise ValueError("no windows")
+    found: Ints = NUMBERS.windows(a, 2, 1 + i % 2, 1, 0).sum(axis=3) % PRIME
+    return found
+
+
 READING = {
     "dim": lambda a, k: a.shape[k],
     "mm": _mm,
@@ -153,6 +167,8 @@ READING = {
     "rows": lambda i, k, a: NUMBERS.rows(f"g{i}", a, k),
     "total": lambda k, a: a.sum(axis=k) % PRIME,
     "look": _look,
+    "conv": _conv,
+    "pool": _pool,
     "And": lambda one, other: one and other,
 }
 

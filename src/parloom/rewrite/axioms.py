@@ -21,8 +21,8 @@ from parloom.ir.ops.exact import number
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.terms import LEAD, Arg, Extent, Name, Size, Term
 
-# What the solver may do for one rule, in its own units; rules of three calls take a hundredth.
-RLIMIT = 2_000_000
+# What the solver may do for one rule, in its own units; those that it proves take a few thousand.
+RLIMIT = 200_000
 DIMS = (-1, -2, -3)
 
 T, INT, REAL = z3.DeclareSort("Tensor"), z3.IntSort(), z3.RealSort()
@@ -45,6 +45,9 @@ FUNCTIONS: Mapping[str, Any] = {
         "rows": (INT, INT, T, T),  # a function along a dim, by its number
         "total": (INT, T, T),  # a sum over a dim, which is gone
         "look": (T, T, T),  # rows of a table
+        "conv": (INT, T, T, T),  # over the last dim, by its number; 0 moves by one place
+        "pool": (INT, T, T),  # means of windows of the last dim, by their number
+        "inverse": (INT, REAL),  # of a size
     }.items()
 }
 VARIABLES: Mapping[str, Any] = {
@@ -64,6 +67,8 @@ SHAPES = (
             "scale(q, a)", "f(i, a)", "rows(i, j, a)",
         )
     ),
+    ("conv(i, a, b)", (None, "dim(b, -3)", "dim(a, -3)")),
+    ("pool(i, a)", (None, "dim(a, -2)", "dim(a, -3)")),
     ("look(a, b)", ("dim(a, -1)", "dim(b, -1)", "dim(b, -2)")),
     ("total(-1, a)", ("dim(a, -2)", "dim(a, -3)", "dim(a, -4)")),
     ("total(-2, a)", ("dim(a, -1)", "dim(a, -3)", "dim(a, -4)")),
@@ -94,6 +99,7 @@ t(mul_row(a, v)) == mul_column(t(a), v)
 t(mul_column(a, v)) == mul_row(t(a), v)
 t(f(i, a)) == f(i, t(a))
 t(rows(i, -1, a)) == rows(i, -2, t(a))
+t(rows(i, -2, a)) == rows(i, -1, t(a))
 t(cat(-1, a, b)) == cat(-2, t(a), t(b))
 t(cat(-2, a, b)) == cat(-1, t(a), t(b))
 t(cat(-3, a, b)) == cat(-3, t(a), t(b))
@@ -105,9 +111,19 @@ mul(a, add(b, c)) == add(mul(a, b), mul(a, c))
 scale(q, add(a, b)) == add(scale(q, a), scale(q, b))
 scale(q, mul(a, b)) == mul(scale(q, a), b)
 scale(q, scale(r, a)) == scale(q * r, a)
+add(scale(q, a), scale(r, a)) == scale(q + r, a)
+add(a, a) == scale(2, a)
 scale(1, a) == a
 add(a, add_row(b, v)) == add_row(add(a, b), v)
 mul_row(add(a, b), v) == add(mul_row(a, v), mul_row(b, v))
+mul_row(mul_row(a, v), c) == mul_row(a, mul(v, c))
+add_row(add_row(a, v), c) == add_row(a, add(v, c))
+mul(a, mul_row(b, v)) == mul_row(mul(a, b), v)
+scale(q, mul_row(a, v)) == mul_row(scale(q, a), v)
+scale(q, mul_row(a, v)) == mul_row(a, scale(q, v))
+scale(q, add_row(a, v)) == add_row(scale(q, a), scale(q, v))
+mul_row(add_row(a, v), c) == add_row(mul_row(a, c), mul(v, c))
+mul_row(a, add(v, c)) == add(mul_row(a, v), mul_row(a, c))
 add_row(cat(-1, a, b), cat(-1, v, c)) == cat(-1, add_row(a, v), add_row(b, c)) if dim(a, -1) == dim(v, -1)
 mul_row(cat(-1, a, b), cat(-1, v, c)) == cat(-1, mul_row(a, v), mul_row(b, c)) if dim(a, -1) == dim(v, -1)
 add_row(cat(-2, a, b), v) == cat(-2, add_row(a, v), add_row(b, v))
@@ -121,6 +137,18 @@ total(-1, cat(-2, a, b)) == cat(-1, total(-1, a), total(-1, b))
 total(-1, t(a)) == total(-2, a)
 total(-2, t(a)) == total(-1, a)
 total(j, scale(q, a)) == scale(q, total(j, a))
+conv(i, add(a, b), c) == add(conv(i, a, c), conv(i, b, c))
+conv(i, a, add(b, c)) == add(conv(i, a, b), conv(i, a, c))
+conv(i, scale(q, a), b) == scale(q, conv(i, a, b))
+conv(i, a, scale(q, b)) == scale(q, conv(i, a, b))
+conv(i, a, cat(-3, b, c)) == cat(-2, conv(i, a, b), conv(i, a, c))
+conv(i, cat(-3, a, b), c) == cat(-3, conv(i, a, c), conv(i, b, c))
+conv(i, cat(-2, a, b), cat(-2, c, d)) == add(conv(i, a, c), conv(i, b, d)) if dim(a, -2) == dim(c, -2)
+pool(i, add(a, b)) == add(pool(i, a), pool(i, b))
+pool(i, scale(q, a)) == scale(q, pool(i, a))
+pool(i, cat(-2, a, b)) == cat(-2, pool(i, a), pool(i, b))
+pool(i, cat(-3, a, b)) == cat(-3, pool(i, a), pool(i, b))
+pool(i, conv(0, a, b)) == conv(0, pool(i, a), b) if dim(b, -1) == 1
 look(add(a, c), b) == add(look(a, b), look(c, b))
 look(scale(q, a), b) == scale(q, look(a, b))
 look(f(i, a), b) == f(i, look(a, b))
@@ -189,7 +217,7 @@ def axioms() -> tuple[Any, ...]:
 def _sizes() -> Iterator[tuple[str, int, str]]:
     """Calls with a dim, and the size of that dim."""
     for call, sizes in SHAPES:
-        yield from ((call, -1 - place, size) for place, size in enumerate(sizes))
+        yield from ((call, -1 - place, size) for place, size in enumerate(sizes) if size)
     for k in DIMS:
         for o in DIMS:
             both = f"dim(a, {o}) + dim(b, {o})" if k == o else f"dim(a, {o})"
@@ -273,7 +301,9 @@ class _Reading:
         assert isinstance(arg, Term)
         if arg.op == "embedding":
             return self.rank(arg.args[1]) + 1
-        return self.rank(arg.args[0]) - (arg.op == "sum")
+        if arg.op in ("add", "mul"):  # the wider one
+            return max(self.rank(own) for own in arg.args if isinstance(own, (Term, Name)))
+        return self.rank(arg.args[0]) - (arg.op in ("sum", "mean"))
 
     def _number(self, *key: object) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -335,9 +365,10 @@ class _Reading:
         ranks = self.rank(one), self.rank(other)
         if ranks[0] == ranks[1]:
             return FUNCTIONS[alike](self.term(one), self.term(other))
-        if ranks[1] != 1:
+        if 1 not in ranks:
             raise NotReadError(f"{term.op} of other dims")
-        return FUNCTIONS[row](self.term(one), self.term(other))
+        wide, narrow = (one, other) if ranks[1] == 1 else (other, one)
+        return FUNCTIONS[row](self.term(wide), self.term(narrow))
 
     def _cat(self, term: Term) -> Any:
         parts, at = term.args
@@ -367,6 +398,22 @@ class _Reading:
         if not isinstance(dims, tuple) or len(dims) != 1:
             raise NotReadError("sum over several dims")
         return FUNCTIONS["total"](self._dim(dims[0], x), self.term(x))
+
+    def _mean(self, term: Term) -> Any:
+        x, dims = term.args
+        assert isinstance(dims, tuple)
+        size = FUNCTIONS["dim"](self.term(x), self._dim(dims[0], x))
+        return FUNCTIONS["scale"](FUNCTIONS["inverse"](size), self._sum(term))
+
+    def _conv1d(self, term: Term) -> Any:
+        x, weight, bias, *how = term.args
+        if bias is not None:
+            raise NotReadError("conv1d with a bias")
+        key = 0 if how == [1, 0] else 1 + self._number("conv1d", *how)
+        return FUNCTIONS["conv"](key, self.term(x), self.term(weight))
+
+    def _avg_pool1d(self, term: Term) -> Any:
+        return FUNCTIONS["pool"](self._number(*term.args[1:]), self.term(term.args[0]))
 
     def _embedding(self, term: Term) -> Any:
         return FUNCTIONS["look"](*map(self.term, term.args[:2]))

@@ -34,12 +34,15 @@ CHOICES = ((2, 3, 5, 7, 4, 6, 8, 9, 10, 11), (7, 4, 3, 2, 9, 5, 6, 10, 8, 12))
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Program:
-    """The first program of a class: its calls, its shape in symbols, and what it computes."""
+    """The first program of a class: its calls, its shape in symbols, and what it computes; `below`
+    is what the numbers of rows that it makes are below, where it makes any.
+    """
 
     term: Term | Name
     calls: frozenset[Term]
     shape: Shape
     values: tuple[Ints, ...]
+    below: Dim | None = None
 
 
 Template = Callable[[Sequence[Program]], Iterator[tuple[Arg, ...]]]
@@ -48,13 +51,24 @@ Template = Callable[[Sequence[Program]], Iterator[tuple[Arg, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator as programs are made of it, of so many; in any order if it `commutes`."""
+    """An operator as programs are made of it, of so many; in any order if it `commutes`. One that
+    `looks` up reads a table and numbers of its rows; numbers of rows are only ever `moved`.
+    """
 
     op: str
     operands: int
     template: Template
     commutes: bool = False
+    looks: bool = False
+    moves: bool = False
     results: int = 1
+
+    def takes(self, programs: Sequence[Program]) -> bool:
+        """Whether it can be of these as far as numbers of rows go."""
+        below = [one.below for one in programs]
+        if self.looks:
+            return below[0] is None and below[1] == programs[0].shape[0]
+        return set(below) == {None} or (self.moves and len(set(below)) == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +118,7 @@ class Generator:
         for calls in range(1, self.family.most_calls + 1):
             self.by_calls.append([])
             for operator in self.family.operators:
-                for operands in self._operands(operator, calls):
+                for operands in filter(operator.takes, self._operands(operator, calls)):
                     for args in operator.template(operands):
                         for result in range(operator.results):
                             self._try(operator, args, result, operands, calls)
@@ -117,7 +131,8 @@ class Generator:
         for numbers in self.numbers:
             most = PRIME if own.below is None else size_in(own.below, numbers, 1)
             values.append(rng.integers(0, most, [size_in(s, numbers, 1) for s in sizes]))
-        found = Program(Name(own.name), frozenset(), shape, tuple(values))
+        below = None if own.below is None else size_in(own.below, self.symbols, Shapes().one)
+        found = Program(Name(own.name), frozenset(), shape, tuple(values), below)
         self.classes[_fingerprint(found)] = found
         self.by_calls[0].append(found)
 
@@ -154,13 +169,17 @@ class Generator:
             return
         self.tried += 1
         values = []
-        for choice, numbers in enumerate(self.numbers):
-            given = Given(tuple(_filled(arg, by_term, choice, numbers) for arg in args))
-            values.append(computes(Numbers(), given)[result])
+        try:
+            for choice, numbers in enumerate(self.numbers):
+                given = Given(tuple(_filled(arg, by_term, choice, numbers) for arg in args))
+                values.append(computes(Numbers(), given)[result])
+        except ValueError:  # a window that is larger than what there is
+            return
         call = Term(operator.op, args)
         term = Term(operator.op, args, result if operator.results > 1 else None)
         own = frozenset({call}).union(*(operand.calls for operand in operands))
-        found = Program(term, own, made[result].shape, tuple(values))
+        below = None if operator.looks else operands[0].below
+        found = Program(term, own, made[result].shape, tuple(values), below)
         known = self.classes.setdefault(_fingerprint(found), found)
         if known is found:
             self.by_calls[calls].append(found)

@@ -148,9 +148,10 @@ class NormalForms:
         return _made(part.shape, lambda c: times(part.elements[c], constant(factor)))
 
     def divide(self, part: Symbolic, size: Dim) -> Symbolic:
-        """A size of one block is its extents, one of several an extent of its own."""
-        extents = size[0] if len(size) == 1 else (repr(size),)
-        inverse = constant(Fraction(1))
+        """A size of equal blocks is so many times their extents, any other an extent of its own."""
+        alike = len(set(size)) == 1
+        extents = size[0] if alike else (repr(size),)
+        inverse = constant(Fraction(1, len(size) if alike else 1))
         for extent in extents:
             inverse = times(inverse, one_of((INVERSE, extent, (), (), ())))
         return _made(part.shape, lambda c: times(part.elements[c], inverse))

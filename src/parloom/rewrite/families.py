@@ -1,0 +1,58 @@
+"""Families of programs that candidates for rules are enumerated in.
+
+Inputs are few and typed, so that most operators fit few of them. What differs in names only is the
+same rule, so a family needs no more inputs of a shape than a program of so many calls can read.
+"""
+
+from parloom.rewrite.generate import Family, Operator, along, plain, splits, sums
+
+LINEAR = Operator("linear", 2, plain())
+ADD, MUL = (Operator(name, 2, plain(), commutes=True) for name in ("add", "mul"))
+SCALE = Operator("mul", 1, plain(0.5))
+FUNCTION = Operator("gelu", 1, plain())
+CAT = Operator("cat", 2, along(together=True), moves=True)
+SPLIT = Operator("split_with_sizes", 1, splits, moves=True, results=2)
+TURN = Operator("t", 1, plain())
+PRODUCT = Operator("mm", 2, plain())
+SOFTMAX = Operator("softmax", 1, along())
+SUM, MEAN = (Operator(name, 1, sums) for name in ("sum", "mean"))
+LOOK = Operator("embedding", 2, plain(), looks=True)
+CONVOLUTION = Operator("conv1d", 2, plain(None, 1, 0))
+POOL = Operator("avg_pool1d", 1, plain(2))
+
+FAMILIES = (
+    Family(
+        "dense",
+        "x[b, k], y[b, k], z[b, k], w[n, k], v[m, k], u[r, n]",
+        (LINEAR, ADD, SCALE, FUNCTION, CAT, SPLIT),
+        3,
+    ),
+    Family(
+        "products",
+        "x[b, k], y[b, k], p[k, n], q[k, n], o[n, m]",
+        (PRODUCT, TURN, ADD, CAT, SPLIT),
+        3,
+    ),
+    Family(
+        "elements", "x[b, k], y[b, k], z[b, k], s[k]", (ADD, MUL, SCALE, FUNCTION, CAT, SPLIT), 3
+    ),
+    Family(
+        "reductions",
+        "x[b, s, k], y[b, s, k], w[n, k]",
+        (SUM, MEAN, ADD, SCALE, LINEAR, CAT, SOFTMAX),
+        3,
+    ),
+    Family("rows", "x[a, k], y[b, k], z[a, k]", (SOFTMAX, CAT, SPLIT, TURN, ADD), 3),
+    Family(
+        "tables",
+        "t[v, k], u[v, k], a[b] < v, c[d] < v, w[n, k]",
+        (LOOK, LINEAR, ADD, SCALE, CAT, SPLIT, FUNCTION),
+        3,
+    ),
+    Family(
+        "convolutions",
+        "x[b, c, p], y[b, c, p], w[o, c, 1], v[o, c, 1], u[n, c, 1]",
+        (CONVOLUTION, ADD, SCALE, FUNCTION, CAT, SPLIT, POOL),
+        3,
+    ),
+)

@@ -1,0 +1,128 @@
+"""Regenerate the rules: `python -m parloom.rewrite.regenerate [--calls N] [--family NAME ..]`.
+
+Enumerates the programs of each family, leaves out renamings, proves every candidate twice, and
+picks the basis: rules that do not follow from those before them, over all families. Prints counts
+and times; `--out` writes the rules.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parloom.rewrite.axioms import prove_by_axioms
+from parloom.rewrite.basis import basis, distinct
+from parloom.rewrite.families import FAMILIES
+from parloom.rewrite.generate import Family, Generator
+from parloom.rewrite.rules import Rule, prove, rule
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a family has: programs tried, classes, equal pairs, renamings left out, rules that both
+    proofs hold for, those that one refuses, and those that do not follow from rules before.
+    """
+
+    family: str
+    tried: int
+    classes: int
+    equal: int
+    distinct: int
+    proved: int
+    refused: int
+    basis: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}: {self.tried} programs, {self.classes} classes, {self.equal} equal"
+            f" pairs, {self.distinct} but for names, {self.proved} proved twice, {self.refused}"
+            f" refused, {self.basis} in the basis, {self.seconds:.1f} s"
+        )
+
+
+def regenerate(families: Sequence[Family]) -> Iterator[tuple[Counts, list[Rule]]]:
+    """The rules that each family adds to the basis, with counts. That operators commute, which no
+    candidate says (operands come in one order), is known.
+    """
+    commuting = dict.fromkeys(
+        own.op for family in families for own in family.operators if own.commutes
+    )
+    known = [
+        rule(f"{op} commutes", "x[*], y[*]", [f"{op}(x, y)"], [f"{op}(y, x)"]) for op in commuting
+    ]
+    for family in families:
+        began = time.monotonic()
+        generator = Generator(family)
+        found = distinct(generator.run())
+        refused, example = Counter[str](), dict[str, str]()
+        proved = []
+        for candidate in found:
+            reason = prove(candidate) or prove_by_axioms(candidate)
+            if reason:
+                refused[reason] += 1
+                example.setdefault(reason, candidate.id)
+            else:
+                proved.append(candidate)
+        more = basis(proved, known)
+        known += more
+        yield (
+            Counts(
+                family.name,
+                generator.tried,
+                len(generator.classes),
+                len(generator.equal),
+                len(found),
+                len(proved),
+                refused.total(),
+                len(more),
+                time.monotonic() - began,
+            ),
+            more,
+        )
+        for reason, number in refused.most_common(3):
+            print(f"  refused {number}: {reason}; as {example[reason]}")
+
+
+def document(rules: Sequence[Rule]) -> str:
+    """Rules as JSON, one line each."""
+    lines = [
+        json.dumps({
+            "id": own.id,
+            "inputs": ", ".join(map(str, own.inputs)),
+            "left": list(map(str, own.left)),
+            "right": list(map(str, own.right)),
+        })
+        for own in rules
+    ]  # fmt: skip
+    body = ",\n  ".join(lines)
+    return f'{{"version": {VERSION}, "rules": [\n  {body}\n]}}\n'
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--calls", type=int, help="at most so many calls on a side")
+    parser.add_argument("--family", action="append", choices=[own.name for own in FAMILIES])
+    parser.add_argument("--out", type=Path, help="write the basis as JSON")
+    args = parser.parse_args()
+    asked = [own for own in FAMILIES if not args.family or own.name in args.family]
+    if args.calls:
+        asked = [replace(own, most_calls=min(own.most_calls, args.calls)) for own in asked]
+    found: list[Rule] = []
+    for counts, rules in regenerate(asked):
+        print(counts, flush=True)
+        found += rules
+    print(f"basis: {len(found)} rules")
+    if args.out is not None:
+        args.out.write_text(document(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""The rules of two calls, made again: what the file has."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("z3")
+
+from parloom.rewrite.families import FAMILIES
+from parloom.rewrite.regenerate import document, main, regenerate
+from parloom.rewrite.rules import Rule, counterexample
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "data" / "rules_of_two_calls.json"
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Rule]:
+    small = [replace(family, most_calls=2) for family in FAMILIES]
+    return [rule for _, rules in regenerate(small) for rule in rules]
+
+
+def test_the_basis_is_the_known_one(found: list[Rule], pytestconfig: pytest.Config) -> None:
+    """`pytest --update-golden` writes it anew."""
+    made = document(found)
+    if pytestconfig.getoption("--update-golden"):
+        GOLDEN.write_text(made, encoding="utf-8")
+    assert made == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_no_rule_of_it_has_a_counterexample(found: list[Rule]) -> None:
+    assert len(found) > 100
+    for rule in found:
+        assert not any(counterexample(rule, seed) for seed in range(3))
+
+
+def test_the_command_prints_counts_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rules.json"
+    arguments = ["regenerate", "--calls", "2", "--family", "products", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert main() == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("products: ")
+    assert "proved twice" in first
+    assert last.endswith(" rules")
+    assert path.read_text(encoding="utf-8").startswith('{"version": 1, "rules": [')
