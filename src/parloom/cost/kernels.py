@@ -13,7 +13,7 @@ A measured table overrides the formulas for the operators that it has.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from statistics import NormalDist
 from typing import Protocol
@@ -25,6 +25,7 @@ from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Cluster, Device, Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.attention import blocks_met
+from parloom.ir.ops.matmul import LINEARS
 from parloom.ir.pcg import Compute, PValue
 from parloom.ir.remake import saved_by
 
@@ -34,10 +35,10 @@ SPEC, MEASURED = "spec", "measured"
 PRODUCTS = {
     "linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "matmul": (0, 1), "einsum": (0, 1),
     "addmm": (1, 2), "baddbmm": (1, 2), "conv1d": (0, 1), "conv2d": (0, 1), "conv3d": (0, 1),
-    "parloom.grouped_mm": (0, 1),
+    "parloom.grouped_mm": (0, 1), LINEARS: (0, 1),
 }  # fmt: skip
 # Those of layers, whose operands may be cast.
-LINEAR = frozenset({"linear", "addmm", "mm", "parloom.grouped_mm"})
+LINEAR = frozenset({"linear", "addmm", "mm", "parloom.grouped_mm", LINEARS})
 ATTENTION = "scaled_dot_product_attention"
 # Those that read of their first operand the rows, or elements, that they return, and no more.
 LOOKUPS = frozenset({"embedding", "gather", "index_select", "index", "take", "parloom.pick"})
@@ -211,6 +212,8 @@ class Kernels:
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
+        if operator.op == LINEARS:
+            return self._linears(operator)
         # Alone on a rank, blocks would be those of the first rank, which has the fewest.
         if self.measured is not None and operator.blocks.count == 1:
             found = self.measured.seconds(operator)
@@ -227,6 +230,16 @@ class Kernels:
         if operator.op == ATTENTION:
             return self._attention(operator)
         return self._moves(operator)
+
+    def _linears(self, operator: LocalOperator) -> Seconds:
+        """One product, before which weights are put together, and behind which the gradients of its
+        parts are.
+        """
+        found = self.seconds(replace(operator, op="linear"))
+        weights, made = operator.operands[1].num_bytes, operator.results[0].num_bytes
+        backward_s = found.backward_s + self.stream_s(2 * made) if operator.wanted else 0.0
+        forward_s = found.forward_s + self.stream_s(2 * weights)
+        return replace(found, forward_s=forward_s, backward_s=backward_s)
 
     def score_bytes(self, operator: LocalOperator) -> Scores | None:
         """Memory of attention's scores; None where no operator of this software has any.
@@ -440,6 +453,8 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
     site = Site(item.node, tuple(v.spec for v in item.operands))
     axes = {a for _, assigned in item.assignment for a in assigned}
     saved = saved_by(item)
+    if item.node.op == LINEARS:
+        return _one_product(item, mesh)
     arguments = (*item.node.args, *(v for _, v in item.node.kwargs))
     return LocalOperator(
         item.node.op,
@@ -455,6 +470,29 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
         else (),
         tuple(i for what, i in saved if what == "operand"),
         tuple(i for what, i in saved if what == "result"),
+    )
+
+
+def _one_product(item: Compute, mesh: Mesh) -> LocalOperator:
+    """Several products of one operand as one with all of their rows."""
+    x, *others = (_local(v, mesh) for v in item.operands)
+    outs = [_local(v, mesh) for v in item.results]
+    count, axes = len(outs), {a for _, assigned in item.assignment for a in assigned}
+    rows = sum(out.shape[-1] for out in outs)
+    weight = TensorSpec((rows, others[0].shape[1]), others[0].dtype)
+    bias = [TensorSpec((rows,), others[0].dtype)] if len(others) > count else []
+    site = Site(item.node, tuple(v.spec for v in item.operands))
+    wanted = [v.differentiable for v in item.operands]
+    first, *trained = wanted[: 1 + count]
+    flags = (first, any(trained), *([any(wanted[1 + count :])] if bias else []))
+    return LocalOperator(
+        LINEARS,
+        (x, weight, *bias),
+        (TensorSpec((*outs[0].shape[:-1], rows), outs[0].dtype),),
+        flops=op_of(item.node).flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
+        backward_ratio=2.0,
+        wanted=tuple(i for i, flag in enumerate(flags) if flag),
+        kept_operands=(0, 1),
     )
 
 

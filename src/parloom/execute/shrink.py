@@ -30,6 +30,7 @@ from parloom.ir.lower_stages import lower_stages
 from parloom.ir.ops import Rule
 from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
+from parloom.rewrite.merge import Merge
 from parloom.rewrite.pad import Padding
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
@@ -345,6 +346,14 @@ def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
         found = parse_rewrite(text)
         if isinstance(found, Stripe):
             yield str(replace(found, ranks=_ranks(big, found)))
+            continue
+        if isinstance(found, Merge):
+            parts = [key.partition(":") for key in found.keys]
+            paths = [stacks.small_path(path) for path, _, _ in parts]
+            if None not in paths:
+                yield str(
+                    Merge(tuple(f"{p}:{own[2]}" for p, own in zip(paths, parts, strict=True)))
+                )
             continue
         name = stacks.small_path(found if isinstance(found, str) else found.name)
         if isinstance(found, str):

@@ -1,7 +1,8 @@
 """A plan's rewrites, from their text to the graph that they make.
 
 `pad PARAMETER ROWS PADDED_ROWS` pads a vocabulary (`rewrite.pad`); `stripe INPUT DIM RANKS` cuts a
-dim of a batch tensor so that ranks can have stripes of it (`rewrite.stripes`); `block MODULE` makes
+dim of a batch tensor so that ranks can have stripes of it (`rewrite.stripes`); `merge OPERATOR
+OPERATOR ..` makes one product of several (`rewrite.merge`); `block MODULE` makes
 a block of a module of main, so that it has a policy for its activations as repeated blocks do
 (`ir.fold`).
 """
@@ -12,20 +13,21 @@ from collections.abc import Sequence
 from parloom.errors import InputError
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
+from parloom.rewrite.merge import Merge, merged, parse_merge
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
 
 BLOCK = re.compile(r"block ([^ ]+)")
 
 
-def parse_rewrite(text: str) -> Padding | Stripe | str:
-    """A padding, stripes, or the module path of a block; raises `InputError`."""
+def parse_rewrite(text: str) -> Padding | Stripe | Merge | str:
+    """A padding, stripes, a merge, or the module path of a block; raises `InputError`."""
     block = BLOCK.fullmatch(text)
-    found = block[1] if block else parse_padding(text) or parse_stripe(text)
+    found = block[1] if block else parse_padding(text) or parse_stripe(text) or parse_merge(text)
     if found is None:
         raise InputError(
             f"unknown rewrite {text!r}; there are: pad PARAMETER ROWS PADDED_ROWS,"
-            " stripe INPUT DIM RANKS, block MODULE"
+            " stripe INPUT DIM RANKS, merge OPERATOR OPERATOR .., block MODULE"
         )
     return found
 
@@ -37,8 +39,8 @@ def paddings_of(rewrites: Sequence[str]) -> tuple[Padding, ...]:
 
 
 def changes_tensors(rewrites: Sequence[str]) -> bool:
-    """Whether there are others than blocks among a plan's rewrites."""
-    return any(not isinstance(parse_rewrite(text), str) for text in rewrites)
+    """Whether a plan's rewrites change the shapes of tensors."""
+    return any(isinstance(parse_rewrite(text), Padding | Stripe) for text in rewrites)
 
 
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
@@ -52,11 +54,17 @@ def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
         if isinstance(found, str):
             modules.append(found)
             continue
-        result = padded(graph, found) if isinstance(found, Padding) else striped(graph, found)
+        result = _applied(graph, found)
         if result is None:
             raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
         graph = result
     return outline(graph, modules) if modules else graph
+
+
+def _applied(graph: Graph, found: Padding | Stripe | Merge) -> Graph | None:
+    if isinstance(found, Merge):
+        return merged(graph, found)
+    return padded(graph, found) if isinstance(found, Padding) else striped(graph, found)
 
 
 def as_stored(graph: Graph, rewrites: Sequence[str]) -> Graph:

@@ -356,6 +356,36 @@ def causal_mask(ctx: Context, queries: Digits, num_keys: int) -> Tensor:
     return rows.unsqueeze(1) >= columns
 
 
+class _Joined(torch.autograd.Function):
+    """Rows of several weights as one: in place where they lie one after the other in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = [len(part) for part in parts]
+        first, end = parts[0], 0
+        for part in parts:
+            there = part.data_ptr() == first.data_ptr() + end
+            same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            if not (there and same and part.is_contiguous()):
+                return torch.cat(parts)
+            end += part.nbytes
+        shape = (sum(ctx.rows), *first.shape[1:])
+        return first.detach().as_strided(shape, first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(gradients[0], ctx.rows)
+
+
+def linears(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
+    """`linear(x, w, b)` of each weight and bias, in one product."""
+    whole: Tensor = _Joined.apply(*weights)  # type: ignore[no-untyped-call]
+    bias = None if biases is None else torch.cat(biases)
+    return torch.split(F.linear(x, whole, bias), [len(weight) for weight in weights], -1)
+
+
 def once(x: Tensor, ctx: Context, axes: tuple[str, ...]) -> Tensor:
     """`x` on the first rank of the group, zero on the others: an addend of a partial sum.
 

@@ -78,6 +78,14 @@ def linear(algebra: Algebra[Any], given: Given) -> Results:
     return (made if bias is None else algebra.add(made, bias),)
 
 
+def linears(algebra: Algebra[Any], given: Given) -> Results:
+    """One operand times several weights, each with its bias."""
+    weights = given.arg(1)
+    biases = given.arg(2) or (None,) * len(weights)
+    each = (Given((given.arg(0), *pair)) for pair in zip(weights, biases, strict=True))
+    return tuple(linear(algebra, one)[0] for one in each)
+
+
 def matmul(algebra: Algebra[Any], given: Given) -> Results:
     """Matrices, vectors, or batches of them."""
     parts = given.arg(0), given.arg(1)

@@ -1,0 +1,146 @@
+"""Products of one operand as one: equal to the model as it was, under any layout."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parloom.comparators.baselines import random_plan
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph, Node
+from parloom.ir.lower import lower
+from parloom.ir.ops.matmul import LINEARS
+from parloom.ir.verify import verify_graph
+from parloom.rewrite.merge import Merge, merges, parse_merge
+from parloom.rewrite.rewrites import rewritten
+from parloom.runtime.operators import linears
+from tests.dist import lowered
+from tests.dist.lowered import MESHES, Model
+from tests.equality import TOLERANCE, difference, parallel
+
+torch.set_num_threads(1)
+
+
+class Biased(nn.Module):
+    """Products of one operand with biases, of different widths and one of them twice, and one of
+    another operand.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 24), nn.Linear(12, 12), nn.Linear(12, 36)
+        self.last = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.tanh(self.a(x)) * torch.cat((self.b(x), self.b(x)), -1)
+        loss: Tensor = self.last(wide).square().sum() + self.c(x).sigmoid().sum()
+        return loss
+
+
+@cache
+def model(name: str) -> Model:
+    if name == "biased":
+        torch.manual_seed(0)
+        return lowered.of(Biased(), {"x": torch.randn(12, 4, 12)})
+    return lowered.model(name)
+
+
+@cache
+def merged_graph(name: str) -> Graph:
+    graph = model(name).graph
+    found = rewritten(graph, tuple(map(str, merges(graph))))
+    verify_graph(found)
+    return found
+
+
+def error(name: str, mesh: str, steps: int, seed: int, graph: Graph | None = None) -> float:
+    """How far a random plan of the merged model is from the model as it was."""
+    graph = graph or merged_graph(name)
+    factored = factorize(graph)
+    plan = random_plan(graph, factored, MESHES[mesh], seed, steps)
+    found = parallel(lower(graph, plan, factored=factored), model(name).tensors, model(name).batch)
+    return difference(model(name).expected, found)[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["biased", "llama", "hf_llama"])
+def test_a_merged_model_equals_the_model(name: str, mesh: str, steps: int, seed: int) -> None:
+    ops = [node.op for _, node in merged_graph(name).unfolded()]
+    assert ops.count(LINEARS) == {"biased": 1, "llama": 4, "hf_llama": 4}[name]
+    assert error(name, mesh, steps, seed) <= TOLERANCE
+
+
+def test_outputs_in_another_order_would_be_seen() -> None:
+    graph = merged_graph("biased")
+    wide = [n for n in graph.main.body if isinstance(n, Node) and n.op == LINEARS]
+    (node,) = wide
+    x, weights, biases = node.args
+    assert isinstance(weights, tuple)
+    assert isinstance(biases, tuple)
+    turned = replace(node, args=(x, weights, (biases[1], biases[0], *biases[2:])))
+    body = tuple(turned if item is node else item for item in graph.main.body)
+    wrong = replace(graph, main=replace(graph.main, body=body))
+    assert error("biased", "2x2", 1, 0) <= TOLERANCE
+    assert error("biased", "2x2", 1, 0, wrong) > 1e-3
+
+
+def test_what_reads_what_comes_later_is_not_merged() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.a(x)
+            other = F.linear(x, self.b.weight * first.mean())
+            loss: Tensor = (first + other).sum()
+            return loss
+
+    graph = lowered.of(Later(), {"x": torch.randn(4, 4)}).graph
+    assert list(merges(graph)) == []
+    keys = [node.key for _, node in graph.unfolded() if node.op == "linear"]
+    with pytest.raises(InputError, match="does not apply"):
+        rewritten(graph, [str(Merge(tuple(keys)))])
+
+
+def test_merges_are_read_as_they_are_written() -> None:
+    (found,) = merges(model("biased").graph)
+    assert parse_merge(str(found)) == found
+    assert parse_merge("merge a:linear#0") is None
+    with pytest.raises(InputError, match="does not apply"):
+        rewritten(model("biased").graph, ["merge a:linear#0 nowhere:linear#0"])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    whole = torch.randn(10, 4, dtype=torch.float64)
+    parts = [whole[:3], whole[3:4], whole[4:]]
+    leaves = [nn.Parameter(part if beside else part.clone()) for part in parts]
+    biases = [nn.Parameter(torch.randn(len(part), dtype=torch.float64)) for part in parts]
+    seen: list[int] = []
+    product = torch.nn.functional.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(weight.data_ptr())
+        return product(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parloom.runtime.operators.F.linear", linear)
+        found = linears(x, tuple(leaves), tuple(biases))
+    assert (seen[0] == whole.data_ptr()) is beside
+    alone = [product(x, w, b) for w, b in zip(leaves, biases, strict=True)]
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one, other)
+    given = [x, *leaves, *biases]
+    losses = [sum(part.square().sum() for part in some) for some in (found, alone)]
+    gradients = [torch.autograd.grad(loss, given) for loss in losses]  # type: ignore[arg-type]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
