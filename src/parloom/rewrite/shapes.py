@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from parloom.ir.ops.algebra import Names
-from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of, places
+from parloom.ir.ops.algebra import Names, aligned
+from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of, moved_extent, places
 
 Shape = tuple[Any, ...]
 
@@ -55,9 +55,7 @@ class Shapes:
         return Dims(tuple(found[name] for name in result))
 
     def add(self, one: Dims, other: Dims) -> Dims:
-        rank = max(len(one.shape), len(other.shape))
-        names = [f"d{i}" for i in range(rank)]
-        own = [names[rank - len(part.shape) :] for part in (one, other)]
+        own, names = aligned(len(one.shape), len(other.shape))
         return self.product(own, names, [one, other])
 
     def scale(self, part: Dims, factor: Fraction) -> Dims:
@@ -110,13 +108,6 @@ class Shapes:
 
     def windows(self, part: Dims, dim: int, size: int, stride: int, padding: int) -> Dims:
         own, less = part.shape[dim], size - 2 * padding
-        if isinstance(own, int):
-            out: Any = (own - less) // stride + 1
-        else:
-            (digits, *others) = own
-            if others or len(digits) != 1:
-                raise NotExpressed(f"windows over {own}")
-            (extent,) = digits
-            same = (stride, less) == (1, 1)
-            out = ((extent if same else f"({extent}-{less})/{stride}+1",),)
+        numbers = isinstance(own, int)
+        out = (own - less) // stride + 1 if numbers else moved_extent(own, less, stride)
         return Dims((*part.shape[:dim], out, self.number(size), *part.shape[dim + 1 :]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
-from parloom.ir.ops.algebra import Names
+from parloom.ir.ops.algebra import Names, aligned
 from parloom.rewrite.normal_form import (
     FUNCTION,
     INPUT,
@@ -135,7 +135,7 @@ class NormalForms:
         return _made(shape, element)
 
     def add(self, one: Symbolic, other: Symbolic) -> Symbolic:
-        names, result = _aligned((one, other))
+        names, result = aligned(len(one.shape), len(other.shape))
         dims = _named(names, (one, other))
         ones = self.fill(Fraction(1), [dims[name] for name in result])
         left, right = (
@@ -244,13 +244,9 @@ class NormalForms:
         return _made((*places.shape, *table.shape[1:]), element)
 
     def windows(self, part: Symbolic, dim: int, size: int, stride: int, padding: int) -> Symbolic:
-        (digits, *others) = part.shape[dim]
-        if others or len(digits) != 1:
-            raise NotExpressed(f"windows over {part.shape[dim]}")
-        less = size - 2 * padding
-        extent = digits[0]
-        out = extent if (stride, less) == (1, 1) else f"({extent}-{less})/{stride}+1"
-        shape = (*part.shape[:dim], ((out,),), places(size), *part.shape[dim + 1 :])
+        out = moved_extent(part.shape[dim], size - 2 * padding, stride)
+        ((extent,),) = part.shape[dim]
+        shape = (*part.shape[:dim], out, places(size), *part.shape[dim + 1 :])
 
         def element(cell: Cell) -> Poly:
             own = (*cell[: dim + 1], *cell[dim + 2 :])
@@ -278,11 +274,13 @@ def _named(names: Sequence[Names], parts: Sequence[Symbolic]) -> dict[str, Dim]:
     return found
 
 
-def _aligned(parts: Sequence[Symbolic]) -> tuple[list[list[str]], list[str]]:
-    """Names of dims, aligned from the right."""
-    rank = max(len(part.shape) for part in parts)
-    names = [f"d{i}" for i in range(rank)]
-    return [names[rank - len(part.shape) :] for part in parts], names
+def moved_extent(size: Dim, less: int, stride: int) -> Dim:
+    """How many places windows have that move over a dim of one digit; raises `NotExpressed`."""
+    if len(size) != 1 or len(size[0]) != 1:
+        raise NotExpressed(f"windows over {size}")
+    if (stride, less) == (1, 1):
+        return size
+    return ((f"({size[0][0]}-{less})/{stride}+1",),)
 
 
 def _placed(

@@ -89,3 +89,9 @@ class Algebra(Protocol[T]):
         there are none.
         """
         ...
+
+
+def aligned(*ranks: int) -> tuple[list[list[str]], list[str]]:
+    """Names for the dims of tensors of these ranks, alike from the last one on; and all names."""
+    names = [f"d{i}" for i in range(max(ranks))]
+    return [names[len(names) - rank :] for rank in ranks], names

@@ -11,7 +11,7 @@ from functools import reduce
 from math import prod
 from typing import Any
 
-from parloom.ir.ops.algebra import Algebra, Size
+from parloom.ir.ops.algebra import Algebra, Size, aligned
 
 Results = tuple[Any, ...]
 
@@ -223,9 +223,7 @@ def multiply(algebra: Algebra[Any], given: Given) -> Results:
         return (algebra.scale(other, number(one)),)
     if not is_tensor(other):
         return (algebra.scale(one, number(other)),)
-    rank = max(len(algebra.dims(part)) for part in (one, other))
-    names = [f"d{i}" for i in range(rank)]
-    own = [names[rank - len(algebra.dims(part)) :] for part in (one, other)]
+    own, names = aligned(*(len(algebra.dims(part)) for part in (one, other)))
     return (algebra.product(own, names, [one, other]),)
 
 
