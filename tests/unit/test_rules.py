@@ -83,6 +83,16 @@ TRUE = {
         ["conv1d(x, w)"],
         ["transpose(linear(transpose(x, 1, 2), view(w, (o, c))), 1, 2)"],
     ),
+    "channels side by side": (
+        "x[b, c, p], y[b, d, p], w[o, c, 1], v[o, d, 1]",
+        ["add(conv1d(x, w), conv1d(y, v))"],
+        ["conv1d(cat((x, y), 1), cat((w, v), 1))"],
+    ),
+    "kernels side by side": (
+        "x[b, c, p], w[o, c, 1], v[n, c, 1]",
+        ["conv1d(x, w)"],
+        ["split_with_sizes(conv1d(x, cat((w, v), 0)), (o, n), 1)[0]"],
+    ),
     "groups of channels": (
         "x[b, c, p], y[b, c, p], w[o, c, 1], v[o, c, 1]",
         ["cat((conv1d(x, w), conv1d(y, v)), 1)"],

@@ -100,7 +100,7 @@ class Shapes:
         own = part.shape[dim]
         if isinstance(own, int) and own % outer:
             raise NotExpressed(f"{own} is no multiple of {outer}")
-        inner = own // outer if isinstance(own, int) else (inner_of(own, outer),)
+        inner = own // outer if isinstance(own, int) else inner_of(own, outer)
         return Dims((*part.shape[:dim], outer, inner, *part.shape[dim + 1 :]))
 
     def lookup(self, table: Dims, places: Dims) -> Dims:

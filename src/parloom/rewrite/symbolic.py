@@ -244,18 +244,24 @@ class NormalForms:
         return _made((*places.shape, *table.shape[1:]), element)
 
     def windows(self, part: Symbolic, dim: int, size: int, stride: int, padding: int) -> Symbolic:
-        out = moved_extent(part.shape[dim], size - 2 * padding, stride)
-        ((extent,),) = part.shape[dim]
+        over = part.shape[dim]
+        out = moved_extent(over, size - 2 * padding, stride)
         shape = (*part.shape[:dim], out, places(size), *part.shape[dim + 1 :])
 
         def element(cell: Cell) -> Poly:
+            if not any(over):  # a dim of single places
+                place = stride * cell[dim] + cell[dim + 1] - padding
+                if not 0 <= place < len(over):
+                    return {}
+                own = (*cell[:dim], place, *cell[dim + 2 :])
+                return changed(part.elements[own], _moved(part.shape, own, dim + 1, 1))
             own = (*cell[: dim + 1], *cell[dim + 2 :])
             at = window(stride, cell[dim + 1] - padding, free(dim, 0))
             change = {free(dim, 0): at, **_moved(part.shape, own, dim + 1, 1)}
             found = changed(part.elements[own], change)
             if at == free(dim, 0):
                 return found
-            return times(found, one_of((INSIDE, extent, (), (at,), ())))
+            return times(found, one_of((INSIDE, over[0][0], (), (at,), ())))
 
         return _made(shape, element)
 
@@ -275,7 +281,11 @@ def _named(names: Sequence[Names], parts: Sequence[Symbolic]) -> dict[str, Dim]:
 
 
 def moved_extent(size: Dim, less: int, stride: int) -> Dim:
-    """How many places windows have that move over a dim of one digit; raises `NotExpressed`."""
+    """How many places windows have that move over a dim of one digit, or of single places; raises
+    `NotExpressed`.
+    """
+    if not any(size):
+        return places((len(size) - less) // stride + 1)
     if len(size) != 1 or len(size[0]) != 1:
         raise NotExpressed(f"windows over {size}")
     if (stride, less) == (1, 1):
@@ -316,12 +326,14 @@ def _is_outer(wanted: Dim, own: Dim) -> bool:
     )
 
 
-def inner_of(own: Dim, outer: Dim) -> Block:
-    """The digits of a dim behind those of `outer`; raises `NotExpressed`."""
+def inner_of(own: Dim, outer: Dim) -> Dim:
+    """What a dim is behind `outer`: all of it behind one element; raises `NotExpressed`."""
+    if outer == ONE:
+        return own
     inner = {b[len(o) :] for o, b in zip(outer, own, strict=False)}
     if not _is_outer(outer, own) or len(inner) > 1:
         raise NotExpressed(f"{own} as {outer} times one dim")
-    return inner.pop()
+    return (inner.pop(),)
 
 
 def _cut(part: Symbolic, dim: int, outer: Dim) -> Symbolic:
@@ -332,31 +344,38 @@ def _cut(part: Symbolic, dim: int, outer: Dim) -> Symbolic:
         return _made((*part.shape, ONE), lambda c: part.elements[c[:-1]])
     if dim == len(part.shape):
         raise NotExpressed(f"{outer} behind {part.shape}")
-    own = part.shape[dim]
-    inner = inner_of(own, outer)
-    shape = (*part.shape[:dim], outer, (inner,), *part.shape[dim + 1 :])
+    inner = inner_of(part.shape[dim], outer)
+    shape = (*part.shape[:dim], outer, inner, *part.shape[dim + 1 :])
 
     def element(cell: Cell) -> Poly:
-        before = (*cell[: dim + 1], *cell[dim + 2 :])
+        block = cell[dim + 1] if outer == ONE else cell[dim]
+        before = (*cell[:dim], block, *cell[dim + 2 :])
         begin = len(outer[cell[dim]])
-        change = {free(dim, begin + digit): free(dim + 1, digit) for digit in range(len(inner))}
+        digits = range(len(inner[cell[dim + 1]]))
+        change = {free(dim, begin + digit): free(dim + 1, digit) for digit in digits}
         return changed(part.elements[before], {**change, **_moved(part.shape, before, dim + 1, 1)})
 
     return _made(shape, element)
 
 
 def _merged(part: Symbolic, dim: int) -> Symbolic:
-    """A dim and the next one as one; the next one has one block."""
-    if dim < 0 or dim + 1 >= len(part.shape) or len(part.shape[dim + 1]) > 1:
+    """A dim and the next one as one; the next one has one block, or the first one is of one
+    element.
+    """
+    if dim < 0 or dim + 1 >= len(part.shape):
+        raise NotExpressed(f"no two dims at {dim} of {part.shape}")
+    outer, inner = part.shape[dim : dim + 2]
+    if outer != ONE and len(inner) > 1:
         raise NotExpressed(f"dims {dim} and {dim + 1} of {part.shape} as one")
-    (inner,) = part.shape[dim + 1]
-    whole = tuple((*block, *inner) for block in part.shape[dim])
+    whole = tuple((*block, *digits) for block in outer for digits in inner)
     shape = (*part.shape[:dim], whole, *part.shape[dim + 2 :])
 
     def element(cell: Cell) -> Poly:
-        before = (*cell[: dim + 1], 0, *cell[dim + 1 :])
-        begin = len(part.shape[dim][cell[dim]])
-        change = {free(dim + 1, digit): free(dim, begin + digit) for digit in range(len(inner))}
+        at, within = divmod(cell[dim], len(inner))
+        before = (*cell[:dim], at, within, *cell[dim + 1 :])
+        begin = len(outer[at])
+        digits = range(len(inner[within]))
+        change = {free(dim + 1, digit): free(dim, begin + digit) for digit in digits}
         return changed(part.elements[before], {**change, **_moved(part.shape, before, dim + 2, -1)})
 
     return _made(shape, element)
