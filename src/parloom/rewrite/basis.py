@@ -45,12 +45,19 @@ def distinct(candidates: Sequence[Equal]) -> list[Rule]:
 
 
 def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
-    """Rules of which none follows from those before it, and of which all others do."""
-    found = list(known)
+    """Rules of which none follows from the rest and from what is `known`, and of which all others
+    do: those that do not follow from simpler ones, and then without simple ones that are cases of
+    more general ones.
+    """
+    found: list[Rule] = []
     for rule in rules:
-        if not follows(rule, found):
+        if not follows(rule, [*known, *found]):
             found.append(rule)
-    return found[len(known) :]
+    for rule in tuple(found):
+        rest = [other for other in found if other is not rule]
+        if follows(rule, [*known, *rest]):
+            found = rest
+    return found
 
 
 def follows(rule: Rule, others: Sequence[Rule]) -> bool:
