@@ -232,7 +232,8 @@ def splits(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
     (one,) = programs
     for at in range(1, len(one.shape) + 1):
         blocks: Size = one.shape[-at]
-        for cut in range(1, len(blocks)):
+        named = all(extent.isidentifier() for block in blocks for extent in block)
+        for cut in range(1, len(blocks)) if named else ():  # sizes of windows have no name
             yield one.term, (Extent(blocks[:cut]), Extent(blocks[cut:])), -at
 
 
