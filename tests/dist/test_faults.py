@@ -46,14 +46,16 @@ def sleep() -> None:
 def train(pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path,
     hurt: Callable[[], None] | None, where: tuple[int, str, int],
 ) -> float:
-    """Two steps; `where` is a rank, and the n-th action or wait in which it is hurt."""
+    """Two steps, the second one observed; `where` is a rank, and the n-th action or wait in which it
+    is hurt.
+    """
     victim, what, number = where
     path = folder / "run" / "attempt_0" / str(dist.get_rank()) / "error.json"
     path.parent.mkdir(parents=True)
     os.environ[ERROR_FILE] = str(path)
     watch, count = watcher(), 0
-    owner: Any = {"action": Step, "wait": Waiting}[what]
-    name = {"action": "_run", "wait": "wait"}[what]
+    owner: Any = Waiting if what == "wait" else Step
+    name = {"action": "_run", "wait": "wait", "together": "_together"}[what]
     run = getattr(owner, name)
 
     def hurting(self: Any, *given: Any) -> None:
@@ -75,7 +77,7 @@ def train(pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Te
         ),
         watch=watch,
     )
-    return [float(trainer.step(batch).loss) for _ in range(2)][-1]
+    return [float(trainer.step(batch, observed=step == 1).loss) for step in range(2)][-1]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,9 @@ def pipeline() -> tuple[rt.Pipeline, dict[str, Tensor], dict[str, Tensor]]:
     [
         (stop, (0, "action", 3)),
         (stop, (1, "action", 16)),
+        # At the end of the first step, and where all begin the second one.
+        (stop, (1, "action", 15)),
+        (stop, (1, "together", 1)),
         (stop, (2, "wait", 6)),
         (stop, (3, "wait", 4)),
         (sleep, (2, "action", 5)),

@@ -8,7 +8,8 @@ averaged. Buffers are written once a step. In a pipeline an action names its sta
 `W0` makes the gradients of weights apart from the backward pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +96,7 @@ class Step:
         """
         stages = self._stages
         if observed:
-            stages.comm.barrier()
+            self._together()
         spans = Spans(stages.device) if observed else None
         scale = None if self._loss_scale is None else self._loss_scale.scale
         stages.transfers.begin_step(spans)
@@ -107,21 +108,33 @@ class Step:
                 part, batches[part.stage], stages.transfers, own, self._loss_scale
             )
         for action in stages.actions:
-            for part in stages.parts:
-                part.ctx.watch(f"in action {action}, step {part.ctx.step + 1}")
-            try:
-                with action_of(spans, str(action)):
-                    self._run(action, passes)
-            except SilentRankError as error:
-                named = stages.pipeline.named
-                raise SilentRankError(
-                    error.ranks, error.waiting, error.timeout_s, str(action), named
-                ) from error
-        stages.transfers.end_step()
+            with self._seen(action), action_of(spans, str(action)):
+                self._run(action, passes)
         losses = {stage: p.losses for stage, p in passes.items() if p.losses is not None}
-        loss = stages.total_loss(stages.pipeline, losses)
+        with self._seen(stages.actions[-1]):  # whoever waits here has done it, others may not
+            stages.transfers.end_step()
+            loss = stages.total_loss(stages.pipeline, losses)
         seen = spans.read() if spans else ()
         return StepResult(loss, self._grad_norm, scale, self._skipped, seen)
+
+    @contextmanager
+    def _seen(self, action: Action) -> Iterator[None]:
+        """Say what this rank does, also where another one leaves it waiting."""
+        stages = self._stages
+        for part in stages.parts:
+            part.ctx.watch(f"in action {action}, step {part.ctx.step + 1}")
+        try:
+            yield
+        except SilentRankError as error:
+            silent = error.ranks, error.waiting, error.timeout_s
+            raise SilentRankError(*silent, str(action), stages.pipeline.named) from error
+
+    def _together(self) -> None:
+        """Begin when all ranks do."""
+        stages = self._stages
+        with self._seen(stages.actions[0]):
+            here = torch.zeros(1, device=stages.device)
+            stages.comm.group(stages.comm.mesh.space).all_reduce(here).wait()
 
     def _run(self, action: Action, passes: Mapping[int, Passes]) -> None:
         once: dict[str, Callable[[], None]] = {
