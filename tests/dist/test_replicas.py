@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from parloom import runtime as rt
 from parloom.cost.clusters import load_cluster
-from parloom.cost.stages import simulate_stages
+from parloom.cost.pipeline import send
+from parloom.cost.stages import PricedStages, StagePlayer, simulate_stages
 from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Graph
 from parloom.ir.lower_stages import lower_stages
-from parloom.ir.plan import Action, Decisions, Stage
+from parloom.ir.plan import Action, Decisions, Optimizer, Stage
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import cut_plan, stage_items
 from parloom.ir.verify import verify_decisions
@@ -96,6 +98,36 @@ def test_owners_share_the_work() -> None:
         assert sorted(stages) == [0, 1, 2]
         owned[stages[0]] += sizes[name]
     assert max(owned) - min(owned) <= max(sizes.values())
+
+
+@pytest.mark.parametrize(("name", "beyond"), [("mlp", 1.05), ("dlrm", 1.05), ("hf_gpt2", 1.0)])
+def test_the_replica_that_moves_the_most_is_priced(name: str, beyond: float) -> None:
+    """Where one weight is much of a model, its owner has more to do than a fair share."""
+    model, cluster = lowered.model(name), load_cluster("3x1xcpu")
+    plan = replicas(model.graph, CASES[1], 0)
+    priced = PricedStages(
+        lower_stages(model.graph, plan), plan.stages, StagePlayer(cluster, Optimizer("sgd", 0))
+    )
+    pipeline = staged.compiled(model, plan).pipeline
+    moved = 0
+    for way in ("gradients", "weights"):
+        sent, received = [0] * 3, [0] * 3
+        for copy in SharedParameters(pipeline, (), _Alone(pipeline.mesh))._copies:
+            for piece in getattr(copy, way) if copy.trained else ():
+                size = prod(piece.shape) * copy.dtype.itemsize
+                sent[piece.sender] += size
+                received[piece.receiver] += size
+        moved += max(*sent, *received)
+        assert max(*sent, *received) > beyond * sum(sent) / 3
+    (shared,) = priced.shared
+    assert shared.sent == send(moved, moved, priced.join_of(0, 1))
+
+
+class _Alone(rt.SingleComm):
+    """A rank that connects to nobody."""
+
+    def connect(self, pairs: object) -> None:
+        return None
 
 
 def trained(

@@ -186,18 +186,22 @@ class PricedStages:
 
     def _shared_weights(self) -> Iterator[Shared]:
         """Gradients go to the stage that owns a parameter, and then weights come back, those of the
-        same stages in one message. Replicas own in turns, so that all send at once.
+        same stages in one message. All stages send at once, and the one with the most takes the
+        longest: where replicas own in turns, that of the largest parameter may.
         """
-        sizes: dict[tuple[int, ...], int] = {}
-        for name, stages in self.lowered.cut.shared.items():
-            holders = tuple(sorted(stages))
-            moved = self._bytes(name, holders, "gradients") + self._bytes(name, holders, "weights")
-            sizes[holders] = sizes.get(holders, 0) + moved
+        owned: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
+        for name, (owner, *rest) in self.lowered.cut.shared.items():
+            holders = tuple(sorted((owner, *rest)))
+            by_owner = owned.setdefault(holders, {})
+            gradients, weights = by_owner.get(owner, (0, 0))
+            gradients += self._bytes(name, holders, "gradients")
+            by_owner[owner] = gradients, weights + self._bytes(name, holders, "weights")
         kernels = self.player.kernels
-        for holders, moved in sizes.items():
+        for holders, by_owner in owned.items():
             others = len(holders) - 1
-            in_turns = any(self.planned[stage].microbatches for stage in holders)
-            size = others * moved / (len(holders) if in_turns else 1)
+            ways = zip(*by_owner.values(), strict=True)
+            # An owner has to do with all others, and they with it.
+            size = sum(max(max(others * own, sum(way) - own) for own in way) for way in ways)
             joins = (self.join_of(holders[0], other) for other in holders[1:])
             sends = (send(size, size, join, kernels) for join in joins)
             yield Shared(holders, max(sends, key=lambda sent: sent.ps))
