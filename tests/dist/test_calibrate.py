@@ -20,7 +20,7 @@ from parloom.cost.calibration import (
     links_of,
 )
 from parloom.cost.clusters import load_cluster
-from parloom.cost.kernels import local_operator
+from parloom.cost.local_operators import local_operator
 from parloom.cost.cluster_file import read_cluster_text
 from parloom.cost.measured import calibrated, mismatches, source_of
 from parloom.errors import InputError

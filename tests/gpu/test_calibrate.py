@@ -6,7 +6,7 @@ from parloom import zoo
 from parloom.capture import capture
 from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
-from parloom.cost.kernels import local_operator
+from parloom.cost.local_operators import local_operator
 from parloom.cost.measured import calibrated
 from parloom.execute.calibrate import calibrate, fingerprint
 from parloom.ir.lower import lower

@@ -24,7 +24,8 @@ from parloom.cost.calibration import (
     links_of,
 )
 from parloom.cost.clusters import load_cluster
-from parloom.cost.kernels import MEASURED, Kernels, LocalOperator, local_operator
+from parloom.cost.kernels import MEASURED, Kernels, LocalOperator
+from parloom.cost.local_operators import local_operator
 from parloom.cost.measured import (
     CALIBRATED,
     CPU_ERRORS,

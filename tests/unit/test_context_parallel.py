@@ -6,7 +6,8 @@ import pytest
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.collectives import BACKENDS, collective, group_of
-from parloom.cost.kernels import Blocks, Kernels, LocalOperator, local_operator
+from parloom.cost.kernels import Blocks, Kernels, LocalOperator
+from parloom.cost.local_operators import local_operator
 from parloom.cost.software import Software
 from parloom.cost.step import priced
 from parloom.cost.works import Work

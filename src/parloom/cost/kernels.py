@@ -20,14 +20,9 @@ from typing import Protocol
 
 from parloom.cost.attention import SCORES, attention_kernel
 from parloom.cost.software import OWN, ROWS, Software
-from parloom.ir.graph import DTYPE_BYTES, Arg, Ref, TensorSpec
-from parloom.ir.layout import local_shape
-from parloom.ir.mesh import Cluster, Device, Mesh
-from parloom.ir.ops import Site, op_of
-from parloom.ir.ops.attention import blocks_met
+from parloom.ir.graph import DTYPE_BYTES, Arg, TensorSpec
+from parloom.ir.mesh import Cluster, Device
 from parloom.ir.ops.matmul import LINEARS
-from parloom.ir.pcg import Compute, PValue
-from parloom.ir.remake import saved_by
 
 SPEC, MEASURED = "spec", "measured"
 
@@ -445,71 +440,6 @@ def slowest(cluster: Cluster) -> float:
         return 1.0
     n = cluster.num_devices
     return 1.0 + SPREAD * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
-
-
-def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
-    """An operator of a lowered program as one rank of `mesh` runs it, border rows included."""
-    op = op_of(item.node)
-    site = Site(item.node, tuple(v.spec for v in item.operands))
-    axes = {a for _, assigned in item.assignment for a in assigned}
-    saved = saved_by(item)
-    if item.node.op == LINEARS:
-        return _one_product(item, mesh)
-    arguments = (*item.node.args, *(v for _, v in item.node.kwargs))
-    return LocalOperator(
-        item.node.op,
-        tuple(_local(v, mesh) for v in item.operands),
-        tuple(_local(v, mesh) for v in item.results),
-        tuple(a for a in arguments if not isinstance(a, Ref)),
-        blocks_of(item, site, mesh),
-        item.node.op == ATTENTION and bool(site.arg(4, "dropout_p", 0.0)),
-        op.flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
-        op.backward_ratio,
-        tuple(i for i, v in enumerate(item.operands) if v.differentiable)
-        if any(v.differentiable for v in item.results)
-        else (),
-        tuple(i for what, i in saved if what == "operand"),
-        tuple(i for what, i in saved if what == "result"),
-    )
-
-
-def _one_product(item: Compute, mesh: Mesh) -> LocalOperator:
-    """Several products of one operand as one with all of their rows."""
-    x, *others = (_local(v, mesh) for v in item.operands)
-    outs = [_local(v, mesh) for v in item.results]
-    count, axes = len(outs), {a for _, assigned in item.assignment for a in assigned}
-    rows = sum(out.shape[-1] for out in outs)
-    weight = TensorSpec((rows, others[0].shape[1]), others[0].dtype)
-    bias = [TensorSpec((rows,), others[0].dtype)] if len(others) > count else []
-    site = Site(item.node, tuple(v.spec for v in item.operands))
-    wanted = [v.differentiable for v in item.operands]
-    first, *trained = wanted[: 1 + count]
-    flags = (first, any(trained), *([any(wanted[1 + count :])] if bias else []))
-    return LocalOperator(
-        LINEARS,
-        (x, weight, *bias),
-        (TensorSpec((*outs[0].shape[:-1], rows), outs[0].dtype),),
-        flops=op_of(item.node).flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
-        backward_ratio=2.0,
-        wanted=tuple(i for i, flag in enumerate(flags) if flag),
-        kept_operands=(0, 1),
-    )
-
-
-def blocks_of(item: Compute, site: Site, mesh: Mesh) -> Blocks:
-    """What an operator of a lowered program computes of its scores, if it is attention."""
-    if item.node.op != ATTENTION:
-        return Blocks()
-    chosen = dict(item.assignment)
-    around = mesh.size(item.rule.routed(chosen, mesh))
-    return Blocks(*blocks_met(site, item.rule, chosen, mesh), around)
-
-
-def _local(value: PValue, mesh: Mesh) -> TensorSpec:
-    shape = list(local_shape(value.layout, value.spec.shape, mesh))
-    for dim, below, above in value.halo:
-        shape[dim] += below + above
-    return TensorSpec(tuple(shape), value.spec.dtype)
 
 
 def factors_of(op: str, num_operands: int) -> tuple[int, int] | None:

@@ -25,9 +25,9 @@ from parloom.cost.kernels import (
     LocalOperator,
     Seconds,
     factors_of,
-    local_operator,
     product_sizes,
 )
+from parloom.cost.local_operators import local_operator
 from parloom.cost.software import OWN, Software
 from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES

@@ -12,8 +12,9 @@ from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.hiding import hidden, hide_moves
-from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores, local_operator
+from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores
 from parloom.cost.liveness import Lives, own_of
+from parloom.cost.local_operators import local_operator
 from parloom.cost.merging import CROSS_ENTROPY, Part, merged
 from parloom.cost.routes import sending
 from parloom.cost.staging import staging_bytes

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from parloom import runtime as rt
 from parloom.codegen.source import expression, identifier
 from parloom.cost.calibration import Product, Stream, Timed, key_of
-from parloom.cost.kernels import local_operator
+from parloom.cost.local_operators import local_operator
 from parloom.errors import ParloomError
 from parloom.execute.program import compile_pcg
 from parloom.ir.graph import DTYPE_BYTES

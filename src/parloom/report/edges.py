@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from parloom.cost.kernels import local_operator
+from parloom.cost.local_operators import local_operator
 from parloom.cost.shares import GATHERS, REDUCES, Runs, Share, Term, parameter_terms
 from parloom.cost.works import Exchange
 from parloom.ir.graph import DTYPE_BYTES, FlatNode
