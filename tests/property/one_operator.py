@@ -6,7 +6,7 @@ random layouts of its own, so that all movements occur.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -91,8 +91,7 @@ class Program:
         leaves = self.as_given(leaves)
         node = self.node(tuple(leaves), ())
         if self.case.oracle is not None:
-            values = [leaves[a.name] if isinstance(a, Ref) else a for a in node.args]
-            made = self.case.oracle(*values)
+            made = self.case.oracle(*_given(node.args, leaves))
             return list(made) if isinstance(made, tuple) else [made]
         return run_node(node, node.key, leaves, Masks())
 
@@ -396,3 +395,12 @@ def local_site(site: Site, rule: Rule, assignment: Assignment, mesh: Mesh) -> Si
         for i, v in enumerate(site.node.results)
     )
     return Site(replace(site.node, results=results), operands)
+
+
+def _given(args: tuple[Any, ...], leaves: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Arguments with tensors in the place of values."""
+    return tuple(
+        leaves[own.name] if isinstance(own, Ref)
+        else _given(own, leaves) if isinstance(own, tuple) else own
+        for own in args
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.property.operator_cases import (
     Case,
@@ -18,8 +19,30 @@ from tests.property.operator_cases import (
 )
 
 
+def _linears(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
+    """Each product alone."""
+    each = biases or (None,) * len(weights)
+    return tuple(F.linear(x, w, b) for w, b in zip(weights, each, strict=True))
+
+
 def cases() -> list[Case]:
-    return [*products(), *sums_of_products(), *decompositions(), *transforms()]
+    return [*products(), *linears(), *sums_of_products(), *decompositions(), *transforms()]
+
+
+def linears() -> list[Case]:
+    """Of equal rows, of rows with a common divisor, and of none."""
+    x, equal = real(4, 6, 12), (real(6, 12), real(6, 12))
+    weights, biases = (real(24, 12), real(12, 12), real(12, 12)), (real(24), real(12), real(12))
+    return [
+        replace(own, oracle=_linears)
+        for own in (
+            case("parloom.linears", x, equal),
+            case("parloom.linears", x, weights, biases, label="biases"),
+            case("parloom.linears", real(4, 12), (real(2, 12), real(3, 12)), label="apart"),
+        )
+    ]
 
 
 def products() -> list[Case]:
