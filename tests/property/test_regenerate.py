@@ -11,7 +11,7 @@ from parloom.rewrite.families import FAMILIES
 from parloom.rewrite.regenerate import document, main, regenerate
 from parloom.rewrite.rules import Rule, counterexample
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "data" / "rules_of_two_calls.json"
+GOLDEN = Path(__file__).parent / "rules_of_two_calls.json"
 
 
 @pytest.fixture(scope="module")
