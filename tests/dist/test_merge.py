@@ -115,6 +115,10 @@ def test_merges_are_read_as_they_are_written() -> None:
     assert parse_merge("merge a:linear#0") is None
     with pytest.raises(InputError, match="does not apply"):
         rewritten(model("biased").graph, ["merge a:linear#0 nowhere:linear#0"])
+    first = next(merges(model("llama").graph))
+    blocks = [key.replace("blocks.0", f"blocks.{i % 2}") for i, key in enumerate(first.keys)]
+    with pytest.raises(InputError, match="does not apply"):
+        rewritten(model("llama").graph, [str(Merge(tuple(blocks)))])
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -185,11 +185,6 @@ def looked_up(g: Algebra[Any], x: Any, rows: Dim) -> Any:
     return g.lookup(x, (INPUTS if isinstance(g, NormalForms) else NUMBER_OF)["I"])
 
 
-def conv(g: Algebra[Any], x: Any, w: Any, size: int) -> Any:
-    found = g.windows(x, 2, size, 1, size // 2)
-    return g.product([["m", "n", "p", "r"], ["o", "n", "r"]], ["m", "o", "p"], [found, w])
-
-
 Both = tuple[Any, Any]
 """A tensor in symbols and in numbers."""
 

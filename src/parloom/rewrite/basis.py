@@ -1,6 +1,6 @@
 """Rules of which others follow: candidates without renamings, and without what is derived."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from parloom.rewrite.egraph import EGraph
 from parloom.rewrite.generate import Equal
@@ -103,9 +103,3 @@ def _arg(arg: Arg, names: dict[str, str], sizes: dict[str, str]) -> Arg:
     if isinstance(arg, Term):
         return Term(arg.op, tuple(_arg(own, names, sizes) for own in arg.args), arg.result)
     return arg
-
-
-def described(rules: Sequence[Rule]) -> Iterator[str]:
-    """One line for each rule, with what its inputs are."""
-    for rule in rules:
-        yield f"{rule.id}   {', '.join(map(str, rule.inputs))}"

@@ -24,6 +24,7 @@ from parloom.rewrite.terms import (
     Name,
     Size,
     Term,
+    extents_of,
     names_in,
     parse_inputs,
     size_in,
@@ -95,14 +96,7 @@ class Generator:
 
     def __init__(self, family: Family, seed: int = 0) -> None:
         self.family, self.inputs = family, parse_inputs(family.inputs)
-        names = dict.fromkeys(
-            name
-            for own in self.inputs
-            for size in (*own.sizes, *([own.below] if own.below else []))
-            if not isinstance(size, str)
-            for block in size
-            for name in block
-        )
+        names = extents_of(self.inputs)
         self.symbols: dict[str, Dim] = {name: dim(name) for name in names}
         self.numbers = [dict(zip(names, choice, strict=False)) for choice in CHOICES]
         self.classes: dict[bytes, Program] = {}

@@ -56,10 +56,10 @@ def merges(graph: Graph) -> Iterator[Merge]:
 def merged(graph: Graph, merge: Merge) -> Graph | None:
     """`graph` with one operator in the place of several; None where they are none such."""
     found = {flat.key: flat for flat in graph.flat() if flat.key in merge.keys}
-    names = {flat.function for flat in found.values()}
-    if len(found) < len(merge.keys) or len(names) != 1:
+    calls = {(flat.function, flat.prefix) for flat in found.values()}
+    if len(found) < len(merge.keys) or len(calls) != 1:
         return None
-    (name,) = names
+    ((name, _),) = calls
     function = next(own for own in (*graph.functions, graph.main) if own.name == name)
     wanted = {found[key].node.key for key in merge.keys}
     nodes = [item for item in function.body if isinstance(item, Node) and item.key in wanted]

@@ -22,6 +22,7 @@ from parloom.rewrite.terms import (
     Name,
     Term,
     evaluate,
+    extents_of,
     parse_inputs,
     parse_term,
     size_in,
@@ -47,9 +48,7 @@ class Rule:
     @property
     def extents(self) -> tuple[str, ...]:
         """The names of all sizes."""
-        sizes = [size for own in self.inputs for size in own.sizes if not isinstance(size, str)]
-        sizes += [own.below for own in self.inputs if own.below is not None]
-        return tuple(dict.fromkeys(name for size in sizes for block in size for name in block))
+        return extents_of(self.inputs)
 
 
 def rule(identity: str, inputs: str, left: Sequence[str], right: Sequence[str]) -> Rule:

@@ -9,7 +9,7 @@ that are named.
 import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -115,6 +115,15 @@ def parse_term(text: str, inputs: Sequence[Input]) -> Term | Name:
     if not isinstance(found, (Term, Name)):
         raise InputError(f"{text!r} is no term")
     return found
+
+
+def extents_of(inputs: Iterable[Input]) -> tuple[str, ...]:
+    """The names in all sizes of inputs, in order."""
+    sizes: list[Size] = []
+    for own in inputs:
+        sizes += [size for size in own.sizes if not isinstance(size, str)]
+        sizes += [own.below] if own.below is not None else []
+    return tuple(dict.fromkeys(name for size in sizes for block in size for name in block))
 
 
 def names_in(arg: Arg) -> Iterator[str]:
