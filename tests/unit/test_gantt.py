@@ -4,7 +4,7 @@ from parloom.cost.pipeline import StageActions, chain, simulate_pipeline
 from parloom.cost.tasks import COMPUTE
 from parloom.cost.timeline import Memory, Played
 from parloom.ir.schedules import schedule
-from parloom.report.gantt import kind_of, row
+from parloom.report.gantt import pass_of, row
 
 
 def profile(ps: int) -> Played:
@@ -32,4 +32,5 @@ def test_a_column_of_several_kinds_shows_the_longest() -> None:
 
 def test_names_of_actions_and_their_kinds() -> None:
     kinds = {"F0": "F", "2B10": "B", "W3": "W", "REDUCE": "U", "STEP": "U", "GATHER": "U"}
-    assert {name: kind_of(name) for name in kinds} == kinds
+    kinds |= {"F": "F", "B last": "B", "B first": "B", "FOO": "U", "": "U"}
+    assert {name: pass_of(name) for name in kinds} == kinds

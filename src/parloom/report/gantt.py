@@ -38,7 +38,7 @@ def row(process: Process, step_ps: int, columns: int = COLUMNS) -> Text:
     taken: list[dict[str, int]] = [{} for _ in range(columns)]
     edges = [step_ps * column // columns for column in range(columns + 1)]
     for span in process.spans:
-        kind = kind_of(span.name)
+        kind = pass_of(span.name)
         end = span.start_ps + span.played.ps
         first = min(columns - 1, span.start_ps * columns // max(1, step_ps))
         for column in range(first, columns):
@@ -59,11 +59,12 @@ def row(process: Process, step_ps: int, columns: int = COLUMNS) -> Text:
     return text
 
 
-def kind_of(name: str) -> str:
-    """`F`, `B` or `W` of a pass (`F3`, `2B0`), `U` of the step program."""
-    letter = name.lstrip("0123456789")[:1]
-    number = name.lstrip("0123456789")[1:]
-    return letter if letter in "FBW" and number.isdigit() else "U"
+def pass_of(name: str) -> str:
+    """`F`, `B` or `W` of a pass (`F3`, `2B0`; of one stage `F`, `B last`), `U` of the rest."""
+    action = name.lstrip("0123456789")
+    letter, rest = action[:1], action[1:]
+    is_pass = letter in ("F", "B", "W") and (rest == "" or rest.isdigit() or rest[0] == " ")
+    return letter if is_pass else "U"
 
 
 def _shares(timeline: Timeline, names: Sequence[str]) -> Table:

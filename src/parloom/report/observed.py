@@ -10,7 +10,7 @@ from rich.text import Text
 
 from parloom.cost.timeline import Memory, Played, Process, Span, Timeline
 from parloom.cost.units import format_seconds
-from parloom.report.gantt import COLUMNS, LEGEND, kind_of, row
+from parloom.report.gantt import COLUMNS, LEGEND, pass_of, row
 from parloom.runtime.spans import ActionSpan
 
 TITLES = {"F": "forward", "B": "backward", "W": "weights", "U": "update"}
@@ -99,6 +99,6 @@ def _by_kind(timeline: Timeline, process: int) -> dict[str, int]:
     """Picoseconds of passes by kind, of the step program, and of waits for other stages."""
     found: dict[str, int] = {}
     for span in timeline.processes[process].spans:
-        title = TITLES[kind_of(span.name)]
+        title = TITLES[pass_of(span.name)]
         found[title] = found.get(title, 0) + span.played.ps
     return {**found, WAITS: timeline.exposed(process).get("pipeline", 0)}
