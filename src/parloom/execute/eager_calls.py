@@ -22,6 +22,7 @@ from parloom.capture import (
 from parloom.capture.microbatch import WHOLE, Split
 from parloom.errors import ParloomError
 from parloom.execute.replay import Draw, Recorder
+from parloom.runtime.memory import separate
 
 CALLS = 3
 STEP = 1e-2  # of a parameter's largest element, between two calls
@@ -116,6 +117,7 @@ def _call(
                     if training and losses:
                         with recorder.paused():
                             losses[-1].backward()  # type: ignore[no-untyped-call]
+                            separate(model.parameters())
                 outputs = {n: t.detach().clone() for n, t in flat if t is not loss}
     except ParloomError:
         raise

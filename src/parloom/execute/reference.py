@@ -17,6 +17,7 @@ from parloom.capture.operators import packet
 from parloom.errors import InputError
 from parloom.execute.experts import experts
 from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Node, Ref, node_key
+from parloom.runtime.memory import separate
 
 
 class DropoutHook(Protocol):
@@ -79,6 +80,7 @@ def run_step(
         if loss is not None:
             if graph.training:
                 loss.backward()  # type: ignore[no-untyped-call]
+                separate(state.values())
             total = loss.detach() if total is None else total + loss.detach()
         # Memory of its own: a buffer may be given a weight's value.
         updates |= {name: value.detach().clone() for name, value in results["updates"].items()}

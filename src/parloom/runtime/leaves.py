@@ -12,7 +12,7 @@ no bucket, and all ranks launch the same collectives in the same order.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,6 +24,7 @@ from parloom.errors import VerifyError
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool
 from parloom.runtime.comm import Comm
+from parloom.runtime.memory import apart, memory_of
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.work import Work
 
@@ -55,13 +56,22 @@ class _Leaf:
     def num_bytes(self) -> int:
         return prod(self.held.home) * self.dtype.itemsize
 
-    def collect(self) -> None:
-        """Bring the gradient that autograd left in `weight.grad` to its place."""
+    def collect(self, taken: "dict[int, _Leaf]") -> None:
+        """Bring the gradient that autograd left in `weight.grad` to its place; `taken` says which
+        leaf collects in a memory.
+        """
         gradient = self.weight.grad
         if gradient is None or gradient is self.place:
             return
         if self.place is None:
+            # Of one sum autograd gives both addends the same gradient, in one memory.
+            other = taken.get(memory_of(gradient))
+            if other is not None and other.place is not None:
+                (own,) = apart([gradient], [other.place])
+                assert own is not None, "there is a gradient"
+                gradient = own
             self.place = gradient.to(self.dtype)
+            taken[memory_of(self.place)] = self
         elif self.filled:
             self.place.add_(gradient)
         else:
@@ -114,6 +124,7 @@ class LeafGradients:
         self._leaves: list[_Leaf] = []
         self._local: list[_Leaf] = []
         self._arrived: list[int] = []
+        self._taken: dict[int, _Leaf] = {}
         self._buckets: list[_Bucket] | None = None
         self._next = self._passes = 0
         self._last = True
@@ -134,6 +145,7 @@ class LeafGradients:
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         self._passes = 0
+        self._taken.clear()
         for leaf in self._leaves:
             leaf.weight.grad = None
             leaf.filled = False
@@ -177,10 +189,21 @@ class LeafGradients:
             if leaf.weight is not leaf.held.owned:
                 leaf.weight.grad = None
 
+    def collect(self, leaf: _Leaf) -> None:
+        """Autograd has left a gradient that is not reduced."""
+        leaf.collect(self._taken)
+
+    @property
+    def collected(self) -> Iterator[Tensor]:
+        """The memories that later passes add gradients to."""
+        for leaf in (*self._leaves, *self._local):
+            if leaf.place is not None:
+                yield leaf.place
+
     def ready(self, index: int, leaf: _Leaf) -> None:
         """Autograd has left a gradient that is to be reduced."""
         if not leaf.chunked or not (leaf.each or (self._last and not leaf.filled)):
-            leaf.collect()
+            leaf.collect(self._taken)
         if self._buckets is None:
             if index not in self._arrived:
                 self._arrived.append(index)
@@ -244,7 +267,7 @@ def _accumulated(
     assert owner is not None, "a backward pass is the trainer's"
     assert own is not None, "its gradients have their leaves"
     if index is None:
-        own.collect()
+        owner.collect(own)
     else:
         owner.ready(index, own)
 

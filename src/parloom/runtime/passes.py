@@ -15,6 +15,7 @@ from parloom.runtime.batches import Batches
 from parloom.runtime.comm import Comm
 from parloom.runtime.context import Context
 from parloom.runtime.loss_scale import LossScale
+from parloom.runtime.memory import apart
 from parloom.runtime.part import Part
 from parloom.runtime.program import Action, Program, Result
 from parloom.runtime.split_backward import SplitBackward
@@ -117,7 +118,7 @@ class Passes:
             if roots:
                 torch.autograd.backward(roots, gradients)
             part.store.end_backward()
-            found = [tensor.grad for tensor in flowing]
+            found = apart([t.grad for t in flowing], part.store.collected_gradients())
             self._write_buffers(action)
         names = [c.value for c in program.arriving if c.flows]
         gradients_of = {

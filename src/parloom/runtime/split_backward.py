@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from parloom.runtime.memory import apart
 from parloom.runtime.saved import Saved, refuse
 
 LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
@@ -57,7 +58,7 @@ class SplitBackward:
             return [None] * len(self._arrived)
         found = self._gradients(wanted, gradients)
         count = len(self._arrived)
-        own, found = found[:count], _apart(found[count:], found[:count])
+        own, found = found[:count], apart(found[count:], found[:count])
         self._early = [(e, g) for e, g in zip(early, found, strict=False) if g is not None]
         found = found[len(early) :]
         for node, edges in entries.items():
@@ -222,22 +223,6 @@ class _Delivery:
             edges = [GradientEdge(node, i) for i in found]
             torch.autograd.backward(edges, list(found.values()))
             self._found[node] = {}
-
-
-def _apart(
-    gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Gradients, copied where they lie in the memory of `others`: a weight may take one as its own
-    and add to it while those are still being sent.
-    """
-    taken = {_memory(other) for other in others if other is not None}
-    return [g.clone() if g is not None and _memory(g) in taken else g for g in gradients]
-
-
-def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor lies in; of sparse ones nothing is shared."""
-    found: int = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-    return found
 
 
 def _is_weight(node: Node) -> bool:

@@ -236,6 +236,10 @@ class Store:
         if self._outstanding == 0:
             self._units.drop_all()
 
+    def collected_gradients(self) -> list[Tensor]:
+        """The memories in which gradients of leaves collect."""
+        return list(self._leaves.collected)
+
     def finish_gradients(self) -> None:
         """Wait until every owned parameter has its whole gradient (None where none arrives)."""
         self._leaves.finish()
