@@ -7,10 +7,11 @@ layers.0.q:linear#0 layers.0.k:linear#0`; in a repeated block it holds for all o
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from parloom.errors import InputError
 from parloom.ir.graph import Arg, Function, Graph, Node, Ref, Value, numbered
 from parloom.ir.ops.matmul import LINEARS
 
@@ -49,34 +50,65 @@ def merges(graph: Graph) -> Iterator[Merge]:
                 if node.args[1] not in [other.args[1] for other in known]:
                     known.append(node)
         for nodes in alike.values():
-            if len(nodes) > 1 and _merged(function, nodes) is not None:
+            if len(nodes) > 1 and product_of(function, nodes) is not None:
                 yield Merge(tuple(first[function.name, node.key] for node in nodes))
 
 
-def merged(graph: Graph, merge: Merge) -> Graph | None:
-    """`graph` with one operator in the place of several; None where they are none such."""
+def merged(graph: Graph, found: Sequence[Merge]) -> Graph:
+    """`graph` with one operator in the place of several, all at once; raises `InputError` where
+    they are none such.
+    """
+    places = [place_of(graph, merge) for merge in found]
+    made = {
+        function.name: _replaced(function, [keys for name, keys in places if name == function.name])
+        for function in (*graph.functions, graph.main)
+    }
+    functions = tuple(made[function.name] for function in graph.functions)
+    return replace(graph, main=made[graph.main.name], functions=functions)
+
+
+def place_of(graph: Graph, merge: Merge) -> tuple[str, tuple[str, ...]]:
+    """The block kind of a merge, and the keys of its operators there; raises `InputError`."""
     found = {flat.key: flat for flat in graph.flat() if flat.key in merge.keys}
     calls = {(flat.function, flat.prefix) for flat in found.values()}
-    if len(found) < len(merge.keys) or len(calls) != 1:
-        return None
-    ((name, _),) = calls
-    function = next(own for own in (*graph.functions, graph.main) if own.name == name)
-    wanted = {found[key].node.key for key in merge.keys}
-    nodes = [item for item in function.body if isinstance(item, Node) and item.key in wanted]
-    made = _merged(function, nodes) if len(nodes) == len(merge.keys) else None
-    if made is None:
-        return None
-    if function is graph.main:
-        return replace(graph, main=made)
-    return replace(graph, functions=tuple(made if f is function else f for f in graph.functions))
+    keys = tuple(found[key].node.key for key in merge.keys if key in found)
+    if len(calls) == 1 and len(keys) == len(merge.keys):
+        ((name, _),) = calls
+        function = graph.by_name.get(name, graph.main)
+        if product_of(function, nodes_of(function, keys)) is not None:
+            return name, keys
+    raise InputError(f"the rewrite '{merge}' does not apply to {graph.name}")
 
 
-def _merged(function: Function, nodes: Sequence[Node]) -> Function | None:
-    """The function with products as one, where the first of them is; None where they are no
-    products of one operand, or read what comes later.
+def nodes_of(function: Function, keys: Collection[str]) -> list[Node]:
+    """The operators of a function with these keys, in its order."""
+    return [item for item in function.body if isinstance(item, Node) and item.key in keys]
+
+
+def _replaced(function: Function, groups: Sequence[tuple[str, ...]]) -> Function:
+    """The function with one product for each group, where its first operator is."""
+    instead: dict[str, list[Node]] = {}
+    for keys in groups:
+        nodes = nodes_of(function, keys)
+        made = product_of(function, nodes)
+        assert made is not None, "it was looked at"
+        instead |= {node.key: [] for node in nodes} | {nodes[0].key: [made]}
+    if not instead:
+        return function
+    body = [
+        new
+        for item in function.body
+        for new in (instead.get(item.key, [item]) if isinstance(item, Node) else [item])
+    ]
+    return replace(function, body=numbered(tuple(body)))
+
+
+def product_of(function: Function, nodes: Sequence[Node]) -> Node | None:
+    """One operator with the results of all; None where they are no products of one operand, or read
+    what comes after the first of them.
     """
     specs = function.specs()
-    first, *others = nodes
+    first = nodes[0]
     if any(node.op != LINEAR or node.kwargs or node.args[0] != first.args[0] for node in nodes):
         return None
     weights, biases = [node.args[1] for node in nodes], [_bias(node) for node in nodes]
@@ -92,10 +124,7 @@ def _merged(function: Function, nodes: Sequence[Node]) -> Function | None:
     given: tuple[Arg, ...] = (first.args[0], tuple(weights))
     if biases[0] is not None:
         given = (*given, tuple(biases))
-    node = Node(LINEARS, given, (), results, _path(nodes), 0, first.source)
-    gone = {id(own) for own in others}
-    body = [node if item is first else item for item in function.body if id(item) not in gone]
-    return replace(function, body=numbered(tuple(body)))
+    return Node(LINEARS, given, (), results, _path(nodes), 0, first.source)
 
 
 def _bias(node: Node) -> Arg:

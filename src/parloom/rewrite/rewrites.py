@@ -44,27 +44,26 @@ def changes_tensors(rewrites: Sequence[str]) -> bool:
 
 
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
-    """`graph` with a plan's rewrites applied, those of tensors first and all blocks together.
+    """`graph` with a plan's rewrites applied: those of tensors first, then all blocks together, and
+    all merges.
 
     Raises `InputError` for one that does not apply.
     """
-    modules = []
+    modules, found = [], list[Merge]()
     for text in rewrites:
-        found = parse_rewrite(text)
-        if isinstance(found, str):
-            modules.append(found)
-            continue
-        result = _applied(graph, found)
-        if result is None:
-            raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
-        graph = result
-    return outline(graph, modules) if modules else graph
-
-
-def _applied(graph: Graph, found: Padding | Stripe | Merge) -> Graph | None:
-    if isinstance(found, Merge):
-        return merged(graph, found)
-    return padded(graph, found) if isinstance(found, Padding) else striped(graph, found)
+        one = parse_rewrite(text)
+        if isinstance(one, str):
+            modules.append(one)
+        elif isinstance(one, Merge):
+            found.append(one)
+        else:
+            changed = padded(graph, one) if isinstance(one, Padding) else striped(graph, one)
+            if changed is None:
+                raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
+            graph = changed
+    if modules:
+        graph = outline(graph, modules)
+    return merged(graph, found) if found else graph
 
 
 def as_stored(graph: Graph, rewrites: Sequence[str]) -> Graph:

@@ -8,14 +8,12 @@ that are faster still. Equal modules are one kind then, with the same layouts.
 from dataclasses import replace
 from functools import reduce
 
-from parloom.ir.factors import factorize
 from parloom.ir.plan import Decisions
 from parloom.rewrite.regions import regions
-from parloom.rewrite.rewrites import rewritten
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.optimize import Searched, Space, search
-from parloom.search.pinned import resolve
 from parloom.search.request import Request, Say
+from parloom.search.rewritten import RewrittenRequest
 from parloom.search.smallest import Smallest, smallest_plan
 
 
@@ -30,7 +28,7 @@ def search_with_blocks(
         if not blocks.rewrites:
             return None
         say("memory limits plans: searching with modules as blocks, which can recompute")
-        answers.append(blocks.asked(search(blocks.request, base, say, best)))
+        answers.append(search(blocks.request, base, say, best).of(blocks))
         return answers[-1]
 
     plain = search(request, base, say, wider=with_blocks, pipelines=pipelines)
@@ -49,23 +47,8 @@ def smallest_with_blocks(request: Request, base: Decisions) -> Smallest | None:
     return replace(plain, bound_bytes=bound_bytes)
 
 
-class Blocks:
-    """A request of the graph in which modules of main are blocks, by the `rewrites`."""
+class Blocks(RewrittenRequest):
+    """A request of the graph in which modules of main are blocks."""
 
     def __init__(self, request: Request) -> None:
-        self.rewrites = tuple(f"block {module}" for module in regions(request.graph))
-        graph, pins = rewritten(request.graph, self.rewrites), request.pinned.pins
-        pinned = resolve(pins, graph, factorize(graph)) if pins else request.pinned
-        self.request = replace(request, graph=graph, pinned=pinned)
-
-    def as_asked(self, plan: SimulatedPlan) -> SimulatedPlan:
-        """A plan of this graph as one of the graph that was asked about."""
-        return replace(plan, decisions=replace(plan.decisions, rewrites=self.rewrites))
-
-    def asked(self, found: Searched) -> Searched:
-        """The same for all plans of an answer."""
-        return replace(
-            found,
-            proposals=tuple(map(self.as_asked, found.proposals)),
-            smallest=found.smallest and self.as_asked(found.smallest),
-        )
+        super().__init__(request, [f"block {module}" for module in regions(request.graph)])

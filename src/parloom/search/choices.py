@@ -4,7 +4,7 @@ An axis goes to one factor that it divides, to both factors of a route, or to no
 on one factor the first of the mesh is outermost. `docs/space.md` says what this leaves out.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 from typing import Generic, TypeVar
@@ -16,7 +16,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, op_of
 from parloom.ir.plan import NodeDecision
-from parloom.search.program import Axes, Operator, Program, State
+from parloom.search.program import ABSENT, Axes, Operator, Program, Reader, State
 from parloom.search.single import Single, is_local_program
 
 T = TypeVar("T", bound=Hashable)
@@ -28,13 +28,20 @@ Indices = NDArray[np.intp]
 class Choice:
     """Factor -> axes, with the states that operands must have and results come out with.
 
-    `passed` are the axes over which it leaves the gradients of weights as partial as they come.
+    `passed` are the axes over which it leaves the gradients of weights as partial as they come;
+    `taken` the position of the operand that it takes, of one that takes one of several.
     """
 
     assignment: tuple[tuple[str, Axes], ...]
     passed: Axes
     operands: tuple[State, ...]
     results: tuple[State, ...]
+    taken: int = -1
+
+    @property
+    def absent(self) -> bool:
+        """Whether the operator is left out."""
+        return self.results[0].absent
 
     @property
     def used(self) -> Axes:
@@ -73,6 +80,25 @@ class Menu:
     def __len__(self) -> int:
         return len(self.choices)
 
+    @classmethod
+    def of(cls, choices: Iterable[Choice], operands: int, results: int) -> "Menu":
+        """The menu of `choices` of an operator with so many operands and results."""
+        every = tuple(choices)
+        return cls(
+            every,
+            tuple(Distinct.of(c.operands[i] for c in every) for i in range(operands)),
+            tuple(Distinct.of(c.results[i] for c in every) for i in range(results)),
+        )
+
+    def with_absent(self) -> "Menu":
+        """The same of an operator that may be left out."""
+        operands, results = len(self.operands), len(self.results)
+        absent = Choice((), (), (ABSENT,) * operands, (ABSENT,) * results)
+        return Menu.of((*self.choices, absent), operands, results)
+
+
+Among = Callable[[int], Iterable[Mapping[str, Axes]] | None]
+
 
 class Menus:
     """Menus of the operators of `program`; those of operators made alike are made once."""
@@ -81,8 +107,30 @@ class Menus:
         self.program, self.single = program, single
         self.known: dict[object, Menu] = {}
 
+    def all(self, among: Among = lambda index: None) -> tuple[Menu, ...]:
+        """All choices of all operators, or those with an assignment `among` these."""
+        found: list[Menu] = []
+        for index, operator in enumerate(self.program.operators):
+            menu = self._taking(index, found) if operator.takes else self.of(index, among(index))
+            found.append(menu.with_absent() if operator.optional else menu)
+        return tuple(found)
+
+    def _taking(self, index: int, menus: Sequence[Menu]) -> Menu:
+        """Each operand in each state that it may have, as it is."""
+        positions = range(len(self.program.operators[index].operands))
+        choices = []
+        for at in positions:
+            operator, result = self.program.sources[Reader(index, at)]
+            for state in menus[operator].results[result].values:
+                if not state.absent:
+                    operands = tuple(state if i == at else ABSENT for i in positions)
+                    choices.append(Choice((), state.varying, operands, (state,), at))
+        return Menu.of(choices, len(positions), 1)
+
     def of(self, index: int, among: Iterable[Mapping[str, Axes]] | None = None) -> Menu:
-        """All choices of operator `index`, or those with an assignment of `among`."""
+        """All choices of operator `index` where it is there, or those with an assignment of
+        `among`.
+        """
         operator = self.program.operators[index]
         flags = tuple(some for some, _ in operator.flows)
         given = None if among is None else tuple(tuple(sorted(one.items())) for one in among)
@@ -98,13 +146,8 @@ def menu_of(
 ) -> Menu:
     """All choices of `operator` on the mesh of `single`, or those with an assignment of `among`."""
     found = assignments(operator.rule, single.mesh) if among is None else among
-    choices = tuple(_choices(operator, single, found))
-    operands = range(len(operator.operands))
-    results = range(len(operator.node.results))
-    return Menu(
-        choices,
-        tuple(Distinct.of(c.operands[i] for c in choices) for i in operands),
-        tuple(Distinct.of(c.results[i] for c in choices) for i in results),
+    return Menu.of(
+        _choices(operator, single, found), len(operator.operands), len(operator.node.results)
     )
 
 

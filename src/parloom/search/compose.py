@@ -97,7 +97,9 @@ def recomputed(
         return (), ()
     values, moves = [], []
     for index, _ in block.operators:
-        _, fate = layouts.options[index].option(variant.values[index])
+        choice, fate = layouts.options[index].option(variant.values[index])
+        if layouts.options[index].menu.choices[choice].absent:
+            continue
         key = layouts.program.operators[index].node.key
         if fate == REMAKE:
             values.append(key)

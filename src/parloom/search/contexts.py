@@ -16,10 +16,11 @@ from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import MICROBATCH, Decisions, Prediction
+from parloom.rewrite.forms import Forms
 from parloom.search.choices import Menu, assignments
 from parloom.search.compose import Candidate, Composer, Stored
 from parloom.search.conflicts import meshes_of
-from parloom.search.decide import decisions_of
+from parloom.search.decide import decisions_of, form_of
 from parloom.search.layout_model import LayoutModel
 from parloom.search.microbatch import microbatch_of
 from parloom.search.model import Floats
@@ -192,7 +193,8 @@ class ContextSearch:
         plan = decisions_of(self.layouts, candidate, self.num_microbatches, self.base, prices)
         if plan not in self.judged:
             self.work.spend()
-            found = self.request.predict(plan, self.layouts.program.factored)
+            form = form_of(self.layouts, candidate.values)
+            found = self.request.predict(plan, form.factored)
             self.judged[plan] = SimulatedCandidate(plan, found, candidate)
         return self.judged[plan]
 
@@ -280,11 +282,11 @@ class Contexts:
     the numbers of microbatches. They share prices and count their work together.
     """
 
-    def __init__(self, request: Request, base: Decisions) -> None:
+    def __init__(self, request: Request, base: Decisions, forms: Forms | None = None) -> None:
         self.request, self.base = request, base
         self.work, self.shared = Work(request.budget), Known()
-        factored = factorize(request.graph)
-        self.whole = program_of(request.graph, factored, request.pinned)
+        factored = factorize(request.graph if forms is None else forms.graph)
+        self.whole = program_of(factored.graph, factored, request.pinned, forms=forms)
         self.meshes = tuple(meshes_of(request.cluster, request.pinned, factored))
         self.counts = request.microbatch_counts(factored)
         self._programs: dict[int, Program | None] = {}

@@ -1,14 +1,22 @@
 """A candidate as a plan says it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision, one_stage
+from parloom.rewrite.forms import Form
 from parloom.search.compose import Candidate, Chosen, policy_of, recomputed
 from parloom.search.layout_model import LayoutModel
 from parloom.search.model import Floats
 from parloom.search.prices import KEPT
 from parloom.search.program import Block
+
+
+def form_of(layouts: LayoutModel, values: Sequence[int]) -> Form:
+    """The graph of a solution."""
+    pairs = zip(layouts.options, values, strict=False)
+    choices = (own.menu.choices[own.option(value)[0]] for own, value in pairs)
+    return layouts.program.form({i: c.taken for i, c in enumerate(choices) if c.taken >= 0})
 
 
 def decisions_of(
@@ -21,8 +29,8 @@ def decisions_of(
     """The decisions of `candidate`, with what `base` says of dtypes; `prices` are those under which
     it was composed.
     """
-    program, nodes = layouts.program, []
-    for name, index in program.index.items():
+    program, nodes, form = layouts.program, [], form_of(layouts, candidate.values)
+    for name, index in program.index_of(form).items():
         choice, _ = layouts.options[index].option(candidate.values[index])
         nodes.append(NodeDecision(name, layouts.options[index].menu.choices[choice].assignment))
     parameters = []
@@ -36,7 +44,7 @@ def decisions_of(
     activations = [
         decision
         for block, chosen in zip(program.blocks, candidate.variants, strict=True)
-        for decision in _activations(layouts, block, chosen, prices)
+        for decision in _activations(layouts, block, chosen, prices, form)
     ]
     return replace(
         base,
@@ -45,11 +53,12 @@ def decisions_of(
         parameters=tuple(parameters),
         activations=tuple(activations),
         num_microbatches=num_microbatches,
+        rewrites=form.rewrites,
     )
 
 
 def _activations(
-    layouts: LayoutModel, block: Block, chosen: tuple[Chosen, ...], prices: Floats
+    layouts: LayoutModel, block: Block, chosen: tuple[Chosen, ...], prices: Floats, form: Form
 ) -> Iterator[ActivationDecision]:
     """What the calls of a block recompute: of equal calls the first keep least, as what the last
     call keeps is needed at once.
@@ -63,6 +72,9 @@ def _activations(
     for some in sorted(chosen, key=kept):
         own = [p for p in left if policy_of(layouts.program, p) == some.policy][: some.count]
         left = [prefix for prefix in left if prefix not in own]
-        values, moves = recomputed(layouts, block, some.variant, prices)
+        values, moves = (
+            tuple(form.key_of(block.function, name) for name in names)
+            for names in recomputed(layouts, block, some.variant, prices)
+        )
         if some.variant.whole or values or moves:
             yield from (ActivationDecision(prefix, "recompute", values, moves) for prefix in own)

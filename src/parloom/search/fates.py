@@ -135,7 +135,7 @@ class Fates:
 
     def gradient_bytes(self, index: int, choice: Choice, prices: Prices) -> int:
         """What an operator takes for gradients while all that is kept is still there."""
-        if index != self.first_backward:
+        if index != self.first_backward or choice.absent:
             return 0
         ((flags, _),) = self.program.operators[index].flows
         return prices.first_bytes(index, choice, flags)

@@ -61,7 +61,10 @@ class LeastCosts:
         least = columns.least_within(context.limit)
         for index, options in enumerate(layouts.options):
             costs = least[index].reshape(len(options.menu), -1).min(axis=1)
+            taking = layouts.program.operators[index].takes
             for choice, cost in zip(options.menu.choices, costs.tolist(), strict=True):
+                if taking or choice.absent:
+                    continue
                 places = choice.places
                 for axis in layouts.mesh.axes:
                     for prime in axis.primes:
@@ -119,17 +122,20 @@ def promising(
     """Menus on `mesh` of the choices that `costs` say are cheap, at most so many of each operator;
     and whether others are left out.
     """
-    menus, found = Menus(program, Single(program.graph, program.factored, mesh)), []
+    menus = Menus(program, Single(program.graph, program.factored, mesh))
     left_out = False
-    for index, operator in enumerate(program.operators):
-        place = operator.function, operator.node.key
-        allowed = program.pinned.allowed(place, operator.rule, mesh)
+
+    def among(index: int) -> list[dict[str, Axes]]:
+        nonlocal left_out
+        operator = program.operators[index]
+        allowed = program.pinned.allowed(operator.place, operator.rule, mesh)
         ranked = ranked_choices(index, operator.rule, mesh, costs)
         chosen = [assignment_of(operator.rule, mesh, int(row)) for row in ranked]
         fitting = [c for c in chosen if allowed is None or allowed(c)]
         left_out |= len(fitting) > at_most
-        found.append(menus.of(index, fitting[:at_most]))
-    return tuple(found), left_out
+        return fitting[:at_most]
+
+    return menus.all(among), left_out
 
 
 class Costs(Protocol):

@@ -6,7 +6,8 @@ variable for the state in which some of the readers share one copy.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -54,13 +55,16 @@ class FlowCosts:
     def pairwise(self, number: int) -> tuple[Term, ...]:
         """A term for each reader of a flow, with its share of what all need."""
         if number not in self._pairwise:
-            edges = self.edges[number]
-            share = self.program.flows[number].count / max(1, len(edges))
+            edges, count = self.edges[number], self.program.flows[number].count
             self._pairwise[number] = tuple(
-                self._one(edge, costs, share)
+                self._one(edge, costs, count / len(self._beside(edge, edges)))
                 for edge, costs in zip(edges, self.costs[number], strict=True)
             )
         return self._pairwise[number]
+
+    def _beside(self, edge: Edge, edges: Iterable[Edge]) -> list[Edge]:
+        """Those of `edges` whose readers may be there with that of one."""
+        return [other for other in edges if self.program.meet(edge.reader, other.reader)]
 
     def _one(self, edge: Edge, costs: Costs, share: float) -> Term:
         """The term of one reader, which pays `share` of `costs`."""
@@ -80,8 +84,13 @@ class FlowCosts:
         wanted: dict[State, list[int]] = {}
         for index, edge in enumerate(edges):
             for state in edge.targets.values:
-                wanted.setdefault(state, []).append(index)
-        shared = {state: some for state, some in wanted.items() if len(some) > 1}
+                if not state.absent:
+                    wanted.setdefault(state, []).append(index)
+        shared = {
+            state: some
+            for state, some in wanted.items()
+            if any(len(self._beside(edges[i], [edges[j] for j in some])) > 1 for i in some)
+        }
         copies = (None, *((state, kept) for state in shared for kept in (0, 1)))
         count, flow = len(copies), self.program.flows[number]
         own = View(variable, np.arange(count), count)
@@ -98,11 +107,13 @@ class FlowCosts:
             legal[: len(some), :, :, position, 0] = possible[:, :, :, at, kept]
         terms = [_term((edges[0].source_end, (own, [0])), ((made * flow.count, legal),))]
         # Those that do not take the copy may share others.
-        most = max(1, len(edges) - 2)
-        may_want = Counter(layout for e in edges for layout in {s.layout for s in e.targets.values})
+        layouts = {id(edge): {state.layout for state in edge.targets.values} for edge in edges}
         for edge, (each, possible) in zip(edges, costs, strict=True):
+            beside = self._beside(edge, edges)
+            most = max(1, len(beside) - 2)
+            may_want = Counter(chain.from_iterable(layouts[id(other)] for other in beside))
             others = np.array([min(most, may_want[s.layout]) for s in edge.targets.values])
-            terms.append(_beside(edge, (each * flow.count, possible), own, copies, others))
+            terms.append(_copied(edge, (each * flow.count, possible), own, copies, others))
         return Variable(f"copy of flow {number}", copies), terms
 
     def rows(
@@ -125,6 +136,8 @@ class FlowCosts:
         targets = [edge.target_at(values) for edge in edges]
         for index, edge in enumerate(edges):
             state = edge.targets.values[targets[index][0]]
+            if state.absent:
+                continue
             key = state, edge.flows
             if not edge.flows:  # a reader without a gradient takes whatever reaches the layout
                 key = next((k for k in wanted if k[0].layout == state.layout), key)
@@ -148,19 +161,20 @@ def _costs_of_all(
     """The costs of the edges of each flow; edges with equal transitions share one table."""
     distinct = tuple(dict.fromkeys(edge.transitions for some in edges for edge in some))
     tables = dict(zip(distinct, redistributions(prices, distinct), strict=True))
-    known: dict[tuple[int, bool], Costs] = {}
+    known: dict[tuple[int, bool, bool], Costs] = {}
 
     def costs(edge: Edge) -> Costs:
         table = tables[edge.transitions]
         enters = edge.reader is not None and fates.enters(edge.flow, edge.reader)
-        if (id(table), enters) not in known:
-            known[id(table), enters] = costs_of(edge, table, prices, enters=enters)
-        return known[id(table), enters]
+        key = id(table), enters, edge.stays
+        if key not in known:
+            known[key] = costs_of(edge, table, prices, enters=enters)
+        return known[key]
 
     return [tuple(map(costs, some)) for some in edges]
 
 
-def _beside(
+def _copied(
     edge: Edge,
     costs: Costs,
     own: View,
@@ -173,7 +187,7 @@ def _beside(
     targets = edge.targets.values
     takes = np.zeros((1, 1, 1, len(copies), len(targets), 2), dtype=bool)
     for position, copy in enumerate(copies):
-        for target, state in enumerate(targets if copy else ()):
+        for target, state in enumerate(targets if copy and not edge.stays else ()):
             assert copy is not None
             same = state == copy[0]
             if not edge.flows:  # a reader without a gradient takes whatever gets there

@@ -50,6 +50,11 @@ class Edge:
     flows: bool
     """Whether the reader sends a gradient back."""
 
+    @property
+    def stays(self) -> bool:
+        """Whether the reader takes the value as it is made."""
+        return self.reader in self.flow.as_made
+
     @cached_property
     def targets(self) -> Distinct[State]:
         """The states that the reader may want."""
@@ -179,4 +184,17 @@ def costs_of(edge: Edge, table: Redistribution, prices: Prices, *, enters: bool)
     if enters:
         legal[1, :, 1, :, 1] = moved
     legal &= table.legal[None, :, None, :, None]
+    if edge.stays:
+        legal &= ~moved[None, :, None, :, None]
+    _leave_out(some, costs, legal)
     return costs, legal
+
+
+def _leave_out(some: Transitions, costs: Floats, legal: Bools) -> None:
+    """Nothing is moved where nothing is wanted; what there is not nobody can want."""
+    nowhere = np.array([s.absent for s in some.sources])
+    unwanted = np.array([t.absent for t in some.targets])
+    legal[:, nowhere] = False
+    legal[1:, :, :, unwanted] = False
+    legal[0][:, :, unwanted] = True
+    costs[0][:, :, unwanted] = 0.0

@@ -39,7 +39,7 @@ def homes(weight: Weight, menus: Sequence[Menu], mesh: Mesh) -> Iterator[Home]:
         needed = {frozenset((*s.varying, *s.layout.axes)) for s in states}
         together = {some | more for some in together for more in needed}
     for star, states in enumerate(wanted):
-        for layout in dict.fromkeys(state.layout for state in states):
+        for layout in dict.fromkeys(state.layout for state in states if not state.absent):
             free = [a for a in mesh.names if a not in layout.axes]
             left = {some.intersection(free) for some in together}
             for reduce in subsets(free) if weight.trainable else ((),):
@@ -54,7 +54,8 @@ def agreements(
     places: Mapping[int, Sequence[Home]],
     variable: Mapping[int, int],
 ) -> Iterator[Agreement]:
-    """What readers allow of the homes of weights, and of what is made of weights.
+    """What readers allow of the homes of weights, and of what is made of weights; and operators
+    that take operands in the same position.
 
     `places` and `variable`: the homes of a weight and the variable that chooses one, by its index.
     """
@@ -63,7 +64,9 @@ def agreements(
             operator, (wanted, which) = program.operators[reader.operator], _wanted(menus, reader)
             table = [
                 [
-                    _is_home(home, position, state, mesh)
+                    home.star != position
+                    if state.absent
+                    else _is_home(home, position, state, mesh)
                     and _passes(operator, home.reduce, used, passed)
                     for state, used, passed in wanted
                 ]
@@ -73,6 +76,9 @@ def agreements(
     for flow in program.flows:
         if flow.operator >= 0 and program.operators[flow.operator].derived:
             yield from _of_derived(program, menus, flow)
+    for pair in program.together:
+        one, other = (np.array([choice.taken for choice in menus[i].choices]) for i in pair)
+        yield Agreement(pair, one[:, None] == other)
 
 
 def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator[Agreement]:
@@ -82,8 +88,11 @@ def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator
         operator, (wanted, which) = program.operators[reader.operator], _wanted(menus, reader)
         table = [
             [
-                {*state.varying, *state.layout.axes} - set(split) <= set(varying)
-                and _passes(operator, varying, used, passed)
+                state.absent
+                or (
+                    {*state.varying, *state.layout.axes} - set(split) <= set(varying)
+                    and _passes(operator, varying, used, passed)
+                )
                 for state, used, passed in wanted
             ]
             for varying, split in source.values

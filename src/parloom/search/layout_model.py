@@ -4,7 +4,7 @@ Variables are operators (sharding x what happens to results in the backward pass
 several operators read. Calls of one block kind share them, so terms are counted.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class LayoutModel:
         self.prices = Prices(program, walker, shared)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.fates = fates or Fates(program)
-        menus = tuple(given) or tuple(self._menus())
+        menus = tuple(given) or Menus(program, self.prices.single).all(self._allowed)
         self.options = [Options(menu, self.fates.of(i)) for i, menu in enumerate(menus)]
         self.homes = {
             index: tuple(homes(weight, menus, self.mesh))
@@ -85,14 +85,11 @@ class LayoutModel:
                 terms += self.flows.pairwise(number)
         return Model(ROWS, tuple(variables), tuple(terms))
 
-    def _menus(self) -> Iterator[Menu]:
-        """All choices that pins allow."""
-        menus = Menus(self.program, self.prices.single)
-        for index, operator in enumerate(self.program.operators):
-            place = operator.function, operator.node.key
-            allowed = self.program.pinned.allowed(place, operator.rule, self.mesh)
-            every = allowed and filter(allowed, assignments(operator.rule, self.mesh))
-            yield menus.of(index, every)
+    def _allowed(self, index: int) -> Iterable[Mapping[str, Axes]] | None:
+        """All assignments that pins allow; None where there are none."""
+        operator = self.program.operators[index]
+        allowed = self.program.pinned.allowed(operator.place, operator.rule, self.mesh)
+        return allowed and filter(allowed, assignments(operator.rule, self.mesh))
 
     def _variables(self) -> Iterator[Variable]:
         for operator, options in zip(self.program.operators, self.options, strict=True):

@@ -1,14 +1,20 @@
 """The least compute: what no plan's operators take less than, each with the best of its choices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from parloom.ir.mesh import part_of
 from parloom.ir.stages import stage_items
 from parloom.search.choices import Menus
 from parloom.search.contexts import Contexts
 from parloom.search.meshes import logical_meshes
+from parloom.search.model import Model, Row, Term, Variable, View
 from parloom.search.prices import BACKWARD, FORWARD, Prices
 from parloom.search.program import Program
+from parloom.search.solve.elimination import Elimination
+
+ONE = slice(0, 1)
 
 
 def least_compute_ps(contexts: Contexts) -> float:
@@ -50,15 +56,49 @@ def _on_one_device(contexts: Contexts) -> tuple[int, Program, Prices]:
 
 
 def least_passes_ps(program: Program, prices: Prices) -> float:
-    """What the operators of a program compute at least, each with the best of its choices."""
-    return float(sum(least_times_ps(program, prices)))
+    """What the operators of a program compute at least, each with the best of its choices, and of
+    several forms in the best.
+    """
+    times = list(least_times_ps(program, prices))
+    return float(sum(times)) if program.forms is None else _least_form_ps(program, times)
+
+
+def _least_form_ps(program: Program, times: Sequence[int]) -> float:
+    """The least sum over operators that are there together; one that takes one of several values
+    needs what makes that.
+    """
+    variables, terms = list[Variable](), list[Term]()
+    for operator, ps in zip(program.operators, times, strict=True):
+        # The operand that is taken, 0 of others; -1: left out.
+        options = range(len(operator.operands) if operator.takes else 1)
+        places = (*options, *((-1,) if operator.optional else ()))
+        variables.append(Variable(":".join(operator.place), places))
+        costs = np.array([float(ps) * (place >= 0) for place in places])
+        terms.append(Term((_all(len(terms), places),), ((costs[None, :, None], None),), ONE))
+    for reader, (source, _) in program.sources.items():
+        made, read = (variables[i].options for i in (source, reader.operator))
+        takes = program.operators[reader.operator].takes
+        legal = np.array(
+            [
+                [at != -1 or to == -1 or (takes and to != reader.operand) for to in read]
+                for at in made
+            ]
+        )
+        views = _all(source, made), _all(reader.operator, read)
+        terms.append(Term(views, ((np.zeros((1, 1, 1, 1)), legal[None]),), ONE))
+    model = Model((Row("time", "ps"),), tuple(variables), tuple(terms))
+    return Elimination(model).minimum(np.ones(1))[0]
+
+
+def _all(variable: int, options: Sequence[object]) -> View:
+    return View(variable, np.arange(len(options)), len(options))
 
 
 def least_times_ps(program: Program, prices: Prices) -> Iterator[int]:
     """The same of each operator."""
-    menus = Menus(program, prices.single)
+    menus = Menus(program, prices.single).all()
     for index, operator in enumerate(program.operators):
-        choices = menus.of(index).choices
+        choices = [choice for choice in menus[index].choices if not choice.absent]
         times = (
             sum(
                 count * int(prices.operator(index, choice, flags)[[FORWARD, BACKWARD]].sum())

@@ -22,6 +22,7 @@ from parloom.search.contexts import (
     SimulatedCandidate,
     SimulatedPlan,
 )
+from parloom.search.decide import form_of
 from parloom.search.finer import FinerMenus, LeastCosts
 from parloom.search.least import batch_bytes, least_share
 from parloom.search.least_compute import least_compute_ps, least_work_ps
@@ -30,6 +31,7 @@ from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.microbatch import microbatch_of
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request, Say, Wanted
+from parloom.search.rewritten import RewrittenRequest
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.stream_bound import least_step_ps
 from parloom.search.work import OutOfWorkError, Work
@@ -93,6 +95,14 @@ class Searched:
             return None
         gap = best / self.estimate_bound_ps - 1
         return 0.0 if abs(gap) < ROUNDING else gap
+
+    def of(self, asked: RewrittenRequest) -> "Searched":
+        """This answer about a rewritten graph as one about the graph that was asked about."""
+        return replace(
+            self,
+            proposals=tuple(map(asked.as_asked, self.proposals)),
+            smallest=self.smallest and asked.as_asked(self.smallest),
+        )
 
     def beside(self, other: "Searched") -> "Searched":
         """This answer with that of another space, which it asked for: bounds are of both."""
@@ -267,7 +277,8 @@ class Driver:
         """The choices on a mesh: all, but for one of three axes and more, which pins ask for."""
         if len(mesh.axes) <= MAX_AXES:
             return ()
-        costs, free = LeastCosts(), program_of(program.graph, program.factored)
+        costs = LeastCosts()
+        free = program_of(program.graph, program.factored, forms=program.forms)
         cut = microbatch_of(free, count) or free
         for coarse in joined(mesh):
             context = self.on[mesh.num_ranks].search(cut, coarse, count)
@@ -358,9 +369,9 @@ class Driver:
         held a little less.
         """
         limit = self.request.limit_bytes
-        for start, request in _starts(self.looked, limit).items():
+        for start, context in _starts(self.looked, limit).items():
             if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps):
-                self.climbed += climbed(request, self.contexts.whole, start, self.contexts.work)
+                self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
@@ -436,12 +447,23 @@ def _progress(context: ContextSearch, limit_bytes: int, best_ps: float) -> str:
     return f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}"
 
 
-def _starts(looked: Sequence[ContextSearch], limit_bytes: int) -> dict[SimulatedCandidate, Request]:
-    """The best of all plans that were simulated, and the best that fits, with their requests."""
-    starts: dict[SimulatedCandidate, Request] = {}
+def _climbed(context: ContextSearch, start: SimulatedCandidate) -> Iterator[SimulatedPlan]:
+    """Plans of the same form that climbing finds from one."""
+    form = form_of(context.layouts, start.candidate.values)
+    own = RewrittenRequest(context.request, form.rewrites)
+    program = program_of(own.request.graph, form.factored, own.request.pinned)
+    plain = SimulatedPlan(replace(start.decisions, rewrites=()), start.prediction)
+    yield from map(own.as_asked, climbed(own.request, program, plain, context.work))
+
+
+def _starts(
+    looked: Sequence[ContextSearch], limit_bytes: int
+) -> dict[SimulatedCandidate, ContextSearch]:
+    """The best of all plans that were simulated, and the best that fits, with their contexts."""
+    starts: dict[SimulatedCandidate, ContextSearch] = {}
     for fits in (False, True):
         every = {
-            found: context.request
+            found: context
             for context in looked
             for found in (context.fitting() if fits else context.judged.values())
         }

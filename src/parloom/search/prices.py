@@ -20,6 +20,7 @@ from parloom.ir.graph import DTYPE_BYTES, TensorSpec, with_operands
 from parloom.ir.layout import local_shape
 from parloom.ir.moves import plan_moves
 from parloom.ir.ops import op_of
+from parloom.ir.ops.shape import EITHER
 from parloom.ir.pcg import Compute, Item, Movement, PValue, operands_of, results_of
 from parloom.search.choices import Choice
 from parloom.search.program import Flags, Operator, Program, State
@@ -54,7 +55,7 @@ class Prices:
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
         """One call of an operator, operands as the choice wants them, gradients as `flags` say."""
         operator = self.program.operators[index]
-        if operator.is_scalar:
+        if operator.is_scalar or operator.node.op == EITHER or choice.absent:
             return _nothing()
         known: dict[object, Price] = self.known
         signature: tuple[object, ...] = choice.assignment
@@ -158,6 +159,8 @@ class Prices:
 
     def held_bytes(self, spec: TensorSpec, state: State) -> int:
         """Bytes of one rank's shard."""
+        if state.absent:
+            return 0
         size = DTYPE_BYTES[spec.dtype]
         for n in local_shape(state.layout, spec.shape, self.mesh):
             size *= n

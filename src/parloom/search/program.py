@@ -16,7 +16,9 @@ from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec, with_operands
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, op_of
+from parloom.ir.ops.shape import EITHER
 from parloom.ir.step_program import bucket_bytes
+from parloom.rewrite.forms import Form, Forms, Place
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.pins import Pin
 
@@ -32,6 +34,11 @@ class State:
 
     layout: Layout
     varying: Axes = ()
+    absent: bool = False
+    """Whether there is no value, or nothing wants it."""
+
+
+ABSENT = State(Layout(), (), absent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class Operator:
     `flows` counts its calls by the operands through which gradients flow. `derived`: it makes of
     weights what does not depend on the batch, so that gradients pass it as partial as they come
     (`ir.lower`). `exposed`: they might, because all it has gradients of are weights that several
-    operators read, or derived.
+    operators read, or derived. `optional`: it may be left out.
     """
 
     function: str
@@ -51,6 +58,17 @@ class Operator:
     flows: tuple[tuple[Flags, int], ...]
     derived: bool
     exposed: bool
+    optional: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return self.function, self.node.key
+
+    @property
+    def takes(self) -> bool:
+        """Whether it takes one of several equal values."""
+        return self.node.op == EITHER and len(self.operands) > 1
 
     @property
     def count(self) -> int:
@@ -91,6 +109,8 @@ class Flow:
     whole: bool = False
     crosses: bool = False
     """Whether another call makes it than reads it."""
+    as_made: tuple[Reader, ...] = ()
+    """Those of the readers that take it as it is made, if they are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +164,8 @@ class Program:
     pinned: Pinned = NONE
     units: int = 1
     """Block calls that read weights of their own."""
+    forms: Forms | None = None
+    """What `graph` is made of, where it has several forms."""
 
     @cached_property
     def places(self) -> tuple[tuple[str, str], ...]:
@@ -158,6 +180,49 @@ class Program:
             place = operator.function, operator.node.key
             found.append(known.setdefault((alike, operator.derived), place))
         return tuple(found)
+
+    @cached_property
+    def sources(self) -> Mapping[Reader, tuple[int, int]]:
+        """Operator and result that each operand comes from, where an operator makes it."""
+        return {
+            reader: (flow.operator, flow.result)
+            for flow in self.flows
+            if flow.operator >= 0
+            for reader in flow.readers
+        }
+
+    @cached_property
+    def indices(self) -> Mapping[Place, int]:
+        """Which operator is at each place."""
+        return {operator.place: index for index, operator in enumerate(self.operators)}
+
+    @cached_property
+    def together(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of operators that take operands in the same position."""
+        pairs = self.forms.together if self.forms is not None else ()
+        return tuple((self.indices[one], self.indices[other]) for one, other in pairs)
+
+    def meet(self, one: Reader | None, other: Reader | None) -> bool:
+        """Whether two readers may be there together."""
+        if self.forms is None or one is None or other is None:
+            return True
+        places = (self.operators[reader.operator].place for reader in (one, other))
+        return self.forms.meet(*places)
+
+    def index_of(self, form: Form) -> Mapping[str, int]:
+        """`index` of the operators of one form, by their keys there."""
+        if self.forms is None:
+            return self.index
+        return {
+            flat.key: self.indices[form.places[flat.function, flat.node.key]]
+            for flat in form.graph.flat()
+        }
+
+    def form(self, taken: Mapping[int, int]) -> Form:
+        """The graph in which operators (by index) take the operands in these positions."""
+        if self.forms is None:
+            return Form(self.graph, (), {})
+        return self.forms.form({self.operators[i].place: at for i, at in taken.items()})
 
     @cached_property
     def trained_elements(self) -> int:
@@ -197,20 +262,29 @@ def reached(graph: Graph) -> frozenset[str]:
 
 
 def program_of(
-    graph: Graph, factored: Factored, pinned: Pinned = NONE, *, apart: bool = False
+    graph: Graph,
+    factored: Factored,
+    pinned: Pinned = NONE,
+    *,
+    apart: bool = False,
+    forms: Forms | None = None,
 ) -> Program:
-    """Fold the unfolded program of `graph` into counted operators, flows and weights.
+    """Fold the unfolded program of `graph`, which may be that of all `forms`, into counted
+    operators, flows and weights.
 
     With `apart`, every call of an operator is one of its own.
     """
-    return _Folding(graph, factored, pinned, apart).run()
+    return _Folding(factored, pinned, apart, forms).run()
 
 
 class _Folding:
     """One walk over the unfolded program."""
 
-    def __init__(self, graph: Graph, factored: Factored, pinned: Pinned, apart: bool) -> None:
-        self.graph, self.factored, self.pinned, self.apart = graph, factored, pinned, apart
+    def __init__(
+        self, factored: Factored, pinned: Pinned, apart: bool, forms: Forms | None
+    ) -> None:
+        self.graph = graph = factored.graph
+        self.factored, self.pinned, self.apart, self.forms = factored, pinned, apart, forms
         self.inputs = {entry.value.name: entry for entry in graph.inputs}
         self.index: dict[str, int] = {}
         self.made: dict[str, tuple[int, int]] = {}
@@ -222,9 +296,10 @@ class _Folding:
         self.derived = {e.value.name for e in graph.of_kind("parameter")}
         self.first: dict[str, Reader] = {}
         self.readers: dict[str, set[tuple[str, str, int]]] = {}
+        self.templates: list[FlatNode] = []
 
     def run(self) -> Program:
-        templates: list[FlatNode] = []
+        templates = self.templates
         counts: list[dict[Flags, int]] = []
         reads: dict[tuple[CallKey, str], list[Reader]] = {}
         runs: dict[CallKey, list[tuple[int, Flags]]] = {}
@@ -270,6 +345,7 @@ class _Folding:
             self.index,
             self.pinned,
             units,
+            self.forms,
         )
 
     def _define(self, flat: FlatNode, flags: Flags) -> None:
@@ -300,6 +376,7 @@ class _Folding:
             tuple(sorted(counts.items())),
             derived,
             bool(flowing) and not derived and several.issuperset(flowing),
+            bool(self.forms and (flat.function, flat.node.key) in self.forms.optional),
         )
 
     def _flows(
@@ -326,6 +403,14 @@ class _Folding:
         flows = (replace(flow, count=count) for flow, count in zip(found, counts, strict=True))
         return tuple(flows), by_call
 
+    def _as_made(self, name: str, readers: Sequence[Reader]) -> tuple[Reader, ...]:
+        """The readers that a batch tensor comes for, where an operator stands for it."""
+        maker = self.templates[self.made[name][0]].node
+        if self.forms is None or maker.op != EITHER or len(maker.refs) > 1:
+            return ()
+        flats = ((reader, self.templates[reader.operator]) for reader in readers)
+        return tuple(r for r, f in flats if (f.function, f.node.key) in self.forms.first)
+
     def _flow(
         self, name: str, readers: tuple[Reader, ...], shared: Mapping[str, int]
     ) -> Flow | None:
@@ -334,7 +419,8 @@ class _Folding:
         if not spec.shape:
             return None
         if name in self.made:
-            return Flow(spec, flows, readers, 1, *self.made[name])
+            as_made = self._as_made(name, readers)
+            return Flow(spec, flows, readers, 1, *self.made[name], as_made=as_made)
         entry = self.inputs[name]
         if entry.kind == "parameter":
             weight = shared.get(entry.target)

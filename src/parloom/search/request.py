@@ -128,16 +128,17 @@ class Request:
         return legal_microbatches(factored).counts
 
     def predict(self, decisions: Decisions, factored: Factored | None = None) -> Prediction:
-        """The step that is expected of a plan; `factored` is of `graph`.
+        """The step that is expected of a plan; `factored` is of the graph that its rewrites make,
+        or of `graph`.
 
         Raises `LayoutError` where it cannot be lowered.
         """
-        rewrites = decisions.rewrites
-        graph = rewritten(self.graph, rewrites)
+        if factored is None or (decisions.rewrites and factored.graph is self.graph):
+            factored = factorize(rewritten(self.graph, decisions.rewrites))
         if len(decisions.stages) > 1:
-            lowered = lower_stages(graph, decisions, factored=None if rewrites else factored)
+            lowered = lower_stages(factored.graph, decisions, factored=factored)
             return self.machine.predict_stages(lowered, decisions, self.optimizer)
-        pcg = lower(graph, decisions, factored=None if rewrites else factored)
+        pcg = lower(factored.graph, decisions, factored=factored)
         return self.machine.predict(pcg, decisions, self.optimizer)
 
 

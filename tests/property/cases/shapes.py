@@ -30,6 +30,7 @@ def views() -> list[Case]:
         case("squeeze", real(4, 1, 6, 1), (1, 0, -1), label="dims"),
         case("expand", real(4, 1, 6), (2, 4, 12, 6)),
         case("alias", real(4, 6)),
+        replace(case("parloom.either", real(4, 6), real(4, 6)), oracle=lambda x, _: x),
         case("select", x, 1, -2),
         case("unbind", real(4, 3, 6), 1),
         case("unfold", real(4, 12), 1, 3, 3),

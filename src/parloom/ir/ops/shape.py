@@ -138,7 +138,11 @@ def _expand(e: Emission) -> str:
     return f"{e.arg(0)}.expand({e.code(e.result_shape())})"
 
 
+EITHER = "parloom.either"
+"""One of several equal values: `either(x, y)`, of which the search takes one (`rewrite.forms`)."""
+
 OPS: tuple[OpDef, ...] = (
+    OpDef(EITHER, broadcast, lambda e: e.arg(0), no_flops, view=True, exact=exact.same),
     OpDef("view", _view_rule, _view, no_flops, view=True, linear="first", exact=exact.view),
     OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True, linear="first",
           exact=exact.transpose),

@@ -1,0 +1,131 @@
+"""Forms of a graph: each is the rewritten graph, and the search over all of them at once has the
+least of what each costs alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, combinations
+from random import Random
+
+import pytest
+
+from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
+from parloom.ir.graph import Graph, Node
+from parloom.ir.mesh import Mesh
+from parloom.ir.ops.shape import EITHER
+from parloom.ir.text import parse_graph
+from parloom.ir.verify import verify_graph
+from parloom.rewrite.forms import Form, Forms, Place
+from parloom.rewrite.merge import Merge, merges
+from parloom.rewrite.rewrites import rewritten
+from parloom.search.contexts import Contexts
+from parloom.search.decide import form_of
+from parloom.search.meshes import logical_meshes
+from parloom.search.request import Request, base_of
+from parloom.search.step_rows import Passes, ShadowPrices, row_prices
+from tests.property.searched import ADAM, PLENTY
+
+PASSES = Passes(1)
+PRICES = row_prices(ShadowPrices(), PASSES)
+"""Without a price of memory: what takes one of several values cannot make it again."""
+
+
+def random_graph(rng: Random) -> Graph:
+    """Products of a few values, added up, with activations between."""
+    rows, width = rng.choice((64, 512)), rng.choice((64, 256))
+    shape = f"float32[{rows}, {width}]"
+    values, body, weights = ["x"], list[str](), 0
+    for layer in range(rng.randint(1, 3)):
+        operand, made = rng.choice(values), []
+        for index in range(rng.randint(2, 3)):
+            made.append(f"p{layer}_{index}")
+            body.append(f"{made[-1]}: {shape} = linear({operand}, w{weights})  # m{layer}_{index}")
+            weights += 1
+        total = made[0]
+        for index, other in enumerate(made[1:]):
+            kind = rng.choice(("add", "mul"))
+            body.append(f"s{layer}_{index}: {shape} = {kind}({total}, {other})  # s{layer}_{index}")
+            total = f"s{layer}_{index}"
+        if rng.random() < 0.5:
+            body.append(f"a{layer}: {shape} = relu({total})  # a{layer}")
+            total = f"a{layer}"
+        values.append(total)
+    lines = [
+        'graph "Forms" training=True',
+        "",
+        f'input x: {shape} = batch("x")',
+        f'input y: {shape} = batch("y")',
+        *(
+            f'input w{i}: float32[{width}, {width}] = parameter("w{i}", trainable=True)'
+            for i in range(weights)
+        ),
+        "",
+        "main main:",
+        *(f"    {line}" for line in body),
+        f"    loss: float32[] = mse_loss({values[-1]}, y)  #",
+        "    return loss",
+        "",
+        "loss loss",
+        "",
+    ]
+    return parse_graph("\n".join(lines))
+
+
+def some_of(found: list[Merge]) -> list[tuple[Merge, ...]]:
+    return list(chain.from_iterable(combinations(found, n) for n in range(len(found) + 1)))
+
+
+def taken(forms: Forms, some: Sequence[Merge]) -> dict[Place, int]:
+    """What operators take where these merges are made."""
+    together = {key.partition(":")[0] for merge in some for key in merge.keys}
+    main = forms.graph.main
+    nodes = [item for item in main.body if isinstance(item, Node) and item.op == EITHER]
+    return {(main.name, node.key): int(node.path in together) for node in nodes}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_form_is_the_rewritten_graph(seed: int) -> None:
+    graph = random_graph(Random(seed))
+    found = list(merges(graph))
+    forms = Forms(graph, found)
+    verify_graph(forms.graph)
+    seen = set()
+    for some in some_of(found):
+        form = forms.form(taken(forms, some))
+        assert set(form.rewrites) == set(map(str, some))
+        assert form.graph == rewritten(graph, form.rewrites)
+        assert {flat.key for flat in form.graph.flat()} == {key for _, key in form.places}
+        seen.add(form.graph.main)
+    assert len(seen) == 2 ** len(found) > 1
+
+
+def least(request: Request, mesh: Mesh, forms: Forms | None = None) -> tuple[float, Form]:
+    """The least estimate on a mesh, and the form that has it."""
+    contexts = Contexts(request, base_of(request), forms)
+    program = contexts.on(mesh, 1)
+    assert program is not None
+    context = contexts.search(program, mesh, 1)
+    _, values = context.columns.minimum(PRICES, 0.0)
+    rows = context.layouts.evaluate(values, PRICES)
+    return float(rows @ PRICES), form_of(context.layouts, values)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_least_of_all_forms_is_found_at_once(seed: int) -> None:
+    rng = Random(seed)
+    graph = random_graph(rng)
+    found, cluster = (
+        list(merges(graph)),
+        load_cluster(rng.choice(("1x4xH100", "2x2xV100", "4xcpu"))),
+    )
+    request = Request(graph, DataSheets(cluster), ADAM, PLENTY)
+    for mesh in list(logical_meshes(cluster))[:2]:
+        each = {}
+        for some in some_of(found):
+            texts = tuple(map(str, some))
+            alone = replace(request, graph=rewritten(graph, texts))
+            each[texts], _ = least(alone, mesh)
+        best, form = least(request, mesh, Forms(graph, found))
+        assert best == pytest.approx(min(each.values()), rel=1e-9)
+        assert each[form.rewrites] == pytest.approx(best, rel=1e-9)
