@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -184,7 +184,10 @@ def test_pipelines_evaluate(name: str, seed: int) -> None:
     model = modes(name)
     rng = random.Random(seed)
     stages = staged.randomly_cut(model.training, 3, rng)
-    plan = staged.drawn(model.training, stages, [1, 2, 1][: len(stages)], seed=seed)
+    count = 3 if name == "classes" else 1  # batch norm trains on the whole batch
+    plan = staged.drawn(
+        model.training, stages, [1, 2, 1][: len(stages)], num_microbatches=count, seed=seed
+    )
     assert error(model, plan) < TOLERANCE
 
 
@@ -204,6 +207,17 @@ def test_padded_classes_are_cut_where_evaluation_reads_them_otherwise(microbatch
             rewrites=rewrites,
         )
         assert error(model, plan) < TOLERANCE
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_evaluation_has_the_microbatches_of_training(count: int) -> None:
+    """A plan that fits because it cuts the batch evaluates it so, too."""
+    model = modes("classes")
+    (plan,) = data_parallel(model.training, load_cluster("4xcpu"))
+    plan = replace(plan, num_microbatches=count)
+    _, evaluation = model.programs(plan)
+    assert evaluation.only.program.num_microbatches == count
+    assert error(model, plan) < TOLERANCE
 
 
 def test_the_operators_of_evaluation_alone_lie_like_their_neighbors() -> None:

@@ -8,7 +8,7 @@ from parloom.capture.operators import check_operators
 from parloom.codegen.source import generate, printable
 from parloom.cost.clusters import short_name
 from parloom.errors import LayoutError
-from parloom.ir.factors import factorize
+from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph, without_gradients
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import (
@@ -19,7 +19,7 @@ from parloom.ir.lower_stages import (
     staged,
 )
 from parloom.ir.pcg import PCG, Compute
-from parloom.ir.plan import Decisions, Plan
+from parloom.ir.plan import GLOBAL, Decisions, Plan
 from parloom.ir.stages import Cut, like, operands
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
@@ -159,29 +159,45 @@ def _check_state(stage: int, evaluation: Graph, training: Graph) -> None:
 def evaluation_program(plan: Plan, training: LoweredStages) -> CompiledStages | None:
     """The evaluation program, with parameters laid out as the `training` program stores them.
 
-    Its stages are those of the training program, on their meshes. Raises `LayoutError` where there
-    is no such program.
+    Its stages are those of the training program, on their meshes, and so are its microbatches where
+    the model allows them: the whole batch at once need not fit. Raises `LayoutError` where there is
+    no such program.
     """
     if not plan.evaluation_graph:
         return None
     graph = verify_graph(parse_graph(plan.evaluation_graph))
     graph = as_stored(without_gradients(graph), plan.decisions.rewrites)
-    trained = training.pcgs
-    factored, parts = factorize(graph), Cut((graph,), (), {})
+    factored, decisions = factorize(graph), plan.decisions
+    count = decisions.num_microbatches if len(decisions.replicas) == 1 else 1
+    if decisions.batch_semantics != GLOBAL:  # it is captured with the whole batch
+        count = 1
+    try:
+        stages = _lowered_evaluation(factored, decisions, training, count)
+    except LayoutError:
+        if count == 1:
+            raise
+        stages = _lowered_evaluation(factored, decisions, training, 1)
+    return compile_stages(stages, decisions, f"{title_of(plan)}\nEvaluation.")
+
+
+def _lowered_evaluation(
+    factored: Factored, decisions: Decisions, training: LoweredStages, count: int
+) -> LoweredStages:
+    """The evaluation program in so many microbatches."""
+    graph, trained = factored.graph, training.pcgs
+    parts = Cut((graph,), (), {})
     if len(trained) > 1:
-        placed = like(graph, training.cut, plan.decisions)
-        alone = tuple(replace(stage, at_once=1) for stage in plan.decisions.stages)
-        whole = replace(plan.decisions, stages=alone, num_microbatches=1)
-        parts = staged(factored, whole, placed)
+        placed = like(graph, training.cut, decisions)
+        alone = tuple(replace(stage, at_once=1) for stage in decisions.stages)
+        parts = staged(factored, replace(decisions, stages=alone, num_microbatches=count), placed)
         for stage, (own, held) in enumerate(zip(parts.graphs, training.cut.graphs, strict=True)):
             _check_state(stage, own, held)
     pcgs = []
     for own, pcg in zip(parts.graphs, trained, strict=True):
         mine = factored if own is graph else factorize(own)
-        chosen = evaluation_decisions(own, mine, pcg, factorize(pcg.graph))
+        chosen = evaluation_decisions(own, mine, pcg, factorize(pcg.graph), count)
         homes = {p.input.target: p.layout for p in pcg.parameters}
         pcgs.append(lower(own, chosen, factored=mine, homes=homes))
-    stages = LoweredStages(parts, tuple(pcgs))
-    for pcg in stages.pcgs:
+    for pcg in pcgs:
         verify_pcg(pcg)
-    return compile_stages(stages, plan.decisions, f"{title_of(plan)}\nEvaluation.")
+    return LoweredStages(parts, tuple(pcgs))

@@ -21,9 +21,11 @@ Like = tuple[str, tuple[TensorSpec, ...]]  # an operator with the specs of opera
 
 
 def evaluation_decisions(
-    graph: Graph, factored: Factored, training: PCG, trained: Factored
+    graph: Graph, factored: Factored, training: PCG, trained: Factored, num_microbatches: int
 ) -> Decisions:
-    """A legal assignment for every operator of the evaluation program `graph`."""
+    """A legal assignment for every operator of the evaluation program `graph`, which computes so
+    many microbatches one after the other.
+    """
     mesh = training.decisions.mesh
     before = unfold(training.graph, trained, mesh)
     known = {node.key: dict(node.factors) for node in training.decisions.nodes}
@@ -38,7 +40,8 @@ def evaluation_decisions(
         return _as_laid_out(before, found, assigned[found], program.rules[index])
 
     assignments = spread(program, _seeds(graph, training, before, assigned), choose)
-    return replace(training.decisions, nodes=decisions(program, assignments), num_microbatches=1)
+    nodes = decisions(program, assignments)
+    return replace(training.decisions, nodes=nodes, num_microbatches=num_microbatches)
 
 
 def _like(program: Unfolded, index: int) -> Like:
