@@ -90,12 +90,14 @@ class StageActions:
 
     `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split (`B` is
     then its first half); `B first`, `B last` and `W last` are those of the first and the last
-    microbatch, where they differ. `device` is the type of its devices.
+    microbatch, where they differ. `num_microbatches` are all of a step, also those that other
+    replicas run: the prologue is computed of each. `device` is the type of its devices.
     """
 
     name: str
     actions: Mapping[str, Played]
     base: tuple[int, ...] = NOTHING
+    num_microbatches: int = 1
     device: str = ""
 
 
@@ -161,7 +163,7 @@ def play_stage(
     actions = {
         kind: simulator.action(action, (), tasks.capacities) for kind, action in listed.items()
     }
-    return StageActions(name, actions, base=tasks.base)
+    return StageActions(name, actions, tasks.base, stage.pcg.num_microbatches)
 
 
 @dataclass(slots=True)
@@ -343,12 +345,12 @@ class _Pipeline:
         return rank
 
     def _prologue(self, rank: _Rank, stage: int) -> None:
-        """What a stage computes of the batch alone, of all its microbatches."""
+        """What a stage computes of the batch alone, of all microbatches of the step."""
         played = self.stages[stage].actions.get("PROLOGUE")
         if played is None:
             return
         number = stage if len(self.on[rank.index]) > 1 else ""
-        for microbatch in range(self.counts[stage]):
+        for microbatch in range(self.stages[stage].num_microbatches):
             self._run(rank, f"{number}P{microbatch}", played, ())
 
     def _pass(self, rank: _Rank, action: Action, place: str) -> None:
