@@ -22,6 +22,13 @@ def test_a_row_shows_what_takes_most_of_each_column() -> None:
     assert second == "·FBBFBB··U"
 
 
+def test_a_prologue_is_no_update() -> None:
+    actions = {"PROLOGUE": profile(10), "F": profile(10), "B": profile(20), "STEP": profile(10)}
+    stage = StageActions("a", actions, num_microbatches=2)
+    found = simulate_pipeline(schedule("1f1b", 1, 2), [stage], ())
+    assert row(found.processes[0], found.step_ps, 9).plain == "PPFBBFBBU"
+
+
 def test_a_column_of_several_kinds_shows_the_longest() -> None:
     actions = {"F": profile(3), "B": profile(6), "STEP": profile(1)}
     found = simulate_pipeline(schedule("1f1b", 1, 2), [StageActions("a", actions)], ())
@@ -33,4 +40,5 @@ def test_a_column_of_several_kinds_shows_the_longest() -> None:
 def test_names_of_actions_and_their_kinds() -> None:
     kinds = {"F0": "F", "2B10": "B", "W3": "W", "REDUCE": "U", "STEP": "U", "GATHER": "U"}
     kinds |= {"F": "F", "B last": "B", "B first": "B", "FOO": "U", "": "U"}
+    kinds |= {"P0": "P", "2P3": "P", "P": "P", "PROLOGUE": "P", "PLAN": "U"}
     assert {name: pass_of(name) for name in kinds} == kinds

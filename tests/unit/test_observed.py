@@ -79,6 +79,12 @@ def test_a_trace_has_both_beside_each_other() -> None:
     ]  # fmt: skip
 
 
+def test_a_prologue_is_a_kind_of_its_own() -> None:
+    spans = [ActionSpan("P", 0.0, 1.0), ActionSpan("F0", 1.0, 3.0), ActionSpan("STEP", 3.0, 4.0)]
+    (device,) = observed_document([spans], NAMES[:1], 3)["devices"]
+    assert (device["seconds"]["prologue"], device["seconds"]["update"]) == (1.0, 1.0)
+
+
 def test_json_has_seconds_by_kind_and_all_actions() -> None:
     found = observed_document([FIRST, SECOND], NAMES, 3)
     assert (found["step"], found["step_s"]) == (3, 13.0)

@@ -13,7 +13,7 @@ from parloom.cost.units import format_seconds
 from parloom.report.gantt import COLUMNS, LEGEND, pass_of, row
 from parloom.runtime.spans import ActionSpan
 
-TITLES = {"F": "forward", "B": "backward", "W": "weights", "U": "update"}
+TITLES = {"P": "prologue", "F": "forward", "B": "backward", "W": "weights", "U": "update"}
 WAITS = "waits for others"
 PS = 1e12
 

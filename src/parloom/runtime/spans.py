@@ -12,8 +12,8 @@ Instant = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class ActionSpan:
-    """An action of one rank, in seconds after the beginning of the step; `waited_s` of them it
-    waited for messages of other stages.
+    """An action of one rank, or the prologue of one of its stages (`P`, `2P`), in seconds after the
+    beginning of the step; `waited_s` of them it waited for messages of other stages.
     """
 
     action: str

@@ -104,9 +104,11 @@ class Step:
         for part in stages.parts:
             own = [action for action in stages.actions if action.stage == part.stage]
             part.store.begin_step(splits=any(action.kind == "W" for action in own))
-            passes[part.stage] = Passes(
-                part, batches[part.stage], stages.transfers, own, self._loss_scale
-            )
+            prologue = spans if part.program.prologue is not None else None
+            with action_of(prologue, f"{part.stage or ''}P"):
+                passes[part.stage] = Passes(
+                    part, batches[part.stage], stages.transfers, own, self._loss_scale
+                )
         for action in stages.actions:
             with self._seen(action), action_of(spans, str(action)):
                 self._run(action, passes)
