@@ -11,6 +11,7 @@ updates its weights before all gradients are known. Zero-bubble runs update firs
 afterwards (Qi et al., ICLR'24, section 4), so that every rank begins its next step on its own.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
 from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
-from parloom.cost.tasks import COMPUTE, SHARES, kind_of, picoseconds
+from parloom.cost.tasks import COMPUTE, SHARES, kind_of, loads, picoseconds
 from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span, Timeline
 from parloom.errors import InputError
 from parloom.ir.plan import Action
@@ -273,12 +274,13 @@ class _Pipeline:
         sends += [sent for _, sent in self.shared]
         used = [flow.links[0] for state in left for flow in state.flows]
         self.levels = 1 + max([*used, *(sent.level for sent in sends)], default=0)
+        self.capacities = (SHARES,) * (2 * self.levels * len(lists))
 
     def run(self) -> Timeline:
         """Play all ranks."""
         ranks = [self._rank(index, listed) for index, listed in enumerate(self.lists)]
         outcome = self._play(ranks)
-        bound = max(sum(played.ps for _, _, played in rank.runs) for rank in ranks)
+        bound_ps = self._bound_ps(ranks)
         messages, used = [], dict(self._used(ranks, outcome))
         left: list[list[Slice]] = [[] for _ in ranks]
         for moved in outcome.moved:
@@ -292,7 +294,7 @@ class _Pipeline:
             elif kind != NORM:
                 left[rank].append(Slice(rank, channel, name, kind, moved.start_ps, moved.end_ps))
         processes = tuple(self._process(rank, outcome, left[rank.index]) for rank in ranks)
-        return Timeline(outcome.end_ps, processes, bound, tuple(messages))
+        return Timeline(outcome.end_ps, processes, bound_ps, tuple(messages))
 
     def period_ps(self) -> int:
         """The time from the end of a step to that of the next one, on the slowest rank."""
@@ -306,8 +308,23 @@ class _Pipeline:
         return found
 
     def _play(self, ranks: Sequence[_Rank]) -> Outcome:
-        capacities = (SHARES,) * (2 * self.levels * len(ranks))
-        return Engine([rank.instructions for rank in ranks], capacities).play()
+        return Engine([rank.instructions for rank in ranks], self.capacities).play()
+
+    def _bound_ps(self, ranks: Sequence[_Rank]) -> int:
+        """What no overlap can beat: the most that a compute stream, a channel or a link has to do.
+
+        Inside of actions and beside them links count apart: they are not played as shared.
+        """
+        totals = Counter[tuple[int | None, str | int]]()
+        for rank in ranks:
+            for _, _, played in rank.runs:
+                for what, amount in played.load:
+                    totals[rank.index, what] += amount
+            launched = (i for i in rank.instructions if isinstance(i, Launch))
+            for what, amount in loads(launched, self.capacities):
+                totals[None, what] += amount
+        done = (n // SHARES if isinstance(what, int) else n for (_, what), n in totals.items())
+        return max(done, default=0)
 
     def _process(self, rank: _Rank, outcome: Outcome, left: list[Slice]) -> Process:
         starts = outcome.starts[rank.index]
@@ -367,8 +384,9 @@ class _Pipeline:
         more = sum(sent.computes_ps for _, _, sent in (*came, *leaves))
         needs = tuple(key for key, _, _ in came)
         if more:
-            busy = (*played.busy, (COMPUTE, more))
-            played = replace(played, ps=played.ps + more, busy=busy)
+            own = COMPUTE, more
+            busy, load = (*played.busy, own), (*played.load, own)
+            played = replace(played, ps=played.ps + more, busy=busy, load=load)
         self._run(rank, name, played, needs)
         back = action.kind == "B"
         for key, edge, sent in leaves:

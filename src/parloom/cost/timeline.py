@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parloom.cost.engine import Outcome, Run, State
-from parloom.cost.tasks import COMPONENTS, COMPUTE, Placed
+from parloom.cost.tasks import COMPONENTS, COMPUTE, Load, Placed
 from parloom.ir.plan import Prediction
 
 NOTHING = (0,) * len(COMPONENTS)
@@ -53,7 +53,7 @@ class Played:
     """An action that was played: how long it took, and the transfers under way when it was over.
 
     `busy` are ps per compute stream or channel, `exposed` ps that the compute stream waited per
-    kind of transfer.
+    kind of transfer. `load` is what was done meanwhile, without waits and whatever slows it.
     """
 
     ps: int
@@ -62,6 +62,7 @@ class Played:
     exposed: tuple[tuple[str, int], ...]
     memory: Memory
     pieces: tuple[Piece, ...] = ()
+    load: Load = ()
 
     @property
     def num_instructions(self) -> int:
