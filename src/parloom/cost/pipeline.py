@@ -21,7 +21,18 @@ from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
 from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
 from parloom.cost.tasks import COMPUTE, SHARES, kind_of, loads, picoseconds
-from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span, Timeline
+from parloom.cost.timeline import (
+    MESSAGES,
+    NORM,
+    NOTHING,
+    SHARED,
+    Message,
+    Played,
+    Process,
+    Slice,
+    Span,
+    Timeline,
+)
 from parloom.errors import InputError
 from parloom.ir.plan import Action
 from parloom.ir.regular_parts import Join
@@ -31,9 +42,6 @@ from parloom.ir.zero_bubble import PassTimes, zero_bubble
 # Steps that are played for the period: the first one starts with idle ranks, and the two after it
 # are as far apart as all later ones.
 REPEATED = 3
-# What ranks wait for before they update where steps synchronize.
-NORM = "gradients norm"
-SHARED = "gradients of shared weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +295,7 @@ class _Pipeline:
             owner, _, channel = moved.channel.partition(" ")
             kind, _, name = moved.key.partition("|")
             rank = int(owner)
-            if kind == "pipeline":
+            if kind == MESSAGES:
                 when = used.get(moved.key, moved.end_ps)
                 ends = self.ways[moved.key]
                 messages.append(Message(name, *ends, channel, moved.start_ps, moved.end_ps, when))
@@ -495,4 +503,4 @@ def _placed(lists: Lists, count: int) -> tuple[int, ...]:
 
 def _key(kind: str, microbatch: int, edge: Edge) -> str:
     ends = (edge.source, edge.target) if kind == "F" else (edge.target, edge.source)
-    return f"pipeline|{kind}{microbatch} from stage {ends[0]} to {ends[1]}"
+    return f"{MESSAGES}|{kind}{microbatch} from stage {ends[0]} to {ends[1]}"

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.tasks import COMPUTE
-from parloom.cost.timeline import Process, Timeline, sampled
+from parloom.cost.timeline import MESSAGES, NORM, SHARED, Process, Timeline, sampled
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.report.bars import levels
 
@@ -80,7 +80,7 @@ def _shares(timeline: Timeline, names: Sequence[str]) -> Table:
     for index, name in enumerate(names):
         busy = timeline.busy(index)
         exposed = timeline.exposed(index)
-        others = exposed.get("pipeline", 0)
+        others = sum(exposed.get(kind, 0) for kind in (MESSAGES, SHARED, NORM))
         own = sum(exposed.values()) - others
         sends = sum(m.end_ps - m.start_ps for m in timeline.messages if m.sender == index)
         idle = step - busy.get(COMPUTE, 0)
