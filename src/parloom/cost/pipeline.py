@@ -95,12 +95,13 @@ def chain(count: int, forward: Send = Send(), backward: Send = Send()) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class StageActions:
-    """A stage: what its actions are like by kind.
+    """A stage: what its actions are like, by the kinds that action lists have.
 
-    `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split (`B` is
-    then its first half); `B first`, `B last` and `W last` are those of the first and the last
-    microbatch, where they differ. `num_microbatches` are all of a step, also those that other
-    replicas run: the prologue is computed of each. `device` is the type of its devices.
+    `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split: `B` is
+    then, as in lists, its first half, which `cost/actions.py` calls `I`. `B first`, `B last` and
+    `W last` are those of the first and the last microbatch, where they differ. `num_microbatches`
+    are all of a step, also those that other replicas run: the prologue is computed of each.
+    `device` is the type of its devices.
     """
 
     name: str
