@@ -4,7 +4,7 @@
 
 One split of `heavy_head` over 4 hosts at 100 Mbit/s, that of `--method pipedream`, runs under 1F1B
 and ZB-H1, and beside it what `auto` chose: stages, a searched list. For each rank, the share of a
-step in which it waits for messages of other stages; `FILE` is what `auto_in_a_box.py --keep` left
+step in which it waits for other stages; `FILE` is what `auto_in_a_box.py --keep` left
 of the same bed.
 """
 

@@ -28,6 +28,7 @@ from torch_sides import SIDES, Step
 
 from parloom import api
 from parloom.ir.regular_parts import devices_of
+from parloom.runtime.spans import waiting_share
 
 SPEND_S = 0.03
 REST_S = 0.03
@@ -47,9 +48,8 @@ class ParloomStep:
         return self._trainer.step(self._batch).loss
 
     def waits(self) -> float:
-        """The share of one more step in which this rank waits for messages of other stages."""
-        spans = self._trainer.step(self._batch, observed=True).spans
-        return sum(span.waited_s for span in spans) / spans[-1].end_s
+        """The share of one more step in which this rank waits for other stages."""
+        return waiting_share(self._trainer.step(self._batch, observed=True).spans)
 
 
 def _timed(step: Step) -> tuple[float, Tensor]:

@@ -50,6 +50,7 @@ def case_of(name: str, seed: int, schedule: str = "1f1b") -> PipelineCase:
 def test_every_picosecond_of_every_device_has_a_cause(name: str, schedule: str) -> None:
     case = case_of(name, seed=3, schedule=schedule)
     timeline, planned = case.timeline, case.decisions.stages
+    assert 0 < timeline.bound_ps <= timeline.step_ps
     groups = [own for own, _ in group_lists(case.decisions)]
     programs = [
         [Program(case.stages.pcgs[i], case.player.own(planned[i]), i) for i in own]

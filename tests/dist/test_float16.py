@@ -22,6 +22,7 @@ from parloom.ir.lower import lower
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import grid
 from parloom.ir.plan import one_stage, Decisions
+from parloom.runtime.spans import Spans
 from parloom.runtime.step import Gradients
 from parloom.comparators.baselines import METHODS, random_plan
 from tests.dist.staged import drawn, even
@@ -117,9 +118,9 @@ def test_ranks_that_do_not_agree_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     """The test above can fail: not all stages have gradients that overflow."""
     agree = Gradients.agree
 
-    def alone(self: Gradients, *, with_norm: bool) -> None:
+    def alone(self: Gradients, *, with_norm: bool, spans: Spans | None) -> None:
         own = self._sums[1].clone()
-        agree(self, with_norm=with_norm)
+        agree(self, with_norm=with_norm, spans=spans)
         self._sums[1] = own
 
     monkeypatch.setattr(Gradients, "agree", alone)

@@ -133,8 +133,8 @@ def test_what_goes_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     weights = SplitBackward.weights
     fails(SplitBackward, "weights", first_only)
-    fails(SharedParameters, "reduce", lambda self: None)
-    fails(SharedParameters, "publish", lambda self, frozen=False: None)
+    fails(SharedParameters, "reduce", lambda self, spans=None: None)
+    fails(SharedParameters, "publish", lambda self, spans=None, frozen=False: None)
 
 
 def test_the_halves_of_a_backward_pass() -> None:

@@ -18,9 +18,11 @@ from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import Decisions, ParameterDecision, Stage, Storage
+from parloom.ir.plan import Action, Decisions, ParameterDecision, Stage, Storage
+from parloom.ir.schedules import STEP
 from parloom.ir.stages import cut, stage_items
 from parloom.runtime.passes import Passes
+from parloom.runtime.spans import ActionSpan
 from tests.dist import lowered, staged
 
 
@@ -192,7 +194,9 @@ def four_steps(folder: Path) -> None:
 
 
 def test_observed_steps_tell_when_stages_ran_and_waited(tmp_path: Path) -> None:
-    plan = api.plan("zoo:mlp", batch=16, cluster="2xcpu", devices=2, method="gpipe")
+    plan = api.plan(
+        "zoo:mlp", batch=16, cluster="2xcpu", devices=2, method="gpipe", microbatches=2
+    )
     assert len(plan.decisions.stages) == 2
     assert plan.prediction is not None
     assert len(plan.prediction.waits_s) == 2
@@ -213,11 +217,50 @@ def test_observed_steps_tell_when_stages_ran_and_waited(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     first, second = api.observed(known, tmp_path / "log.jsonl")
     for of_stage, (_, own) in zip((first, second), group_lists(known.decisions), strict=True):
-        assert [span.action for span in of_stage.actions] == [str(action) for action in own]
+        before = ["1P"] if of_stage is second else []  # the number of labels, which the loss reads
+        assert [span.action for span in of_stage.actions] == [*before, *map(str, own)]
         assert all(a.end_s <= b.begin_s for a, b in pairwise(of_stage.actions))
         assert all(s.begin_s + s.waited_s <= s.end_s for s in of_stage.actions)
     count = plan.decisions.num_microbatches
     assert first.actions[0].end_s >= LATE_S
-    assert second.actions[0].waited_s >= 0.9 * LATE_S
+    assert second.actions[1].waited_s >= 0.9 * LATE_S
     assert sum(span.waited_s for span in second.actions) >= 0.5 * LATE_S * count
     assert sum(span.waited_s for span in first.actions[:count]) == 0.0
+
+
+def late_step(pipeline: rt.Pipeline, model: lowered.Model) -> tuple[ActionSpan, ...]:
+    """Clips; stage 0 takes `LATE_S` longer for each backward pass."""
+    torch.set_num_threads(1)
+    backward = Passes.backward
+
+    def late(self: Passes, microbatch: int) -> None:
+        time.sleep(LATE_S if self._part.stage == 0 else 0.0)
+        backward(self, microbatch)
+
+    Passes.backward = late  # type: ignore[method-assign]
+    trainer = rt.Trainer(
+        pipeline,
+        model.tensors,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        comm=rt.DistributedComm(pipeline.mesh),
+        clip_norm=0.5,
+    )
+    return trainer.step(model.batch, observed=True).spans
+
+
+@pytest.mark.parametrize(("replicas", "waits"), [(True, "REDUCE"), (False, "STEP")])
+def test_updates_tell_how_long_they_waited_for_gradients(replicas: bool, waits: str) -> None:
+    """Of weights that replicas share, or of all for their norm."""
+    model = lowered.model("mlp")
+    items = stage_items(model.graph)
+    own = [(items, (0,)), (items, (1,))] if replicas else [(items[:2], ()), (items[2:], ())]
+    stages = tuple(
+        Stage(keys, (range(i, i + 1),), Mesh(()), shares) for i, (keys, shares) in enumerate(own)
+    )
+    lists = tuple(
+        (*(Action(kind, i if replicas else 0, i) for kind in "FB"), *STEP) for i in range(2)
+    )
+    plan = Decisions(stages, num_microbatches=1 + replicas, schedule="listed", actions=lists)
+    spans = fork_ranks(2, late_step, staged.compiled(model, plan).pipeline, model)[1]
+    (waiting,) = [span for span in spans if span.action == waits]
+    assert waiting.waited_s >= 0.9 * LATE_S

@@ -83,7 +83,7 @@ def test_replicas_equal_one_device(name: str, case: Case) -> None:
 
 def test_a_replica_that_sends_no_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = lowered.model("gpt"), replicas(lowered.model("gpt").graph, CASES[0], 0)
-    monkeypatch.setattr(SharedParameters, "reduce", lambda self: None)
+    monkeypatch.setattr(SharedParameters, "reduce", lambda self, spans: None)
     assert not staged.report(model, plan, staged.reference("gpt")).passed
 
 
@@ -121,6 +121,17 @@ def test_the_replica_that_moves_the_most_is_priced(name: str, beyond: float) -> 
         assert max(*sent, *received) > beyond * sum(sent) / 3
     (shared,) = priced.shared
     assert shared.sent == send(moved, moved, priced.join_of(0, 1))
+
+
+def test_each_replica_computes_the_prologue_of_all_microbatches() -> None:
+    """Also of those that others run: the number of labels is that of the whole batch."""
+    graph = lowered.model("mlp").graph
+    plan = replicas(graph, CASES[1], 0)
+    stages = lower_stages(graph, plan)
+    assert all(pcg.hoisted for pcg in stages.pcgs)
+    for process in simulate_stages(stages, load_cluster("3x1xcpu"), plan).processes:
+        names = [span.name for span in process.spans if span.name.startswith("P")]
+        assert names == [f"P{microbatch}" for microbatch in range(CASES[1].count)]
 
 
 class _Alone(rt.SingleComm):

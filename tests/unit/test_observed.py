@@ -4,16 +4,23 @@ import json
 
 from rich.console import Console
 
-from parloom.cost.pipeline import StageActions, chain, simulate_pipeline
+from parloom.cost.engine import Launch
+from parloom.cost.pipeline import Send, Shared, StageActions, chain, simulate_pipeline
 from parloom.cost.tasks import COMPUTE
 from parloom.cost.timeline import Memory, Played, Timeline
 from parloom.ir.schedules import schedule
-from parloom.report.observed import observed_document, observed_screen, observed_timeline
+from parloom.report.observed import (
+    by_kind,
+    observed_document,
+    observed_screen,
+    observed_timeline,
+)
 from parloom.report.trace import chrome_trace
-from parloom.runtime.spans import ActionSpan
+from parloom.runtime.spans import ActionSpan, waiting_share
 
 NAMES = ["stage 0 on 0", "stage 1 on 1"]
-# Stage 1 waits for the forward pass of stage 0, which waits for its gradient.
+PS = 10**12
+# Stage 1 waits for the forward pass of stage 0, which waits for its gradient; both update together.
 FIRST = (
     ActionSpan("F0", 0.0, 2.0),
     ActionSpan("B0", 2.0, 12.0, 6.0),
@@ -22,18 +29,19 @@ FIRST = (
 SECOND = (
     ActionSpan("1F0", 0.0, 4.0, 2.0),
     ActionSpan("1B0", 4.0, 8.0),
-    ActionSpan("STEP", 12.0, 13.0),
+    ActionSpan("STEP", 8.0, 13.0, 4.0),
 )
 
 
-def simulated() -> Timeline:
+def profile(seconds: int, *left: Launch) -> Played:
+    return Played(seconds * PS, left, ((COMPUTE, seconds * PS),), (), Memory())
+
+
+def simulated(*shared: Shared) -> Timeline:
     """The same pipeline, with passes of 2 s and 4 s."""
-    actions = {
-        kind: Played(seconds * 10**12, (), ((COMPUTE, seconds * 10**12),), (), Memory())
-        for kind, seconds in (("F", 2), ("B", 4), ("STEP", 1))
-    }
+    actions = {"F": profile(2), "B": profile(4), "STEP": profile(1)}
     stages = [StageActions(name, actions) for name in NAMES]
-    return simulate_pipeline(schedule("1f1b", 2, 1), stages, chain(2))
+    return simulate_pipeline(schedule("1f1b", 2, 1), stages, chain(2), shared=shared)
 
 
 def test_an_observed_step_becomes_the_simulated_one() -> None:
@@ -44,7 +52,51 @@ def test_an_observed_step_becomes_the_simulated_one() -> None:
         passes = [(s.start_ps, s.played.ps) for s in predicted.spans if s.name[0] != "R"]
         assert times == [one for one in passes if one[1]]
     for index in range(2):
-        assert found.exposed(index)["pipeline"] == known.exposed(index).get("pipeline", 0)
+        assert known.exposed(index) == {k: ps for k, ps in found.exposed(index).items() if ps}
+        assert nonzero(found, index) == nonzero(known, index)
+
+
+def nonzero(timeline: Timeline, process: int) -> dict[str, int]:
+    return {kind: ps for kind, ps in by_kind(timeline, process).items() if ps}
+
+
+def test_waits_for_shared_weights_are_no_update() -> None:
+    """Replicas that are faster wait for the gradients of slower ones."""
+    known = simulated(Shared((0, 1), Send(PS)))
+    first = (*FIRST[:2], ActionSpan("REDUCE", 12.0, 13.0, 1.0), ActionSpan("STEP", 13.0, 14.0))
+    second = (*SECOND[:2], ActionSpan("REDUCE", 8.0, 13.0, 5.0), ActionSpan("STEP", 13.0, 14.0))
+    found = observed_timeline([first, second])
+    assert nonzero(found, 1) == {
+        "forward": 2 * PS,
+        "backward": 4 * PS,
+        "update": PS,
+        "waits for messages": 2 * PS,
+        "waits for shared weights": 5 * PS,
+    }
+    assert [nonzero(found, i) for i in (0, 1)] == [nonzero(known, i) for i in (0, 1)]
+    # Rank 1 waits 2 s for a message and 5 s for gradients, as predicted.
+    assert waiting_share(second) == 7 / 14 == known.prediction().waits_s[1] / known.step_s
+
+
+def test_what_only_some_steps_wait_for_is_not_in_the_share() -> None:
+    """Stage 1 waits 4 s in STEP where gradients are clipped, and not at all elsewhere."""
+    assert waiting_share(SECOND) == 2 / 13 == simulated().prediction().waits_s[1] / 13
+
+
+def test_reductions_that_are_waited_for_are_part_of_the_update() -> None:
+    reduction = Launch("gradients all_reduce|g", "data", 3 * PS)
+    actions = {
+        "F": profile(2),
+        "B": profile(4, reduction),
+        "REDUCE": profile(0),
+        "STEP": profile(1),
+    }
+    known = simulate_pipeline(schedule("1f1b", 1, 1), [StageActions("a", actions)])
+    seen = ActionSpan("F0", 0, 2), ActionSpan("B0", 2, 6), ActionSpan("REDUCE", 6, 9)
+    found = observed_timeline([(*seen, ActionSpan("STEP", 9, 10))])
+    assert nonzero(found, 0) == nonzero(known, 0) == {
+        "forward": 2 * PS, "backward": 4 * PS, "update": 4 * PS,
+    }  # fmt: skip
 
 
 def test_both_steps_are_drawn_on_one_scale() -> None:
@@ -60,7 +112,9 @@ def test_both_steps_are_drawn_on_one_scale() -> None:
     assert [row.count("F") for row in rows] == [6, 11, 5, 5]
     assert [row.count("B") for row in rows] == [11, 22, 11, 11]
     last = next(line for line in text.splitlines() if "4 s (2 s)" in line)
-    assert " ".join(last.split()) == "stage 0 on 0 4 s (2 s) 8 s (4 s) 2 s (1 s) 12 s (6 s)"
+    assert " ".join(last.split()) == (
+        "stage 0 on 0 4 s (2 s) 8 s (4 s) 2 s (1 s) 12 s (6 s) 0 ns (0 ns)"
+    )
 
 
 def test_a_trace_has_both_beside_each_other() -> None:
@@ -79,11 +133,18 @@ def test_a_trace_has_both_beside_each_other() -> None:
     ]  # fmt: skip
 
 
+def test_a_prologue_is_a_kind_of_its_own() -> None:
+    spans = [ActionSpan("P", 0.0, 1.0), ActionSpan("F0", 1.0, 3.0), ActionSpan("STEP", 3.0, 4.0)]
+    (device,) = observed_document([spans], NAMES[:1], 3)["devices"]
+    assert (device["seconds"]["prologue"], device["seconds"]["update"]) == (1.0, 1.0)
+
+
 def test_json_has_seconds_by_kind_and_all_actions() -> None:
     found = observed_document([FIRST, SECOND], NAMES, 3)
     assert (found["step"], found["step_s"]) == (3, 13.0)
     first = found["devices"][0]
     assert first["seconds"] == {
-        "forward": 2.0, "backward": 4.0, "update": 1.0, "waits for others": 6.0,
+        "forward": 2.0, "backward": 4.0, "update": 1.0,
+        "waits for messages": 6.0, "waits for shared weights": 0.0, "waits for all gradients": 0.0,
     }  # fmt: skip
     assert first["actions"][1] == {"action": "B0", "begin_s": 2.0, "end_s": 12.0, "waited_s": 6.0}

@@ -37,7 +37,7 @@ Times = tuple[int, int, int]  # F, B, W of a stage
 
 def profile(ps: int, memory: Memory = Memory()) -> Played:  # noqa: B008 - a value
     """An action of which nothing is known but its time and memory."""
-    return Played(ps, (), ((COMPUTE, ps),), (), memory)
+    return Played(ps, (), ((COMPUTE, ps),), (), memory, load=((COMPUTE, ps),))
 
 
 def equal(name: str, ranks: int, microbatches: int, times: Times, chunks: int = 1) -> Timeline:
@@ -157,6 +157,34 @@ def test_uneven_stages_are_the_longest_path(
     assert [found.busy(i)[COMPUTE] for i in range(len(times))] == [
         microbatches * each for each in work
     ]
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=2, max_size=4),
+    st.integers(1, 8),
+    st.tuples(st.integers(0, 9), st.integers(0, 60)),
+)
+def test_the_bound_is_what_the_busiest_stream_has_to_do(
+    name: str, each: list[tuple[int, int, int, int]], microbatches: int, sent: tuple[int, int]
+) -> None:
+    """Passes that compute and then wait for a collective of their own, which could be hidden."""
+
+    def waiting(computes: int, moves: int) -> Played:
+        amounts = (COMPUTE, computes), ("tensor", moves)
+        return Played(computes + moves, (), amounts, (), Memory(), load=amounts)
+
+    stages = [
+        StageActions(str(i), {"F": waiting(*times[:2]), "B": waiting(*times[2:])})
+        for i, times in enumerate(each)
+    ]
+    edges = chain(len(stages), Send(*sent), Send(*sent))
+    found = simulate_pipeline(schedule(name, len(stages), microbatches), stages, edges)
+    streams = [own for f, tf, b, tb in each for own in (f + b, tf + tb)]
+    # Between two others a stage sends both ways over one link, without the latency.
+    streams += [sum(sent), (2 if len(stages) > 2 else 1) * sent[1]]
+    assert found.bound_ps == microbatches * max(streams)
+    assert found.bound_ps <= found.step_ps
 
 
 def test_the_usual_formula_is_wrong_for_uneven_1f1b() -> None:

@@ -112,15 +112,19 @@ def test_one_device_is_the_sum_of_its_works() -> None:
     assert (first.name, first.kind, first.start_ps) == ("0.up:linear#0", "linear", 0)
 
 
-def test_tensor_parallel_collectives_wait_and_are_waited_for() -> None:
-    cluster = load_cluster("4xH100")
+def tensor_parallel(cluster: Cluster) -> Decisions:
+    """All products split over the whole cluster."""
     mesh = Mesh((MeshAxis("tensor", tuple(reversed(cluster.prime_axes()))),))
     factors = (("n", "up:linear#0"), ("d1", "act:relu#0"), ("k", "down:linear#0"))
     nodes = tuple(
         NodeDecision(f"{i}.{key}", ((f, ("tensor",)),)) for i in range(DEPTH) for f, key in factors
     )
-    decisions = Decisions(one_stage(mesh), nodes)
-    graph = model()
+    return Decisions(one_stage(mesh), nodes)
+
+
+def test_tensor_parallel_collectives_wait_and_are_waited_for() -> None:
+    cluster = load_cluster("4xH100")
+    decisions, graph = tensor_parallel(cluster), model()
     found = run(graph, cluster, decisions)
     price = price_plan(lower(graph, decisions), cluster, decisions, Optimizer("adamw", 2))
     assert found.step_s == pytest.approx(price.step_s, rel=1e-6)
@@ -376,6 +380,16 @@ def test_a_pipeline_of_one_stage_is_the_step() -> None:
     assert found.step_ps == whole.step_ps
     assert found.exposed() == whole.exposed()
     assert found.processes[0].memory == whole.processes[0].memory
+
+
+def test_the_bound_of_a_pipeline_is_without_what_might_be_hidden() -> None:
+    cluster = load_cluster("4xH100")
+    decisions = tensor_parallel(cluster)
+    stage = stage_of(lower(model(), decisions), cluster, decisions)
+    found = simulate_pipeline(schedule("1f1b", 2, 4), [stage, stage])
+    assert found.exposed(0)["activations all_reduce"] > 0
+    with_waits = sum(span.played.ps for span in found.processes[0].spans)
+    assert found.bound_ps == max(found.busy(0).values()) < with_waits
 
 
 def test_a_split_backward_pass_is_as_long_as_a_whole_one() -> None:

@@ -132,6 +132,7 @@ class Program:
         if len(self.parts) == 1:
             return simulate(self.lowered[0], own, self.parts[0].decisions, optimizer, kernels)
         player, name = Simulator(), chosen.schedule_name
+        count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
         known: dict[int, StageActions] = {}
         stages: list[StageActions] = []
         parameters: dict[int, Parameters] = {}
@@ -142,9 +143,8 @@ class Program:
                 found.passes_before = chosen.pipeline if chosen.interleave > 1 else 1
                 known[id(pcg)] = play_stage("", found, player, split=name in SPLIT)
                 parameters[id(pcg)] = found.found.parameters
-            actions = replace(known[id(pcg)], name=f"stage {index}")
+            actions = replace(known[id(pcg)], name=f"stage {index}", num_microbatches=count)
             stages.append(actions)
-        count = min(chosen.num_microbatches, (rounds or chosen.num_microbatches) * chosen.pipeline)
         # What goes back is what came.
         sent = [_send(i, pcg, chosen, cluster) for i, pcg in enumerate(self.lowered[:-1])]
         edges = [Edge(index, index + 1, each, each) for index, each in enumerate(sent)]

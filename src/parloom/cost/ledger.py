@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from parloom.cost.engine import Launch, Run
-from parloom.cost.pipeline import NORM
 from parloom.cost.tasks import (
     COMPONENTS,
     OF_WEIGHTS,
@@ -23,7 +22,7 @@ from parloom.cost.tasks import (
     Note,
     kind_of,
 )
-from parloom.cost.timeline import Piece, Played, Span, Timeline
+from parloom.cost.timeline import MESSAGES, NORM, Piece, Played, Span, Timeline
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG, PCall
 
@@ -35,7 +34,7 @@ BESIDE = "slower beside collectives"
 MARKS = (RECOMPUTING, RECOMPUTED)
 MAIN, STEP, BETWEEN = "main", "step program", "between stages"
 # What a device of a pipeline waits for between actions, and when all it has is done.
-WAITS = {"pipeline": "messages of other stages", NORM: "gradients of all stages"}
+WAITS = {MESSAGES: "messages of other stages", NORM: "gradients of all stages"}
 SLOWEST = "the slowest stage"
 UPDATE = ("REDUCE", "STEP", "GATHER")
 OWN_KINDS = {"update": UPDATING, "collect": ADDING, "issue": ISSUING}

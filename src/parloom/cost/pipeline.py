@@ -11,6 +11,7 @@ updates its weights before all gradients are known. Zero-bubble runs update firs
 afterwards (Qi et al., ICLR'24, section 4), so that every rank begins its next step on its own.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,8 +20,19 @@ from parloom.cost.collectives import collective
 from parloom.cost.engine import Engine, Flow, Instruction, Launch, Outcome, Run
 from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import Simulator
-from parloom.cost.tasks import COMPUTE, SHARES, kind_of, picoseconds
-from parloom.cost.timeline import NOTHING, Message, Played, Process, Slice, Span, Timeline
+from parloom.cost.tasks import COMPUTE, SHARES, kind_of, loads, picoseconds
+from parloom.cost.timeline import (
+    MESSAGES,
+    NORM,
+    NOTHING,
+    SHARED,
+    Message,
+    Played,
+    Process,
+    Slice,
+    Span,
+    Timeline,
+)
 from parloom.errors import InputError
 from parloom.ir.plan import Action
 from parloom.ir.regular_parts import Join
@@ -30,9 +42,6 @@ from parloom.ir.zero_bubble import PassTimes, zero_bubble
 # Steps that are played for the period: the first one starts with idle ranks, and the two after it
 # are as far apart as all later ones.
 REPEATED = 3
-# What ranks wait for before they update where steps synchronize.
-NORM = "gradients norm"
-SHARED = "gradients of shared weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +95,19 @@ def chain(count: int, forward: Send = Send(), backward: Send = Send()) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class StageActions:
-    """A stage: what its actions are like by kind.
+    """A stage: what its actions are like, by the kinds that action lists have.
 
-    `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split (`B` is
-    then its first half); `B first`, `B last` and `W last` are those of the first and the last
-    microbatch, where they differ. `device` is the type of its devices.
+    `actions` has `F`, `B` and the step program's, and `W` where the backward pass is split: `B` is
+    then, as in lists, its first half, which `cost/actions.py` calls `I`. `B first`, `B last` and
+    `W last` are those of the first and the last microbatch, where they differ. `num_microbatches`
+    are all of a step, also those that other replicas run: the prologue is computed of each.
+    `device` is the type of its devices.
     """
 
     name: str
     actions: Mapping[str, Played]
     base: tuple[int, ...] = NOTHING
+    num_microbatches: int = 1
     device: str = ""
 
 
@@ -161,7 +173,7 @@ def play_stage(
     actions = {
         kind: simulator.action(action, (), tasks.capacities) for kind, action in listed.items()
     }
-    return StageActions(name, actions, base=tasks.base)
+    return StageActions(name, actions, tasks.base, stage.pcg.num_microbatches)
 
 
 @dataclass(slots=True)
@@ -271,26 +283,27 @@ class _Pipeline:
         sends += [sent for _, sent in self.shared]
         used = [flow.links[0] for state in left for flow in state.flows]
         self.levels = 1 + max([*used, *(sent.level for sent in sends)], default=0)
+        self.capacities = (SHARES,) * (2 * self.levels * len(lists))
 
     def run(self) -> Timeline:
         """Play all ranks."""
         ranks = [self._rank(index, listed) for index, listed in enumerate(self.lists)]
         outcome = self._play(ranks)
-        bound = max(sum(played.ps for _, _, played in rank.runs) for rank in ranks)
+        bound_ps = self._bound_ps(ranks)
         messages, used = [], dict(self._used(ranks, outcome))
         left: list[list[Slice]] = [[] for _ in ranks]
         for moved in outcome.moved:
             owner, _, channel = moved.channel.partition(" ")
             kind, _, name = moved.key.partition("|")
             rank = int(owner)
-            if kind == "pipeline":
+            if kind == MESSAGES:
                 when = used.get(moved.key, moved.end_ps)
                 ends = self.ways[moved.key]
                 messages.append(Message(name, *ends, channel, moved.start_ps, moved.end_ps, when))
             elif kind != NORM:
                 left[rank].append(Slice(rank, channel, name, kind, moved.start_ps, moved.end_ps))
         processes = tuple(self._process(rank, outcome, left[rank.index]) for rank in ranks)
-        return Timeline(outcome.end_ps, processes, bound, tuple(messages))
+        return Timeline(outcome.end_ps, processes, bound_ps, tuple(messages))
 
     def period_ps(self) -> int:
         """The time from the end of a step to that of the next one, on the slowest rank."""
@@ -304,8 +317,23 @@ class _Pipeline:
         return found
 
     def _play(self, ranks: Sequence[_Rank]) -> Outcome:
-        capacities = (SHARES,) * (2 * self.levels * len(ranks))
-        return Engine([rank.instructions for rank in ranks], capacities).play()
+        return Engine([rank.instructions for rank in ranks], self.capacities).play()
+
+    def _bound_ps(self, ranks: Sequence[_Rank]) -> int:
+        """What no overlap can beat: the most that a compute stream, a channel or a link has to do.
+
+        Inside of actions and beside them links count apart: they are not played as shared.
+        """
+        totals = Counter[tuple[int | None, str | int]]()
+        for rank in ranks:
+            for _, _, played in rank.runs:
+                for what, amount in played.load:
+                    totals[rank.index, what] += amount
+            launched = (i for i in rank.instructions if isinstance(i, Launch))
+            for what, amount in loads(launched, self.capacities):
+                totals[None, what] += amount
+        done = (n // SHARES if isinstance(what, int) else n for (_, what), n in totals.items())
+        return max(done, default=0)
 
     def _process(self, rank: _Rank, outcome: Outcome, left: list[Slice]) -> Process:
         starts = outcome.starts[rank.index]
@@ -343,12 +371,12 @@ class _Pipeline:
         return rank
 
     def _prologue(self, rank: _Rank, stage: int) -> None:
-        """What a stage computes of the batch alone, of all its microbatches."""
+        """What a stage computes of the batch alone, of all microbatches of the step."""
         played = self.stages[stage].actions.get("PROLOGUE")
         if played is None:
             return
         number = stage if len(self.on[rank.index]) > 1 else ""
-        for microbatch in range(self.counts[stage]):
+        for microbatch in range(self.stages[stage].num_microbatches):
             self._run(rank, f"{number}P{microbatch}", played, ())
 
     def _pass(self, rank: _Rank, action: Action, place: str) -> None:
@@ -365,8 +393,9 @@ class _Pipeline:
         more = sum(sent.computes_ps for _, _, sent in (*came, *leaves))
         needs = tuple(key for key, _, _ in came)
         if more:
-            busy = (*played.busy, (COMPUTE, more))
-            played = replace(played, ps=played.ps + more, busy=busy)
+            own = COMPUTE, more
+            busy, load = (*played.busy, own), (*played.load, own)
+            played = replace(played, ps=played.ps + more, busy=busy, load=load)
         self._run(rank, name, played, needs)
         back = action.kind == "B"
         for key, edge, sent in leaves:
@@ -475,4 +504,4 @@ def _placed(lists: Lists, count: int) -> tuple[int, ...]:
 
 def _key(kind: str, microbatch: int, edge: Edge) -> str:
     ends = (edge.source, edge.target) if kind == "F" else (edge.target, edge.source)
-    return f"pipeline|{kind}{microbatch} from stage {ends[0]} to {ends[1]}"
+    return f"{MESSAGES}|{kind}{microbatch} from stage {ends[0]} to {ends[1]}"

@@ -6,9 +6,9 @@ remembers all it has played. A step with one edited operator plays that operator
 those after it until the transfers under way are again what they were (delta simulation).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from parloom.cost.actions import StageWriter
 from parloom.cost.engine import Engine, Outcome, Run, State
@@ -19,10 +19,12 @@ from parloom.cost.tasks import (
     COMPUTE,
     Action,
     Changes,
+    Load,
     Placed,
     Segment,
     StepTasks,
     kind_of,
+    loads,
 )
 from parloom.cost.timeline import Memory, Piece, Played, Process, Span, Timeline
 from parloom.ir.mesh import Cluster
@@ -30,6 +32,7 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer
 
 Amounts = tuple[tuple[str, int], ...]
+What = TypeVar("What", str, str | int)
 
 
 def simulate(
@@ -54,10 +57,6 @@ def step_tasks(
     return StageWriter(pcg, cluster, priced(pcg, cluster, decisions, optimizer, kernels)).tasks()
 
 
-Load = tuple[tuple[str | int, int], ...]
-"""What is busy for how long: (compute or a channel, ps), and (link, units)."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A segment played from a state; its transfers have placeholders for names."""
@@ -74,7 +73,7 @@ class Simulator:
         self._segments: dict[tuple[Segment, State, tuple[int, ...]], _Segment] = {}
         self._actions: dict[tuple[Action, State, tuple[int, ...]], Played] = {}
         self._memories: dict[Segment, Memory] = {}
-        self._loads: dict[Segment | Action, Load] = {}
+        self._loads: dict[Segment, Load] = {}
 
     def play(self, tasks: StepTasks) -> Timeline:
         """Play a step from its first action to its last."""
@@ -85,24 +84,7 @@ class Simulator:
             spans.append(Span(now, action.name, played))
             now, state = now + played.ps, played.state
         process = Process("", tuple(spans), tasks.base)
-        return Timeline(now, (process,), self.bound_ps(tasks))
-
-    def bound_ps(self, tasks: StepTasks) -> int:
-        """What no overlap can beat: the most that compute, a channel or a link is busy."""
-        totals: dict[str | int, int] = {}
-        for action, count in Counter(tasks.actions).items():
-            if action not in self._loads:
-                loads = (self._load(placed.segment, tasks.capacities) for placed in action.parts)
-                self._loads[action] = _total(loads)
-            for what, amount in self._loads[action]:
-                totals[what] = totals.get(what, 0) + amount * count
-        return max(
-            (
-                amount // tasks.capacities[what] if isinstance(what, int) else amount
-                for what, amount in totals.items()
-            ),
-            default=0,
-        )
+        return Timeline(now, (process,), _bound_ps(spans, tasks.capacities))
 
     def action(self, action: Action, state: State, capacities: tuple[int, ...]) -> Played:
         """Play an action while the transfers of `state` are under way."""
@@ -117,16 +99,26 @@ class Simulator:
         memory = Memory()
         busy: dict[str, int] = {}
         exposed: dict[str, int] = {}
+        load: dict[str | int, int] = {}
         pieces = []
+        _add(load, loads(state, capacities))
         for placed in action.parts:
             found, names, state = self._segment(placed, state, capacities)
             pieces.append(Piece(now, placed, found.outcome, names))
             now += found.outcome.end_ps
             _add(busy, found.busy)
             _add(exposed, found.exposed)
+            _add(load, self._load(placed.segment, capacities))
             memory = memory.then(self._memory(placed.segment))
+        _add(load, ((what, -left) for what, left in loads(state, capacities)))
         return Played(
-            now, state, tuple(busy.items()), tuple(exposed.items()), memory, tuple(pieces)
+            now,
+            state,
+            tuple(busy.items()),
+            tuple(exposed.items()),
+            memory,
+            tuple(pieces),
+            tuple(load.items()),
         )
 
     def _segment(
@@ -151,7 +143,9 @@ class Simulator:
     def _load(self, segment: Segment, capacities: tuple[int, ...]) -> Load:
         known = self._loads.get(segment)
         if known is None:
-            known = self._loads[segment] = _total([_loads(segment, capacities)])
+            total: dict[str | int, int] = {}
+            _add(total, loads(segment.instructions, capacities))
+            known = self._loads[segment] = tuple(total.items())
         return known
 
     def _memory(self, segment: Segment) -> Memory:
@@ -175,25 +169,13 @@ def _play(segment: Segment, state: State, capacities: tuple[int, ...]) -> _Segme
     return _Segment(outcome, tuple(busy.items()), tuple(exposed.items()))
 
 
-def _loads(segment: Segment, capacities: tuple[int, ...]) -> Iterator[tuple[str | int, int]]:
-    for instruction in segment.instructions:
-        if isinstance(instruction, Run):
-            yield COMPUTE, instruction.ps
-            continue
-        alone = 0
-        for flow in instruction.flows:
-            for link in flow.links:
-                yield link, flow.size
-                alone = max(alone, flow.size // capacities[link])
-        yield instruction.channel, instruction.ps + alone
-
-
-def _total(loads: Iterable[Iterable[tuple[str | int, int]]]) -> Load:
+def _bound_ps(spans: Iterable[Span], capacities: tuple[int, ...]) -> int:
+    """What no overlap can beat: the most that compute, a channel or a link has to do."""
     totals: dict[str | int, int] = {}
-    for load in loads:
-        for what, amount in load:
-            totals[what] = totals.get(what, 0) + amount
-    return tuple(totals.items())
+    for span in spans:
+        _add(totals, span.played.load)
+    done = (n // capacities[what] if isinstance(what, int) else n for what, n in totals.items())
+    return max(done, default=0)
 
 
 def _memory(segment: Segment) -> Memory:
@@ -217,6 +199,6 @@ def _renamed(state: State, names: Mapping[str, str]) -> State:
     return tuple(replace(t, key=names.get(t.key, t.key)) for t in state)
 
 
-def _add(totals: dict[str, int], amounts: Amounts) -> None:
+def _add(totals: dict[What, int], amounts: Iterable[tuple[What, int]]) -> None:
     for name, amount in amounts:
         totals[name] = totals.get(name, 0) + amount

@@ -6,7 +6,7 @@ once. All ranks of a stage do the same, so one device stands for them; its links
 the topology, and to and from the host.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from parloom.cost.engine import Flow, Instruction, Launch, Run
@@ -34,6 +34,10 @@ LONGEST_S = 1e5
 
 Changes = tuple[tuple[int, int], ...]
 """(index into COMPONENTS, bytes), one after the other."""
+
+
+Load = tuple[tuple[str | int, int], ...]
+"""What has how much to do: (compute or a channel, ps that it takes alone), and (link, units)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,22 @@ class StepTasks:
         parts = (*action.parts[:part], placed, *action.parts[part + 1 :])
         other = Action(action.name, parts)
         return replace(self, actions=tuple(other if a is action else a for a in self.actions))
+
+
+def loads(
+    instructions: Iterable[Instruction], capacities: Sequence[int]
+) -> Iterator[tuple[str | int, int]]:
+    """What the instructions leave compute, channels and links to do."""
+    for instruction in instructions:
+        if isinstance(instruction, Run):
+            yield COMPUTE, instruction.ps
+            continue
+        alone = 0
+        for flow in instruction.flows:
+            for link in flow.links:
+                yield link, flow.size
+                alone = max(alone, flow.size // capacities[link])
+        yield instruction.channel, instruction.ps + alone
 
 
 def picoseconds(seconds: float) -> int:

@@ -4,9 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parloom.cost.engine import Outcome, Run, State
-from parloom.cost.tasks import COMPONENTS, COMPUTE, Placed
+from parloom.cost.tasks import COMPONENTS, COMPUTE, Load, Placed
 from parloom.ir.plan import Prediction
 
+# What a device of a pipeline waits for between actions: messages of other stages, gradients of
+# weights that stages share, and all gradients before an update where steps synchronize.
+MESSAGES, SHARED, NORM = "pipeline", "gradients of shared weights", "gradients norm"
 NOTHING = (0,) * len(COMPONENTS)
 # Beyond so many instructions, what is inside actions is only shown in outline.
 MAX_INSTRUCTIONS = 300_000
@@ -53,7 +56,7 @@ class Played:
     """An action that was played: how long it took, and the transfers under way when it was over.
 
     `busy` are ps per compute stream or channel, `exposed` ps that the compute stream waited per
-    kind of transfer.
+    kind of transfer. `load` is what was done meanwhile, without waits and whatever slows it.
     """
 
     ps: int
@@ -62,6 +65,7 @@ class Played:
     exposed: tuple[tuple[str, int], ...]
     memory: Memory
     pieces: tuple[Piece, ...] = ()
+    load: Load = ()
 
     @property
     def num_instructions(self) -> int:
@@ -179,9 +183,14 @@ class Timeline:
         memory = max((p.memory for p in self.processes), key=lambda memory: memory.peak)
         parts = tuple(zip(COMPONENTS, memory.at_peak, strict=True))
         several = range(len(self.processes)) if len(self.processes) > 1 else ()
-        waits_s = tuple(self.exposed(index).get("pipeline", 0) / 1e12 for index in several)
+        waits_s = tuple(self._waits_s(index) for index in several)
         found = Prediction(self.step_s, memory.peak, parts, "spec", peaks=self.peaks)
         return replace(found, waits_s=waits_s)
+
+    def _waits_s(self, process: int) -> float:
+        """How long it waits for other stages, whether or not steps synchronize."""
+        waited = dict(self.processes[process].waited)
+        return sum(waited.get(kind, 0) for kind in (MESSAGES, SHARED)) / 1e12
 
     def busy(self, process: int = 0) -> dict[str, int]:
         """Picoseconds that the compute stream and the channels are busy."""

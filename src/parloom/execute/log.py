@@ -66,8 +66,8 @@ class StepRecord:
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """What the ranks that have the same stages did in a step: when the first of them ran its
-    `actions`, and `waits`, the share of the step in which they waited for messages of other stages,
-    their mean. What is `predicted` of it is None where that is from data sheets.
+    `actions`, and `waits`, the share of the step in which they waited for other stages (see
+    `waiting_share`), their mean. What is `predicted` of it is None where that is from data sheets.
     """
 
     step: int

@@ -55,7 +55,7 @@ from parloom.runtime import (
     check_same_values,
 )
 from parloom.runtime import Trainer as RuntimeTrainer
-from parloom.runtime.spans import ActionSpan
+from parloom.runtime.spans import ActionSpan, waiting_share
 from parloom.runtime.store import Source
 
 DRAWS_DEPEND = (
@@ -182,8 +182,7 @@ class Trainer(RuntimeTrainer):
         decisions, prediction = self.run.plan.decisions, self.run.plan.prediction
         ranks, groups = stage_ranks(decisions), stage_groups(decisions)
         first = {ranks[stages[0]][0] for stages in groups}
-        waited = sum(span.waited_s for span in spans) / spans[-1].end_s
-        mine = (waited, spans if self.comm.rank in first else ())
+        mine = (waiting_share(spans), spans if self.comm.rank in first else ())
         told = [mine] * decisions.num_ranks
         if len(told) > 1:
             dist.gather_object(mine, told if self.comm.rank == 0 else None)

@@ -254,7 +254,8 @@ class Prediction:
     `error`: nine steps in ten take between 1/e^error and e^error times as long. `cores`: those that
     the processes of a CPU cluster were taken to have, as far as they need them; None elsewhere.
     `peaks` are the largest peaks by type of device, on a cluster of several types. `waits_s`: how
-    long each group of devices that has the same stages waits for messages of others, in a step.
+    long each group of devices that has the same stages waits for other stages in a step: for their
+    messages, and for gradients of weights that they share.
     """
 
     step_s: float

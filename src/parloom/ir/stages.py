@@ -360,9 +360,8 @@ class _Stages:
             stage = stage_of[item_key(item)]
             self.own[stage].append(item)
             self.made.update((name, stage) for name in results(item))
-        entry = self.made.get(items.graph.loss or "", count - 1)
-        # What no stage makes is computed or read where the loss is.
-        self.last = entry
+        # What no stage makes is computed or read there; without a loss, in the last stage.
+        self.loss_stage = self.made.get(items.graph.loss or "", count - 1)
         self.unread: list[set[str]] = [set() for _ in range(count)]
 
     def cut(self) -> Cut:
@@ -392,7 +391,9 @@ class _Stages:
         they are made, the others to the first stage.
         """
         read = {name for body in bodies for item in body for name in operands(item)}
-        written = {target: self.made.get(value, self.last) for target, value in self.graph.updates}
+        written = {
+            target: self.made.get(value, self.loss_stage) for target, value in self.graph.updates
+        }
         found: list[set[str]] = [set() for _ in bodies]
         for entry in self.graph.inputs:
             if entry.kind in ("parameter", "buffer") and entry.value.name not in read:
@@ -403,7 +404,7 @@ class _Stages:
         """What a step writes back is read where it is made: others would read what it was."""
         named = {i.target: i.value.name for i in self.graph.of_kind("buffer")}
         for target, made in self.graph.updates:
-            writer, name = self.made.get(made, self.last), named.get(target)
+            writer, name = self.made.get(made, self.loss_stage), named.get(target)
             for stage, body in enumerate(bodies):
                 if stage != writer and any(name in operands(item) for item in body):
                     raise LayoutError(
@@ -415,7 +416,7 @@ class _Stages:
         """The values that a stage hands to the user, the loss among them."""
         graph = self.graph
         named = (*graph.outputs, *graph.updates, *((("loss", graph.loss),) if graph.loss else ()))
-        return tuple(name for _, name in named if self.made.get(name, self.last) == stage)
+        return tuple(name for _, name in named if self.made.get(name, self.loss_stage) == stage)
 
     def body(self, stage: int) -> tuple[Item, ...]:
         """A stage's items, and all that it computes for itself, in execution order."""

@@ -7,15 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.tasks import COMPUTE
-from parloom.cost.timeline import Process, Timeline, sampled
+from parloom.cost.timeline import MESSAGES, NORM, SHARED, Process, Timeline, sampled
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.report.bars import levels
 
 COLUMNS = 72
 IDLE = "·"
 # What a column shows: the kind that takes most of it.
-KINDS = {"F": ("F", "blue"), "B": ("B", "green"), "W": ("W", "cyan"), "U": ("U", "magenta")}
-LEGEND = "F forward, B backward, W gradients of weights apart, U reduce and update, · idle"
+COLORS = {"P": "yellow", "F": "blue", "B": "green", "W": "cyan", "U": "magenta"}
+LEGEND = (
+    "P prologue, F forward, B backward, W gradients of weights apart, U reduce and update, · idle"
+)
 
 
 def gantt(timeline: Timeline, names: Sequence[str]) -> RenderableType:
@@ -54,17 +56,19 @@ def row(process: Process, step_ps: int, columns: int = COLUMNS) -> Text:
         if most < idle or not kind:
             text.append(IDLE, style="dim")
         else:
-            letter, color = KINDS[kind]
-            text.append(letter, style=color)
+            text.append(kind, style=COLORS[kind])
     return text
 
 
 def pass_of(name: str) -> str:
-    """`F`, `B` or `W` of a pass (`F3`, `2B0`; of one stage `F`, `B last`), `U` of the rest."""
+    """`F`, `B` or `W` of a pass (`F3`, `2B0`; of one stage `F`, `B last`), `P` of the prologue,
+    which all microbatches have before the first pass (`P0`; of one stage `PROLOGUE`), `U` of the
+    rest.
+    """
     action = name.lstrip("0123456789")
     letter, rest = action[:1], action[1:]
-    is_pass = letter in ("F", "B", "W") and (rest == "" or rest.isdigit() or rest[0] == " ")
-    return letter if is_pass else "U"
+    is_pass = letter in ("P", "F", "B", "W") and (rest == "" or rest.isdigit() or rest[0] == " ")
+    return letter if is_pass or action == "PROLOGUE" else "U"
 
 
 def _shares(timeline: Timeline, names: Sequence[str]) -> Table:
@@ -76,7 +80,7 @@ def _shares(timeline: Timeline, names: Sequence[str]) -> Table:
     for index, name in enumerate(names):
         busy = timeline.busy(index)
         exposed = timeline.exposed(index)
-        others = exposed.get("pipeline", 0)
+        others = sum(exposed.get(kind, 0) for kind in (MESSAGES, SHARED, NORM))
         own = sum(exposed.values()) - others
         sends = sum(m.end_ps - m.start_ps for m in timeline.messages if m.sender == index)
         idle = step - busy.get(COMPUTE, 0)

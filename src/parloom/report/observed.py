@@ -1,5 +1,6 @@
 """A step of a run beside the simulated one: what each stage did when, and for how long."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -8,29 +9,44 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parloom.cost.timeline import Memory, Played, Process, Span, Timeline
+from parloom.cost.timeline import (
+    MESSAGES,
+    NORM,
+    SHARED,
+    Memory,
+    Played,
+    Process,
+    Span,
+    Timeline,
+)
 from parloom.cost.units import format_seconds
 from parloom.report.gantt import COLUMNS, LEGEND, pass_of, row
 from parloom.runtime.spans import ActionSpan
 
-TITLES = {"F": "forward", "B": "backward", "W": "weights", "U": "update"}
-WAITS = "waits for others"
+TITLES = {"P": "prologue", "F": "forward", "B": "backward", "W": "weights", "U": "update"}
+WAITS = {
+    MESSAGES: "waits for messages",
+    SHARED: "waits for shared weights",
+    NORM: "waits for all gradients",
+}
+# What actions wait for; all others are passes, which wait for messages.
+AWAITED = {"REDUCE": SHARED, "STEP": NORM, "GATHER": SHARED}
 PS = 1e12
 
 
 def observed_timeline(observed: Sequence[Sequence[ActionSpan]]) -> Timeline:
-    """What was observed of each process as a simulated step has it; memory is not observed. An
-    action waits before it computes, as receivers of messages do.
+    """What was observed of each process as a simulated step has it; memory is not observed. Actions
+    are taken to wait before they compute, as receivers of messages do.
     """
     processes = []
     for spans in observed:
-        played = []
+        played, waited = [], Counter[str]()
         for span in spans:
             begin_s = span.begin_s + span.waited_s
             busy = Played(round((span.end_s - begin_s) * PS), (), (), (), Memory())
             played.append(Span(round(begin_s * PS), span.action, busy))
-        waited_ps = round(sum(span.waited_s for span in spans) * PS)
-        processes.append(Process("", tuple(played), waited=(("pipeline", waited_ps),)))
+            waited[AWAITED.get(span.action, MESSAGES)] += round(span.waited_s * PS)
+        processes.append(Process("", tuple(played), waited=tuple(waited.items())))
     step_s = max(span.end_s for spans in observed for span in spans)
     return Timeline(round(step_s * PS), tuple(processes), 0)
 
@@ -70,7 +86,7 @@ def observed_document(
         "devices": [
             {
                 "name": name,
-                "seconds": {k: ps / PS for k, ps in _by_kind(timeline, index).items()},
+                "seconds": {k: ps / PS for k, ps in by_kind(timeline, index).items()},
                 "actions": [asdict(span) for span in observed[index]],
             }
             for index, name in enumerate(names)
@@ -80,8 +96,9 @@ def observed_document(
 
 def _amounts(predicted: Timeline, observed: Timeline, names: Sequence[str]) -> Table:
     """Seconds of each kind, observed and predicted."""
-    both = [(_by_kind(observed, i), _by_kind(predicted, i)) for i in range(len(names))]
-    kinds = [kind for kind in (*TITLES.values(), WAITS) if any(own.get(kind) for own, _ in both)]
+    both = [(by_kind(observed, i), by_kind(predicted, i)) for i in range(len(names))]
+    titles = (*TITLES.values(), *WAITS.values())
+    kinds = [kind for kind in titles if any(one.get(kind) for pair in both for one in pair)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("observed (predicted)")
     for kind in kinds:
@@ -95,10 +112,12 @@ def _amounts(predicted: Timeline, observed: Timeline, names: Sequence[str]) -> T
     return table
 
 
-def _by_kind(timeline: Timeline, process: int) -> dict[str, int]:
+def by_kind(timeline: Timeline, process: int) -> dict[str, int]:
     """Picoseconds of passes by kind, of the step program, and of waits for other stages."""
-    found: dict[str, int] = {}
-    for span in timeline.processes[process].spans:
-        title = TITLES[pass_of(span.name)]
-        found[title] = found.get(title, 0) + span.played.ps
-    return {**found, WAITS: timeline.exposed(process).get("pipeline", 0)}
+    device, found = timeline.processes[process], Counter(dict.fromkeys(WAITS.values(), 0))
+    for span in device.spans:
+        found[TITLES[pass_of(span.name)]] += span.played.ps
+    for kind, ps in device.waited:
+        # Reductions that passes left under way: those that are observed are waited for in REDUCE.
+        found[WAITS.get(kind, TITLES["U"])] += ps
+    return dict(found)

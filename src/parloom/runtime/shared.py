@@ -17,6 +17,7 @@ from parloom.runtime.part import Part
 from parloom.runtime.program import ParameterSpec, Pipeline, Program
 from parloom.runtime.sharded_parameter import ShardedParameter, boxes_of
 from parloom.runtime.sharding import Box
+from parloom.runtime.spans import Spans, waiting_of
 from parloom.runtime.transfers import Piece, split
 
 SHARED = 1 << 30  # the tag of their messages, which no value of a microbatch has
@@ -38,8 +39,8 @@ class SharedParameters:
         ways = [p for copy in self._copies for p in (*copy.weights, *copy.gradients)]
         comm.connect((p.sender, p.receiver) for p in ways)
 
-    def reduce(self) -> None:
-        """Add the gradients of all stages up where a parameter is owned."""
+    def reduce(self, spans: Spans | None = None) -> None:
+        """Add up the gradients of all stages where a parameter is owned; `spans` note waits."""
         moves = []
         for copy in (copy for copy in self._copies if copy.trained):
             held = self._held(copy.name, copy.stage)
@@ -49,9 +50,9 @@ class SharedParameters:
                 owner.owned.grad = _gradient(owner.owned)
             received = None if owner is None else owner.owned.grad
             moves.append(_Move(copy.gradients, copy.gradient_dtype, sent, received, adds=True))
-        self._exchange(moves)
+        self._exchange(moves, spans)
 
-    def publish(self, *, frozen: bool = False) -> None:
+    def publish(self, spans: Spans | None = None, *, frozen: bool = False) -> None:
         """Bring the copies up to date, after a load those that no step changes, too."""
         moves, copies = [], []
         for copy in (copy for copy in self._copies if copy.trained or frozen):
@@ -60,7 +61,7 @@ class SharedParameters:
             received = None if held is None else held.owned.detach()
             moves.append(_Move(copy.weights, copy.dtype, sent, received))
             copies.append(held)
-        self._exchange(moves)
+        self._exchange(moves, spans)
         for held in copies:
             if held is not None:
                 held.publish()
@@ -69,7 +70,7 @@ class SharedParameters:
         part = self._parts.get(stage)
         return None if part is None else part.store.helds[name]
 
-    def _exchange(self, moves: Sequence["_Move"]) -> None:
+    def _exchange(self, moves: Sequence["_Move"], spans: Spans | None) -> None:
         """Send the pieces of this rank, and receive those for it: one message to and from each
         other rank and for each dtype, with all pieces in the order of `moves`, which is everywhere
         the same.
@@ -99,7 +100,8 @@ class SharedParameters:
             flat = torch.cat([piece.to(dtype).reshape(-1) for piece in pieces])
             works.append((self._comm.send(flat, receiver, SHARED), flat, []))
         for work, flat, parts in works:
-            work.wait()
+            with waiting_of(spans):
+                work.wait()
             at = 0
             for move, piece in parts:
                 part = flat[at : at + prod(piece.shape)].view(piece.shape)

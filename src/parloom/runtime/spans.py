@@ -1,6 +1,6 @@
-"""When the actions of a step ran, and how long they waited for messages of other stages."""
+"""When the actions of a step ran, and how long they waited for other ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -12,14 +12,26 @@ Instant = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class ActionSpan:
-    """An action of one rank, in seconds after the beginning of the step; `waited_s` of them it
-    waited for messages of other stages.
+    """An action of one rank, or the prologue of one of its stages (`P`, `2P`), in seconds after the
+    beginning of the step; `waited_s` of them it waited for other ranks: passes for messages of
+    other stages, REDUCE and GATHER for weights that stages share, STEP until all gradients are
+    known.
     """
 
     action: str
     begin_s: float
     end_s: float
     waited_s: float = 0.0
+
+
+def waiting_share(spans: Sequence[ActionSpan]) -> float:
+    """The share of a step in which a rank waited for other stages.
+
+    Without what STEP waits: only steps that clip gradients or scale the loss have that, which no
+    prediction knows.
+    """
+    waited_s = sum(span.waited_s for span in spans if span.action != "STEP")
+    return waited_s / spans[-1].end_s
 
 
 class Spans:
@@ -41,7 +53,7 @@ class Spans:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The action waits for a message."""
+        """The action waits for other ranks."""
         began = self._now()
         yield
         self._waits.append((began, self._now()))

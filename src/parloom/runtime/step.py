@@ -26,7 +26,7 @@ from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.same import told_by_some
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.shared import SharedParameters
-from parloom.runtime.spans import ActionSpan, Spans, action_of
+from parloom.runtime.spans import ActionSpan, Spans, action_of, waiting_of
 from parloom.runtime.transfers import Transfers
 
 
@@ -89,6 +89,7 @@ class Step:
         self._loss_scale = loss_scale
         self._grad_norm: Tensor | None = None
         self._skipped = False
+        self._spans: Spans | None = None
 
     def train(self, batches: Mapping[int, Batches], observed: bool = False) -> StepResult:
         """Run the whole action list; `batches` are those of each stage. Where it is observed, all
@@ -97,16 +98,18 @@ class Step:
         stages = self._stages
         if observed:
             self._together()
-        spans = Spans(stages.device) if observed else None
+        self._spans = spans = Spans(stages.device) if observed else None
         scale = None if self._loss_scale is None else self._loss_scale.scale
         stages.transfers.begin_step(spans)
         passes: dict[int, Passes] = {}
         for part in stages.parts:
             own = [action for action in stages.actions if action.stage == part.stage]
             part.store.begin_step(splits=any(action.kind == "W" for action in own))
-            passes[part.stage] = Passes(
-                part, batches[part.stage], stages.transfers, own, self._loss_scale
-            )
+            prologue = spans if part.program.prologue is not None else None
+            with action_of(prologue, f"{part.stage or ''}P"):
+                passes[part.stage] = Passes(
+                    part, batches[part.stage], stages.transfers, own, self._loss_scale
+                )
         for action in stages.actions:
             with self._seen(action), action_of(spans, str(action)):
                 self._run(action, passes)
@@ -150,12 +153,12 @@ class Step:
     def _reduce(self) -> None:
         for part in self._stages.parts:
             part.store.finish_gradients()
-        self._stages.shared.reduce()
+        self._stages.shared.reduce(self._spans)
 
     def _gather(self) -> None:
         for part in self._stages.parts:
             part.store.gather_weights()
-        self._stages.shared.publish()
+        self._stages.shared.publish(self._spans)
 
     def _update(self) -> None:
         stages = self._stages
@@ -170,7 +173,7 @@ class Step:
         if scale is not None:
             gradients.unscale(scale)
         if scale is not None or max_norm is not None:
-            gradients.agree(with_norm=max_norm is not None)
+            gradients.agree(with_norm=max_norm is not None, spans=self._spans)
         if scale is not None:
             self._skipped = gradients.overflowed
             scale.update(self._skipped)
@@ -211,8 +214,8 @@ class Gradients:
         """Divide by the scale, and note whether all gradients of this rank are finite."""
         self._sums[1] = scale.unscale(self._all(), self._sums.device)
 
-    def agree(self, *, with_norm: bool) -> None:
-        """One all-reduce over all ranks for both sums.
+    def agree(self, *, with_norm: bool, spans: Spans | None = None) -> None:
+        """One all-reduce over all ranks for both sums; `spans` note the wait.
 
         A chunk that n ranks hold counts 1/n on each of them.
         """
@@ -225,7 +228,8 @@ class Gradients:
         for copies, gradients in shares.items():
             norms = torch.stack([n.to(self._sums.dtype) for n in torch._foreach_norm(gradients)])
             self._sums[0] += norms.square().sum() / copies
-        self._comm.group(self._comm.mesh.space).all_reduce(self._sums).wait()
+        with waiting_of(spans):
+            self._comm.group(self._comm.mesh.space).all_reduce(self._sums).wait()
 
     def clip(self, max_norm: float) -> None:
         """Scale all gradients so that their norm is at most `max_norm`.

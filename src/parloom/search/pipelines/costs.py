@@ -237,7 +237,7 @@ def _sent(
 
 
 def _times(stage: StageActions) -> tuple[int, int]:
-    """What the passes of a microbatch take, and what comes once a step."""
+    """What the passes of a microbatch take, not split, and what comes once a step."""
     backward, last = stage.actions["B"], stage.actions["B last"]
     once = sum(stage.actions[kind].ps for kind in UPDATE)
     once += _left_ps(last) + last.ps - backward.ps
