@@ -327,7 +327,7 @@ def test_evaluation_routes_as_training_does() -> None:
     module, batch = built("deepseek_v3")
     graph = widened(capture(module, batch, training=False))
     training = lower(model.graph, over_data(model.graph), factored=model.factored)
-    found = evaluation_decisions(graph, factorize(graph), training, model.factored)
+    found = evaluation_decisions(graph, factorize(graph), training, model.factored, 1)
     (key,) = mixtures(graph)
     (node,) = (n for n in found.nodes if n.key == key)
     assert dict(node.factors) == {"e": ("data",), "t00": ("data",)}
