@@ -186,7 +186,8 @@ class Tried:
         self.judge, self.spend = judge, spend
         self.judged: list[JudgedSplit] = []
         self.refused = Counter[str]()  # how many could not be lowered or played, and why
-        self._known: set[tuple[object, ...]] = set()
+        # With the splits: layouts are told apart by identity, and nothing else may keep them.
+        self._known: dict[tuple[object, ...], Split] = {}
 
     def play(self, split: Split) -> JudgedSplit | None:
         """The split as a plan; None where it was tried before, or cannot be played."""
@@ -197,7 +198,7 @@ class Tried:
         allowed = self.judge.request.pinned.allows_stages(len(split.groups))
         if key in self._known or not allowed:
             return None
-        self._known.add(key)
+        self._known[key] = split
         self.spend()
         try:
             found = self.judge.judge(split)
