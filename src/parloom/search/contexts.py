@@ -25,6 +25,7 @@ from parloom.search.microbatch import microbatch_of
 from parloom.search.model import Floats
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
+from parloom.search.refusals import Refusals
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
 from parloom.search.step_rows import INSTANTS, Passes, ShadowPrices, row_prices
@@ -283,6 +284,7 @@ class Contexts:
     def __init__(self, request: Request, base: Decisions) -> None:
         self.request, self.base = request, base
         self.work, self.shared = Work(request.budget), Known()
+        self.refusals = Refusals()
         factored = factorize(request.graph)
         self.whole = program_of(request.graph, factored, request.pinned)
         self.meshes = tuple(meshes_of(request.cluster, request.pinned, factored))

@@ -123,6 +123,7 @@ def search_pipelines(
         0.0 if status is Status.INTERRUPTED else searches[0].least_ps,
         inf,
         status,
+        left_out=searches[0].contexts.refusals.words(),
         smallest=smallest,
         work_left=searches[0].contexts.work.left,
     )
@@ -187,10 +188,10 @@ class PipelineSearch:
     """Searches pipelines that are faster than `best_ps`; none takes less than `least_ps`."""
 
     def __init__(self, contexts: Contexts, best_ps: float, say: Say) -> None:
-        self.contexts, self.request, self.say = contexts, contexts.request, say
+        self.contexts, self.request = contexts, contexts.request
         self.best_ps, self.least_ps = best_ps, least_pipeline_ps(contexts)
         self.splits = PromisingSplits(contexts, self.least_ps, best_ps, say)
-        judge = Judge(self.request, contexts.whole.factored)
+        judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 
     def run(self) -> None:
@@ -205,8 +206,6 @@ class PipelineSearch:
             self.judge_every(EverySplit(self.tried.judge, layouts, self.tried.spend))
         if self.best_ps < before:
             self._climb()
-        for line in self.tried.refusals():
-            self.say(line)
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.pipeline import Edge, Send
-from parloom.errors import InputError, LayoutError
 from parloom.search.pipelines.bounds import Bound, Free, StageBounds, least_ps, members
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import Cuts, CutSpace, Kind
@@ -35,7 +34,7 @@ LESS = 0.1
 
 class EverySplit:
     """All splits over groups of all devices, of the layouts that are given, but for those that take
-    no less than `enough_ps`; it `is_whole` where no other one was left out.
+    no less than `enough_ps`; it `is_whole` where no other one was left out that can be cut so.
     """
 
     def __init__(self, judge: Judge, layouts: Layouts, spend: Callable[[], None]) -> None:
@@ -111,14 +110,14 @@ class EverySplit:
             for one in some:
                 if one.least_ps < self.enough_ps:
                     heappush(waiting, one)
-        self.is_whole = self._are_all
+        self.is_whole = self._are_all and self.judge.refusals.are_plain
 
     def _with_sends(self, one: "_Waiting") -> float:
         """What a split takes at least with what its stages send each other."""
-        try:
-            _, stages = self.judge.priced(one.split)
-        except (LayoutError, InputError):
+        priced = self.judge.refusals.tried(lambda: self.judge.priced(one.split))
+        if priced is None:
             return inf
+        _, stages = priced
         return least_ps(one.split, one.bounds, stages.edges, stages.shared)
 
     def _ranked(self, cuts: Sequence[Cuts]) -> Iterator[tuple[float, Iterator["_Waiting"]]]:
