@@ -133,6 +133,10 @@ class LayoutError(ParloomError):
     """A layout does not divide, names an unknown axis, or uses an axis twice."""
 
 
+class CutError(LayoutError):
+    """A model does not come apart into these stages, whatever their layouts."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint with the nearest known names, or all of them when none is near."""
     names = list(known)

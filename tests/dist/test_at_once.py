@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from parloom.errors import LayoutError, VerifyError
+from parloom.errors import CutError, VerifyError
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Action, Decisions
 from parloom.ir.schedules import STEP
@@ -52,7 +52,7 @@ def test_larger_microbatches_equal_one_device(
         try:
             plan = merged(model.graph, sizes, at_once, seed)
             report = staged.report(model, plan, staged.reference(name))
-        except LayoutError as error:
+        except CutError as error:
             assert "has no dim of samples" in str(error)
             continue
         assert report.passed, str(report)

@@ -14,7 +14,7 @@ from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.comparators.baselines import plain
 from parloom.cost.clusters import load_cluster
-from parloom.errors import InputError, LayoutError, VerifyError
+from parloom.errors import CutError, InputError, LayoutError, VerifyError
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble, compare, reference_trace, train_rank
@@ -359,7 +359,7 @@ class Counts(nn.Module):
 def test_buffers_that_a_step_writes_are_read_in_one_stage() -> None:
     model = lowered.of(Counts(), {"x": torch.randn(4, 4)})
     items = stage_items(model.graph)
-    with pytest.raises(LayoutError, match=r"seen is written in stage \d and read in stage \d"):
+    with pytest.raises(CutError, match=r"seen is written in stage \d and read in stage \d"):
         cut(model.graph, [items[:4], items[4:]])
     for count in range(1, len(items)):
         try:

@@ -13,7 +13,7 @@ from parloom import runtime as rt
 from parloom.cost.clusters import load_cluster
 from parloom.cost.pipeline import send
 from parloom.cost.stages import PricedStages, StagePlayer, simulate_stages
-from parloom.errors import InputError, LayoutError, VerifyError
+from parloom.errors import CutError, InputError, VerifyError
 from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Graph
@@ -207,7 +207,7 @@ def test_what_replicas_cannot_have() -> None:
     with pytest.raises(VerifyError, match="lacks F0: 3 microbatches run"):
         verify_decisions(graph, replace(plan, actions=short))
     norm = lowered.model("cnn").graph
-    with pytest.raises(LayoutError, match="is computed from all samples of a step"):
+    with pytest.raises(CutError, match="is computed from all samples of a step"):
         cut_plan(norm, replace(plan, num_microbatches=2))
 
 

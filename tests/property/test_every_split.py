@@ -19,6 +19,7 @@ from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import Decisions
 from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts
+from parloom.search.pipelines import every as every_split
 from parloom.search.pipelines.auto import PipelineSearch
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.cuts import all_placements, item_sets, stirling
@@ -63,8 +64,15 @@ def asked(graph: Graph, cluster: Cluster, limit: int = PLENTY) -> Request:
 def searched(request: Request, layouts: Layouts) -> PipelineSearch:
     """The search with these layouts, all splits looked at."""
     search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
-    assert search.judge_every(layouts, most=10_000)
+    every = every_of(search, layouts)
+    search.judge_every(every, most=10_000)
+    assert every.is_whole
     return search
+
+
+def every_of(search: PipelineSearch, layouts: Layouts) -> EverySplit:
+    """All splits of these layouts."""
+    return EverySplit(search.tried.judge, layouts, search.tried.spend)
 
 
 def drawn(seed: int, num_operators: int) -> tuple[Request, Layouts]:
@@ -111,7 +119,7 @@ def test_bounds_of_splits_hold(seed: int) -> None:
     """
     request, layouts = drawn(seed, 4)
     search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
-    every = EverySplit(search.tried.judge, layouts, lambda: None)
+    every = every_of(search, layouts)
     cuts = every.promising(10_000)
     assert cuts
     before = 0.0
@@ -121,6 +129,29 @@ def test_bounds_of_splits_hold(seed: int) -> None:
         found = search.tried.judge.judge(split)
         assert found is not None
         assert found.timeline.step_ps >= least_ps * (1 - 1e-9)
+
+
+def test_a_search_that_ends_early_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has simulated or priced as much as it may."""
+    request, layouts = drawn(1, 3)
+    for most, priced in ((1, every_split.MOST_PRICED), (10_000, 1)):
+        monkeypatch.setattr(every_split, "MOST_PRICED", priced)
+        search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
+        every = every_of(search, layouts)
+        search.judge_every(every, most)
+        assert len(search.tried.judged) == 1
+        assert not every.is_whole
+
+
+def test_all_splits_of_some_cuts_are_not_whole() -> None:
+    """Which are chosen by estimates, that prove nothing."""
+    request, layouts = drawn(1, 3)
+    search = PipelineSearch(Contexts(request, base_of(request)), inf, lambda text: None)
+    every = every_of(search, layouts)
+    assert list(every.splits(every.promising(5)))
+    assert not every.is_whole
+    assert list(every.splits(every.promising(1000)))
+    assert every.is_whole
 
 
 def test_all_cuts_of_a_graph_are_there() -> None:

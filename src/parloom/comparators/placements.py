@@ -14,7 +14,6 @@ from random import Random
 
 from parloom.comparators.chains import chain
 from parloom.comparators.pipelines import costs_by_size
-from parloom.errors import InputError, LayoutError
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions
@@ -23,6 +22,7 @@ from parloom.ir.stages import item_edges, stage_items
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge
 from parloom.search.pipelines.split import Split
+from parloom.search.refusals import Refusals
 from parloom.search.request import Request, Say
 
 Placement = tuple[int, ...]
@@ -36,7 +36,8 @@ def placed(
     neighboring items on each group, one at random.
     """
     graph, factored = request.graph, factorize(request.graph)
-    edges, judge, rng = item_edges(graph), Judge(request, factored), Random(request.seed)
+    judge = Judge(request, factored, Refusals())
+    edges, rng = item_edges(graph), Random(request.seed)
     pricer = Pricer(request, factored, stage_items(graph), request.machine)
     for size, costs in costs_by_size(request, base, pricer, base.num_microbatches).items():
         walk = Placements(costs, request.cluster, request.limit_bytes, penalty_ps, rng)
@@ -159,9 +160,6 @@ def _plan(
         (ordered,) * len(used),
         tuple(group * costs.num_devices for group in used),
     )
-    try:
-        found = judge.judge(split)
-    except (LayoutError, InputError):
-        return
+    found = judge.refusals.tried(lambda: judge.judge(split))
     if found is not None:
         yield found.decisions

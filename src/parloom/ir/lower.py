@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 
-from parloom.errors import LayoutError
+from parloom.errors import CutError, LayoutError
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
     Boundary,
@@ -165,7 +165,7 @@ class _Lowering:
     def sent(self, value: PValue) -> Layout:
         """The layout in which a value leaves for another stage: whole sums, no part twice.
 
-        Raises `LayoutError` where its readers, who know the whole graph, take it for another sum
+        Raises `CutError` where its readers, who know the whole graph, take it for another sum
         over microbatches.
         """
         summed = tuple(a for a in value.layout.partial_axes if a != TIME)
@@ -174,7 +174,7 @@ class _Lowering:
         time, own = whole.shard(TIME), layout.shard(TIME)
         if layout.partial != whole.partial or own not in (None, time):
             # A stage that is lowered alone knows less of what its values depend on.
-            raise LayoutError(
+            raise CutError(
                 f"{value.name!r} lies otherwise over microbatches where a stage ends behind it than"
                 " in the whole model; put what makes it and what reads it into one stage"
             )

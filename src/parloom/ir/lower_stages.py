@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parloom.action_text import stages_text
-from parloom.errors import InputError, LayoutError, NotYetError
+from parloom.errors import CutError, InputError, NotYetError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Boundary, Graph
 from parloom.ir.lower import lower
@@ -106,7 +106,7 @@ class Stager:
         made = self._on_one_device(replace(decisions, num_microbatches=count))
         for name in names:
             if name not in made:
-                raise LayoutError(
+                raise CutError(
                     f"{name!r} is summed over all microbatches before the first one runs, which no"
                     " stage receives from another; put what makes it and what reads it into one"
                 )
@@ -142,7 +142,7 @@ def _check_samples(crossing: Crossing, boundary: Boundary) -> None:
     """What goes between microbatches of unequal sizes is cut and put together along its samples."""
     name = crossing.value.name
     if boundary.in_time[name].shard(TIME) is None:
-        raise LayoutError(
+        raise CutError(
             f"{name} has no dim of samples and goes from stage {crossing.source} to stages with"
             " microbatches of another size; give these stages the same at_once"
         )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parloom.errors import LayoutError, nearest
+from parloom.errors import CutError, LayoutError, nearest
 from parloom.ir.graph import Call, Function, Graph, Input, Node, Value
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
@@ -93,7 +93,7 @@ def cut_plan(
     if len(replicas) == 1:
         return cut(graph, items, empty=empty)
     if graph.updates:
-        raise LayoutError(
+        raise CutError(
             f"{graph.updates[0][0]} is computed from all samples of a step, and a replica sees some"
             " of them; leave out the microbatches of stages"
         )
@@ -407,7 +407,7 @@ class _Stages:
             writer, name = self.made.get(made, self.loss_stage), named.get(target)
             for stage, body in enumerate(bodies):
                 if stage != writer and any(name in operands(item) for item in body):
-                    raise LayoutError(
+                    raise CutError(
                         f"{target} is written in stage {writer} and read in stage {stage}; put all"
                         " that reads it into one stage"
                     )

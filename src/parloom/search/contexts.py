@@ -26,6 +26,7 @@ from parloom.search.microbatch import microbatch_of
 from parloom.search.model import Floats
 from parloom.search.prices import Known
 from parloom.search.program import Program, program_of
+from parloom.search.refusals import Refusals
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
 from parloom.search.step_rows import INSTANTS, Passes, ShadowPrices, row_prices
@@ -285,6 +286,7 @@ class Contexts:
     def __init__(self, request: Request, base: Decisions, forms: Forms | None = None) -> None:
         self.request, self.base = request, base
         self.work, self.shared = Work(request.budget), Known()
+        self.refusals = Refusals()
         factored = factorize(request.graph if forms is None else forms.graph)
         self.whole = program_of(factored.graph, factored, request.pinned, forms=forms)
         self.meshes = tuple(meshes_of(request.cluster, request.pinned, factored))

@@ -70,9 +70,8 @@ ROUNDING = 1e-6
 @dataclass(frozen=True)
 class Searched:
     """The plans that were simulated, the fastest that fit first; what no plan of the space
-    undercuts, and what no estimate undercuts; how the search ended; what was left out, so that
-    bounds do not hold for it, in words; the smallest of all plans that were simulated; and how much
-    of the budget is left.
+    undercuts, and what no estimate undercuts; how the search ended; what was left out, in words;
+    the smallest of all plans that were simulated; and how much of the budget is left.
     """
 
     proposals: tuple[SimulatedPlan, ...]

@@ -123,6 +123,7 @@ def search_pipelines(
         0.0 if status is Status.INTERRUPTED else searches[0].least_ps,
         inf,
         status,
+        left_out=searches[0].contexts.refusals.words(),
         smallest=smallest,
         work_left=searches[0].contexts.work.left,
     )
@@ -187,10 +188,10 @@ class PipelineSearch:
     """Searches pipelines that are faster than `best_ps`; none takes less than `least_ps`."""
 
     def __init__(self, contexts: Contexts, best_ps: float, say: Say) -> None:
-        self.contexts, self.request, self.say = contexts, contexts.request, say
+        self.contexts, self.request = contexts, contexts.request
         self.best_ps, self.least_ps = best_ps, least_pipeline_ps(contexts)
         self.splits = PromisingSplits(contexts, self.least_ps, best_ps, say)
-        judge = Judge(self.request, contexts.whole.factored)
+        judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 
     def run(self) -> None:
@@ -200,12 +201,11 @@ class PipelineSearch:
         self.splits.look()
         self._judge_best()
         self._climb()
-        before = self.best_ps
-        self.judge_every(self._promising_layouts())
+        layouts, before = self._promising_layouts(), self.best_ps
+        if layouts:
+            self.judge_every(EverySplit(self.tried.judge, layouts, self.tried.spend))
         if self.best_ps < before:
             self._climb()
-        for line in self.tried.refusals():
-            self.say(line)
 
     def plans(self) -> Iterator[SimulatedPlan]:
         """The plans that fit, as they are predicted; where none fits, none."""
@@ -279,26 +279,18 @@ class PipelineSearch:
             self.tried.merge(self.contexts.counts, MERGED)
         self.best_ps = min([self.best_ps, *(one.step_ps for one in self.tried.fitting()[:1])])
 
-    def judge_every(self, layouts: Layouts, most: int = EVERY) -> bool:
-        """Simulate all splits of these layouts that may be faster than the best, the most promising
-        first, and as long as they become faster where they are many; whether it is proved that no
-        other one is faster.
+    def judge_every(self, every: EverySplit, most: int = EVERY) -> None:
+        """Simulate all splits that may be faster than the best, the most promising first, and as
+        long as they become faster where they are many.
         """
-        if not layouts:
-            return True
-        every = EverySplit(self.tried.judge, layouts, self.tried.spend)
         every.enough_ps = self.best_ps
         many = MANY * most if self.best_ps < inf else MOST_SPLITS
         cuts = every.promising(many)
         are_few = sum(len(own.chains) for own in cuts) < many
         better = 0
-        for index, (least_ps, split) in enumerate(every.splits(cuts)):
-            if least_ps >= self.best_ps:
-                break
+        for index, (_, split) in enumerate(every.splits(cuts)):
             if index >= most or (index > better + PATIENCE and not are_few):
-                return False
-            before = self.best_ps
+                return
             self._judge(split)
-            if self.best_ps < before:
+            if self.best_ps < every.enough_ps:
                 every.enough_ps, better = self.best_ps, index
-        return bool(cuts) and every.is_whole

@@ -6,7 +6,6 @@ from math import inf
 
 from parloom.cost.ledger import UPDATE
 from parloom.cost.pipeline import Edge, Shared, StageActions
-from parloom.errors import InputError, LayoutError
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Stage
 from parloom.ir.stages import stage_items
@@ -77,10 +76,9 @@ class StageBounds:
         if key not in self._known:
             self._wholes += costs.whole, free.first
             self.spend()
-            try:
-                self._known[key] = self._priced(costs, before, after, free)
-            except (LayoutError, InputError):
-                self._known[key] = IMPOSSIBLE  # as where a buffer is written in another stage
+            tried = self.judge.refusals.tried
+            found = tried(lambda: self._priced(costs, before, after, free))
+            self._known[key] = found or IMPOSSIBLE
         return self._known[key]
 
     def _priced(self, costs: ItemCosts, before: int, after: int, free: Free) -> Bound:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.pipeline import Edge, Send
-from parloom.errors import InputError, LayoutError
 from parloom.search.pipelines.bounds import Bound, Free, StageBounds, least_ps, members
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import Cuts, CutSpace, Kind
@@ -34,13 +33,13 @@ LESS = 0.1
 
 
 class EverySplit:
-    """All splits over groups of all devices, of the layouts that are given; of those that take no
-    less than `enough_ps` some may be left out, of others where it then `is_whole` no longer.
+    """All splits over groups of all devices, of the layouts that are given, but for those that take
+    no less than `enough_ps`; it `is_whole` where no other one was left out that can be cut so.
     """
 
     def __init__(self, judge: Judge, layouts: Layouts, spend: Callable[[], None]) -> None:
         self.judge, self.layouts, self.bounds = judge, layouts, StageBounds(judge, spend)
-        self.enough_ps, self.is_whole = inf, True
+        self.enough_ps, self.is_whole, self._are_all = inf, False, False
         some = next(costs for by in layouts.values() for own in by.values() for costs in own)
         self.edges = sorted(
             {(v.source, item, v.backward_ps is not None) for v in some.sent for item in v.targets}
@@ -72,7 +71,7 @@ class EverySplit:
             if len(some):
                 found.append(Cuts(kind, some))
         # Estimates prove nothing.
-        self.is_whole &= bool((every < limit_ps).all())
+        self._are_all = bool(found) and bool((every < limit_ps).all())
         return found
 
     def _estimates(self, layouts: Sequence[ItemCosts]) -> Floats:
@@ -87,33 +86,38 @@ class EverySplit:
         return np.broadcast_to(np.where(self.space.beyond, least, inf), (2, *least.shape))
 
     def splits(self, cuts: Sequence[Cuts]) -> Iterator[tuple[float, Split]]:
-        """Splits with these cuts and what they take at least, in ascending order of that."""
+        """Splits with these cuts and what they take at least, in ascending order of that; of all
+        that are `promising`, it `is_whole` at the end.
+        """
         waiting: list[_Waiting] = []
         priced = 0
         for least, some in chain(self._ranked(cuts), ((inf, ()),)):
             while waiting and waiting[0].least_ps <= least:
                 first = heappop(waiting)
+                if first.least_ps >= self.enough_ps:
+                    break
                 if first.sends:
                     yield first.least_ps, first.split
                 elif priced == MOST_PRICED:
-                    self.is_whole = False
                     return
                 else:
                     priced += 1
                     first.least_ps = max(first.least_ps, self._with_sends(first))
                     first.sends = True
-                    if first.least_ps < self.enough_ps:
-                        heappush(waiting, first)
+                    heappush(waiting, first)
+            if least >= self.enough_ps:
+                break
             for one in some:
                 if one.least_ps < self.enough_ps:
                     heappush(waiting, one)
+        self.is_whole = self._are_all and not self.judge.refusals.counts
 
     def _with_sends(self, one: "_Waiting") -> float:
         """What a split takes at least with what its stages send each other."""
-        try:
-            _, stages = self.judge.priced(one.split)
-        except (LayoutError, InputError):
+        priced = self.judge.refusals.tried(lambda: self.judge.priced(one.split))
+        if priced is None:
             return inf
+        _, stages = priced
         return least_ps(one.split, one.bounds, stages.edges, stages.shared)
 
     def _ranked(self, cuts: Sequence[Cuts]) -> Iterator[tuple[float, Iterator["_Waiting"]]]:

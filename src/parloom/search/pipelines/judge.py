@@ -2,7 +2,6 @@
 that fits as the simulator plays it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -10,7 +9,6 @@ from itertools import accumulate
 from parloom.cost.pipeline import Edge, StageActions, pass_times
 from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.timeline import Timeline
-from parloom.errors import InputError, LayoutError, one_line
 from parloom.ir.factors import Factored
 from parloom.ir.list_schedule import Link, list_schedule
 from parloom.ir.lower_stages import LoweredStages, Stager
@@ -19,6 +17,7 @@ from parloom.ir.schedules import Lists, schedule
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pipelines.split import Split, merges, moves
+from parloom.search.refusals import Refusals
 from parloom.search.request import Request
 
 SEARCHED = "searched"
@@ -61,10 +60,10 @@ class _Played:
 
 
 class Judge:
-    """Simulates splits of one request's model."""
+    """Simulates splits of one request's model; what it cannot lower is for `refusals` to count."""
 
-    def __init__(self, request: Request, factored: Factored) -> None:
-        self.request = request
+    def __init__(self, request: Request, factored: Factored, refusals: Refusals) -> None:
+        self.request, self.refusals = request, refusals
         self.calls = {f.key: f.prefix or f.node.key for f in request.graph.flat()}
         self.stager, self.alike = Stager(factored), AlikeStages()
         self.player = StagePlayer(request.cluster, request.optimizer, request.machine.kernels)
@@ -185,8 +184,8 @@ class Tried:
     def __init__(self, judge: Judge, spend: Callable[[], None]) -> None:
         self.judge, self.spend = judge, spend
         self.judged: list[JudgedSplit] = []
-        self.refused = Counter[str]()  # how many could not be lowered or played, and why
-        self._known: set[tuple[object, ...]] = set()
+        # With the splits: layouts are told apart by identity, and nothing else may keep them.
+        self._known: dict[tuple[object, ...], Split] = {}
 
     def play(self, split: Split) -> JudgedSplit | None:
         """The split as a plan; None where it was tried before, or cannot be played."""
@@ -197,22 +196,12 @@ class Tried:
         allowed = self.judge.request.pinned.allows_stages(len(split.groups))
         if key in self._known or not allowed:
             return None
-        self._known.add(key)
+        self._known[key] = split
         self.spend()
-        try:
-            found = self.judge.judge(split)
-        except (LayoutError, InputError) as error:
-            self.refused[one_line(error)] += 1
-            return None
+        found = self.judge.refusals.tried(lambda: self.judge.judge(split))
         if found is not None:
             self.judged.append(found)
         return found
-
-    def refusals(self) -> Iterator[str]:
-        """Why splits could not be played, in words."""
-        if self.refused:
-            reason, number = self.refused.most_common(1)[0]
-            yield f"splits that cannot be played: {self.refused.total()}; of {number}, {reason}"
 
     def fitting(self) -> list[JudgedSplit]:
         """Those that fit, the fastest first."""

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from parloom.errors import InputError, LayoutError
 from parloom.ir.plan import Decisions
 from parloom.search.contexts import Contexts, ContextSearch, with_passes
 from parloom.search.decide import decisions_of
@@ -109,7 +108,6 @@ class GroupLayouts:
         self.contexts.work.spend()
         if whole in known:
             return
-        try:
-            yield GroupLayout(pipelined, self.pricer.price(whole))
-        except (LayoutError, InputError):
-            return  # as where a buffer would be written in one stage and read in another
+        costs = self.contexts.refusals.tried(lambda: self.pricer.price(whole))
+        if costs is not None:
+            yield GroupLayout(pipelined, costs)

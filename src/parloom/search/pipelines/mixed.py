@@ -74,15 +74,14 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
         search = MixedSearch(request, contexts, best_ps, say)
         search.replicate()
         search.run()
-        for line in search.tried.refusals():
-            say(line)
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
-    plans = search.plans() if search else ()
-    holding = tuple(plan for plan in plans if holds_pins(request, plan.decisions))
-    return AcrossParts(holding, bound_ps, status)
+    if search is None:
+        return AcrossParts((), bound_ps, status)
+    holding = tuple(plan for plan in search.plans() if holds_pins(request, plan.decisions))
+    return AcrossParts(holding, bound_ps, status, contexts[0].refusals.words())
 
 
 def least_shared_ps(contexts: Sequence[Contexts]) -> float:
@@ -136,15 +135,15 @@ class MixedSearch:
         self.parts = [part for part, _ in request.regular()]
         self.num_items = len(items)
         for own in contexts:
-            own.work = contexts[0].work  # they count together
+            own.work, own.refusals = contexts[0].work, contexts[0].refusals  # they count together
         self.limits = [own.request.limit_bytes for own in contexts]
         self.layouts = [
             GroupLayouts(own, Pricer(own.request, factored, items, request.machine), devices)
             for own, devices in zip(contexts, self._devices_like_all(), strict=True)
         ]
         self.counts = contexts[0].counts
-        self.tried = Tried(Judge(request, factored), contexts[0].work.spend)
-        self.factored, self.replicas = factored, list[SimulatedPlan]()
+        self.tried = Tried(Judge(request, factored, contexts[0].refusals), contexts[0].work.spend)
+        self.replicas: list[SimulatedPlan] = []
 
     def replicate(self) -> None:
         """The whole model on each device, for more microbatches as long as that promises more."""
@@ -164,7 +163,7 @@ class MixedSearch:
                 found.append(of_count)
                 if of_count.step_ps > (1 + NEARBY) * min(one.step_ps for one in found):
                     break
-        self.replicas += replicated(self.request, self.factored, found)
+        self.replicas += replicated(self.tried.judge, found)
 
     def run(self) -> None:
         """Numbers of microbatches on groups that are whole parts, then around the best with all

@@ -4,19 +4,17 @@ microbatches as it has time for; the gradients of all are summed at the end of a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heapify, heapreplace
-from itertools import chain
+from itertools import chain, islice
 
-from parloom.errors import InputError, LayoutError
-from parloom.ir.factors import Factored
-from parloom.ir.lower_stages import Stager
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Action, Decisions, Stage
 from parloom.ir.regular_parts import RegularPart
 from parloom.ir.schedules import STEP
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pipelines.costs import ItemCosts
+from parloom.search.pipelines.judge import Judge
 from parloom.search.request import Request
 
 REPLICAS = "replicas"
@@ -59,24 +57,19 @@ def shares(request: Request, parts: Sequence[RegularPart], costs: Sequence[ItemC
     return Shares(tightest.whole, tightest.items, counts, last_ps + once_ps)
 
 
-def replicated(
-    request: Request, factored: Factored, found: Sequence[Shares]
-) -> Iterator[SimulatedPlan]:
+def replicated(judge: Judge, found: Sequence[Shares]) -> Iterator[SimulatedPlan]:
     """The most promising as plans that fit."""
-    stager, alike = Stager(factored), AlikeStages()
-    left = SIMULATED
-    for one in sorted(found, key=lambda one: one.step_ps):
+    request = judge.request
+
+    def simulated(one: Shares) -> SimulatedPlan:
         decisions = _decisions(one)
-        try:
-            lowered = alike.lower(stager.cut(decisions), decisions)
-            predicted = request.machine.predict_stages(lowered, decisions, request.optimizer)
-        except (LayoutError, InputError):
-            continue  # as where a buffer is computed from all samples
-        if request.fits(predicted):
-            yield SimulatedPlan(decisions, predicted)
-            left -= 1
-        if not left:
-            return
+        lowered = judge.alike.lower(judge.stager.cut(decisions), decisions)
+        predicted = request.machine.predict_stages(lowered, decisions, request.optimizer)
+        return SimulatedPlan(decisions, predicted)
+
+    ranked = sorted(found, key=lambda one: one.step_ps)
+    plans = filter(None, (judge.refusals.tried(partial(simulated, one)) for one in ranked))
+    return islice((plan for plan in plans if request.fits(plan.prediction)), SIMULATED)
 
 
 def _decisions(found: Shares) -> Decisions:
