@@ -27,7 +27,9 @@ Way = tuple[int, torch.dtype]
 class SharedParameters:
     """This rank's part in all parameters that several stages have."""
 
-    def __init__(self, pipeline: Pipeline, parts: Sequence[Part], comm: Comm) -> None:
+    def __init__(
+        self, pipeline: Pipeline, parts: Sequence[Part], comm: Comm, device: torch.device
+    ) -> None:
         self._comm = comm
         self._parts = {part.stage: part for part in parts}
         self._copies = [
@@ -36,7 +38,7 @@ class SharedParameters:
             for stage in stages[1:]
         ]
         ways = [p for copy in self._copies for p in (*copy.weights, *copy.gradients)]
-        comm.connect((p.sender, p.receiver) for p in ways)
+        comm.connect(((p.sender, p.receiver) for p in ways), device)
 
     def reduce(self) -> None:
         """Add the gradients of all stages up where a parameter is owned."""

@@ -124,7 +124,7 @@ class Trainer:
             self.parts,
             parsed(self.pipeline.actions[comm.rank]),
             Transfers(self.pipeline, tuple(map(parsed, self.pipeline.actions)), comm, self.device),
-            SharedParameters(self.pipeline, self.parts, comm),
+            SharedParameters(self.pipeline, self.parts, comm, self.device),
             comm,
             self.owned,
         )

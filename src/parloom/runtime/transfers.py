@@ -107,7 +107,7 @@ class Transfers:
         # What a rank has done when its message arrives says which of those to it have arrived.
         self._places = [{action: i for i, action in enumerate(own)} for own in actions]
         several = (of for messages in self._pieces.values() for of in messages)
-        comm.connect((p.sender, p.receiver) for of in several for p in of)
+        comm.connect(((p.sender, p.receiver) for of in several for p in of), device)
         self._spans: Spans | None = None
         self._expected: dict[int, deque[Letter]] = {}
         self._unposted: Counter[tuple[int, Wire, int]] = Counter()
