@@ -97,8 +97,8 @@ def pipeline() -> tuple[rt.Pipeline, dict[str, Tensor], dict[str, Tensor]]:
         # At the end of the first step, and where all begin the second one.
         (stop, (1, "action", 15)),
         (stop, (1, "together", 1)),
-        (stop, (2, "wait", 6)),
-        (stop, (3, "wait", 4)),
+        (stop, (2, "wait", 7)),
+        (stop, (3, "wait", 6)),
         (sleep, (2, "action", 5)),
     ],
 )

@@ -237,7 +237,7 @@ def test_samples_that_meet_others_labels_are_found(monkeypatch: pytest.MonkeyPat
     replicas, off = step(program, "weighted")
     assert replicas == 1
     assert off <= 1e-9
-    monkeypatch.setattr(trainer_module, "sample_axes", lambda program, dims: ("y",))
+    monkeypatch.setattr(batches_module, "sample_axes", lambda program, dims: ("y",))
     monkeypatch.setattr(trainer_module, "local_axes", lambda pipeline, dims: (("y",),))
     monkeypatch.setattr(
         batches_module,

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,12 @@ from parloom.ir.graph import Call, Graph
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import ActivationDecision, Decisions, ParameterDecision, Stage, Storage
 from parloom.ir.stages import cut, item_key, stage_items
-from parloom.runtime.shared import SharedParameters
+from parloom.runtime import transfers
+from parloom.runtime.shared import SHARED, SharedParameters
 from parloom.runtime.split_backward import SplitBackward
+from parloom.runtime.threads import ThreadComm
 from parloom.runtime.transfers import Transfers
+from parloom.runtime.work import Work
 from tests.dist import lowered, staged
 from tests.dist.allocations import Allocations
 from tests.dist.staged import drawn, even, pipeline_of, randomly_cut
@@ -331,13 +335,45 @@ def test_ranks_are_given_what_their_stages_read() -> None:
         )
         mine = {name: model.batch[name] for name in read[comm.rank]}
         loss = trainer.step(mine).loss
-        if mine:
-            with pytest.raises(InputError, match="the batch has"):
-                trainer.step({})
+        # Also where nothing is read: that rank is told.
+        with pytest.raises(InputError, match="the batch has"):
+            trainer.step({})
         return loss
 
     losses = rt.run_threads(pipeline.mesh, run)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+def test_ranks_look_at_their_own_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each when it is sent, when it is read, and once before the first step."""
+    model = lowered.model("gpt")
+    plan = drawn(model.graph, even(model.graph, 3), [2, 4, 2], num_microbatches=4)
+    pipeline = staged.compiled(model, plan).pipeline
+    looks, sent = [], []
+    letter, send = transfers.Letter, ThreadComm.send
+
+    def seen(*given: Any) -> transfers.Letter:
+        looks.append(given)
+        return letter(*given)
+
+    def counted(self: ThreadComm, tensor: Tensor, to: int, tag: int) -> Work:
+        sent.append(tag)
+        return send(self, tensor, to, tag)
+
+    monkeypatch.setattr(transfers, "Letter", seen)
+    monkeypatch.setattr(ThreadComm, "send", counted)
+
+    def run(comm: rt.Comm) -> None:
+        trainer = rt.Trainer(
+            pipeline,
+            model.tensors,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            comm=comm,
+        )
+        trainer.step(model.batch)
+
+    rt.run_threads(pipeline.mesh, run)
+    assert len(looks) == 3 * sum(tag != SHARED for tag in sent) > 0
 
 
 class Counts(nn.Module):

@@ -14,6 +14,7 @@ from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.capture import capture, parameters_of
 from parloom.execute import checkpoint
+from parloom.execute.optimizers import make, named_optimizer
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble
 from parloom.ir.lower_stages import group_lists
@@ -21,6 +22,7 @@ from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Action, Decisions, ParameterDecision, Stage, Storage
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import cut, stage_items
+from parloom.runtime.optimizer import OPTIMIZERS
 from parloom.runtime.passes import Passes
 from parloom.runtime.spans import ActionSpan
 from tests.dist import lowered, staged
@@ -93,6 +95,41 @@ def test_checkpoints_have_what_nobody_trains(tmp_path: Path) -> None:
         assert {rate * 4 for rate in rates} <= {0.1, 0.2, 0.3}
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, state[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [n for n, entry in OPTIMIZERS.items() if not entry.why_whole])
+def test_the_state_of_each_optimizer_is_saved_and_loaded(name: str) -> None:
+    """Stages begin with stand-ins of each other's parameters, some of which have a state at once."""
+    model = lowered.of(Frozen(), {"x": torch.randn(8, 4)})
+    stages = staged.even(model.graph, 2)
+    pipeline = staged.compiled(model, staged.drawn(model.graph, stages, [1, 2])).pipeline
+
+    def run(comm: rt.Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The weights after two steps, and those of another trainer that loads between them."""
+        one, other = (
+            rt.Trainer(
+                pipeline,
+                {n: tensor * scale for n, tensor in model.tensors.items()},
+                optimizer=lambda named: make(named_optimizer(name), named, lr=0.1, eps=1e-8),
+                comm=comm,
+            )
+            for scale in (1.0, 3.0)
+        )
+        one.step(model.batch)
+        saved = json.loads(json.dumps(one.extra_state()))
+        shards = {shard.name: shard.tensor.clone() for shard in one.shards()}
+        other.load_extra_state(saved)
+        for shard in other.shards():
+            shard.tensor.copy_(shards.pop(shard.name))
+        assert not shards
+        other.refresh()
+        for trainer in (one, other):
+            trainer.step(model.batch)
+        return one.state_dict(), other.state_dict()
+
+    for expected, found in rt.run_threads(pipeline.mesh, run):
+        for key, tensor in expected.items():
+            assert torch.equal(found[key], tensor), key
 
 
 class Detached(nn.Module):

@@ -112,7 +112,9 @@ def test_the_replica_that_moves_the_most_is_priced(name: str, beyond: float) -> 
     moved = 0
     for way in ("gradients", "weights"):
         sent, received = [0] * 3, [0] * 3
-        for copy in SharedParameters(pipeline, (), _Alone(pipeline.mesh))._copies:
+        for copy in SharedParameters(
+            pipeline, (), _Alone(pipeline.mesh), torch.device("cpu")
+        )._copies:
             for piece in getattr(copy, way) if copy.trained else ():
                 size = prod(piece.shape) * copy.dtype.itemsize
                 sent[piece.sender] += size
@@ -137,7 +139,7 @@ def test_each_replica_computes_the_prologue_of_all_microbatches() -> None:
 class _Alone(rt.SingleComm):
     """A rank that connects to nobody."""
 
-    def connect(self, pairs: object) -> None:
+    def connect(self, pairs: object, device: object) -> None:
         return None
 
 

@@ -111,7 +111,7 @@ def test_batches_are_compared_by_place_of_every_element() -> None:
 
     def body(comm: rt.Comm) -> None:
         batch = {"rows": rows.flip(0) if comm.rank == 1 else rows, "one": torch.tensor(True)}
-        check_same_batch(comm, batch, {"rows": (), "one": ()}, torch.device("cpu"))
+        check_same_batch(comm, ("rows", "one"), batch, {}, torch.device("cpu"))
 
     with pytest.raises(InputError, match=r"^input 'rows' differs between ranks 0 and 1"):
         rt.run_threads(MESH, body)

@@ -30,13 +30,13 @@ from parloom.capture.microbatch import split_of
 from parloom.capture.program import VALUELESS
 from parloom.capture.ranges import drawn_batch
 from parloom.capture.state.reach import Place, described_parts, key_of, path_of
-from parloom.errors import CaptureError, FingerprintError, ParloomError
+from parloom.errors import CaptureError, FingerprintError
 from parloom.execute.handed_over import FLAT
 from parloom.ir.graph import Graph
 from parloom.ir.microbatches import of_microbatch, with_whole_batch
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
-from parloom.runtime import Comm, told_by_all, told_by_the_first
+from parloom.runtime import Comm, agreed, told_by_all, told_by_the_first
 
 SHOWN = 100  # characters of a value in a message
 
@@ -165,31 +165,6 @@ def _value(text: str) -> str:
     """A part's value, without its name."""
     value = text.partition("=")[2] or text
     return value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
-
-
-@contextmanager
-def agreed(comm: Comm, device: torch.device) -> Iterator[None]:
-    """Every rank raises at the end where one raised inside: its own error, or the first rank's.
-
-    Otherwise the others would wait for a rank that is gone.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    text = "" if error is None else f"{type(error).__name__}\n{error}"
-    texts = told_by_all(comm, text, device)
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            kind, _, message = text.partition("\n")
-            where = f"on rank {rank}: " if rank else ""
-            kinds = {known.__name__: known for known in ParloomError.__subclasses__()}
-            if kind in kinds:
-                raise kinds[kind](f"{where}{message}")
-            raise RuntimeError(f"{where}{kind}: {message}")
 
 
 @contextmanager

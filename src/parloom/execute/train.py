@@ -28,7 +28,7 @@ from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
 from parloom.execute.launch import check_world_size
 from parloom.execute.log import NUM_COMPARED, RunRecord, StageTimes, StepLog, StepRecord
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
-from parloom.execute.same_model import agreed, check_again, check_on_ranks, check_tensors
+from parloom.execute.same_model import check_again, check_on_ranks, check_tensors
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher
@@ -52,6 +52,7 @@ from parloom.runtime import (
     Program,
     SingleComm,
     StepResult,
+    agreed,
     check_same_values,
 )
 from parloom.runtime import Trainer as RuntimeTrainer

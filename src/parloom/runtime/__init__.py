@@ -66,6 +66,7 @@ from parloom.runtime.random import (
 )
 from parloom.runtime.remake import Made
 from parloom.runtime.same import (
+    agreed,
     check_same_values,
     told_by_all,
     told_by_the_first,
@@ -115,6 +116,7 @@ __all__ = [
     "boxes",
     "causal_attention",
     "causal_mask",
+    "agreed",
     "check_same_values",
     "told_by_all",
     "told_by_the_first",

@@ -1,22 +1,24 @@
 """A batch as the ranks take it: checked against the plan, and cut into this rank's microbatches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor
 
 from parloom.errors import InputError
+from parloom.runtime.comm import Comm
 from parloom.runtime.context import Context
-from parloom.runtime.program import Program
-from parloom.runtime.same import check_same_batch
-from parloom.runtime.samples import SampleDims, local_dims
-from parloom.runtime.sharding import global_shape, take
+from parloom.runtime.part import Part
+from parloom.runtime.program import Pipeline, Program, TensorSpec
+from parloom.runtime.same import agreed, check_same_batch
+from parloom.runtime.samples import SampleDims, local_dims, sample_axes
+from parloom.runtime.sharding import take
 
 Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts a batch into this rank's microbatches.
+    """Cuts a batch into this rank's microbatches of a stage.
 
     `own` are the axes along which ranks are given other samples: none for a global batch.
     """
@@ -30,29 +32,10 @@ class Batches:
         own: tuple[str, ...] = (),
     ) -> None:
         self._ctx = ctx
-        self._tensors = {
+        self.tensors = {
             spec.name: batch[spec.name].to(ctx.device, non_blocking=True) for spec in program.inputs
         }
         self._dims = {spec.name: local_dims(spec, samples, own) for spec in program.inputs}
-        self._own = {spec.name: own if spec.name in samples else () for spec in program.inputs}
-        for spec in program.inputs:
-            given, dims = self._tensors[spec.name], self._dims[spec.name]
-            shape = global_shape(dims, ctx.mesh)
-            if tuple(given.shape) != shape or given.dtype != getattr(torch, spec.dtype):
-                raise InputError(
-                    f"input {spec.name!r} is {str(given.dtype).removeprefix('torch.')}"
-                    f"{list(given.shape)}; the plan was made for {spec.dtype}{list(shape)}"
-                    f"{_for(spec.name, own, samples)}{_way_on(given, shape, spec.dtype)}"
-                )
-
-    @property
-    def whole(self) -> Mapping[str, Tensor]:
-        """The entries of which this rank was given all samples."""
-        return {name: self._tensors[name] for name, own in self._own.items() if not own}
-
-    def check_same(self) -> None:
-        """Raise `InputError` unless ranks that work on the same samples were given the same."""
-        check_same_batch(self._ctx.comm, self._tensors, self._own, self._ctx.device)
 
     def microbatch(self, index: int) -> dict[str, Tensor]:
         """This rank's part of microbatch `index`."""
@@ -60,32 +43,117 @@ class Batches:
         coordinates = mesh.coordinates(self._ctx.comm.rank, index)
         return {
             name: take(tensor, self._dims[name], mesh, coordinates)
-            for name, tensor in self._tensors.items()
+            for name, tensor in self.tensors.items()
         }
 
 
-def check_names(programs: Sequence[Program], own: Sequence[Program], batch: Batch) -> None:
-    """Raise `InputError` unless `batch` has a tensor for each input of this rank's `own` programs.
+class BatchReader:
+    """Reads a rank's batches: one after the other, as each of its stages takes it.
 
-    Entries that no program reads may be given in any form, or left out, and so may those that other
-    ranks' `programs` read.
+    A local batch has the samples of `position`, (number of places, place of this rank); `axes` are
+    those along which ranks of a stage then have other samples.
+
+    No rank begins a step that another one refuses. So each checks all that it was given, also what
+    only other stages read: where the first batch has everything on all ranks, they raise alike in
+    all steps. Else all tell each other before each step.
     """
-    names = {spec.name for program in own for spec in program.inputs}
-    known = {spec.name for program in programs for spec in program.inputs}
-    unread = {name for program in programs for name in (*program.unread, *known)} - names
-    if not isinstance(batch, Mapping):
-        raise InputError(
-            f"the batch is a {type(batch).__name__}; pass a dict of tensors by the names of the"
-            f" model's arguments: {sorted(names)}"
-        )
-    if names != set(batch) - unread:
-        raise InputError(
-            f"the batch has {sorted(batch)}, the program takes {sorted(names)}; they must agree"
-            f"{_leave_out(sorted(set(batch) - names - unread))}"
-        )
-    for name in sorted(names):
-        if not isinstance(batch[name], Tensor):
-            raise InputError(f"input {name!r} is a {type(batch[name]).__name__}, not a tensor")
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        parts: tuple[Part, ...],
+        samples: SampleDims,
+        axes: tuple[tuple[str, ...], ...],
+        position: tuple[int, int],
+        comm: Comm,
+        device: torch.device,
+    ) -> None:
+        self._pipeline, self._parts, self._samples, self._axes = pipeline, parts, samples, axes
+        self._position, self._comm, self._device = position, comm, device
+        self._inputs = {spec.name: spec for spec in pipeline.inputs}
+        # Whether all ranks are given all inputs; None before the first batch.
+        self._all_given: bool | None = True if len(pipeline.programs) == 1 else None
+
+    def read(self, batch: Batch, local: bool) -> dict[int, Batches]:
+        """The batch by stage. Raises `InputError` where it is not what the plan was made for."""
+        if self._all_given:
+            return self._read(batch, local)
+        with agreed(self._comm, self._device):
+            found = self._read(batch, local)
+        if self._all_given is None:
+            given = torch.tensor([self._inputs.keys() <= batch.keys()], dtype=torch.int32)
+            given = given.to(self._device)
+            self._comm.group(self._comm.mesh.space).all_reduce(given, "min").wait()
+            self._all_given = bool(given.item())
+        return found
+
+    def check_same(self, batches: Mapping[int, Batches], local: bool) -> None:
+        """Raise `InputError`, on all ranks, unless those that work on the same samples were given
+        the same.
+        """
+        tensors = {name: t for of_stage in batches.values() for name, t in of_stage.tensors.items()}
+        replicas, place = self._position
+        places = dict.fromkeys(self._samples, place) if local and replicas > 1 else {}
+        check_same_batch(self._comm, tuple(self._inputs), tensors, places, self._device)
+
+    def _read(self, batch: Batch, local: bool) -> dict[int, Batches]:
+        if not isinstance(local, bool):
+            raise InputError(
+                f"the argument after the batch, local, is a {type(local).__name__}, not True or"
+                " False; pass one batch: a dict of tensors by the names of the model's arguments"
+            )
+        programs = self._pipeline.programs
+        own = {spec.name for part in self._parts for spec in programs[part.stage].inputs}
+        self._check_names(self._inputs.keys() if self._all_given else own, batch)
+        for name, spec in self._inputs.items():
+            if name in batch:
+                self._check(spec, batch[name], self._position[0] if local else 1)
+        axes = self._axes if local else ((),) * len(programs)
+        for program, cut in zip(programs, axes, strict=True):
+            if not set(cut) <= set(sample_axes(program, self._samples)):
+                raise InputError(
+                    f"the plan cuts samples over {', '.join(cut)} in training and not in"
+                    " evaluation; pass the global batch"
+                )
+        return {
+            part.stage: Batches(
+                programs[part.stage], part.ctx, batch, self._samples, axes[part.stage]
+            )
+            for part in self._parts
+        }
+
+    def _check_names(self, names: Set[str], batch: Batch) -> None:
+        """Raise `InputError` unless `batch` has `names`, and nothing that is unknown.
+
+        Entries that no program reads may be given in any form, or left out.
+        """
+        if not isinstance(batch, Mapping):
+            raise InputError(
+                f"the batch is a {type(batch).__name__}; pass a dict of tensors by the names of the"
+                f" model's arguments: {sorted(names)}"
+            )
+        unread = {name for program in self._pipeline.programs for name in program.unread}
+        unknown = batch.keys() - self._inputs.keys() - unread
+        if unknown or not names <= batch.keys():
+            raise InputError(
+                f"the batch has {sorted(batch)}, the program takes {sorted(names)}; they must agree"
+                f"{_leave_out(sorted(unknown))}"
+            )
+
+    def _check(self, spec: TensorSpec, given: object, replicas: int) -> None:
+        """Raise `InputError` unless an input is what the plan was made for, of which ranks in so
+        many places have their own samples.
+        """
+        if not isinstance(given, Tensor):
+            raise InputError(f"input {spec.name!r} is a {type(given).__name__}, not a tensor")
+        dim = self._samples.get(spec.name)
+        shape = tuple(size // replicas if at == dim else size for at, size in enumerate(spec.shape))
+        if tuple(given.shape) != shape or given.dtype != getattr(torch, spec.dtype):
+            raise InputError(
+                f"input {spec.name!r} is {str(given.dtype).removeprefix('torch.')}"
+                f"{list(given.shape)}; the plan was made for {spec.dtype}{list(shape)}"
+                f"{'' if replicas == 1 else _on_each_rank(dim)}{_way_on(given, shape, spec.dtype)}"
+            )
 
 
 def _leave_out(names: list[str]) -> str:
@@ -105,9 +173,7 @@ def _way_on(given: Tensor, shape: tuple[int, ...], dtype: str) -> str:
     return f"; {drop if smaller else ''}plan again (parloom plan --batch N, or the factory's batch)"
 
 
-def _for(name: str, own: tuple[str, ...], samples: SampleDims) -> str:
-    if not own:
-        return ""
-    if name in samples:
-        return f" on each rank, with its own samples in dim {samples[name]} and all else whole"
-    return " on each rank: all samples share it, so it is given whole"
+def _on_each_rank(dim: int | None) -> str:
+    if dim is None:
+        return " on each rank: all samples share it, so it is given whole"
+    return f" on each rank, with its own samples in dim {dim} and all else whole"

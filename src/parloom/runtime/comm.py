@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parloom.errors import LaunchError, VerifyError
 from parloom.runtime.mesh import Mesh
-from parloom.runtime.process_groups import ProcessGroups, default_timeout
+from parloom.runtime.process_groups import ProcessGroups, default_timeout, device_types
 from parloom.runtime.work import DONE, Awaited, Then, Waiting, Work
 
 # All-reduces of at most so many bytes go by one exchange where gloo's ring would take 2 (p - 1)
@@ -93,9 +93,9 @@ class Comm(Protocol):
         """Overwrite `tensor` with the next one that a rank sends, which has this tag."""
         ...
 
-    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
-        """Prepare for what goes from one rank to another, for all (sender, receiver) of a run;
-        every rank names the same.
+    def connect(self, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
+        """Prepare for what goes from one rank to another, for all (sender, receiver) of a run, in
+        tensors on `device`; every rank names the same.
         """
         ...
 
@@ -176,7 +176,7 @@ class SingleComm:
     def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
         raise VerifyError(f"the only rank waits for rank {sender}")
 
-    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+    def connect(self, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
         return None
 
     def stage(
@@ -197,7 +197,7 @@ class DistributedGroup:
     """
 
     __slots__ = (
-        *("_by_exchange", "_ops", "_waiting", "index", "members", "order", "process_group"),
+        *("_on_gloo", "_ops", "_waiting", "index", "members", "order", "process_group"),
         *("rank", "size"),
     )
 
@@ -216,7 +216,7 @@ class DistributedGroup:
         ascending = sorted(ranks)
         order = [ascending.index(member) for member in ranks]
         self.order = None if order == list(range(self.size)) else order
-        self._by_exchange = dist.get_backend(process_group) == "gloo"
+        self._on_gloo = device_types("gloo", process_group)
         self._ops: dict[str, Any] = {
             "sum": dist.ReduceOp.SUM,
             "max": dist.ReduceOp.MAX,
@@ -232,10 +232,10 @@ class DistributedGroup:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
         # A ring of less than an element for each member leaves out rounds.
         small = tensor.numel() >= self.size and tensor.nbytes <= EXCHANGED_BYTES
-        if small and self._by_exchange and tensor.is_cpu:
+        if small and tensor.is_cpu and "cpu" in self._on_gloo:
             return self._exchange(tensor, op)
         return self._started(
-            dist.all_reduce(tensor, self._ops[op], group=self.process_group, async_op=True)
+            dist.all_reduce(tensor, self._ops[op], group=self.process_group, async_op=True), tensor
         )
 
     def _exchange(self, tensor: Tensor, op: str) -> Work:
@@ -261,7 +261,8 @@ class DistributedGroup:
         return self._started(
             dist.all_gather_single(
                 output.view(-1), tensor.view(-1), group=self.process_group, async_op=True
-            )
+            ),
+            tensor,
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
@@ -269,7 +270,8 @@ class DistributedGroup:
         return self._started(
             dist.reduce_scatter_single(
                 output.view(-1), rows.view(-1), group=self.process_group, async_op=True
-            )
+            ),
+            tensor,
         )
 
     def all_to_all(
@@ -302,18 +304,20 @@ class DistributedGroup:
         return self._started(
             dist.all_to_all_single(
                 output, tensor, output_rows, rows, group=self.process_group, async_op=True
-            )
+            ),
+            tensor,
         )
 
     def broadcast(self, tensor: Tensor) -> Work:
         return self._started(
-            dist.broadcast(tensor, src=self.members[0], group=self.process_group, async_op=True)
+            dist.broadcast(tensor, src=self.members[0], group=self.process_group, async_op=True),
+            tensor,
         )
 
-    def _started(self, work: dist.Work | None) -> Work:
+    def _started(self, work: dist.Work | None, tensor: Tensor) -> Work:
         if work is None:
             return DONE
-        if self._waiting is None:
+        if self._waiting is None or tensor.device.type not in self._on_gloo:
             return work
         others = tuple(member for member in self.members if member != self.rank)
         return Awaited(work, others, self._waiting)
@@ -354,9 +358,8 @@ class DistributedComm:
             world = {tuple(range(dist.get_world_size())): dist.group.WORLD}
             made = ProcessGroups(timeout, world), ProcessGroups(timeout, {})
         self._made, self._tell = made, tell
-        self._waiting: Waiting | None = None
-        if dist.get_backend() == "gloo":
-            self._waiting = Waiting(dist.get_rank(), self.timeout, tell)
+        self._waiting = Waiting(dist.get_rank(), self.timeout, tell)
+        self._on_gloo = device_types("gloo")
         self._groups: dict[tuple[str, ...], Group] = {}
         self._weights: DistributedComm | None = None
         self._ways: dict[tuple[int, int], Any] = {}
@@ -399,32 +402,33 @@ class DistributedComm:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         way = self._ways.get((self._ranks[self.rank], to))
-        sent = dist.isend(tensor, to, group=way, tag=tag)
-        assert sent is not None
-        return sent if self._waiting is None else Awaited(sent, (to,), self._waiting)
+        return self._started(dist.isend(tensor, to, group=way, tag=tag), tensor, to)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
         way = self._ways.get((sender, self._ranks[self.rank]))
-        received = dist.irecv(tensor, sender, group=way, tag=tag)
-        assert received is not None
-        return received if self._waiting is None else Awaited(received, (sender,), self._waiting)
+        return self._started(dist.irecv(tensor, sender, group=way, tag=tag), tensor, sender)
 
-    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
-        if dist.get_backend() == "nccl":
-            # What two ranks send each other is one queue in NCCL: a receive that waits for the
-            # other one would hold up what the other one waits for.
-            mine = self._ranks[self.rank]
-            for way in sorted(set(ways) - self._ways.keys()):
-                if way[0] == way[1]:
-                    continue
-                self._ways[way] = dist.new_group(sorted(way), timeout=self.timeout)
-                # The first message of a group waits on the host for the other rank: here, in one
-                # order for all, and not where each waits for what the other sends.
-                one = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
-                if mine == way[0]:
-                    self.send(one, way[1], 0).wait()
-                elif mine == way[1]:
-                    self.receive(one, way[0], 0).wait()
+    def _started(self, work: dist.Work | None, tensor: Tensor, other: int) -> Work:
+        assert work is not None
+        waits = tensor.device.type in self._on_gloo
+        return Awaited(work, (other,), self._waiting) if waits else work
+
+    def connect(self, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
+        if device.type not in device_types("nccl"):
+            return
+        # What two ranks send each other is one queue in NCCL: a receive that waits for the other
+        # one would hold up what the other one waits for.
+        mine = self._ranks[self.rank]
+        for way in sorted(set(ways) - self._ways.keys()):
+            if way[0] == way[1]:
+                continue
+            self._ways[way] = dist.new_group(sorted(way), timeout=self.timeout)
+            # The first message of a group waits on the host for the other rank: here, in one order
+            # for all, and not where each waits for what the other sends.
+            if mine == way[0]:
+                self.send(torch.zeros(1, device=device), way[1], 0).wait()
+            elif mine == way[1]:
+                self.receive(torch.zeros(1, device=device), way[0], 0).wait()
 
     def stage(
         self,

@@ -1,4 +1,4 @@
-"""The process groups of torch.distributed that a run uses."""
+"""The process groups of torch.distributed that a run uses, and their back ends."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -28,6 +28,16 @@ class ProcessGroups:
         if members not in self._made:
             self._made[members] = dist.new_group(list(members), timeout=self.timeout)
         return self._made[members]
+
+
+def device_types(backend: str, group: dist.ProcessGroup | None = None) -> frozenset[str]:
+    """The types of the devices whose tensors a group, the default one if None, leaves to `backend`.
+
+    `dist.get_backend` does not tell: of a group that a script made it may say "undefined", or
+    "cpu:gloo,cuda:nccl".
+    """
+    entries = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return frozenset(device for device, name in entries if name == backend)
 
 
 def default_timeout() -> timedelta:

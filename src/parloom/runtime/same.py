@@ -1,18 +1,20 @@
 """Whether ranks hold the same: weights by two sums per tensor, batches and texts by their bytes."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from parloom.errors import InputError, LaunchError
+from parloom.errors import InputError, LaunchError, ParloomError
 from parloom.runtime.comm import Comm
 
 PIECE = 1 << 22  # elements that are float64 at a time
 # Ranks may sum in another order (threads, vector widths): four thousand roundings of float64. One
 # float32 that differs in its last bit is still seen among tens of thousands like it.
 TOLERANCE = 1e-12
+WHOLE = -1  # the place of the samples of a rank that has all of them
 
 
 def check_same_values(
@@ -58,52 +60,35 @@ def check_same_values(
 
 def check_same_batch(
     comm: Comm,
+    names: Sequence[str],
     tensors: Mapping[str, Tensor],
-    own: Mapping[str, tuple[str, ...]],
+    places: Mapping[str, int],
     device: torch.device,
 ) -> None:
-    """Raise `InputError` that names an input which ranks should have been given alike and were not.
+    """Raise `InputError`, on all ranks, that names an input which two of them should have been
+    given alike and were not.
 
-    `own` names the axes along which a rank's tensor is its own shard, none where all ranks pass the
-    global one. Ranks that differ along other axes only must have the same bytes.
-    """
-    mesh = comm.mesh
-    group = comm.group(mesh.space)
-    if group.size == 1 or not tensors:
-        return
-    mine = torch.tensor([_hash(tensor) for tensor in tensors.values()], device=device)
-    everyone = mine.new_empty(group.size, len(mine))
-    group.all_gather(everyone, mine).wait()
-    rows = sorted(zip(mesh.group(mesh.space, comm.rank), everyone.tolist(), strict=True))
-    for column, name in enumerate(tensors):
-        first: dict[tuple[int, ...], tuple[int, int]] = {}
-        for rank, row in rows:
-            place = tuple(mesh.coordinates(rank)[axis] for axis in own[name])
-            other, expected = first.setdefault(place, (rank, row[column]))
-            if row[column] != expected:
-                raise InputError(f"input {name!r} {_differs(other, rank, bool(own[name]))}")
-
-
-def check_same_everywhere(
-    comm: Comm, names: Sequence[str], tensors: Mapping[str, Tensor], device: torch.device
-) -> None:
-    """Raise `InputError` that names an input of the global batch of which two ranks were given
-    unequal ones, whatever stages they are in; ranks need not have all of `names`.
+    `names` are all inputs; a rank has some of `tensors`. `places` are those of which it has its own
+    samples, and where these are among all: ranks with the same place must have the same bytes.
     """
     group = comm.group(comm.mesh.space)
-    given = [(1, _hash(tensors[n])) if n in tensors else (0, 0) for n in names]
-    mine = torch.tensor(given, dtype=torch.int64, device=device).view(-1)
-    everyone = mine.new_empty(group.size, len(mine))
+    if group.size == 1 or not names:
+        return
+    given = [
+        (1, places.get(n, WHOLE), _hash(tensors[n])) if n in tensors else (0, 0, 0) for n in names
+    ]
+    mine = torch.tensor(given, device=device)
+    everyone = mine.new_empty(group.size, *mine.shape)
     group.all_gather(everyone, mine).wait()
-    rows = everyone.view(group.size, len(names), 2).tolist()
+    ranks = comm.mesh.group(comm.mesh.space, comm.rank)
+    rows = sorted(zip(ranks, everyone.tolist(), strict=True))
     for index, name in enumerate(names):
-        first: tuple[int, int] | None = None
-        for rank, row in enumerate(rows):
-            there, value = row[index]
-            if there and first is None:
-                first = rank, value
-            if there and first is not None and value != first[1]:
-                raise InputError(f"input {name!r} {_differs(first[0], rank, False)}")
+        first: dict[int, tuple[int, int]] = {}
+        for rank, row in rows:
+            there, place, value = row[index]
+            other, expected = first.setdefault(place, (rank, value)) if there else (rank, value)
+            if value != expected:
+                raise InputError(f"input {name!r} {_differs(other, rank, place != WHOLE)}")
 
 
 def told_by_some(
@@ -148,6 +133,31 @@ def told_by_all(comm: Comm, text: str, device: torch.device) -> list[str]:
     ranks = comm.mesh.group(comm.mesh.space, comm.rank)
     found = zip(ranks, rows.cpu(), counts, strict=True)
     return [bytes(row[:count].tolist()).decode() for _, row, count in sorted(found, key=_rank)]
+
+
+@contextmanager
+def agreed(comm: Comm, device: torch.device) -> Iterator[None]:
+    """Every rank raises at the end where one raised inside: its own error, or the first rank's.
+
+    Otherwise the others would wait for a rank that is gone.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    text = "" if error is None else f"{type(error).__name__}\n{error}"
+    texts = told_by_all(comm, text, device)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            kind, _, message = text.partition("\n")
+            where = f"on rank {rank}: " if rank else ""
+            kinds = {known.__name__: known for known in ParloomError.__subclasses__()}
+            if kind in kinds:
+                raise kinds[kind](f"{where}{message}")
+            raise RuntimeError(f"{where}{kind}: {message}")
 
 
 def _rank(row: tuple[int, Tensor, int]) -> int:

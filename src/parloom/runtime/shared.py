@@ -28,7 +28,9 @@ Way = tuple[int, torch.dtype]
 class SharedParameters:
     """This rank's part in all parameters that several stages have."""
 
-    def __init__(self, pipeline: Pipeline, parts: Sequence[Part], comm: Comm) -> None:
+    def __init__(
+        self, pipeline: Pipeline, parts: Sequence[Part], comm: Comm, device: torch.device
+    ) -> None:
         self._comm = comm
         self._parts = {part.stage: part for part in parts}
         self._copies = [
@@ -37,7 +39,7 @@ class SharedParameters:
             for stage in stages[1:]
         ]
         ways = [p for copy in self._copies for p in (*copy.weights, *copy.gradients)]
-        comm.connect((p.sender, p.receiver) for p in ways)
+        comm.connect(((p.sender, p.receiver) for p in ways), device)
 
     def reduce(self, spans: Spans | None = None) -> None:
         """Add up the gradients of all stages where a parameter is owned; `spans` note waits."""

@@ -210,7 +210,7 @@ class ThreadComm:
         waiting.append(_Arriving(tensor, tag, way, self._world, waiting))
         return waiting[-1]
 
-    def connect(self, ways: Iterable[tuple[int, int]]) -> None:
+    def connect(self, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
         with self._world.lock:
             for way in ways:
                 self._world.letters[way]

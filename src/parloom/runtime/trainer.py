@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parloom.errors import InputError, LaunchError, VerifyError
-from parloom.runtime.batches import Batch, Batches, check_names
+from parloom.runtime.batches import Batch, BatchReader
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.evaluation import Evaluation, Evaluator
@@ -31,21 +31,9 @@ from parloom.runtime.optimizer import (
 )
 from parloom.runtime.part import Part, make_parts, owned
 from parloom.runtime.program import Pipeline, Program, TensorSpec, one_stage, parsed
-from parloom.runtime.same import (
-    check_same_everywhere,
-    check_same_values,
-    told_by_all,
-    told_by_some,
-)
+from parloom.runtime.same import check_same_values, told_by_all, told_by_some
 from parloom.runtime.same_settings import check_same_settings, due, settings_in, settings_of
-from parloom.runtime.samples import (
-    SampleDims,
-    first_dims,
-    local_axes,
-    num_samples,
-    position,
-    sample_axes,
-)
+from parloom.runtime.samples import SampleDims, first_dims, local_axes, num_samples, position
 from parloom.runtime.sharding import Box, axes_of, boxes, untake
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.step import Stages, Step, StepResult
@@ -124,7 +112,7 @@ class Trainer:
             self.parts,
             parsed(self.pipeline.actions[comm.rank]),
             Transfers(self.pipeline, tuple(map(parsed, self.pipeline.actions)), comm, self.device),
-            SharedParameters(self.pipeline, self.parts, comm),
+            SharedParameters(self.pipeline, self.parts, comm, self.device),
             comm,
             self.owned,
         )
@@ -140,6 +128,9 @@ class Trainer:
             _check_masters(of_stage)
         self.samples_seen = 0
         self._samples = first_dims(self.pipeline) if sample_dims is None else sample_dims
+        self._axes = local_axes(self.pipeline, self._samples)
+        self._reader = self._reader_of(self.pipeline)
+        self._evaluation_reader = None if judged is None else self._reader_of(judged)
         self._compared = False
         self._since_loaded = 0
         self._steps_done, self._seed = 0, seed
@@ -157,18 +148,18 @@ class Trainer:
         Ranks that share samples get the same rank. Where the plan cuts the samples of the inputs
         along different axes, that is all of them: (1, 0), and a local batch is the global one.
         """
-        axes = local_axes(self.pipeline, self._samples)
-        reading = [part for part in self.parts if part.program.inputs] or list(self.parts)
-        part = reading[0]
-        own = axes[part.stage]
+        part = next((p for p in self.parts if _is_sampled(p.program, self._samples)), self.parts[0])
+        own = self._axes[part.stage]
         return part.comm.mesh.size(own), position(part.comm.mesh, part.comm.rank, own)
 
     def step(self, batch: Batch, local: bool = False, *, observed: bool = False) -> StepResult:
         """Train on one batch: the global one, the same on all ranks, or this rank's own samples.
 
         A local batch has the samples of this rank's `sampler_position`, whole in all other dims,
-        and whole inputs where all samples share them. Where a step is observed, on all ranks alike,
-        these begin it together, and its result says when each action ran.
+        and whole inputs where all samples share them. A rank of a pipeline may be given only what
+        its own stages read, from the first batch on: all then agree before each step, which on a
+        GPU waits for the steps before. Where a step is observed, on all ranks alike, these begin
+        it together, and its result says when each action ran.
 
         Raises `InputError` when the batch is not what the plan was made for, and in the first step
         when ranks that share samples were given different ones; in the first step, and after 1, 2,
@@ -178,14 +169,9 @@ class Trainer:
         loss scale is left to try.
         """
         self._untouched.check(self.optimizer)
-        batches = self._batches(self.pipeline, batch, local)
+        batches = self._reader.read(batch, local)
         if not self._compared:
-            for of_stage in batches.values():
-                of_stage.check_same()
-            if len(self.pipeline.programs) > 1:
-                names = sorted({spec.name for p in self.pipeline.programs for spec in p.inputs})
-                given = {n: t for of in batches.values() for n, t in of.whole.items()}
-                check_same_everywhere(self.comm, names, given, self.device)
+            self._reader.check_same(batches, local)
             self._compared = True
         if due(self._since_loaded):
             self._check_settings(local)
@@ -203,9 +189,9 @@ class Trainer:
 
     def evaluate(self, batch: Batch, local: bool = False) -> Evaluation:
         """Loss and full outputs of the evaluation program, without gradients."""
-        if self.evaluation is None:
+        if self.evaluation is None or self._evaluation_reader is None:
             raise InputError("the trainer was made without an evaluation program")
-        return self.evaluation.run(self._batches(self.evaluation.pipeline, batch, local))
+        return self.evaluation.run(self._evaluation_reader.read(batch, local))
 
     # Full tensors.
 
@@ -328,25 +314,17 @@ class Trainer:
         if self.loss_scale is not None and state.get("loss_scale") is not None:
             self.loss_scale.load(state["loss_scale"])
 
-    def _batches(self, pipeline: Pipeline, batch: Batch, local: bool) -> dict[int, Batches]:
-        """The batch as each stage on this rank takes it."""
-        if not isinstance(local, bool):
-            raise InputError(
-                f"the argument after the batch, local, is a {type(local).__name__}, not True or"
-                " False; pass one batch: a dict of tensors by the names of the model's arguments"
-            )
-        check_names(pipeline.programs, [pipeline.programs[p.stage] for p in self.parts], batch)
-        found, axes = {}, local_axes(self.pipeline, self._samples)
-        for part in self.parts:
-            program = pipeline.programs[part.stage]
-            own = axes[part.stage] if local else ()
-            if not set(own) <= set(sample_axes(program, self._samples)):
-                raise InputError(
-                    f"the plan cuts samples over {', '.join(own)} in training and not in"
-                    " evaluation; pass the global batch"
-                )
-            found[part.stage] = Batches(program, part.ctx, batch, self._samples, own)
-        return found
+    def _reader_of(self, pipeline: Pipeline) -> BatchReader:
+        """Reads batches for the programs of training or evaluation."""
+        return BatchReader(
+            pipeline,
+            self.parts,
+            self._samples,
+            self._axes,
+            self.sampler_position,
+            self.comm,
+            self.device,
+        )
 
     def _set_steps_done(self, steps: int) -> None:
         self._steps_done = steps
@@ -417,6 +395,11 @@ class Trainer:
             " weights, inputs and sums, or train in float32 or bfloat16 (--dtype fp32, --dtype"
             " bf16)"
         )
+
+
+def _is_sampled(program: Program, samples: SampleDims) -> bool:
+    """Whether some input of a program has a dim of samples."""
+    return any(spec.name in samples for spec in program.inputs)
 
 
 def _is_primary(comm: Comm, axes: tuple[str, ...]) -> bool:

@@ -8,7 +8,7 @@ those of some passes of each sender ahead of need: so they travel while the rank
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,10 @@ class Piece:
     sent: Slices
     received: Slices
     shape: tuple[int, ...]
+
+
+Pieces = tuple[tuple[Piece, ...], ...]
+"""The pieces of each message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +91,32 @@ class Transfers:
             for stage, program in enumerate(pipeline.programs)
             for crossing in (*program.arriving, *program.leaving)
         }
-        # Of messages of a wire as many as the larger microbatch has; all others are like these.
-        self._pieces: dict[Wire, tuple[tuple[Piece, ...], ...]] = {}
+        # What this rank sends and receives, of messages of a wire as many as the larger microbatch
+        # has; all others are like these. These are few of all pieces, and no others are looked at
+        # again.
+        self._leaving: dict[Wire, Pieces] = {}
+        self._arriving: dict[Wire, Pieces] = {}
+        self._numbers: dict[Wire, int] = {}
+        ways: set[tuple[int, int]] = set()
         # By sending stage and direction in the order of sending; by receiving stage and value.
         self._out: dict[tuple[int, bool], list[Wire]] = defaultdict(list)
         self._into: dict[tuple[int, bool, str], list[Wire]] = defaultdict(list)
-        for wire in wires(pipeline):
-            self._pieces[wire] = tuple(
+        for number, wire in enumerate(wires(pipeline)):
+            pieces = tuple(
                 tuple(self._split(wire, message)) for message in range(max(self._each(wire)))
             )
+            ways.update((piece.sender, piece.receiver) for of in pieces for piece in of)
+            self._numbers[wire] = number
+            self._leaving[wire] = _where(pieces, lambda piece: piece.sender == comm.rank)
+            self._arriving[wire] = _where(pieces, lambda piece: piece.receiver == comm.rank)
             self._out[wire.source, wire.backward].append(wire)
             self._into[wire.target, wire.backward, wire.value].append(wire)
-        self._numbers = {wire: number for number, wire in enumerate(self._pieces)}
-        self._order = {
-            sender: [m for m in self._sent_by(sender, own) if m.piece.receiver == comm.rank]
-            for sender, own in enumerate(actions)
-            if sender != comm.rank
-        }
+        senders = sorted({sender for sender, to in ways if to == comm.rank} - {comm.rank})
+        self._order = {sender: list(self._sent_by(sender, actions[sender])) for sender in senders}
         # What a rank has done when its message arrives says which of those to it have arrived.
-        self._places = [{action: i for i, action in enumerate(own)} for own in actions]
-        several = (of for messages in self._pieces.values() for of in messages)
-        comm.connect((p.sender, p.receiver) for of in several for p in of)
+        others = {rank for way in ways if comm.rank in way for rank in way}
+        self._places = {r: {action: i for i, action in enumerate(actions[r])} for r in others}
+        comm.connect(ways, device)
         self._spans: Spans | None = None
         self._expected: dict[int, deque[Letter]] = {}
         self._unposted: Counter[tuple[int, Wire, int]] = Counter()
@@ -187,10 +196,12 @@ class Transfers:
         for index, rank in enumerate(self._pipeline.ranks[stage]):
             yield rank, boxes(dims, mesh, mesh.coordinates(index, microbatch))
 
-    def _letters(self, wire: Wire, microbatch: int, *, read: bool = False) -> Iterator[Letter]:
-        """All pieces of a microbatch of the stage that sends, or of the one that reads."""
+    def _letters(
+        self, wire: Wire, microbatch: int, pieces: Pieces, *, read: bool = False
+    ) -> Iterator[Letter]:
+        """Some pieces of a microbatch of the stage that sends, or of the one that reads."""
         sent_each, read_each = self._each(wire)
-        each, pieces = read_each if read else sent_each, self._pieces[wire]
+        each = read_each if read else sent_each
         for message in range(microbatch * each, (microbatch + 1) * each):
             sent = _action(wire, wire.source, message // sent_each)
             reads = _action(wire, wire.target, message // read_each)
@@ -198,12 +209,14 @@ class Transfers:
                 yield Letter(wire, message, piece, sent, reads)
 
     def _sent_by(self, sender: int, actions: tuple[Action, ...]) -> Iterator[Letter]:
-        """All messages of a rank, in the order in which it sends them."""
+        """All messages of a rank to this one, in the order in which it sends them."""
+        own = {
+            wire: _where(pieces, lambda piece: piece.sender == sender)
+            for wire, pieces in self._arriving.items()
+        }
         for action in (a for a in actions if a.kind in ("F", "B")):
             for wire in self._out[action.stage, action.kind == "B"]:
-                for letter in self._letters(wire, action.microbatch):
-                    if letter.piece.sender == sender:
-                        yield letter
+                yield from self._letters(wire, action.microbatch, own[wire])
 
     def _tag(self, letter: Letter) -> int:
         """What names a message, for back ends that compare it."""
@@ -211,10 +224,8 @@ class Transfers:
 
     def _send(self, wire: Wire, microbatch: int, tensor: Tensor) -> None:
         tensor = tensor.detach()
-        for letter in self._letters(wire, microbatch):
+        for letter in self._letters(wire, microbatch, self._leaving[wire]):
             piece = letter.piece
-            if piece.sender != self._comm.rank:
-                continue
             part = tensor[piece.sent]
             if piece.receiver == self._comm.rank:
                 self._stays.setdefault((wire, letter.message), []).append((part, piece))
@@ -228,11 +239,7 @@ class Transfers:
         spec = self._crossings[wire.target, wire.value].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         whole = torch.empty(local_shape(spec.dims), dtype=dtype, device=self._device)
-        mine = [
-            letter
-            for letter in self._letters(wire, microbatch, read=True)
-            if letter.piece.receiver == self._comm.rank
-        ]
+        mine = list(self._letters(wire, microbatch, self._arriving[wire], read=True))
         for letter in mine:
             while self._unposted[letter.piece.sender, wire, letter.message]:
                 self._post(letter.piece.sender)
@@ -267,6 +274,11 @@ class Transfers:
         work = self._comm.receive(_plain(part), sender, self._tag(letter))
         self._posted.setdefault((wire, letter.message), []).append((work, part, piece))
         return part.nbytes
+
+
+def _where(pieces: Pieces, chosen: Callable[[Piece], bool]) -> Pieces:
+    """Those that are chosen, of each message."""
+    return tuple(tuple(filter(chosen, of_message)) for of_message in pieces)
 
 
 def _action(wire: Wire, stage: int, microbatch: int) -> Action:

@@ -92,8 +92,14 @@ def _named(optimizer: object, names: Mapping[int, str]) -> tuple[tuple[str, ...]
 
 
 def _forget(optimizer: object, absent: Collection[int]) -> None:
-    """Take the stand-ins of what other stages own out of the groups."""
-    for group in optimizer.param_groups if isinstance(optimizer, Optimizer) else ():
+    """Take the stand-ins of what other stages own out of the groups, and out of the state, which
+    some optimizers (Adagrad) begin when they are made.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return
+    for parameter in [p for p in optimizer.state if id(p) in absent]:
+        del optimizer.state[parameter]
+    for group in optimizer.param_groups:
         kept = [id(parameter) not in absent for parameter in group["params"]]
         for key in OF_GROUP:
             if key in group:
