@@ -125,7 +125,9 @@ def test_a_pipeline_is_explained_by_name_and_beside_others(tmp_path: Path) -> No
     assert [one["kind"] for one in spread] == ["module"] * len(spread)
     assert len(spread) > 1
     shown = rendered(api.explain(plan, name="blocks").screen, 120)
-    assert f"stage {spread[0]['stage']} (devices {spread[0]['devices']})" in shown
+    own = spread[0]["devices"]
+    many = "device" if own.isdigit() else "devices"
+    assert f"stage {spread[0]['stage']} ({many} {own} of the cluster" in shown
     parloom.save(plan, tmp_path)
     other = api.explain(plan, versus="data_parallel").document
     assert sum(row["difference_ps"] for row in other["causes"]) == other["difference_ps"]

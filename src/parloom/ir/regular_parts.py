@@ -219,6 +219,13 @@ def used_cluster(cluster: Cluster, decisions: Decisions) -> Cluster:
     used = sorted({device for stage in decisions.stages for device in devices_of(stage)})
     if not cluster.parts:
         check_part(cluster, len(used))
+        for index, stage in enumerate(decisions.stages):
+            last = max(devices_of(stage))
+            if last >= cluster.num_devices:
+                raise InputError(
+                    f"stage {index} has device {last}, and {cluster.name} has"
+                    f" {cluster.num_devices}, numbered from 0"
+                )
         if used[-1] >= len(used):
             missing = min(set(range(used[-1])) - set(used))
             raise InputError(

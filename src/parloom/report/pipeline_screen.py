@@ -71,7 +71,9 @@ def stages_named_screen(document: Document, path: str) -> RenderableType:
     found = document["stages"]
     parts: list[RenderableType] = []
     for index, one in enumerate(found[:STAGES]):
-        title = f"stage {one['stage']} (devices {one['devices']})"
+        own = str(one["devices"])
+        many = "device" if own.isdigit() else "devices"
+        title = f"stage {one['stage']} ({many} {own} of the cluster; below from 0 on)"
         parts += [Text("\n" * bool(index) + title, "bold underline"), name_screen(one, path)]
     if len(found) > STAGES:
         rest = ", ".join(str(one["stage"]) for one in found[STAGES:])

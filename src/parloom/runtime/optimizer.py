@@ -166,7 +166,8 @@ def load_optimizer_state(
     for name, entry in state["parameters"].items():
         if name not in known:
             raise InputError(
-                f"the checkpoint has an optimizer state of {name!r}, the model has not"
+                f"the checkpoint has an optimizer state of {name!r}, which is no parameter of"
+                " this model: it is of another one"
             )
         if name not in owned:
             continue

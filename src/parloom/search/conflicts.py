@@ -140,7 +140,8 @@ def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
         return None
     for pin in pinned.pins:
         if pin.kind is Kind.STAGES and not pin.allows_stages(len(decisions.stages)):
-            return f"{pin.text}: there are {len(decisions.stages)}"
+            count = len(decisions.stages)
+            return f"{pin.text}: the plan has {count} stage{'s' * (count != 1)}"
         for stage in decisions.stages:
             if pin.kind is Kind.MESH and not pin.allows_mesh(stage.mesh):
                 return f"{pin.text}: the mesh is {sizes_of(stage.mesh)}"

@@ -11,7 +11,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.plan import ParameterDecision
-from parloom.search.pins import ANY, PARTS, WHOLE, Axes, Kind, Pin, chunks_of, hint
+from parloom.search.pins import ANY, PARTS, STAGES, WHOLE, Axes, Kind, Pin, chunks_of, hint
 
 Allowed = Callable[[Mapping[str, Axes]], bool]
 Place = tuple[str, str]  # block kind and key of an operator in it
@@ -185,6 +185,8 @@ class _Names:
 
     def _laid_out(self, pin: Pin) -> tuple[str, ...]:
         found = tuple(p for p in self.parameters if fnmatchcase(p, pin.name))
+        if not found and pin.name == STAGES:
+            raise InputError(f"{pin.text}: no module is called so, and stages are a number")
         if not found:
             raise InputError(f"{pin.text}: nothing is called {pin.name!r}{self._near(pin.name)}")
         for term in pin.terms:
