@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from parloom import zoo
 from parloom.capture import capture, parameters_of
 from parloom.execute.reference import run_step
-from parloom.execute.verify import Masks
+from parloom.execute.verify import Masks, in_double
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph, widened
 from parloom.ir.lower import lower
@@ -65,11 +65,11 @@ def of(module: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None) 
     saved = module.state_dict()  # without tables, whose values mean something
     tensors = {}
     for name, tensor in parameters_of(module, graph).items():
-        wide = tensor.detach().double() if tensor.is_floating_point() else tensor.clone()
+        wide = in_double(tensor)
         if wide.is_floating_point() and name in saved:
             wide = wide + 0.1 * torch.rand(wide.shape, generator=generator, dtype=wide.dtype)
         tensors[name] = wide
-    wide_batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    wide_batch = {name: in_double(tensor) for name, tensor in batch.items()}
     return Model(graph, tensors, wide_batch)
 
 

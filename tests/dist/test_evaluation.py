@@ -14,6 +14,7 @@ from parloom import runtime as rt
 from parloom import zoo
 from parloom.capture import capture, parameters_of
 from parloom.cost.clusters import load_cluster
+from parloom.errors import LayoutError
 from parloom.execute.program import CompiledStages, evaluation_program, training_program
 from parloom.execute.reference import evaluate
 from parloom.ir.factors import factorize
@@ -27,6 +28,7 @@ from parloom.rewrite.pad import paddings
 from parloom.rewrite.rewrites import rewritten
 from parloom.comparators.baselines import data_parallel, random_plan
 from tests.dist import staged
+from tests.dist.test_at_once import merged
 
 TOLERANCE = 1e-9
 Tensors = dict[str, Tensor]
@@ -217,6 +219,42 @@ def test_evaluation_has_the_microbatches_of_training(count: int) -> None:
     plan = replace(plan, num_microbatches=count)
     _, evaluation = model.programs(plan)
     assert evaluation.only.program.num_microbatches == count
+    assert error(model, plan) < TOLERANCE
+
+
+@pytest.mark.parametrize("at_once", [[1, 2], [4, 1]])
+def test_stages_with_other_microbatches_evaluate_the_whole_batch(at_once: list[int]) -> None:
+    model, tried = modes("classes"), 0
+    for seed in range(8):
+        try:
+            plan = merged(model.training, [1, 1], at_once, seed)
+        except LayoutError:
+            continue
+        assert error(model, plan) < TOLERANCE
+        tried += 1
+    assert tried
+
+
+class LargestLoss(nn.Module):
+    """Evaluates by the worst sample: no sum over microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each: Tensor = self.layer(x).square().sum(-1)
+        loss: Tensor = each.mean() if self.training else each.max()
+        return loss
+
+
+def test_what_is_no_sum_is_evaluated_at_once() -> None:
+    torch.manual_seed(0)
+    module, batch = LargestLoss().double(), {"x": torch.randn(12, 8, dtype=torch.float64)}
+    training, evaluation = capture(module, batch), capture(module, batch, training=False)
+    model = Modes(training, evaluation, parameters_of(module, training), batch)
+    plan = Decisions(one_stage(grid({"x": 2})), num_microbatches=3)
+    assert model.programs(plan)[1].only.program.num_microbatches == 1
     assert error(model, plan) < TOLERANCE
 
 

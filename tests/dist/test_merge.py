@@ -109,6 +109,14 @@ def test_what_reads_what_comes_later_is_not_merged() -> None:
         rewritten(graph, [str(Merge(tuple(keys)))])
 
 
+def test_an_operator_is_in_one_merge() -> None:
+    graph = model("biased").graph
+    (found,) = merges(graph)
+    for other in (found, Merge(found.keys[1:])):
+        with pytest.raises(InputError, match="two merges of"):
+            rewritten(graph, [str(found), str(other)])
+
+
 def test_merges_are_read_as_they_are_written() -> None:
     (found,) = merges(model("biased").graph)
     assert parse_merge(str(found)) == found

@@ -104,6 +104,58 @@ def test_recomputation_in_both_halves(name: str, schedule: str, whole: bool) -> 
         assert_proved(name, replace(plan, activations=tuple(activations)))
 
 
+class Cloned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.v = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v.clone(memory_format=torch.contiguous_format)
+        loss: Tensor = (self.b(torch.tanh(self.a(x)) * v) * v).square().sum()
+        return loss
+
+
+class Cast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.a(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        loss: Tensor = hidden.float().square().sum()
+        return loss
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.w = nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(self.a(x)) * torch.view_as_complex(self.w)
+        loss: Tensor = self.b(torch.fft.irfft(found, n=8)).square().sum()
+        return loss
+
+
+class Permuted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        permutation, lower, upper = torch.linalg.lu(self.w)
+        loss: Tensor = (self.a(x) @ lower @ upper @ permutation).square().sum()
+        return loss
+
+
+UNUSUAL: dict[str, type[nn.Module]] = {
+    "cloned": Cloned, "cast": Cast, "spectral": Spectral, "permuted": Permuted,
+}  # fmt: skip
+
+
 def test_ranks_of_gloo() -> None:
     model = lowered.model("hf_gpt2")
     graph = model.graph
@@ -203,6 +255,44 @@ def test_what_is_sent_is_no_memory_of_a_gradient() -> None:
     assert torch.equal(weight.grad, torch.full((3, 4), 2.0, dtype=torch.float64))
     for found in sent:
         assert torch.equal(found, torch.ones(1, 3, 4, dtype=torch.float64))
+
+
+def test_a_weight_that_leaves_as_it_is_gets_both_gradients() -> None:
+    """One comes back from another stage, the other from a reader here; also where there is none."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    halves = SplitBackward([get_gradient_edge(weight)], [])
+    halves.inputs([torch.full((3,), 2.0, dtype=torch.float64)])
+    halves.weights()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 3
+    weight.grad = None
+    x = torch.full((3,), 5.0, dtype=torch.float64, requires_grad=True)
+    halves = SplitBackward([get_gradient_edge(weight), get_gradient_edge(x * weight)], [x])
+    ones = torch.ones(3, dtype=torch.float64)
+    halves.inputs([2 * ones, ones])
+    halves.weights()
+    found: Tensor | None = weight.grad
+    assert found is not None
+    assert found.tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ["cloned", "cast", "spectral", "permuted"])
+def test_what_crosses_in_unusual_ways(name: str, schedule: str) -> None:
+    """A weight whose copy is the weight itself, a cached cast of one, complex numbers, and the
+    permutation of a factorization, which has no gradient.
+    """
+    torch.manual_seed(0)
+    width = 8 if name == "spectral" else 4
+    own = lowered.of(UNUSUAL[name](), {"x": torch.randn(6, width)})
+    items = stage_items(own.graph)
+    expected = reference_trace(own.graph, staged.PLANNED, own.tensors, own.batch)
+    for at in range(1, len(items)):
+        plan = drawn(
+            own.graph, [items[:at], items[at:]], [1, 1], schedule=schedule, num_microbatches=2
+        )
+        report = staged.report(own, plan, expected)
+        assert report.passed, f"cut at {at}: {report}"
 
 
 def test_hooks_of_weights_run_once_in_the_second_half() -> None:

@@ -74,3 +74,27 @@ def test_each_direction_has_a_queue_of_its_own_on_nccl(
     comm.connect(ways, torch.device("cuda"))
     comm.connect(ways, torch.device("cuda"))
     assert made == [[1, 2], [1, 2]]
+
+
+def _short() -> list[list[int]]:
+    """Collectives of int16, which neither gloo nor NCCL has."""
+    comm = rt.DistributedComm(rt.grid({"x": 2}))
+    group, rank = comm.group(("x",)), dist.get_rank()
+    mine = torch.tensor([1 + rank, -300], dtype=torch.int16)
+    summed, told = mine.repeat(10_000), mine.clone()
+    group.all_reduce(summed).wait()
+    group.broadcast(told).wait()
+    gathered, scattered = mine.new_empty(2, 2), mine.new_empty(1)
+    group.all_gather(gathered, mine).wait()
+    group.reduce_scatter(scattered, mine).wait()
+    exchanged = torch.empty_like(mine)
+    group.all_to_all(exchanged, mine).wait()
+    found = (summed[-2:], told, gathered.view(-1), scattered, exchanged)
+    assert all(one.dtype == torch.int16 for one in found)
+    return [one.tolist() for one in found]
+
+
+def test_collectives_of_short_integers() -> None:
+    first, second = fork_ranks(2, _short)
+    assert first == [[3, -600], [1, -300], [1, -300, 2, -300], [3], [1, 2]]
+    assert second == [[3, -600], [1, -300], [1, -300, 2, -300], [-600], [-300, -300]]

@@ -132,7 +132,7 @@ def test_ranks_of_all_stages_are_told_of_other_samples_in_one() -> None:
 
 
 def test_local_batches_beside_a_stage_that_reads_none() -> None:
-    """Its ranks are given all samples, as their position says, and check that they were."""
+    """Its ranks are given all samples, as their position says, or fewer: nobody reads them there."""
     graph = lowered.model(MODEL).graph
     whole = next(plain("data_parallel", graph, load_cluster("2xcpu")))
     stages = tuple(
@@ -147,7 +147,10 @@ def test_local_batches_beside_a_stage_that_reads_none() -> None:
         loss = trainer.step(mine, local=True).loss
         with pytest.raises(InputError, match="drop the last, smaller batch"):
             trainer.step({name: tensor[1:] for name, tensor in mine.items()}, local=True)
-        trainer.step(mine, local=True)
+        reads = trainer.comm.rank not in (2, 3)
+        last = mine if reads else {name: tensor[1:] for name, tensor in mine.items()}
+        trainer.step(last, local=True)
+        trainer.step(mine if reads else {}, local=True)
         return [str(loss)]
 
     on_ranks(run, Decisions(stages, whole.nodes, num_microbatches=2, schedule="1f1b"))

@@ -36,11 +36,14 @@ def random_graph(rng: Random) -> Graph:
     rows, width = rng.choice((64, 512)), rng.choice((64, 256))
     shape = f"float32[{rows}, {width}]"
     values, body, weights = ["x"], list[str](), 0
+    named = rng.random() < 0.7
     for layer in range(rng.randint(1, 3)):
         operand, made = rng.choice(values), []
         for index in range(rng.randint(2, 3)):
             made.append(f"p{layer}_{index}")
-            body.append(f"{made[-1]}: {shape} = linear({operand}, w{weights})  # m{layer}_{index}")
+            path = f"m{layer}_{index}" if named else ""
+            note = f"# {path}" if named else f'# "" #{weights}'
+            body.append(f"{made[-1]}: {shape} = linear({operand}, w{weights})  {note}")
             weights += 1
         total = made[0]
         for index, other in enumerate(made[1:]):
@@ -78,10 +81,16 @@ def some_of(found: list[Merge]) -> list[tuple[Merge, ...]]:
 
 def taken(forms: Forms, some: Sequence[Merge]) -> dict[Place, int]:
     """What operators take where these merges are made."""
-    together = {key.partition(":")[0] for merge in some for key in merge.keys}
+    keys = {key for merge in some for key in merge.keys}
+    flats = (flat for flat in forms.asked.flat() if flat.key in keys)
+    together = {value.name for flat in flats for value in flat.node.results}
     main = forms.graph.main
-    nodes = [item for item in main.body if isinstance(item, Node) and item.op == EITHER]
-    return {(main.name, node.key): int(node.path in together) for node in nodes}
+    nodes = (item for item in main.body if isinstance(item, Node) and item.op == EITHER)
+    return {
+        (main.name, node.key): int(node.results[0].name in together)
+        for node in nodes
+        if len(node.refs) > 1
+    }
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from parloom.capture.operators import check_operators
 from parloom.codegen.source import generate, printable
 from parloom.cost.clusters import short_name
-from parloom.errors import LayoutError
+from parloom.errors import LayoutError, VerifyError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph, without_gradients
 from parloom.ir.lower import lower
@@ -168,12 +168,13 @@ def evaluation_program(plan: Plan, training: LoweredStages) -> CompiledStages | 
     graph = verify_graph(parse_graph(plan.evaluation_graph))
     graph = as_stored(without_gradients(graph), plan.decisions.rewrites)
     factored, decisions = factorize(graph), plan.decisions
-    count = decisions.num_microbatches if len(decisions.replicas) == 1 else 1
-    if decisions.batch_semantics != GLOBAL:  # it is captured with the whole batch
-        count = 1
+    # Stages with other numbers of microbatches, and the program of one, have the whole batch.
+    uneven = len(decisions.replicas) > 1 or any(stage.at_once > 1 for stage in decisions.stages)
+    whole = uneven or decisions.batch_semantics != GLOBAL
+    count = 1 if whole else decisions.num_microbatches
     try:
         stages = _lowered_evaluation(factored, decisions, training, count)
-    except LayoutError:
+    except (LayoutError, VerifyError):
         if count == 1:
             raise
         stages = _lowered_evaluation(factored, decisions, training, 1)

@@ -145,8 +145,8 @@ def verify(
     graph = widened(parse_graph(plan.graph))
     plain = replace(plan.decisions, master_dtype=None, reduce_dtype=None)  # all is float64 here
     plan = replace(plan, decisions=plain)
-    tensors = {name: _wide(t) for name, t in tensors.items()}
-    batch = {name: _wide(t) for name, t in batch.items()}
+    tensors = {name: in_double(t) for name, t in tensors.items()}
+    batch = {name: in_double(t) for name, t in batch.items()}
     pipeline = training_program(plan, graph).pipeline
     say(f"training {STEPS} steps on {pipeline.num_ranks} ranks")
     parts = fork_ranks(
@@ -165,8 +165,11 @@ def verify(
     return compare(reference, parallel, pipeline.num_ranks)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def in_double(tensor: Tensor) -> Tensor:
+    """A copy, of numbers with a fraction in double precision."""
     tensor = tensor.detach()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor.clone()
 
 

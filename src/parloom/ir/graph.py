@@ -332,13 +332,16 @@ def rename_node(node: Node, names: dict[str, str]) -> Node:
 
 
 def widened(graph: Graph, to: str = "float64") -> Graph:
-    """The graph with every real floating dtype below `to`, casts included, replaced by it.
+    """The graph with every floating dtype below `to`, casts included, replaced by it, and complex
+    ones by pairs of it.
 
     Equality is proved on it: a model that casts to float32 inside is then compared to the gate's
     1e-9, reference and parallel program alike.
     """
 
     def dtype(name: str) -> str:
+        if name == "complex64" and to == "float64":
+            return "complex128"
         real = name in ("float32", "bfloat16", "float16")
         return to if real and DTYPE_BYTES[name] < DTYPE_BYTES[to] else name
 

@@ -15,7 +15,7 @@ from operator import and_, or_
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Function, Graph, Node, Ref, Value, numbered, rename_node
 from parloom.ir.ops.shape import EITHER
-from parloom.rewrite.merge import Merge, merges, nodes_of, place_of, product_of
+from parloom.rewrite.merge import Merge, nodes_of, place_of, product_of
 
 Place = tuple[str, str]
 """A block kind and the key of an operator in it."""
@@ -30,14 +30,13 @@ class Form:
     forms each of its operators is.
     """
 
-    graph: Graph
-    rewrites: tuple[str, ...]
-    places: Mapping[Place, Place] = field(repr=False)
+    factored: Factored
+    rewrites: tuple[str, ...] = ()
+    places: Mapping[Place, Place] = field(default_factory=dict)
 
-    @cached_property
-    def factored(self) -> Factored:
-        """Its factors."""
-        return factorize(self.graph)
+    @property
+    def graph(self) -> Graph:
+        return self.factored.graph
 
     def key_of(self, function: str, key: str) -> str:
         """The key here of an operator in a block of the graph with all forms; other names stay."""
@@ -66,15 +65,13 @@ class Forms:
         made: dict[str, Function] = {}
         # By the first result of the product.
         self.texts: dict[tuple[str, str], str] = {}
-        together: list[tuple[Place, Place]] = []
+        eithers: list[tuple[str, set[str]]] = []
         for name, own in functions.items():
             some = groups.get(name, [])
             made[name], products = _superposed(own, [nodes for _, nodes in some])
             for (merge, nodes), product in zip(some, products, strict=True):
                 self.texts[name, product] = str(merge)
-                places = [(name, either.key) for either in _eithers(made[name], nodes)]
-                together += pairwise(places)
-        self.together = tuple(together)
+                eithers.append((name, {node.results[0].name for node in nodes}))
         optional = self._optional(made.values())
         first: set[Place] = set()
         for entry in reversed(asked.of_kind("batch")):
@@ -83,6 +80,11 @@ class Forms:
                 made[asked.main.name] = _with_source(made[asked.main.name], entry.value)
                 first.update(readers)
         self.graph, self.first = _with(asked, made), frozenset(first)
+        self.together = tuple(
+            pair
+            for name, results in eithers
+            for pair in pairwise((name, own.key) for own in _eithers(made[name], results))
+        )
         self.optional = self._optional(made.values())
         self.conditions = {
             (own.name, key): some for own in made.values() for key, some in self._conditions(own)
@@ -112,7 +114,7 @@ class Forms:
                     places[own.name, item.key] = own.name, before.key
         rewrites = tuple(text for product, text in self.texts.items() if product in kept)
         graph = _with(self.graph, made) if rewrites else self.asked
-        return Form(graph, rewrites, places)
+        return Form(factorize(graph), rewrites, places)
 
     def meet(self, one: Place, other: Place) -> bool:
         """Whether two operators may be there together."""
@@ -161,12 +163,6 @@ class Forms:
         return ends
 
 
-def forms_of(graph: Graph, fixed: Collection[str] = ()) -> Forms | None:
-    """All forms of a graph but of operators with keys in `fixed`; None where it has one."""
-    found = [merge for merge in merges(graph) if not {*merge.keys}.intersection(fixed)]
-    return Forms(graph, found) if found else None
-
-
 def _with(graph: Graph, made: Mapping[str, Function]) -> Graph:
     functions = tuple(made[own.name] for own in graph.functions)
     return replace(graph, functions=functions, main=made[graph.main.name])
@@ -210,9 +206,8 @@ def _unused(name: str, used: set[str]) -> str:
     return name
 
 
-def _eithers(function: Function, nodes: Sequence[Node]) -> list[Node]:
-    """What takes the results of these nodes, or others."""
-    names = {node.results[0].name for node in nodes}
+def _eithers(function: Function, names: Collection[str]) -> list[Node]:
+    """The operators that take one of several values, of these names."""
     return [
         item
         for item in function.body

@@ -7,6 +7,7 @@ layers.0.q:linear#0 layers.0.k:linear#0`; in a repeated block it holds for all o
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -56,9 +57,13 @@ def merges(graph: Graph) -> Iterator[Merge]:
 
 def merged(graph: Graph, found: Sequence[Merge]) -> Graph:
     """`graph` with one operator in the place of several, all at once; raises `InputError` where
-    they are none such.
+    they are none such, or in two merges.
     """
     places = [place_of(graph, merge) for merge in found]
+    counts = Counter((name, key) for name, keys in places for key in keys)
+    twice = next((key for (_, key), number in counts.items() if number > 1), None)
+    if twice is not None:
+        raise InputError(f"two merges of {graph.name} have the operator {twice}")
     made = {
         function.name: _replaced(function, [keys for name, keys in places if name == function.name])
         for function in (*graph.functions, graph.main)

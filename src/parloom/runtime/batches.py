@@ -53,9 +53,10 @@ class BatchReader:
     A local batch has the samples of `position`, (number of places, place of this rank); `axes` are
     those along which ranks of a stage then have other samples.
 
-    No rank begins a step that another one refuses. So each checks all that it was given, also what
-    only other stages read: where the first batch has everything on all ranks, they raise alike in
-    all steps. Else all tell each other before each step.
+    No rank begins a step that another one refuses. So each checks all that it was given of a global
+    batch, also what only other stages read: where the first batch has everything on all ranks, they
+    raise alike in all steps. Else, and where batches are local, all tell each other before each
+    step.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class BatchReader:
 
     def read(self, batch: Batch, local: bool) -> dict[int, Batches]:
         """The batch by stage. Raises `InputError` where it is not what the plan was made for."""
-        if self._all_given:
+        alone = len(self._pipeline.programs) == 1
+        if self._all_given and (alone or not local):
             return self._read(batch, local)
         with agreed(self._comm, self._device):
             found = self._read(batch, local)
@@ -104,9 +106,11 @@ class BatchReader:
             )
         programs = self._pipeline.programs
         own = {spec.name for part in self._parts for spec in programs[part.stage].inputs}
-        self._check_names(self._inputs.keys() if self._all_given else own, batch)
+        every = self._all_given and not local
+        self._check_names(self._inputs.keys() if every else own, batch)
         for name, spec in self._inputs.items():
-            if name in batch:
+            # Ranks whose stages read nothing have no samples of their own.
+            if name in batch and (name in own or not local):
                 self._check(spec, batch[name], self._position[0] if local else 1)
         axes = self._axes if local else ((),) * len(programs)
         for program, cut in zip(programs, axes, strict=True):

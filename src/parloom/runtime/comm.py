@@ -23,6 +23,8 @@ from parloom.runtime.work import DONE, Awaited, Then, Waiting, Work
 # rounds: 3 to 6 against 11 to 14 ms among four ranks of 0.25 core over 100 Mbit/s, 2 against 4 to 7
 # ms between two, most of it their processors' (64 B to 16 KiB, torch 2.13).
 EXCHANGED_BYTES = 1 << 14
+# Neither gloo nor NCCL has collectives of these (torch 2.13): they go as int32.
+UNKNOWN = frozenset({torch.int16})
 
 
 class Group(Protocol):
@@ -230,6 +232,9 @@ class DistributedGroup:
         return name
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        if tensor.dtype in UNKNOWN:
+            wide = tensor.int()
+            return Then(self.all_reduce(wide, op), lambda: tensor.copy_(wide))
         # A ring of less than an element for each member leaves out rounds.
         small = tensor.numel() >= self.size and tensor.nbytes <= EXCHANGED_BYTES
         if small and tensor.is_cpu and "cpu" in self._on_gloo:
@@ -250,6 +255,8 @@ class DistributedGroup:
         return Then(self._all_to_all(received, rows, None, None), reduce)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if tensor.dtype in UNKNOWN:
+            return _widened(self.all_gather, output, tensor)
         if self.order is None:
             return self._all_gather(output, tensor)
         order, received = self.order, torch.empty_like(output)
@@ -266,6 +273,8 @@ class DistributedGroup:
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if tensor.dtype in UNKNOWN:
+            return _widened(self.reduce_scatter, output, tensor)
         rows = tensor if self.order is None else tensor[_inverse(self.order)]
         return self._started(
             dist.reduce_scatter_single(
@@ -281,6 +290,10 @@ class DistributedGroup:
         output_rows: list[int] | None = None,
         rows: list[int] | None = None,
     ) -> Work:
+        if tensor.dtype in UNKNOWN:
+            return _widened(
+                lambda to, of: self.all_to_all(to, of, output_rows, rows), output, tensor
+            )
         if self.order is None:
             return self._all_to_all(output, tensor, output_rows, rows)
         incoming = output_rows or [output.shape[0] // self.size] * self.size
@@ -309,6 +322,9 @@ class DistributedGroup:
         )
 
     def broadcast(self, tensor: Tensor) -> Work:
+        if tensor.dtype in UNKNOWN:
+            wide = tensor.int()
+            return Then(self.broadcast(wide), lambda: tensor.copy_(wide))
         return self._started(
             dist.broadcast(tensor, src=self.members[0], group=self.process_group, async_op=True),
             tensor,
@@ -321,6 +337,12 @@ class DistributedGroup:
             return work
         others = tuple(member for member in self.members if member != self.rank)
         return Awaited(work, others, self._waiting)
+
+
+def _widened(run: Callable[[Tensor, Tensor], Work], output: Tensor, tensor: Tensor) -> Work:
+    """A collective on wider numbers, of which `output` gets its own."""
+    wide = torch.empty_like(output, dtype=torch.int32)
+    return Then(run(wide, tensor.int()), lambda: output.copy_(wide))
 
 
 class DistributedComm:
@@ -422,7 +444,7 @@ class DistributedComm:
         for way in sorted(set(ways) - self._ways.keys()):
             if way[0] == way[1]:
                 continue
-            self._ways[way] = dist.new_group(sorted(way), timeout=self.timeout)
+            self._ways[way] = dist.new_group(sorted(way), timeout=self.timeout, backend="nccl")
             # The first message of a group waits on the host for the other rank: here, in one order
             # for all, and not where each waits for what the other sends.
             if mine == way[0]:

@@ -118,7 +118,9 @@ class Passes:
             if roots:
                 torch.autograd.backward(roots, gradients)
             part.store.end_backward()
-            found = apart([t.grad for t in flowing], part.store.collected_gradients())
+            found = [tensor.grad for tensor in flowing]
+            if flowing:
+                found = apart(found, part.store.collected_gradients())
             self._write_buffers(action)
         names = [c.value for c in program.arriving if c.flows]
         gradients_of = {

@@ -8,7 +8,8 @@ through no node twice but these. What all others have saved goes as the first ha
 would in a whole backward pass.
 
 A weight's gradient comes with the first half where the halves could not be told apart: where
-several operators read it, and where a function in Python computes both gradients at once.
+several operators read it, where it has left for another stage as it is, and where a function in
+Python computes both gradients at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,11 +30,14 @@ LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
 
 @dataclass(eq=False)
 class _Source:
-    """A weight: the node behind which it is, and the nodes that read it."""
+    """A weight: the node behind which it is, the nodes that read it, and whether it has left for
+    another stage as it is.
+    """
 
     node: Node
     number: int
     readers: list[Node] = field(default_factory=list)
+    leaves: bool = False
 
 
 class SplitBackward:
@@ -136,6 +140,10 @@ class _Graph:
                 source = self.sources.setdefault(key, _Source(*key))
                 source.readers.append(node)
                 self._sources_of.setdefault(node, []).append(source)
+        for edge in self.begin:
+            if edge.node in self.weights:
+                key = edge.node, edge.output_nr
+                self.sources.setdefault(key, _Source(*key)).leaves = True
 
     def _topological(self) -> list[Node]:
         """All nodes that the roots reach, each before those that it gives gradients to."""
@@ -199,7 +207,7 @@ class _Graph:
         return [GradientEdge(node, number) for number in self._entries[node]]
 
     def _is_early(self, source: _Source) -> bool:
-        return len(source.readers) > 1 or _in_python(source.readers[0])
+        return source.leaves or len(source.readers) > 1 or _in_python(source.readers[0])
 
 
 class _Delivery:

@@ -125,6 +125,7 @@ def least_way_ps(program: Program, prices: Prices) -> float:
 
 def _least_calls_ps(program: Program, prices: Prices, rows: list[int]) -> list[float]:
     """What one call of each operator computes at least, with the best of its choices."""
+    assert program.forms is None, "of several forms each value is made once"
     menus = Menus(program, prices.single)
     return [
         min(

@@ -221,7 +221,7 @@ class Program:
     def form(self, taken: Mapping[int, int]) -> Form:
         """The graph in which operators (by index) take the operands in these positions."""
         if self.forms is None:
-            return Form(self.graph, (), {})
+            return Form(self.factored)
         return self.forms.form({self.operators[i].place: at for i, at in taken.items()})
 
     @cached_property

@@ -44,10 +44,19 @@ def _all_results(site: Site) -> SavedTensors:
     return tuple(("result", i) for i in range(len(site.results)))
 
 
-def _entry(name: str, factor: float, saved: Saved, differentiable: bool = True) -> OpDef:
+def _entry(
+    name: str,
+    factor: float,
+    saved: Saved,
+    differentiable: bool = True,
+    detached: tuple[int, ...] = (),
+) -> OpDef:
     """An entry; factors as in Golub and Van Loan, Matrix Computations."""
     code = "torch.ops.aten." + name
-    return OpDef(name, _rule(), code, _cubic(factor), 2.0, saved, differentiable=differentiable)
+    return OpDef(
+        name, _rule(), code, _cubic(factor), 2.0, saved,
+        differentiable=differentiable, detached=detached,
+    )  # fmt: skip
 
 
 OPS: tuple[OpDef, ...] = (
@@ -77,9 +86,9 @@ OPS: tuple[OpDef, ...] = (
     _entry("linalg_matrix_power", 4.0, _X),
     _entry("linalg_lu_factor", 2 / 3, _all_results),
     _entry("linalg_lu_factor_ex", 2 / 3, (("result", 0), ("result", 1))),
-    _entry("linalg_lu", 2 / 3, _all_results),
+    _entry("linalg_lu", 2 / 3, _all_results, detached=(0,)),
     _entry("linalg_lu_solve", 2.0, lambda site: (*all_operands(site), *_Y)),
-    _entry("lu_unpack", 1.0, ()),
+    _entry("lu_unpack", 1.0, (), detached=(0,)),
     _entry("linalg_ldl_factor_ex", 1 / 3, (), differentiable=False),
     _entry("linalg_ldl_solve", 2.0, (), differentiable=False),
     _entry("triangular_solve", 1.0, lambda site: (("operand", 1), *_Y)),
