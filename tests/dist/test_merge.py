@@ -13,7 +13,7 @@ from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
 from parloom.ir.lower import lower
-from parloom.ir.ops.matmul import LINEARS
+from parloom.ir.ops.joined import CONVS, LINEARS
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.merge import Merge, merges, parse_merge
 from parloom.rewrite.rewrites import rewritten
@@ -41,11 +41,28 @@ class Biased(nn.Module):
         return loss
 
 
+class Branches(nn.Module):
+    """Convolutions of one operand: two of one geometry, one of another, one in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(6, 12, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.c = nn.Conv2d(6, 12, 1)
+        self.d = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat((self.a(x).tanh(), self.b(x)), 1)
+        loss: Tensor = wide.square().sum() + self.c(x).sigmoid().sum() + self.d(x).tanh().sum()
+        return loss
+
+
 @cache
 def model(name: str) -> Model:
+    torch.manual_seed(0)
     if name == "biased":
-        torch.manual_seed(0)
         return lowered.of(Biased(), {"x": torch.randn(12, 4, 12)})
+    if name == "branches":
+        return lowered.of(Branches(), {"x": torch.randn(12, 6, 12, 12)})
     return lowered.model(name)
 
 
@@ -69,10 +86,11 @@ def error(name: str, mesh: str, steps: int, seed: int, graph: Graph | None = Non
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["biased", "llama", "hf_llama"])
+@pytest.mark.parametrize("name", ["biased", "branches", "llama", "hf_llama"])
 def test_a_merged_model_equals_the_model(name: str, mesh: str, steps: int, seed: int) -> None:
     ops = [node.op for _, node in merged_graph(name).unfolded()]
-    assert ops.count(LINEARS) == {"biased": 1, "llama": 4, "hf_llama": 4}[name]
+    assert ops.count(LINEARS) == {"biased": 1, "branches": 0, "llama": 4, "hf_llama": 4}[name]
+    assert ops.count(CONVS) == (name == "branches")
     assert error(name, mesh, steps, seed) <= TOLERANCE
 
 

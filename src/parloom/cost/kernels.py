@@ -22,7 +22,7 @@ from parloom.cost.attention import SCORES, attention_kernel
 from parloom.cost.software import OWN, ROWS, Software
 from parloom.ir.graph import DTYPE_BYTES, Arg, TensorSpec
 from parloom.ir.mesh import Cluster, Device
-from parloom.ir.ops.matmul import LINEARS
+from parloom.ir.ops.joined import CONVS, LINEARS
 
 SPEC, MEASURED = "spec", "measured"
 
@@ -30,8 +30,10 @@ SPEC, MEASURED = "spec", "measured"
 PRODUCTS = {
     "linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "matmul": (0, 1), "einsum": (0, 1),
     "addmm": (1, 2), "baddbmm": (1, 2), "conv1d": (0, 1), "conv2d": (0, 1), "conv3d": (0, 1),
-    "parloom.grouped_mm": (0, 1), LINEARS: (0, 1),
+    "parloom.grouped_mm": (0, 1), LINEARS: (0, 1), CONVS: (0, 1),
 }  # fmt: skip
+# What runs in the place of products that are one.
+JOINED = {LINEARS: "linear", CONVS: "conv2d"}
 # Those of layers, whose operands may be cast.
 LINEAR = frozenset({"linear", "addmm", "mm", "parloom.grouped_mm", LINEARS})
 ATTENTION = "scaled_dot_product_attention"
@@ -207,8 +209,8 @@ class Kernels:
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
-        if operator.op == LINEARS:
-            return self._linears(operator)
+        if operator.op in JOINED:
+            return self._joined(operator)
         # Alone on a rank, blocks would be those of the first rank, which has the fewest.
         if self.measured is not None and operator.blocks.count == 1:
             found = self.measured.seconds(operator)
@@ -226,11 +228,11 @@ class Kernels:
             return self._attention(operator)
         return self._moves(operator)
 
-    def _linears(self, operator: LocalOperator) -> Seconds:
+    def _joined(self, operator: LocalOperator) -> Seconds:
         """One product, before which weights are put together, and behind which the gradients of its
         parts are.
         """
-        found = self.seconds(replace(operator, op="linear"))
+        found = self.seconds(replace(operator, op=JOINED[operator.op]))
         weights, made = operator.operands[1].num_bytes, operator.results[0].num_bytes
         backward_s = found.backward_s + self.stream_s(2 * made) if operator.wanted else 0.0
         forward_s = found.forward_s + self.stream_s(2 * weights)

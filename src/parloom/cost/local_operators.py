@@ -6,7 +6,7 @@ from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.attention import blocks_met
-from parloom.ir.ops.matmul import LINEARS
+from parloom.ir.ops.joined import CONVS, LINEARS
 from parloom.ir.pcg import Compute, PValue
 from parloom.ir.remake import saved_by
 
@@ -17,7 +17,7 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
     site = Site(item.node, tuple(v.spec for v in item.operands))
     axes = {a for _, assigned in item.assignment for a in assigned}
     saved = saved_by(item)
-    if item.node.op == LINEARS:
+    if item.node.op in (LINEARS, CONVS):
         return _one_product(item, mesh)
     arguments = (*item.node.args, *(v for _, v in item.node.kwargs))
     return LocalOperator(
@@ -42,17 +42,20 @@ def _one_product(item: Compute, mesh: Mesh) -> LocalOperator:
     x, *others = (_local(v, mesh) for v in item.operands)
     outs = [_local(v, mesh) for v in item.results]
     count, axes = len(outs), {a for _, assigned in item.assignment for a in assigned}
-    rows = sum(out.shape[-1] for out in outs)
-    weight = TensorSpec((rows, others[0].shape[1]), others[0].dtype)
+    channels = 1 - len(others[0].shape)  # the dim of an output that has the rows, from the last
+    rows = sum(out.shape[channels] for out in outs)
+    made = list(outs[0].shape)
+    made[channels] = rows
+    weight = TensorSpec((rows, *others[0].shape[1:]), others[0].dtype)
     bias = [TensorSpec((rows,), others[0].dtype)] if len(others) > count else []
     site = Site(item.node, tuple(v.spec for v in item.operands))
     wanted = [v.differentiable for v in item.operands]
     first, *trained = wanted[: 1 + count]
     flags = (first, any(trained), *([any(wanted[1 + count :])] if bias else []))
     return LocalOperator(
-        LINEARS,
+        item.node.op,
         (x, weight, *bias),
-        (TensorSpec((*outs[0].shape[:-1], rows), outs[0].dtype),),
+        (TensorSpec(tuple(made), outs[0].dtype),),
         flops=op_of(item.node).flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
         backward_ratio=2.0,
         wanted=tuple(i for i, flag in enumerate(flags) if flag),

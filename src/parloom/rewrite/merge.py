@@ -1,9 +1,10 @@
 """Products of one operand as one product.
 
 `linear(x, w)` and `linear(x, v)` are the two parts of `linear(x, cat((w, v), 0))`, as queries,
-keys and values are, or gate and up. The merged operator reads the user's own weights: neither
-optimizer nor checkpoints see it. As text, in a plan, with the keys of its decisions: `merge
-layers.0.q:linear#0 layers.0.k:linear#0`; in a repeated block it holds for all of them.
+keys and values are, or gate and up; so are convolutions of one geometry, as in branches. The merged
+operator reads the user's own weights: neither optimizer nor checkpoints see it. As text, in a plan,
+with the keys of its decisions: `merge layers.0.q:linear#0 layers.0.k:linear#0`; in a repeated block
+it holds for all of them.
 """
 
 import re
@@ -14,10 +15,11 @@ from itertools import takewhile
 
 from parloom.errors import InputError
 from parloom.ir.graph import Arg, Function, Graph, Node, Ref, Value, numbered
-from parloom.ir.ops.matmul import LINEARS
+from parloom.ir.ops.joined import CONVS, LINEARS
 
 MERGE = re.compile(r"merge ([^ ]+(?: [^ ]+)+)")
-LINEAR = "linear"
+JOINED = {"linear": LINEARS, "conv1d": CONVS, "conv2d": CONVS, "conv3d": CONVS}
+"""Products, and the operator that several of them are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,9 @@ def merges(graph: Graph) -> Iterator[Merge]:
     for function in (*graph.functions, graph.main):
         alike: dict[object, list[Node]] = {}
         for node in (item for item in function.body if isinstance(item, Node)):
-            if node.op == LINEAR and not node.kwargs:
+            if node.op in JOINED and not node.kwargs:
                 spec = node.results[0].spec
-                kind = node.args[0], spec.dtype, spec.shape[:-1], len(node.refs)
+                kind = node.op, node.args[0], node.args[3:], spec.dtype, len(node.refs)
                 known = alike.setdefault(kind, [])
                 if node.args[1] not in [other.args[1] for other in known]:
                     known.append(node)
@@ -114,12 +116,13 @@ def product_of(function: Function, nodes: Sequence[Node]) -> Node | None:
     """
     specs = function.specs()
     first = nodes[0]
-    if any(node.op != LINEAR or node.kwargs or node.args[0] != first.args[0] for node in nodes):
+    if any(_settings(node) != _settings(first) for node in nodes) or first.op not in JOINED:
         return None
     weights, biases = [node.args[1] for node in nodes], [_bias(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1 or len(set(weights)) < len(weights):
         return None
-    if any(len(specs[_name(weight)].shape) != 2 for weight in weights):
+    shapes = [specs[_name(weight)].shape for weight in weights]
+    if len({shape[1:] for shape in shapes}) > 1 or len(shapes[0]) < 2 or _groups(first) != 1:
         return None
     at = function.body.index(first)
     later = {value.name for item in function.body[at:] for value in item.results}
@@ -127,9 +130,20 @@ def product_of(function: Function, nodes: Sequence[Node]) -> Node | None:
         return None
     results = tuple(Value(node.results[0].name, node.results[0].spec) for node in nodes)
     given: tuple[Arg, ...] = (first.args[0], tuple(weights))
-    if biases[0] is not None:
-        given = (*given, tuple(biases))
-    return Node(LINEARS, given, (), results, _path(nodes), 0, first.source)
+    rest = first.args[3:6]
+    if biases[0] is not None or rest:
+        given = (*given, None if biases[0] is None else tuple(biases), *rest)
+    return Node(JOINED[first.op], given, (), results, _path(nodes), 0, first.source)
+
+
+def _settings(node: Node) -> object:
+    """What products that are one have in common."""
+    return node.op, node.args[0], node.args[3:], node.kwargs == ()
+
+
+def _groups(node: Node) -> Arg:
+    """The groups of a convolution."""
+    return node.arg(6, "groups", 1)
 
 
 def _bias(node: Node) -> Arg:

@@ -386,6 +386,23 @@ def linears(
     return torch.split(F.linear(x, whole, bias), [len(weight) for weight in weights], -1)
 
 
+def convs(
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...] | None,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> tuple[Tensor, ...]:
+    """Convolutions of one operand with several kernels and biases, as one."""
+    whole: Tensor = _Joined.apply(*weights)  # type: ignore[no-untyped-call]
+    bias = None if biases is None else torch.cat(biases)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+    made = convolve(x, whole, bias, stride, padding, dilation)
+    return torch.split(made, [len(weight) for weight in weights], -1 - len(stride))
+
+
 def once(x: Tensor, ctx: Context, axes: tuple[str, ...]) -> Tensor:
     """`x` on the first rank of the group, zero on the others: an addend of a partial sum.
 

@@ -1,5 +1,11 @@
 """Example calls of convolutions, pooling and resampling."""
 
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
 from tests.property.operator_cases import (
     Case,
     Operand,
@@ -11,7 +17,7 @@ from tests.property.operator_cases import (
 
 
 def cases() -> list[Case]:
-    return [*convolutions(), *transposed(), *pooling(), *padding(), *resampling()]
+    return [*convolutions(), *joined(), *transposed(), *pooling(), *padding(), *resampling()]
 
 
 def convolutions() -> list[Case]:
@@ -37,6 +43,30 @@ def convolutions() -> list[Case]:
         case("conv1d", real(2, 4, 16), real(6, 4, 3), None, (3,), (1,), label="long_steps"),
         case("conv2d", real(6, 12, 6), real(4, 6, 3, 3), real(4), (1, 1), (1, 1), label="single"),
     ]
+
+
+def joined() -> list[Case]:
+    """Kernels of equally many rows, of rows with a common divisor, and of one spatial dim."""
+    x, pair = real(2, 6, 12, 6), (real(4, 6, 3, 3), real(4, 6, 3, 3))
+    wide, biases = (real(8, 6, 1, 1), real(4, 6, 1, 1)), (real(8), real(4))
+    line = (real(6, 4, 3), real(3, 4, 3))
+    return [
+        replace(own, oracle=_convolutions)
+        for own in (
+            case("parloom.convs", x, pair, None, (1, 1), (1, 1), (1, 1)),
+            case("parloom.convs", x, wide, biases, (2, 2), (0, 0), (1, 1), label="biases"),
+            case("parloom.convs", real(4, 4, 12), line, None, (1,), "same", (1,), label="line"),
+        )
+    ]
+
+
+def _convolutions(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None, *settings: Any
+) -> tuple[Tensor, ...]:
+    """Each convolution alone."""
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[weights[0].dim() - 3]
+    each = biases or (None,) * len(weights)
+    return tuple(convolve(x, w, b, *settings) for w, b in zip(weights, each, strict=True))
 
 
 def transposed() -> list[Case]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from math import prod
 
 from parloom.ir.ops import exact
+from parloom.ir.ops.joined import CONVS, joined_biases, joined_bytes, joined_rows, joined_saves
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Rule, Site, products
 from parloom.ir.ops.window import Halo, Slide, halo_of, slides_of, spatial, spread, windowed
@@ -61,17 +62,52 @@ def _rule(site: Site) -> Rule:
     return products(sizes, operands, [[*lead, "g m", *after]], kinds | dict.fromkeys(kernel, WHOLE))
 
 
+def _joined_rule(site: Site) -> Rule:
+    """Several kernels of one geometry: channels out are (n, r) of each."""
+    rows = joined_rows(site)
+    sizes, before, after, kinds = spatial(_slides(site))
+    kernel = [f"k{i}" for i in range(len(before))]
+    sizes |= {"b": site.operands[0].shape[0], "q": site.operands[1].shape[1]} | rows.sizes
+    sizes |= dict(zip(kernel, site.operands[1].shape[2:], strict=True))
+    lead = ["b"] if _lead(site) == 2 else []
+    return products(
+        sizes,
+        [[*lead, "q", *before], *([part, "q", *kernel] for part in rows.parts), *rows.biases],
+        [[*lead, part, *after] for part in rows.parts],
+        kinds | dict.fromkeys(kernel, WHOLE) | rows.kinds,
+    )
+
+
+def _emit_joined(e: Emission) -> str:
+    _, stride, dilation = _geometry(e.site)
+    x, padding = _padded(e)
+    settings = f"stride={stride!r}, padding={padding}, dilation={dilation!r}"
+    return f"rt.convs({x}, {e.arg(1)}, {joined_biases(e)}, {settings})"
+
+
+def _joined_flops(site: Site, rule: Rule) -> float:
+    """Those of all kernels."""
+    made = sum(result.num_elements for result in site.results)
+    return 2.0 * made * prod(site.operands[1].shape[1:])
+
+
+def _padded(e: Emission) -> tuple[str, str]:
+    """Code of the operand with its border rows, and of the padding that is left to do."""
+    site = e.site
+    x = windowed(e, _slides(site), e.arg(0))
+    # the halo has brought the border rows of sharded dims
+    pads = [(0, 0) if e.axes_of(f"s{i}") else pad for i, pad in enumerate(_pads(site))]
+    if all(before == after for before, after in pads):
+        return x, repr(tuple(before for before, _ in pads))
+    x = f"F.pad({x}, {tuple(n for pad in reversed(pads) for n in pad)!r})"
+    return x, repr((0,) * len(pads))
+
+
 def _emit(e: Emission) -> str:
     site = e.site
     _, stride, dilation = _geometry(site)
     groups = _groups(site) // e.mesh.size(e.axes_of("g"))
-    x = windowed(e, _slides(site), e.arg(0))
-    # the halo has brought the border rows of sharded dims
-    pads = [(0, 0) if e.axes_of(f"s{i}") else pad for i, pad in enumerate(_pads(site))]
-    padding = repr(tuple(before for before, _ in pads))
-    if any(before != after for before, after in pads):
-        x = f"F.pad({x}, {tuple(n for pad in reversed(pads) for n in pad)!r})"
-        padding = repr((0,) * len(pads))
+    x, padding = _padded(e)
     parts = [x, e.arg(1), e.once(site.arg(2, "bias")), f"stride={stride!r}", f"padding={padding}"]
     if set(dilation) != {1}:
         parts.append(f"dilation={dilation!r}")
@@ -152,6 +188,8 @@ def _halo(slides: Callable[[Site], list[Slide]]) -> Callable[[Site], Halo]:
 
 
 OPS: tuple[OpDef, ...] = (
+    OpDef(CONVS, _joined_rule, _emit_joined, _joined_flops, 2.0, joined_saves, joined_bytes,
+          halo=_halo(_slides), exact=exact.convolutions),
     *(
         OpDef(f"conv{n}d", _rule, _emit, _flops, 2.0, _SAVED, halo=_halo(_slides),
               exact=exact.convolution(n))

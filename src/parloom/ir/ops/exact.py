@@ -86,6 +86,15 @@ def linears(algebra: Algebra[Any], given: Given) -> Results:
     return tuple(linear(algebra, one)[0] for one in each)
 
 
+def convolutions(algebra: Algebra[Any], given: Given) -> Results:
+    """One operand with several kernels, each with its bias."""
+    kernels, settings = given.arg(1), given.args[3:]
+    biases = given.arg(2) or (None,) * len(kernels)
+    exact = convolution(len(algebra.dims(kernels[0])) - 2)
+    each = (Given((given.arg(0), *pair, *settings)) for pair in zip(kernels, biases, strict=True))
+    return tuple(exact(algebra, one)[0] for one in each)
+
+
 def matmul(algebra: Algebra[Any], given: Given) -> Results:
     """Matrices, vectors, or batches of them."""
     parts = given.arg(0), given.arg(1)

@@ -1,18 +1,21 @@
 """Contractions: matrix products and einsum. Factors b, m, n are free, k is contracted."""
 
 from collections.abc import Callable
-from math import gcd
 
 from parloom.ir.ops import exact
+from parloom.ir.ops.joined import (
+    LINEARS,
+    joined_biases,
+    joined_bytes,
+    joined_rows,
+    joined_saves,
+)
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, each_other
 from parloom.ir.ops.rule import WHOLE, Rule, Site, build, contraction_flops, einsum, products
 
 INPUTS: SavedTensors = (("operand", 0), ("operand", 1))
 FACTORS: SavedTensors = (("operand", 1), ("operand", 2))
 
-
-LINEARS = "parloom.linears"
-"""Products of one operand with several weights, as one: `linears(x, (w, v), (b, c))`."""
 
 _LINEAR, _TO_NUMBERS = einsum("... k, n k, n -> ... n"), einsum("... k, k, -> ...")
 
@@ -29,51 +32,25 @@ def _linear(e: Emission) -> str:
 
 
 def _linears_rule(site: Site) -> Rule:
-    """Outputs are cut alike: in as many parts as the rows of all weights have a common divisor."""
-    x, weights = site.operands[0].shape, site.operands[1 : 1 + _count(site)]
-    rows = [weight.shape[0] for weight in weights]
-    common = gcd(*rows)
+    rows = joined_rows(site)
+    x = site.operands[0].shape
     lead = [f"d{i}" for i in range(len(x) - 1)]
-    parts = [f"n r{i}" for i in range(len(rows))]
-    sizes = dict(zip((*lead, "k"), x, strict=True)) | {"n": common}
-    sizes |= {f"r{i}": size // common for i, size in enumerate(rows)}
-    biases = [[part] for part in parts[: len(site.operands) - 1 - len(rows)]]
     return products(
-        sizes,
-        [[*lead, "k"], *([part, "k"] for part in parts), *biases],
-        [[*lead, part] for part in parts],
-        {f"r{i}": WHOLE for i in range(len(rows))},
+        dict(zip((*lead, "k"), x, strict=True)) | rows.sizes,
+        [[*lead, "k"], *([part, "k"] for part in rows.parts), *rows.biases],
+        [[*lead, part] for part in rows.parts],
+        rows.kinds,
     )
 
 
-def _count(site: Site) -> int:
-    """How many weights there are."""
-    weights = site.arg(1)
-    assert isinstance(weights, tuple)
-    return len(weights)
-
-
 def _linears(e: Emission) -> str:
-    biases = e.site.arg(2)
-    if not isinstance(biases, tuple):
-        return f"rt.linears({e.arg(0)}, {e.arg(1)})"
-    return f"rt.linears({e.arg(0)}, {e.arg(1)}, ({', '.join(map(e.once, biases))},))"
+    return f"rt.linears({e.arg(0)}, {e.arg(1)}, {joined_biases(e)})"
 
 
 def _linears_flops(site: Site, rule: Rule) -> float:
     """Those of all products."""
     rows = sum(result.shape[-1] for result in site.results)
     return 2.0 * site.operands[0].num_elements * rows
-
-
-def _linears_saves(site: Site) -> SavedTensors:
-    """The operand and all weights."""
-    return tuple(("operand", i) for i in range(1 + _count(site)))
-
-
-def _joined_bytes(site: Site, fused: bool) -> float:
-    """The weights as one, which the backward pass reads."""
-    return sum(weight.num_bytes for weight in site.operands[1 : 1 + _count(site)])
 
 
 def _adding(left: str, right: str, out: str) -> Callable[[Site], Rule]:
@@ -188,7 +165,7 @@ OPS: tuple[OpDef, ...] = (
             ("baddbmm", "b m k", "b k n", "b m n"), ("addbmm", "b m k", "b k n", "m n"),
         )
     ),
-    OpDef(LINEARS, _linears_rule, _linears, _linears_flops, 2.0, _linears_saves, _joined_bytes,
+    OpDef(LINEARS, _linears_rule, _linears, _linears_flops, 2.0, joined_saves, joined_bytes,
           exact=exact.linears),
     OpDef("mm", einsum("m k, k n -> m n"), "torch.mm", contraction_flops, 2.0, INPUTS,
           exact=exact.matmul),
