@@ -126,6 +126,14 @@ def extents_of(inputs: Iterable[Input]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for size in sizes for block in size for name in block))
 
 
+def extents_in(arg: Arg) -> Iterator[Size]:
+    """The sizes that a term is told."""
+    if isinstance(arg, Extent):
+        yield arg.size
+    for inner in arg.args if isinstance(arg, Term) else arg if isinstance(arg, tuple) else ():
+        yield from extents_in(inner)
+
+
 def names_in(arg: Arg) -> Iterator[str]:
     """The inputs that a term is of, in order, with repeats."""
     if isinstance(arg, Name):
