@@ -4,8 +4,9 @@ A call takes part where its entry says what it computes and all its floating ten
 results of other calls are inputs. Dims are counted from the last, as rules count them.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from parloom.ir.graph import Arg, Call, Function, Node, Ref, TensorSpec
@@ -13,23 +14,14 @@ from parloom.ir.ops import OPS
 from parloom.rewrite.egraph import Class, EGraph, Key
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
+from parloom.rewrite.take import NONE, Take
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Name, Term
+from parloom.rewrite.terms import Name, Term, names_in
 
 # Where an operator says a dim, or dims.
 DIMS: Mapping[str, int] = {
     "cat": 1, "stack": 1, "split_with_sizes": 2, "softmax": 1, "sum": 1, "mean": 1,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Equal:
-    """A call that the body has not: a result of it equals `value`, the first of those of its class;
-    empty of one that only other such calls read.
-    """
-
-    key: Key
-    value: str
 
 
 class Body:
@@ -41,7 +33,8 @@ class Body:
         self.classes: dict[str, Class] = {}
         # The item that makes a value, by its place; inputs come before all.
         self.places: dict[str, int] = {}
-        self._own: list[tuple[str, tuple[Any, ...], int]] = []
+        self._own: list[Key] = []
+        self._inputs: set[str] = set()
         for value in function.inputs:
             self._given(value.name, -1)
         for place, item in enumerate(function.body):
@@ -59,45 +52,46 @@ class Body:
         """The class that a value is in."""
         return self.graph.find(self.classes[value])
 
-    def equal(self) -> Iterator[Equal]:
-        """The calls that the body has not, as far as all that they read is made before what they
-        equal: those that others read first.
-        """
-        ranks, first = self._ranks(), dict[Class, str]()
+    def takes(self, most: int) -> Iterator[Take]:
+        """Other ways to compute values, at most so many of each, of what is made before these."""
+        first: dict[Class, str] = {}
         for value in self.classes:
             first.setdefault(self.class_of(value), value)
-        own = {self._renewed(key) for key in self._own}
-        found = []
-        for key, owner in self.graph.nodes():
-            before = max((ranks[child] for child in _classes(key[1])), default=-1)
+        terms: dict[Class, TermArg] = {own: Name(value) for own, value in first.items()}
+        alike = {_unordered(self._renewed(key)) for key in self._own}
+        counts = Counter[str]()
+        for key, owner in self._by_operands():
             value = first.get(owner, "")
-            if key in own or before >= len(self.function.body):
+            place = self.places[value] if value else len(self.function.body)
+            if _unordered(key) in alike or value in self._inputs:
                 continue
-            if not value or before < self.places[value]:
-                found.append((before, key, value))
-        for _, key, value in sorted(found, key=lambda own: (own[0], str(own[1]))):
-            yield Equal(key, value)
+            if not all(self._is_before(terms.get(child), place) for child in _classes(key[1])):
+                continue
+            term = Term(key[0], tuple(_with_terms(arg, terms) for arg in key[1]), key[2])
+            if not value:
+                terms.setdefault(owner, term)
+            elif counts[value] < most:
+                counts[value] += 1
+                values = (*(NONE,) * key[2], value)
+                yield Take(self.function.name, values, replace(term, result=None))
 
-    def _ranks(self) -> dict[Class, int]:
-        """The place of the last item that has to be made before each class can be."""
-        end = len(self.function.body)
-        ranks: dict[Class, int] = {}
-        for value in self.classes:
-            ranks.setdefault(self.class_of(value), self.places[value])
-        nodes = list(self.graph.nodes())
-        changed = True
-        while changed:
-            changed = False
-            for key, owner in nodes:
-                before = max((ranks.get(child, end) for child in _classes(key[1])), default=-1)
-                if before < ranks.get(owner, end):
-                    ranks[owner] = before
-                    changed = True
-        return {**dict.fromkeys((owner for _, owner in nodes), end), **ranks}
+    def _by_operands(self) -> Iterator[tuple[Key, Class]]:
+        """All calls, those of which what they read is there first; in one order for equal ones."""
+        there = {self.class_of(value) for value in self.classes}
+        left = sorted(self.graph.nodes(), key=lambda own: str(own[0]))
+        while ready := [own for own in left if there.issuperset(_classes(own[0][1]))]:
+            yield from ready
+            there.update(owner for _, owner in ready)
+            left = [own for own in left if own not in ready]
+
+    def _is_before(self, term: TermArg, place: int) -> bool:
+        """Whether all that a term is of is made before an item."""
+        return term is not None and all(self.places[name] < place for name in names_in(term))
 
     def _given(self, name: str, place: int) -> None:
         self.classes[name] = self.graph.input(name, self.specs[name].shape)
         self.places[name] = place
+        self._inputs.add(name)
 
     def _call(self, node: Node, place: int) -> None:
         """Add a call, or its results as inputs where its shapes are not what is said of it."""
@@ -133,7 +127,7 @@ class Body:
         specs += [value.spec for value in node.results]
         return _one_dtype(specs) and not any(_has_dtype(arg) for arg in node.args)
 
-    def _renewed(self, key: tuple[str, tuple[Any, ...], int]) -> Key:
+    def _renewed(self, key: Key) -> Key:
         op, args, result = key
 
         def now(arg: Any) -> Any:
@@ -171,6 +165,21 @@ def _from_last(arg: Arg, rank: int) -> TermArg:
     if isinstance(arg, int):
         return arg if arg < 0 else arg - rank
     return _term_arg(arg)
+
+
+def _unordered(key: Key) -> Any:
+    """A call without the order of its operands, where that makes no difference."""
+    op, args, result = key
+    return (op, frozenset(Counter(args).items()), result) if op in ("add", "mul") else key
+
+
+def _with_terms(arg: Any, terms: Mapping[Class, TermArg]) -> TermArg:
+    if isinstance(arg, Class):
+        return terms[arg]
+    found: TermArg = (
+        tuple(_with_terms(own, terms) for own in arg) if isinstance(arg, tuple) else arg
+    )
+    return found
 
 
 def _classes(args: Sequence[Any]) -> Iterator[Class]:

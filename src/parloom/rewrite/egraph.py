@@ -16,7 +16,7 @@ from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.shapes import Dims, Shape, Shapes
-from parloom.rewrite.symbolic import ONE, Dim, NotExpressed
+from parloom.rewrite.symbolic import ONE, NotExpressed
 from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
 
 MOST_NODES = 20_000
@@ -39,7 +39,7 @@ class Binding:
     """What a rule's inputs and sizes are, where it matches; `lead` are the dims of `*`."""
 
     inputs: Mapping[str, Class]
-    sizes: Mapping[str, Dim]
+    sizes: Mapping[str, Any]
     lead: Shape | None = None
 
 
@@ -326,7 +326,7 @@ def _solved(size: Size, own: int, known: Binding) -> Binding | None:
         return None
     rest, factor = own, 1
     for block in size:
-        product = prod(known.sizes[name] for name in block if name in known.sizes)
+        product = int(prod(known.sizes[name] for name in block if name in known.sizes))
         if names[0] in block:
             factor = product
         else:

@@ -92,12 +92,13 @@ def with_lead(found: Rule) -> Rule | None:
     None where it is not, or where the rule has such dims already.
     """
     first = found.inputs[0].sizes[:1]
-    if LEAD in first or not first or len(first[0]) != 1 or len(first[0][0]) != 1:
+    size = first[0] if first else LEAD
+    if isinstance(size, str) or len(size) != 1 or len(size[0]) != 1:
         return None
     sides = (*found.left, *found.right)
     if any(call.op in OF_RANK for side in sides for call in calls_in(side)):
         return None
-    ((name,),) = first[0]
+    ((name,),) = size
     inputs = tuple(
         replace(own, sizes=(LEAD, *own.sizes[1:])) if own.sizes[:1] == first else own
         for own in found.inputs
