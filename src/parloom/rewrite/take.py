@@ -103,11 +103,11 @@ def _taken(function: Function, takes: Sequence[Take], ends: Collection[str]) -> 
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InputError(f"{twice[0]} of {function.name} is taken twice")
-    calls = NewCalls(function, takes)
-    gone = {name: calls.unused(f"{name}_before") for name in names}
     unknown = set(names) - {value.name for item in function.body for value in item.results}
     if unknown:
         raise InputError(f"no operator of {function.name} makes {min(unknown)}; plan again")
+    calls = NewCalls(function, takes)
+    gone = {name: calls.unused(f"{name}_before") for name in names}
     items: Body = [(with_results(item, gone), item) for item in function.body]
     every = in_order(function, items, calls.nodes.items())
     return _without_unread(every, function, ends, names)
