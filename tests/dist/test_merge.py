@@ -15,8 +15,10 @@ from parloom.ir.graph import Graph, Node
 from parloom.ir.lower import lower
 from parloom.ir.ops.joined import CONVS, LINEARS
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.merge import Merge, merges, parse_merge
+from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.take import Take, parse_take
+from parloom.rewrite.terms import Name, Term
 from parloom.runtime.operators import linears
 from tests.dist import lowered
 from tests.dist.lowered import MESHES, Model
@@ -56,9 +58,24 @@ class Branches(nn.Module):
         return loss
 
 
+class Towers(nn.Module):
+    """Two products put beside each other, and a product of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 8), nn.Linear(12, 4)
+        self.last = nn.Linear(12, 12, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.last(torch.cat((self.a(x), self.b(y)), -1)).tanh().square().sum()
+        return loss
+
+
 @cache
 def model(name: str) -> Model:
     torch.manual_seed(0)
+    if name == "towers":
+        return lowered.of(Towers(), {"x": torch.randn(12, 12), "y": torch.randn(12, 12)})
     if name == "biased":
         return lowered.of(Biased(), {"x": torch.randn(12, 4, 12)})
     if name == "branches":
@@ -122,29 +139,52 @@ def test_what_reads_what_comes_later_is_not_merged() -> None:
 
     graph = lowered.of(Later(), {"x": torch.randn(4, 4)}).graph
     assert list(merges(graph)) == []
-    keys = [node.key for _, node in graph.unfolded() if node.op == "linear"]
-    with pytest.raises(InputError, match="does not apply"):
-        rewritten(graph, [str(Merge(tuple(keys)))])
+    found = [node for _, node in graph.unfolded() if node.op == "linear"]
+    x, one, other = found[0].refs[0], found[0].refs[1], found[1].refs[1]
+    call = Term(LINEARS, (Name(x), (Name(one), Name(other))))
+    values = tuple(node.results[0].name for node in found)
+    with pytest.raises(InputError, match="would be made after it is read"):
+        rewritten(graph, [str(Take("main", values, call))])
 
 
-def test_an_operator_is_in_one_merge() -> None:
+def test_takes_are_read_as_they_are_written() -> None:
     graph = model("biased").graph
     (found,) = merges(graph)
-    for other in (found, Merge(found.keys[1:])):
-        with pytest.raises(InputError, match="two merges of"):
-            rewritten(graph, [str(found), str(other)])
+    assert parse_take(str(found)) == found
+    assert parse_take("take a in b") is None
+    for wrong, said in (
+        (replace(found, function="nothing"), "has no function nothing"),
+        (replace(found, values=("_", "_", "x")), "no operator of main makes x"),
+        (replace(found, values=found.values[::-1]), r"result 0 is .*, not"),
+        (replace(found, call=Term("parloom.linears", (Name("y"), ()))), "has no value y"),
+        (replace(found, call=Term("nothing", ())), "nothing says not what it computes"),
+    ):
+        with pytest.raises(InputError, match=said):
+            rewritten(graph, [str(wrong)])
+    with pytest.raises(InputError, match="is taken twice"):
+        rewritten(graph, [str(found), str(found)])
 
 
-def test_merges_are_read_as_they_are_written() -> None:
-    (found,) = merges(model("biased").graph)
-    assert parse_merge(str(found)) == found
-    assert parse_merge("merge a:linear#0") is None
-    with pytest.raises(InputError, match="does not apply"):
-        rewritten(model("biased").graph, ["merge a:linear#0 nowhere:linear#0"])
-    first = next(merges(model("llama").graph))
-    blocks = [key.replace("blocks.0", f"blocks.{i % 2}") for i, key in enumerate(first.keys)]
-    with pytest.raises(InputError, match="does not apply"):
-        rewritten(model("llama").graph, [str(Merge(tuple(blocks)))])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sum_of_products_is_the_product_of_what_is_joined(seed: int) -> None:
+    """Calls inside of a call, made once for two values."""
+    own = model("towers")
+    graph = own.graph
+    node = next(n for _, n in graph.unfolded() if n.op == "linear" and n.path == "last")
+    (joined,) = (n for _, n in graph.unfolded() if n.op == "cat")
+    one, other = joined.refs
+    weight = node.refs[1]
+    parts = Term("split_with_sizes", (Name(weight), (8, 4), -1))
+    sums = [
+        Term("linear", (Name(name), replace(parts, result=i))) for i, name in enumerate((one, other))
+    ]
+    take = Take("main", (node.results[0].name,), Term("add", tuple(sums)))
+    found = rewritten(graph, [str(take)])
+    verify_graph(found)
+    ops = [n.op for _, n in found.unfolded()]
+    assert "cat" not in ops
+    assert ops.count("split_with_sizes") == 1
+    assert error("towers", "2x2", 1, seed, found) <= TOLERANCE
 
 
 @pytest.mark.parametrize("beside", [False, True])

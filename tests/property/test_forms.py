@@ -2,28 +2,32 @@
 least of what each costs alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from random import Random
 
 import pytest
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
+from parloom.errors import InputError
 from parloom.ir.graph import Graph, Node
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops.shape import EITHER
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
+from parloom.rewrite.bodies import Body
 from parloom.rewrite.forms import Form, Forms, Place
-from parloom.rewrite.merge import Merge, merges
+from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.take import NONE, Take
 from parloom.search.contexts import Contexts
 from parloom.search.decide import form_of
 from parloom.search.meshes import logical_meshes
 from parloom.search.request import Request, base_of
 from parloom.search.step_rows import Passes, ShadowPrices, row_prices
+from tests.property import test_bodies
 from tests.property.searched import ADAM, PLENTY
 
 PASSES = Passes(1)
@@ -75,19 +79,17 @@ def random_graph(rng: Random) -> Graph:
     return parse_graph("\n".join(lines))
 
 
-def some_of(found: list[Merge]) -> list[tuple[Merge, ...]]:
+def some_of(found: list[Take]) -> list[tuple[Take, ...]]:
     return list(chain.from_iterable(combinations(found, n) for n in range(len(found) + 1)))
 
 
-def taken(forms: Forms, some: Sequence[Merge]) -> dict[Place, int]:
-    """What operators take where these merges are made."""
-    keys = {key for merge in some for key in merge.keys}
-    flats = (flat for flat in forms.asked.flat() if flat.key in keys)
-    together = {value.name for flat in flats for value in flat.node.results}
+def taken(forms: Forms, some: Sequence[Take]) -> dict[Place, int]:
+    """What operators take where these takes are made."""
+    values = {value for take in some for value in take.values}
     main = forms.graph.main
     nodes = (item for item in main.body if isinstance(item, Node) and item.op == EITHER)
     return {
-        (main.name, node.key): int(node.results[0].name in together)
+        (main.name, node.key): int(node.results[0].name in values)
         for node in nodes
         if len(node.refs) > 1
     }
@@ -138,3 +140,36 @@ def test_the_least_of_all_forms_is_found_at_once(seed: int) -> None:
         best, form = least(request, mesh, Forms(graph, found))
         assert best == pytest.approx(min(each.values()), rel=1e-9)
         assert each[form.rewrites] == pytest.approx(best, rel=1e-9)
+
+
+def each_combination(graph: Graph, takes: Sequence[Take]) -> Iterator[tuple[Take, ...]]:
+    """At most one take of each value, as far as they go together."""
+    values = dict.fromkeys(value for take in takes for value in take.values if value != NONE)
+    ways = [(None, *(take for take in takes if value in take.values)) for value in values]
+    for chosen in product(*ways):
+        some = tuple(take for take in chosen if take is not None)
+        try:
+            rewritten(graph, tuple(map(str, some)))
+        except InputError:
+            continue
+        yield some
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_least_is_found_among_what_rules_give(seed: int) -> None:
+    rng = Random(seed)
+    graph = test_bodies.random_graph(rng)
+    body = Body(graph.main, 500)
+    body.saturate(test_bodies.LED, 2)
+    takes = list(body.takes(2))[:5]
+    cluster = load_cluster("1x2xV100")
+    request = Request(graph, DataSheets(cluster), ADAM, PLENTY)
+    for mesh in list(logical_meshes(cluster))[:1]:
+        each = {}
+        for some in each_combination(graph, takes):
+            texts = frozenset(map(str, some))
+            alone = replace(request, graph=rewritten(graph, tuple(texts)))
+            each[texts], _ = least(alone, mesh)
+        best, form = least(request, mesh, Forms(graph, takes))
+        assert best == pytest.approx(min(each.values()), rel=1e-9)
+        assert each[frozenset(form.rewrites)] == pytest.approx(best, rel=1e-9)

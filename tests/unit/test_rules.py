@@ -3,7 +3,7 @@
 import pytest
 
 from parloom.errors import InputError
-from parloom.rewrite.rules import Rule, counterexample, prove, rule
+from parloom.rewrite.rules import Rule, counterexample, prove, rule, with_lead
 from parloom.rewrite.terms import parse_inputs, parse_term
 
 XW = "x[*, k], w0[n0, k], w1[n1, k]"
@@ -221,3 +221,38 @@ def test_an_operator_that_says_nothing_is_told() -> None:
         prove(rule("sorted", "x[k]", ["sort(x)"], ["x"]))
     with pytest.raises(InputError, match="2 outputs on the left, 1 on the right"):
         rule("uneven", "x[k]", ["x", "x"], ["x"])
+
+
+LED = {
+    "sum of products": ("x[b, k], y[b, k], w[n, k]", "linear(add(x, y), w)",
+                        "add(linear(x, w), linear(y, w))", "x[*, k], y[*, k], w[n, k]"),
+    "mean of rows": ("x[b, s, k], w[n, k]", "linear(mean(x, (-2,)), w)",
+                     "mean(linear(x, w), (-2,))", "x[*, s, k], w[n, k]"),
+    "rows put together": ("x[b, k], y[b, k]", "gelu(cat((x, y), -1))",
+                          "cat((gelu(x), gelu(y)), -1)", "x[*, k], y[*, k]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LED)
+def test_rules_hold_for_any_dims_in_front(name: str) -> None:
+    inputs, left, right, general = LED[name]
+    found = with_lead(rule(name, inputs, [left], [right]))
+    assert found is not None
+    assert ", ".join(map(str, found.inputs)) == general
+    assert not any(counterexample(found, seed) for seed in range(20))
+    assert with_lead(found) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "left", "right"),
+    [
+        ("x[b, k]", "sum(x, (0,))", "sum(x, (-2,))"),  # a dim counted from the first
+        ("x[b, b]", "sum(x, (-1,))", "sum(x, (-1,))"),  # the size is another one, too
+        ("x[a, b, c, k]", "split_with_sizes(x, (a,), 0)[0]", "x"),  # it is told
+        ("x[b, k], w[k, n]", "mm(x, w)", "mm(x, w)"),  # of matrices alone
+    ],
+)
+def test_rules_that_hold_for_their_rank_alone(inputs: str, left: str, right: str) -> None:
+    own = rule("own", inputs, [left], [right])
+    assert prove(own) == ""
+    assert with_lead(own) is None

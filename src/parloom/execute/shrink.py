@@ -6,7 +6,7 @@ their keys. Where the small graph has not the factors of the big one, other size
 what still cannot be kept is said in the report.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,10 +30,11 @@ from parloom.ir.lower_stages import lower_stages
 from parloom.ir.ops import Rule
 from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
-from parloom.rewrite.merge import Merge
 from parloom.rewrite.pad import Padding
 from parloom.rewrite.rewrites import parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
+from parloom.rewrite.take import NONE, Take
+from parloom.rewrite.terms import calls_in, names_in
 
 # Weights of all ranks together; each has a gradient and two states in float64: 6 GB.
 MAX_WEIGHTS = 200_000_000
@@ -335,6 +336,10 @@ def _place(rule: Rule, factor: str) -> tuple[object, ...]:
     return (rule.kind(factor), *dims)
 
 
+# Operators that are told sizes.
+SIZED = frozenset({"split_with_sizes", "view", "expand", "narrow", "slice"})
+
+
 def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
     """The plan's paddings, for the copy's vocabulary, its stripes, and its blocks that are in the
     copy.
@@ -342,18 +347,20 @@ def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
     rows = {
         i.target: i.value.spec.shape[0] for i in graph.of_kind("parameter") if i.value.spec.shape
     }
+    functions = (*graph.functions, graph.main)
+    known = defaultdict(set[str], {own.name: {*own.specs()} for own in functions})
     for text in big.plan.decisions.rewrites:
         found = parse_rewrite(text)
         if isinstance(found, Stripe):
             yield str(replace(found, ranks=_ranks(big, found)))
             continue
-        if isinstance(found, Merge):
-            parts = [key.partition(":") for key in found.keys]
-            paths = [stacks.small_path(path) for path, _, _ in parts]
-            if None not in paths:
-                yield str(
-                    Merge(tuple(f"{p}:{own[2]}" for p, own in zip(paths, parts, strict=True)))
-                )
+        if isinstance(found, Take):
+            # Sizes as arguments would be others in the copy.
+            sized = any(call.op in SIZED for call in calls_in(found.call))
+            if not sized and {*names_in(found.call), *found.values} <= known[found.function] | {
+                NONE
+            }:
+                yield text
             continue
         name = stacks.small_path(found if isinstance(found, str) else found.name)
         if isinstance(found, str):

@@ -8,6 +8,7 @@ its shape, and rules match where the shapes of their inputs do.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from parloom.errors import InputError
@@ -15,7 +16,7 @@ from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.shapes import Dims, Shape, Shapes
-from parloom.rewrite.symbolic import Dim, NotExpressed
+from parloom.rewrite.symbolic import ONE, NotExpressed
 from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
 
 MOST_NODES = 20_000
@@ -38,15 +39,15 @@ class Binding:
     """What a rule's inputs and sizes are, where it matches; `lead` are the dims of `*`."""
 
     inputs: Mapping[str, Class]
-    sizes: Mapping[str, Dim]
+    sizes: Mapping[str, Any]
     lead: Shape | None = None
 
 
 class EGraph:
-    """Equal programs of inputs whose shapes are known."""
+    """Equal programs of inputs whose shapes are known, in symbols, or in numbers (`one` is 1)."""
 
-    def __init__(self, most_nodes: int = MOST_NODES) -> None:
-        self.most_nodes = most_nodes
+    def __init__(self, most_nodes: int = MOST_NODES, one: Any = ONE) -> None:
+        self.most_nodes, self.algebra = most_nodes, Shapes(one)
         self.shapes: list[Shape] = []
         self._parent: list[int] = []
         self._nodes: dict[Key, Class] = {}
@@ -84,7 +85,7 @@ class EGraph:
         if isinstance(arg, Name):
             return self.find(inputs[arg.name])
         if isinstance(arg, Extent):
-            return size_in(arg.size, sizes, Shapes().one)
+            return size_in(arg.size, sizes, self.algebra.one)
         if isinstance(arg, tuple):
             return tuple(self.add(own, inputs, sizes) for own in arg)
         if not isinstance(arg, Term):
@@ -182,8 +183,11 @@ class EGraph:
         if not patterns:
             yield known
             return
-        for binding in self._matches(patterns[0], args[0], inputs, known):
-            yield from self._all_match(patterns[1:], args[1:], inputs, binding)
+        # Sizes that are told come first: of an input whose size is a sum, one has to be known.
+        at = next((i for i, own in enumerate(patterns) if not any(names_in(own))), 0)
+        for binding in self._matches(patterns[at], args[at], inputs, known):
+            rest = [*patterns[:at], *patterns[at + 1 :]], [*args[:at], *args[at + 1 :]]
+            yield from self._all_match(*rest, inputs, binding)
 
     def _matches(
         self, pattern: Arg, arg: Any, inputs: Mapping[str, Input], known: Binding
@@ -202,7 +206,7 @@ class EGraph:
             if isinstance(arg, tuple) and len(arg) == len(pattern):
                 yield from self._all_match(pattern, arg, inputs, known)
         elif isinstance(pattern, Extent):
-            sized = _sized(pattern.size, arg, known)
+            sized = _sized(pattern.size, arg, known, self.algebra.one)
             if sized is not None:
                 yield sized
         elif pattern == arg and type(pattern) is type(arg):
@@ -219,7 +223,8 @@ class EGraph:
         )
         if sizes[:1] == (LEAD,):
             number = len(shape) - len(sizes) + 1
-            if number < 0 or known.lead not in (None, shape[:number]):
+            # Proofs are for one dim and more: dims that are counted from the last would be others.
+            if number < 1 or known.lead not in (None, shape[:number]):
                 return None
             assert found is not None
             found = Binding(found.inputs, found.sizes, shape[:number])
@@ -228,7 +233,7 @@ class EGraph:
             return None
         for size, own in zip(sizes, shape, strict=True):
             if found is not None and not isinstance(size, str):
-                found = _sized(size, own, found)
+                found = _sized(size, own, found, self.algebra.one)
         return found
 
     def _call(self, op: str, args: tuple[Any, ...], result: int) -> Class:
@@ -238,7 +243,7 @@ class EGraph:
         computes = OPS[op].computes if op in OPS else None
         if computes is None:
             raise InputError(f"{op} says not what it computes")
-        made = computes(Shapes(), Given(self._as_dims(key[1])))
+        made = computes(self.algebra, Given(self._as_dims(key[1])))
         if result >= len(made):
             raise NotExpressed(f"{op} has {len(made)} results")
         found = self._new(made[result].shape)
@@ -292,14 +297,16 @@ def ways(rule: Rule) -> Iterator[Way]:
                 yield Way(pattern, result, inputs)
 
 
-def _sized(size: Size, own: Any, known: Binding) -> Binding | None:
+def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
     """What is known where a size is `own`, None where it cannot be."""
-    if not isinstance(own, tuple):
+    if isinstance(one, int) != isinstance(own, int) or not isinstance(own, (int, tuple)):
         return None
     if all(name in known.sizes for block in size for name in block):
-        return known if size_in(size, known.sizes, Shapes().one) == own else None
+        return known if size_in(size, known.sizes, one) == own else None
     if len(size) == 1 and len(size[0]) == 1:
         return Binding(known.inputs, {**known.sizes, size[0][0]: own}, known.lead)
+    if isinstance(own, int):
+        return _solved(size, own, known)
     if len(size) == len(own):  # block by block
         found: Binding | None = known
         for block, digits in zip(size, own, strict=True):
@@ -307,9 +314,26 @@ def _sized(size: Size, own: Any, known: Binding) -> Binding | None:
                 return None
             for name, digit in zip(block, digits, strict=True):
                 if found is not None:
-                    found = _sized(((name,),), ((digit,),), found)
+                    found = _sized(((name,),), ((digit,),), found, one)
         return found
     return None
+
+
+def _solved(size: Size, own: int, known: Binding) -> Binding | None:
+    """What is known where a number is `own` of which one name is not known."""
+    names = [name for block in size for name in block if name not in known.sizes]
+    if len(names) != 1:
+        return None
+    rest, factor = own, 1
+    for block in size:
+        product = int(prod(known.sizes[name] for name in block if name in known.sizes))
+        if names[0] in block:
+            factor = product
+        else:
+            rest -= product
+    if rest <= 0 or rest % factor:
+        return None
+    return Binding(known.inputs, {**known.sizes, names[0]: rest // factor}, known.lead)
 
 
 def _classes(args: Sequence[Any]) -> Iterator[Class]:

@@ -2,26 +2,38 @@
 
 An operator `parloom.either` takes one of equal values. Such a graph is searched and never runs:
 `Forms.form` is the graph in which each of them takes what was chosen, with the rewrites that make
-it of the graph that was asked about. What only these read, or others that may be left out, may be
-left out.
+it of the graph that was asked about. What only some forms need may be left out.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import pairwise
 from operator import and_, or_
 
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import Call, Function, Graph, Node, Ref, Value, numbered, rename_node
+from parloom.ir.graph import Call, Function, Graph, Node, Ref, Value, rename_node
 from parloom.ir.ops.shape import EITHER
-from parloom.rewrite.merge import Merge, nodes_of, place_of, product_of
+from parloom.rewrite.take import (
+    Body,
+    Item,
+    NewCalls,
+    Origin,
+    Take,
+    ends_of,
+    in_order,
+    taken_bodies,
+    with_bodies,
+    with_results,
+)
+from parloom.rewrite.terms import Name, Term
 
 Place = tuple[str, str]
 """A block kind and the key of an operator in it."""
+Made = tuple[str, Origin]
+"""A block kind, and what an item of it was."""
 Condition = tuple[Place, int]
 """An operator that takes one of several values, and the operand that it takes."""
-Item = Node | Call
 
 
 @dataclass(frozen=True)
@@ -40,274 +52,215 @@ class Form:
 
     def key_of(self, function: str, key: str) -> str:
         """The key here of an operator in a block of the graph with all forms; other names stay."""
-        return self._keys.get((function, key), key)
-
-    @cached_property
-    def _keys(self) -> Mapping[Place, str]:
-        return {before: key for (_, key), before in self.places.items()}
+        found = (own for (name, own), old in self.places.items() if old == (function, key))
+        return next(found, key)
 
 
 class Forms:
-    """The forms of `asked` with some of these merges. `graph` has all; operators at the places
-    `optional` may be left out, those of a pair in `together` take operands in one position.
+    """The forms of `asked` with some of these takes, of which several may be of one value. `graph`
+    has all; operators at the places `optional` may be left out, those of a pair in `together` take
+    operands in one position.
 
     A batch tensor comes as its first reader wants it. Where that may be left out, an operator of
     one operand stands for how it comes; one of the readers at `first` is there and takes it so.
     """
 
-    def __init__(self, asked: Graph, found: Sequence[Merge]) -> None:
-        self.asked = asked
-        groups: dict[str, list[tuple[Merge, list[Node]]]] = {}
-        functions = {own.name: own for own in (*asked.functions, asked.main)}
-        for merge in found:
-            name, keys = place_of(asked, merge)
-            groups.setdefault(name, []).append((merge, nodes_of(functions[name], keys)))
-        made: dict[str, Function] = {}
-        # By the first result of the product.
-        self.texts: dict[tuple[str, str], str] = {}
-        eithers: list[tuple[str, set[str]]] = []
-        for name, own in functions.items():
-            some = groups.get(name, [])
-            made[name], products = _superposed(own, [nodes for _, nodes in some])
-            for (merge, nodes), product in zip(some, products, strict=True):
-                self.texts[name, product] = str(merge)
-                eithers.append((name, {node.results[0].name for node in nodes}))
-        optional = self._optional(made.values())
-        first: set[Place] = set()
+    def __init__(self, asked: Graph, takes: Sequence[Take]) -> None:
+        self.asked, self.takes = asked, tuple(takes)
+        functions = (*asked.functions, asked.main)
+        self._ends = {own.name: ends_of(asked, own) for own in functions}
+        bodies = {own.name: self._superposed(own) for own in functions}
+        optional, first = self._optional(bodies), set[Made]()
         for entry in reversed(asked.of_kind("batch")):
-            readers = list(_first_readers(made, asked.main.name, entry.value.name, optional))
+            readers = list(_first_readers(asked, bodies, asked.main.name, entry.value, optional))
             if optional.intersection(readers):
-                made[asked.main.name] = _with_source(made[asked.main.name], entry.value)
+                bodies[asked.main.name] = _with_source(asked.main, bodies, entry.value)
                 first.update(readers)
-        self.graph, self.first = _with(asked, made), frozenset(first)
-        self.together = tuple(
-            pair
-            for name, results in eithers
-            for pair in pairwise((name, own.key) for own in _eithers(made[name], results))
-        )
-        self.optional = self._optional(made.values())
-        self.conditions = {
-            (own.name, key): some for own in made.values() for key, some in self._conditions(own)
+        self.graph = with_bodies(asked, bodies)
+        self._places = {
+            (own.name, origin): (own.name, item.key)
+            for own in (*self.graph.functions, self.graph.main)
+            for item, (_, origin) in zip(own.body, bodies[own.name], strict=True)
+            if isinstance(item, Node)
         }
-        self._known: dict[frozenset[tuple[Place, int]], Form] = {}
+        self.first = frozenset(self._places[made] for made in first)
+        self.optional = frozenset(self._places[made] for made in self._optional(bodies))
+        self._positions = [tuple(self._taken_by(take)) for take in takes]
+        self.together = tuple(
+            pair for own in self._positions for pair in pairwise(place for place, _ in own)
+        )
+        self.conditions = dict(self._conditions())
+        self._known: dict[tuple[Take, ...], Form] = {}
 
     def form(self, taken: Mapping[Place, int]) -> Form:
         """The graph in which operators at these places take the operands in these positions, as far
         as they are there.
         """
-        key = frozenset(taken.items())
-        if key not in self._known:
-            self._known[key] = self._form(taken)
-        return self._known[key]
+        takes = tuple(
+            take
+            for take, positions in zip(self.takes, self._positions, strict=True)
+            if any(taken.get(place) == at for place, at in positions)
+        )
+        if takes not in self._known:
+            self._known[takes] = self._form(takes)
+        return self._known[takes]
 
-    def _form(self, taken: Mapping[Place, int]) -> Form:
-        places, made, kept = dict[Place, Place](), {}, set[tuple[str, str]]()
-        for own in (*self.graph.functions, self.graph.main):
-            chosen = {key: at for (name, key), at in taken.items() if name == own.name}
-            optional = {key for name, key in self.optional if name == own.name}
-            pairs = tuple(_taken(own, self._ends(own), chosen, optional))
-            body = numbered(tuple(item for item, _ in pairs))
-            made[own.name] = replace(own, body=body)
-            for item, (_, before) in zip(body, pairs, strict=True):
-                kept |= {(own.name, value.name) for value in before.results}
-                if isinstance(item, Node) and isinstance(before, Node):
-                    places[own.name, item.key] = own.name, before.key
-        rewrites = tuple(text for product, text in self.texts.items() if product in kept)
-        graph = _with(self.graph, made) if rewrites else self.asked
-        return Form(factorize(graph), rewrites, places)
+    def _form(self, takes: Sequence[Take]) -> Form:
+        bodies = taken_bodies(self.asked, takes)
+        graph = with_bodies(self.asked, bodies) if takes else self.asked
+        places = {
+            (own.name, item.key): self._places[own.name, origin]
+            for own in (*graph.functions, graph.main)
+            for item, (_, origin) in zip(own.body, bodies.get(own.name) or _as_is(own), strict=True)
+            if isinstance(item, Node)
+        }
+        return Form(factorize(graph), tuple(map(str, takes)), places)
 
     def meet(self, one: Place, other: Place) -> bool:
         """Whether two operators may be there together."""
         mine, its = dict(self.conditions.get(one, ())), dict(self.conditions.get(other, ()))
         return all(mine[either] == its[either] for either in mine.keys() & its.keys())
 
-    def _conditions(self, function: Function) -> Iterator[tuple[str, frozenset[Condition]]]:
+    def _superposed(self, function: Function) -> Body:
+        """The function with all takes of its values beside these."""
+        takes = [take for take in self.takes if take.function == function.name]
+        if not takes:
+            return _as_is(function)
+        calls = NewCalls(function, takes, beside=True)
+        others: dict[str, list[str]] = {}
+        for take in takes:
+            for index, value in take.taken:
+                name = calls.result(Term(take.call.op, take.call.args, index))
+                others.setdefault(value, []).append(name)
+        alone = {value: calls.unused(f"{value}_apart") for value in others}
+        items, paths = Body(), calls.paths
+        for item in function.body:
+            items.append((with_results(item, alone), item))
+            for own in item.results if isinstance(item, Node) else ():
+                if own.name in others:
+                    refs = tuple(map(Ref, (alone[own.name], *others[own.name])))
+                    either = Node(EITHER, refs, (), (own,), paths[own.name])
+                    items.append((either, _either(own.name)))
+        return in_order(function, items, calls.nodes.items())
+
+    def _taken_by(self, take: Take) -> Iterator[tuple[Place, int]]:
+        """The operators that take the results of a take, and the positions of these there."""
+        for index, value in take.taken:
+            others = [
+                other
+                for other in self.takes
+                if other.function == take.function and value in other.values
+            ]
+            assert take.values[index] == value
+            yield self._places[take.function, _either(value)], 1 + others.index(take)
+
+    def _optional(self, bodies: Mapping[str, Body]) -> frozenset[Made]:
+        return frozenset(
+            (name, origin)
+            for name, body in bodies.items()
+            for origin in _optional(body, self._ends[name])
+        )
+
+    def _conditions(self) -> Iterator[tuple[Place, frozenset[Condition]]]:
         """What is taken in all forms that have an operator, of operators that may be left out."""
         # Those that take together count as one, the first.
-        first = {place: place for place in self._takers(function)}
+        first: dict[Place, Place] = {}
         for one, other in self.together:
-            if one in first:
-                first[other] = first[one]
-        ends = self._ends(function)
-        needs: dict[str, frozenset[Condition]] = dict.fromkeys(ends, frozenset())
-        for item in reversed(function.body):
-            found = [needs[v.name] for v in item.results if v.name in needs]
-            own = frozenset.intersection(*found) if found else frozenset()
-            place = function.name, item.key if isinstance(item, Node) else ""
-            if isinstance(item, Call) or place not in self.optional:
-                own = frozenset()
-            elif own:
-                yield place[1], own
-            for at, name in enumerate(item.refs if isinstance(item, Node) else item.args):
-                here = own | {(first[place], at)} if place in first else own
-                needs[name] = needs[name] & here if name in needs else here
-
-    def _takers(self, function: Function) -> list[Place]:
-        return [
-            (function.name, item.key)
-            for item in function.body
-            if isinstance(item, Node) and _takes(item) and len(item.refs) > 1
-        ]
-
-    def _optional(self, functions: Iterable[Function]) -> frozenset[Place]:
-        return frozenset(
-            (own.name, key) for own in functions for key in _optional(own, self._ends(own))
-        )
-
-    def _ends(self, function: Function) -> set[str]:
-        """The values that are read outside of a function."""
-        graph, ends = self.asked, set(function.outputs)
-        if function.name == graph.main.name:
-            ends |= {*graph.leaving, *(name for _, name in (*graph.outputs, *graph.updates))}
-            ends |= {graph.loss} if graph.loss is not None else set()
-        return ends
+            first[other] = first.get(one, one)
+        for own in (*self.graph.functions, self.graph.main):
+            needs: dict[str, frozenset[Condition]] = dict.fromkeys(
+                self._ends[own.name], frozenset()
+            )
+            for item in reversed(own.body):
+                found = [needs[v.name] for v in item.results if v.name in needs]
+                known = frozenset.intersection(*found) if found else frozenset()
+                place = own.name, item.key if isinstance(item, Node) else ""
+                if isinstance(item, Call) or place not in self.optional:
+                    known = frozenset()
+                elif known:
+                    yield place, known
+                for at, name in enumerate(_read(item)):
+                    here = known | {(first.get(place, place), at)} if _takes(item) else known
+                    needs[name] = needs[name] & here if name in needs else here
 
 
-def _with(graph: Graph, made: Mapping[str, Function]) -> Graph:
-    functions = tuple(made[own.name] for own in graph.functions)
-    return replace(graph, functions=functions, main=made[graph.main.name])
+def _as_is(function: Function) -> Body:
+    return [(item, item) for item in function.body]
 
 
-def _superposed(function: Function, groups: Sequence[Sequence[Node]]) -> tuple[Function, list[str]]:
-    """The function with products both apart and together, and the first result of each product of
-    several.
-    """
-    instead: dict[str, list[Node]] = {}
-    used, products = set(function.specs()), list[str]()
-    for nodes in groups:
-        names = [node.results[0].name for node in nodes]
-        alone, merged = (
-            {name: _unused(f"{name}_{how}", used) for name in names}
-            for how in ("apart", "together")
-        )
-        product = product_of(function, nodes)
-        assert product is not None, "it was looked at"
-        for node, name in zip(nodes, names, strict=True):
-            both = (Ref(alone[name]), Ref(merged[name]))
-            either = Node(EITHER, both, (), node.results, node.path, 0, node.source)
-            instead[node.key] = [rename_node(node, alone), either]
-        instead[nodes[0].key].insert(1, rename_node(product, merged))
-        products.append(merged[names[0]])
-    body = [
-        new
-        for item in function.body
-        for new in (instead.get(item.key, [item]) if isinstance(item, Node) else [item])
-    ]
-    if not instead:
-        return function, products
-    return replace(function, body=numbered(tuple(body))), products
-
-
-def _unused(name: str, used: set[str]) -> str:
-    """This name, or with underscores one that is not used yet."""
-    while name in used:
-        name = f"{name}_"
-    used.add(name)
-    return name
-
-
-def _eithers(function: Function, names: Collection[str]) -> list[Node]:
-    """The operators that take one of several values, of these names."""
-    return [
-        item
-        for item in function.body
-        if isinstance(item, Node) and item.op == EITHER and item.results[0].name in names
-    ]
-
-
-def _optional(function: Function, ends: set[str]) -> Iterator[str]:
-    """The keys of operators that are read, but not needed in every form."""
-    # What each value needs in every form, as bits of items.
-    needs: dict[str, int] = {}
-    read: set[str] = set()
-    always = 0
-    for index, item in enumerate(function.body):
-        names = item.refs if isinstance(item, Node) else item.args
-        read.update(names)
-        each = [needs.get(name, 0) for name in names]
-        found = reduce(and_ if _takes(item) else or_, each, each[0]) if each else 0
-        found |= 1 << index
-        needs |= {value.name: found for value in item.results}
-    for item in function.body:
-        names = tuple(value.name for value in item.results)
-        if isinstance(item, Call) or read.isdisjoint(names) or not ends.isdisjoint(names):
-            always |= reduce(or_, (needs[name] for name in names), 0)
-    for index, item in enumerate(function.body):
-        if isinstance(item, Node) and not always >> index & 1:
-            yield item.key
+def _either(value: str) -> Term:
+    """What stands for the operator that takes one of the forms of a value."""
+    return Term(EITHER, (Name(value),))
 
 
 def _takes(item: Item) -> bool:
-    return isinstance(item, Node) and item.op == EITHER
+    return isinstance(item, Node) and item.op == EITHER and len(item.refs) > 1
+
+
+def _read(item: Item) -> tuple[str, ...]:
+    return item.refs if isinstance(item, Node) else item.args
+
+
+def _optional(body: Body, ends: Collection[str]) -> Iterator[Origin]:
+    """The operators that are read, but not needed in every form."""
+    # What each value needs in every form, as bits of items.
+    needs: dict[str, int] = {}
+    read = {name for item, _ in body for name in _read(item)}
+    for index, (item, _) in enumerate(body):
+        each = [needs.get(name, 0) for name in _read(item)]
+        found = reduce(and_ if _takes(item) else or_, each) if each else 0
+        needs |= {value.name: found | 1 << index for value in item.results}
+    always = 0
+    for item, _ in body:
+        names = {value.name for value in item.results}
+        if isinstance(item, Call) or read.isdisjoint(names) or not names.isdisjoint(ends):
+            always |= reduce(or_, (needs[name] for name in names), 0)
+    for index, (item, origin) in enumerate(body):
+        if isinstance(item, Node) and not always >> index & 1:
+            yield origin
 
 
 def _first_readers(
-    functions: Mapping[str, Function], name: str, value: str, optional: Collection[Place]
-) -> Iterator[Place]:
+    graph: Graph, bodies: Mapping[str, Body], name: str, value: Value, optional: Collection[Made]
+) -> Iterator[Made]:
     """The first readers of a value of a function, as many as it takes for one of them to be there
     in every form.
     """
-    function, chosen = functions[name], set[str]()
-    for reader in function.body:
-        if isinstance(reader, Call):
-            if value in reader.args:
-                inner = functions[reader.function].inputs[reader.args.index(value)].name
-                yield from _first_readers(functions, reader.function, inner, optional)
-                return
+    body, chosen = bodies[name], set[Origin]()
+    for reader, own in body:
+        if isinstance(reader, Call) and value.name in reader.args:
+            inner = graph.by_name[reader.function].inputs[reader.args.index(value.name)]
+            yield from _first_readers(graph, bodies, reader.function, inner, optional)
+            return
+        if isinstance(reader, Call) or value.name not in reader.refs:
             continue
-        if value not in reader.refs:
-            continue
-        yield name, reader.key
-        chosen.add(reader.key)
+        yield name, own
+        chosen.add(own)
         # What is made in every form by one of those that were chosen.
         made: set[str] = set()
-        for item in function.body:
-            operands = item.refs if isinstance(item, Node) else item.args
-            among = [operand in made for operand in operands]
-            own = isinstance(item, Node) and item.key in chosen
-            if own or (all(among) if _takes(item) else any(among)):
+        for item, origin in body:
+            among = [operand in made for operand in _read(item)]
+            if origin in chosen or (all(among) if _takes(item) else any(among)):
                 made.update(result.name for result in item.results)
-                if isinstance(item, Call) or (name, item.key) not in optional:
+                if isinstance(item, Call) or (name, origin) not in optional:
                     return
 
 
-def _with_source(function: Function, value: Value) -> Function:
-    """The function in which one operator reads an input, and all others its result."""
-    used = set(function.specs())
-    made = Value(_unused(f"{value.name}_given", used), value.spec)
-    source = Node(EITHER, (Ref(value.name),), (), (made,))
-    body = tuple(_renamed(item, {value.name: made.name}) for item in function.body)
-    return replace(function, body=numbered((source, *body)))
+def _with_source(function: Function, bodies: Mapping[str, Body], value: Value) -> Body:
+    """The body in which one operator reads an input, and all others its result."""
+    body = bodies[function.name]
+    used = {own.name for item, _ in body for own in item.results}
+    used |= {own.name for own in function.inputs}
+    name = f"{value.name}_given"
+    while name in used:
+        name += "_"
+    source = Node(EITHER, (Ref(value.name),), (), (Value(name, value.spec),))
+    renamed = [(_reading(item, {value.name: name}), origin) for item, origin in body]
+    return [(source, _either(value.name)), *renamed]
 
 
-def _renamed(item: Item, names: dict[str, str]) -> Item:
+def _reading(item: Item, names: dict[str, str]) -> Item:
     """An item that reads other values."""
     if isinstance(item, Node):
         return rename_node(item, names)
     return replace(item, args=tuple(names.get(name, name) for name in item.args))
-
-
-def _taken(
-    function: Function, ends: Collection[str], taken: Mapping[str, int], optional: Collection[str]
-) -> Iterator[tuple[Item, Item]]:
-    """The body in which operators with these keys take the operands in these positions: each item
-    with the one that it was.
-    """
-    needed, names = set(ends), dict[str, str]()
-    given = {value.name for value in function.inputs}
-    kept: list[Item] = []
-    for item in reversed(function.body):
-        made = [value.name for value in item.results]
-        if isinstance(item, Node) and item.op == EITHER:
-            if needed.intersection(made):
-                operand = item.refs[taken.get(item.key, 0)]
-                needed.add(operand)
-                if operand in given:
-                    names[made[0]] = operand
-                else:
-                    names[operand] = made[0]
-        elif not (isinstance(item, Node) and item.key in optional) or needed.intersection(made):
-            needed.update(item.refs if isinstance(item, Node) else item.args)
-            kept.append(item)
-    for item in reversed(kept):
-        yield _renamed(item, names), item

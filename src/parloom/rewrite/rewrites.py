@@ -1,10 +1,9 @@
 """A plan's rewrites, from their text to the graph that they make.
 
 `pad PARAMETER ROWS PADDED_ROWS` pads a vocabulary (`rewrite.pad`); `stripe INPUT DIM RANKS` cuts a
-dim of a batch tensor so that ranks can have stripes of it (`rewrite.stripes`); `merge OPERATOR
-OPERATOR ..` makes one product of several (`rewrite.merge`); `block MODULE` makes
-a block of a module of main, so that it has a policy for its activations as repeated blocks do
-(`ir.fold`).
+dim of a batch tensor so that ranks can have stripes of it (`rewrite.stripes`); `take VALUES in
+FUNCTION: CALL` computes values in another way (`rewrite.take`); `block MODULE` makes a block of a
+module of main, so that it has a policy for its activations as repeated blocks do (`ir.fold`).
 """
 
 import re
@@ -13,21 +12,21 @@ from collections.abc import Sequence
 from parloom.errors import InputError
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
-from parloom.rewrite.merge import Merge, merged, parse_merge
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
+from parloom.rewrite.take import Take, parse_take, with_takes
 
 BLOCK = re.compile(r"block ([^ ]+)")
 
 
-def parse_rewrite(text: str) -> Padding | Stripe | Merge | str:
-    """A padding, stripes, a merge, or the module path of a block; raises `InputError`."""
+def parse_rewrite(text: str) -> Padding | Stripe | Take | str:
+    """A padding, stripes, a take, or the module path of a block; raises `InputError`."""
     block = BLOCK.fullmatch(text)
-    found = block[1] if block else parse_padding(text) or parse_stripe(text) or parse_merge(text)
+    found = block[1] if block else parse_padding(text) or parse_stripe(text) or parse_take(text)
     if found is None:
         raise InputError(
             f"unknown rewrite {text!r}; there are: pad PARAMETER ROWS PADDED_ROWS,"
-            " stripe INPUT DIM RANKS, merge OPERATOR OPERATOR .., block MODULE"
+            " stripe INPUT DIM RANKS, take VALUES in FUNCTION: CALL, block MODULE"
         )
     return found
 
@@ -45,16 +44,16 @@ def changes_tensors(rewrites: Sequence[str]) -> bool:
 
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
     """`graph` with a plan's rewrites applied: those of tensors first, then all blocks together, and
-    all merges.
+    all takes.
 
     Raises `InputError` for one that does not apply.
     """
-    modules, found = [], list[Merge]()
+    modules, found = [], list[Take]()
     for text in rewrites:
         one = parse_rewrite(text)
         if isinstance(one, str):
             modules.append(one)
-        elif isinstance(one, Merge):
+        elif isinstance(one, Take):
             found.append(one)
         else:
             changed = padded(graph, one) if isinstance(one, Padding) else striped(graph, one)
@@ -63,7 +62,7 @@ def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
             graph = changed
     if modules:
         graph = outline(graph, modules)
-    return merged(graph, found) if found else graph
+    return with_takes(graph, found) if found else graph
 
 
 def as_stored(graph: Graph, rewrites: Sequence[str]) -> Graph:

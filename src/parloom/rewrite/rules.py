@@ -5,7 +5,7 @@ looks for shapes and numbers where both sides differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from random import Random
 from typing import Any
@@ -21,7 +21,9 @@ from parloom.rewrite.terms import (
     Input,
     Name,
     Term,
+    calls_in,
     evaluate,
+    extents_in,
     extents_of,
     parse_inputs,
     parse_term,
@@ -34,6 +36,8 @@ LEADS = (1, 2)
 # Extents of counterexamples: all different, so that no two dims fit by chance.
 EXTENTS = (2, 3, 5, 7, 4, 6, 8, 9)
 MOST_ELEMENTS = 20_000
+# Operators of tensors of one rank: what they compute of others no kernel does.
+OF_RANK = frozenset({"t", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "embedding"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,29 @@ def prove(found: Rule) -> str:
             if one.form != other.form:
                 return f"output {index} has two normal forms"
     return ""
+
+
+def with_lead(found: Rule) -> Rule | None:
+    """A rule for any dims in the place of the first one of its first input, where that is proved;
+    None where it is not, or where the rule has such dims already.
+    """
+    first = found.inputs[0].sizes[:1]
+    size = first[0] if first else LEAD
+    if isinstance(size, str) or len(size) != 1 or len(size[0]) != 1:
+        return None
+    sides = (*found.left, *found.right)
+    if any(call.op in OF_RANK for side in sides for call in calls_in(side)):
+        return None
+    ((name,),) = size
+    inputs = tuple(
+        replace(own, sizes=(LEAD, *own.sizes[1:])) if own.sizes[:1] == first else own
+        for own in found.inputs
+    )
+    told = (extent for side in sides for extent in extents_in(side))
+    if name in extents_of(inputs) or any(name in block for size in told for block in size):
+        return None
+    general = Rule(found.id, inputs, found.left, found.right)
+    return None if prove(general) else general
 
 
 def counterexample(found: Rule, seed: int) -> str:

@@ -117,6 +117,14 @@ def parse_term(text: str, inputs: Sequence[Input]) -> Term | Name:
     return found
 
 
+def parse_call(text: str) -> Term:
+    """A call in which every word is an input; raises `InputError`."""
+    found = _arg(_expression(text), text, None)
+    if not isinstance(found, Term):
+        raise InputError(f"{text!r} is no call")
+    return found
+
+
 def extents_of(inputs: Iterable[Input]) -> tuple[str, ...]:
     """The names in all sizes of inputs, in order."""
     sizes: list[Size] = []
@@ -124,6 +132,14 @@ def extents_of(inputs: Iterable[Input]) -> tuple[str, ...]:
         sizes += [size for size in own.sizes if not isinstance(size, str)]
         sizes += [own.below] if own.below is not None else []
     return tuple(dict.fromkeys(name for size in sizes for block in size for name in block))
+
+
+def extents_in(arg: Arg) -> Iterator[Size]:
+    """The sizes that a term is told."""
+    if isinstance(arg, Extent):
+        yield arg.size
+    for inner in arg.args if isinstance(arg, Term) else arg if isinstance(arg, tuple) else ():
+        yield from extents_in(inner)
 
 
 def names_in(arg: Arg) -> Iterator[str]:
@@ -215,16 +231,16 @@ def _size(node: ast.expr, text: str) -> Size:
     raise InputError(f"{text!r} is no size: a sum of products of names")
 
 
-def _arg(node: ast.expr, text: str, inputs: set[str]) -> Arg:
+def _arg(node: ast.expr, text: str, inputs: set[str] | None) -> Arg:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         call, result = _arg(node.value, text, inputs), node.slice.value
         if isinstance(call, Term) and isinstance(result, int):
             return Term(call.op, call.args, result)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return Term(node.func.id, tuple(_arg(own, text, inputs) for own in node.args))
+    if isinstance(node, ast.Call) and not node.keywords:
+        return Term(_operator(node.func), tuple(_arg(own, text, inputs) for own in node.args))
     if isinstance(node, ast.Tuple):
         return tuple(_arg(own, text, inputs) for own in node.elts)
-    if isinstance(node, ast.Name) and node.id in inputs:
+    if isinstance(node, ast.Name) and (inputs is None or node.id in inputs):
         return Name(node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = _arg(node.operand, text, inputs)
@@ -232,6 +248,15 @@ def _arg(node: ast.expr, text: str, inputs: set[str]) -> Arg:
             return -number
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str, type(None))):
         return node.value
-    if isinstance(node, (ast.Name, ast.BinOp)):
+    if inputs is not None and isinstance(node, (ast.Name, ast.BinOp)):
         return Extent(_size(node, text))
     raise InputError(f"{ast.unparse(node)!r} in {text!r} is no argument of a term")
+
+
+def _operator(node: ast.expr) -> str:
+    """The name of an operator, which may have dots."""
+    if isinstance(node, ast.Attribute):
+        return f"{_operator(node.value)}.{node.attr}"
+    if isinstance(node, ast.Name):
+        return node.id
+    raise InputError(f"{ast.unparse(node)!r} is no operator")

@@ -1,0 +1,190 @@
+"""The body of a function as an e-graph: what equals its values by rules.
+
+A call takes part where its entry says what it computes and all its floating tensors have one dtype;
+results of other calls are inputs. Dims are counted from the last, as rules count them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from parloom.ir.graph import Arg, Call, Function, Node, Ref, TensorSpec
+from parloom.ir.ops import OPS
+from parloom.rewrite.egraph import Class, EGraph, Key
+from parloom.rewrite.rules import Rule
+from parloom.rewrite.symbolic import NotExpressed
+from parloom.rewrite.take import NONE, Take
+from parloom.rewrite.terms import Arg as TermArg
+from parloom.rewrite.terms import Name, Term, names_in
+
+# Where an operator says a dim, or dims.
+DIMS: Mapping[str, int] = {
+    "cat": 1, "stack": 1, "split_with_sizes": 2, "softmax": 1, "sum": 1, "mean": 1,
+}  # fmt: skip
+
+
+class Body:
+    """The values of a function, and what equals them."""
+
+    def __init__(self, function: Function, most_nodes: int) -> None:
+        self.function, self.graph = function, EGraph(most_nodes, one=1)
+        self.specs = function.specs()
+        self.classes: dict[str, Class] = {}
+        # The item that makes a value, by its place; inputs come before all.
+        self.places: dict[str, int] = {}
+        self._own: list[Key] = []
+        self._inputs: set[str] = set()
+        for value in function.inputs:
+            self._given(value.name, -1)
+        for place, item in enumerate(function.body):
+            if isinstance(item, Call) or not self._takes_part(item):
+                for value in item.results:
+                    self._given(value.name, place)
+            else:
+                self._call(item, place)
+
+    def saturate(self, rules: Sequence[Rule], rounds: int) -> bool:
+        """Apply rules; whether nothing changes any more."""
+        return self.graph.saturate(rules, rounds)
+
+    def class_of(self, value: str) -> Class:
+        """The class that a value is in."""
+        return self.graph.find(self.classes[value])
+
+    def takes(self, most: int) -> Iterator[Take]:
+        """Other ways to compute values, at most so many of each, of what is made before these."""
+        first: dict[Class, str] = {}
+        for value in self.classes:
+            first.setdefault(self.class_of(value), value)
+        terms: dict[Class, TermArg] = {own: Name(value) for own, value in first.items()}
+        alike = {_unordered(self._renewed(key)) for key in self._own}
+        counts = Counter[str]()
+        for key, owner in self._by_operands():
+            value = first.get(owner, "")
+            place = self.places[value] if value else len(self.function.body)
+            if _unordered(key) in alike or value in self._inputs:
+                continue
+            if not all(self._is_before(terms.get(child), place) for child in _classes(key[1])):
+                continue
+            term = Term(key[0], tuple(_with_terms(arg, terms) for arg in key[1]), key[2])
+            if not value:
+                terms.setdefault(owner, term)
+            elif counts[value] < most:
+                counts[value] += 1
+                values = (*(NONE,) * key[2], value)
+                yield Take(self.function.name, values, replace(term, result=None))
+
+    def _by_operands(self) -> Iterator[tuple[Key, Class]]:
+        """All calls, those of which what they read is there first; in one order for equal ones."""
+        there = {self.class_of(value) for value in self.classes}
+        left = sorted(self.graph.nodes(), key=lambda own: str(own[0]))
+        while ready := [own for own in left if there.issuperset(_classes(own[0][1]))]:
+            yield from ready
+            there.update(owner for _, owner in ready)
+            left = [own for own in left if own not in ready]
+
+    def _is_before(self, term: TermArg, place: int) -> bool:
+        """Whether all that a term is of is made before an item."""
+        return term is not None and all(self.places[name] < place for name in names_in(term))
+
+    def _given(self, name: str, place: int) -> None:
+        self.classes[name] = self.graph.input(name, self.specs[name].shape)
+        self.places[name] = place
+        self._inputs.add(name)
+
+    def _call(self, node: Node, place: int) -> None:
+        """Add a call, or its results as inputs where its shapes are not what is said of it."""
+        args = tuple(self._arg(node, i, arg) for i, arg in enumerate(node.args))
+        try:
+            made = [
+                self.graph.add(Term(node.op, args, i), self.classes, {})
+                for i in range(len(node.results))
+            ]
+        except (NotExpressed, NotImplementedError):
+            made = []
+        for index, value in enumerate(node.results):
+            self.places[value.name] = place
+            if made and self.graph.shapes[made[index].number] == value.spec.shape:
+                self.classes[value.name] = made[index]
+                renewed = tuple(self.graph.add(arg, self.classes, {}) for arg in args)
+                self._own.append((node.op, renewed, index))
+            else:
+                self._given(value.name, place)
+
+    def _arg(self, node: Node, position: int, arg: Arg) -> TermArg:
+        """An argument of a call as that of a term."""
+        if DIMS.get(node.op) == position and not isinstance(arg, (Ref, str, float)):
+            first = node.refs[0]
+            return _from_last(arg, len(self.specs[first].shape))
+        return _term_arg(arg)
+
+    def _takes_part(self, node: Node) -> bool:
+        op = OPS.get(node.op)
+        if op is None or op.computes is None or op.random or node.kwargs:
+            return False
+        specs = [self.specs[name] for name in node.refs]
+        specs += [value.spec for value in node.results]
+        return _one_dtype(specs) and not any(_has_dtype(arg) for arg in node.args)
+
+    def _renewed(self, key: Key) -> Key:
+        op, args, result = key
+
+        def now(arg: Any) -> Any:
+            if isinstance(arg, Class):
+                return self.graph.find(arg)
+            return tuple(map(now, arg)) if isinstance(arg, tuple) else arg
+
+        return op, tuple(map(now, args)), result
+
+
+def _one_dtype(specs: Sequence[TensorSpec]) -> bool:
+    return len({spec.dtype for spec in specs if spec.is_float}) <= 1
+
+
+def _has_dtype(arg: Arg) -> bool:
+    """Whether an argument says a dtype or a flag, which no term does."""
+    if isinstance(arg, tuple):
+        return any(map(_has_dtype, arg))
+    return not (arg is None or isinstance(arg, (Ref, int, float, str))) or isinstance(arg, bool)
+
+
+def _term_arg(arg: Arg) -> TermArg:
+    if isinstance(arg, Ref):
+        return Name(arg.name)
+    if isinstance(arg, tuple):
+        return tuple(map(_term_arg, arg))
+    assert arg is None or isinstance(arg, (int, float, str)), "it was looked at"
+    return arg
+
+
+def _from_last(arg: Arg, rank: int) -> TermArg:
+    """A dim, or dims, counted from the last."""
+    if isinstance(arg, tuple):
+        return tuple(_from_last(own, rank) for own in arg)
+    if isinstance(arg, int):
+        return arg if arg < 0 else arg - rank
+    return _term_arg(arg)
+
+
+def _unordered(key: Key) -> Any:
+    """A call without the order of its operands, where that makes no difference."""
+    op, args, result = key
+    return (op, frozenset(Counter(args).items()), result) if op in ("add", "mul") else key
+
+
+def _with_terms(arg: Any, terms: Mapping[Class, TermArg]) -> TermArg:
+    if isinstance(arg, Class):
+        return terms[arg]
+    found: TermArg = (
+        tuple(_with_terms(own, terms) for own in arg) if isinstance(arg, tuple) else arg
+    )
+    return found
+
+
+def _classes(args: Sequence[Any]) -> Iterator[Class]:
+    for arg in args:
+        if isinstance(arg, Class):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _classes(arg)

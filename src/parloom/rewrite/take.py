@@ -1,0 +1,271 @@
+"""Values computed in another way, as text in a plan: `take q, k, v in block: CALL`.
+
+The results of a call of the graph's own operators in the place of values of a function, in order;
+`_` stands for one that takes the place of none. Calls inside of it are made once, whatever reads
+them. Operators that only what was replaced had read are gone. In a repeated block it holds for all
+calls of it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parloom.errors import InputError
+from parloom.ir.graph import Arg, Call, Function, Graph, Node, Ref, TensorSpec, Value, numbered
+from parloom.ir.ops import OPS
+from parloom.ir.ops.exact import Given
+from parloom.rewrite.shapes import Dims, Shapes
+from parloom.rewrite.symbolic import NotExpressed
+from parloom.rewrite.terms import Arg as TermArg
+from parloom.rewrite.terms import Name, Term, calls_in, parse_call
+
+TAKE = re.compile(r"take (\w+(?:, \w+)*) in (\w+): (.+)")
+NONE = "_"
+Item = Node | Call
+Origin = Item | Term
+"""What an item of a rewritten function was: an item of it, or a call of a take."""
+Body = list[tuple[Item, Origin]]
+"""Items, and what each was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The results of `call` in the place of these values of a function."""
+
+    function: str
+    values: tuple[str, ...]
+    call: Term
+
+    def __str__(self) -> str:
+        return f"take {', '.join(self.values)} in {self.function}: {self.call}"
+
+    @property
+    def top(self) -> Term:
+        """The call, whatever result."""
+        return Term(self.call.op, self.call.args)
+
+    @property
+    def taken(self) -> Iterator[tuple[int, str]]:
+        """The results that take the place of values, with these."""
+        return ((i, name) for i, name in enumerate(self.values) if name != NONE)
+
+
+def parse_take(text: str) -> Take | None:
+    """The inverse of `str`; None for another rewrite. Raises `InputError`."""
+    found = TAKE.fullmatch(text)
+    if found is None:
+        return None
+    return Take(found[2], tuple(found[1].split(", ")), parse_call(found[3]))
+
+
+def ends_of(graph: Graph, function: Function) -> frozenset[str]:
+    """The values of a function that are read outside of it."""
+    ends = set(function.outputs)
+    if function.name == graph.main.name:
+        ends |= {*graph.leaving, *(name for _, name in (*graph.outputs, *graph.updates))}
+        ends |= {graph.loss} if graph.loss is not None else set()
+    return frozenset(ends)
+
+
+def with_takes(graph: Graph, takes: Sequence[Take]) -> Graph:
+    """`graph` with values computed as takes say; raises `InputError` where they cannot be."""
+    return with_bodies(graph, taken_bodies(graph, takes))
+
+
+def taken_bodies(graph: Graph, takes: Sequence[Take]) -> Mapping[str, Body]:
+    """The bodies of the functions that takes change; raises `InputError` where they cannot."""
+    functions = {own.name: own for own in (*graph.functions, graph.main)}
+    found = {}
+    for name in dict.fromkeys(take.function for take in takes):
+        if name not in functions:
+            raise InputError(f"{graph.name} has no function {name}; plan again")
+        own = [take for take in takes if take.function == name]
+        found[name] = _taken(functions[name], own, ends_of(graph, functions[name]))
+    return found
+
+
+def with_bodies(graph: Graph, bodies: Mapping[str, Body]) -> Graph:
+    """`graph` whose functions have these bodies."""
+
+    def renewed(own: Function) -> Function:
+        items = tuple(item for item, _ in bodies.get(own.name, ()))
+        return replace(own, body=numbered(items)) if items else own
+
+    functions = tuple(map(renewed, graph.functions))
+    return replace(graph, functions=functions, main=renewed(graph.main))
+
+
+def _taken(function: Function, takes: Sequence[Take], ends: Collection[str]) -> Body:
+    """The items of a function with these takes, and what each was."""
+    names = [name for take in takes for _, name in take.taken]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InputError(f"{twice[0]} of {function.name} is taken twice")
+    unknown = set(names) - {value.name for item in function.body for value in item.results}
+    if unknown:
+        raise InputError(f"no operator of {function.name} makes {min(unknown)}; plan again")
+    calls = NewCalls(function, takes)
+    gone = {name: calls.unused(f"{name}_before") for name in names}
+    items: Body = [(with_results(item, gone), item) for item in function.body]
+    every = in_order(function, items, calls.nodes.items())
+    return _without_unread(every, function, ends, names)
+
+
+class NewCalls:
+    """The operators that takes add to a function, by their calls, each after those that it reads;
+    with `beside`, results have names of their own beside those of the values that they are.
+    """
+
+    def __init__(self, function: Function, takes: Iterable[Take], beside: bool = False) -> None:
+        self.function, self.specs = function, function.specs()
+        self.used = set(self.specs)
+        self.nodes: dict[Term, Node] = {}
+        self.paths = {v.name: i.path for i in function.body if isinstance(i, Node)
+                      for v in i.results}  # fmt: skip
+        every, named = list(takes), dict[Term, dict[int, str]]()
+        for take in () if beside else every:
+            if take.top in named:
+                raise InputError(f"{take.top} is taken twice in {function.name}")
+            named[take.top] = dict(take.taken)
+        for take in every:
+            for call in calls_in(take.call):
+                if call not in self.nodes:
+                    self.nodes[call] = self._node(call, take, named.get(call, {}))
+
+    def unused(self, name: str) -> str:
+        """This name, or with underscores one that is not used yet."""
+        while name in self.used:
+            name = f"{name}_"
+        self.used.add(name)
+        return name
+
+    def result(self, term: Term) -> str:
+        """The value that a term is."""
+        return self.nodes[Term(term.op, term.args)].results[term.result or 0].name
+
+    def _node(self, call: Term, take: Take, own: Mapping[int, str]) -> Node:
+        values = [name for _, name in take.taken]
+        shapes, dtype = self._made(call)
+        results = []
+        for index, shape in enumerate(shapes):
+            name = own.get(index) or self.unused(f"{values[0]}_form")
+            spec = TensorSpec(tuple(shape), dtype)
+            if index in own and self.specs[own[index]] != spec:
+                raise InputError(f"{take}: result {index} is {spec}, not {self.specs[own[index]]}")
+            self.specs[name] = spec
+            results.append(Value(name, spec))
+        paths = [self.paths.get(name, "").split(".") for name in values]
+        return Node(call.op, tuple(map(self._arg, call.args)), (), tuple(results), _common(paths))
+
+    def _made(self, call: Term) -> tuple[list[tuple[int, ...]], str]:
+        """The shapes of the results of a call, and their dtype."""
+        computes = OPS[call.op].computes if call.op in OPS else None
+        if computes is None:
+            raise InputError(f"{call.op} says not what it computes")
+        try:
+            made = computes(Shapes(1), Given(tuple(map(self._dims, call.args))))
+        except (NotExpressed, NotImplementedError, ValueError, IndexError) as error:
+            raise InputError(f"{call}: {error}") from None
+        dtypes = [self.specs[n].dtype for n in _refs(map(self._arg, call.args))]
+        floats = [self.specs[n] for n in _refs(map(self._arg, call.args)) if self.specs[n].is_float]
+        return [dims.shape for dims in made], floats[0].dtype if floats else dtypes[0]
+
+    def _arg(self, arg: TermArg) -> Arg:
+        if isinstance(arg, Name):
+            if arg.name not in self.specs:
+                raise InputError(f"{self.function.name} has no value {arg.name}; plan again")
+            return Ref(arg.name)
+        if isinstance(arg, Term):
+            return Ref(self.result(arg))
+        if isinstance(arg, tuple):
+            return tuple(map(self._arg, arg))
+        assert arg is None or isinstance(arg, (int, float, str)), "calls have no sizes by name"
+        return arg
+
+    def _dims(self, arg: TermArg) -> Any:
+        given = self._arg(arg)
+        if isinstance(given, Ref):
+            return Dims(self.specs[given.name].shape)
+        return tuple(map(self._dims, arg)) if isinstance(arg, tuple) else given
+
+
+def in_order(
+    function: Function,
+    items: Iterable[tuple[Item, Origin]],
+    new: Iterable[tuple[Term, Node]],
+) -> Body:
+    """Items in their order, and new ones as soon as there is what they read; raises `InputError`
+    for one that reads what comes too late.
+    """
+    defined = {value.name for value in function.inputs}
+    left, found = list(new), Body()
+
+    def add_ready() -> None:
+        ready = [own for own in left if defined.issuperset(own[1].refs)]
+        while ready:
+            for term, node in ready:
+                left.remove((term, node))
+                found.append((node, term))
+                defined.update(value.name for value in node.results)
+            ready = [own for own in left if defined.issuperset(own[1].refs)]
+
+    add_ready()
+    for item, origin in items:
+        missing = set(item.refs if isinstance(item, Node) else item.args) - defined
+        if missing:
+            raise InputError(f"{min(missing)} of {function.name} would be made after it is read")
+        found.append((item, origin))
+        defined.update(value.name for value in item.results)
+        add_ready()
+    if left:
+        raise InputError(f"{left[0][0]} reads what {function.name} makes later")
+    return found
+
+
+def with_results(item: Item, names: Mapping[str, str]) -> Item:
+    """An operator whose results have other names; those of calls stay."""
+    if isinstance(item, Call) or not any(value.name in names for value in item.results):
+        return item
+    results = (Value(names.get(value.name, value.name), value.spec) for value in item.results)
+    return replace(item, results=tuple(results))
+
+
+def _without_unread(
+    items: Body, function: Function, ends: Collection[str], names: Collection[str]
+) -> Body:
+    """Without operators that were read, or made these values, and are not read any more."""
+    before = {name for item in function.body for name in _read(item)} | {*ends, *names}
+    read, kept = set(ends), Body()
+    for item, origin in reversed(items):
+        was_read = isinstance(origin, Node) and before.intersection(
+            value.name for value in origin.results
+        )
+        if was_read and read.isdisjoint(value.name for value in item.results):
+            continue
+        read.update(_read(item))
+        kept.append((item, origin))
+    return kept[::-1]
+
+
+def _read(item: Item) -> tuple[str, ...]:
+    return item.refs if isinstance(item, Node) else item.args
+
+
+def _refs(args: Iterable[Arg]) -> Iterator[str]:
+    for arg in args:
+        if isinstance(arg, Ref):
+            yield arg.name
+        elif isinstance(arg, tuple):
+            yield from _refs(arg)
+
+
+def _common(paths: Sequence[Sequence[str]]) -> str:
+    """The module that has all of them."""
+    common = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
