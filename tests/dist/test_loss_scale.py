@@ -198,7 +198,7 @@ def test_one_rank_s_overflow_skips_the_step_on_all(
 
 def test_without_an_agreement_ranks_would_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above sees it."""
-    monkeypatch.setattr(Gradients, "agree", lambda self, with_norm: None)
+    monkeypatch.setattr(Gradients, "agree", lambda self, with_norm, spans=None: None)
     found = steps_with_spoiled("zero3_2", float("inf"), None)
     assert [skipped for skipped, *_ in found] == [False, True]
 

@@ -67,7 +67,12 @@ def test_each_direction_has_a_queue_of_its_own_on_nccl(
     comm = rt.DistributedComm(rt.grid({"x": 3}), ranks=(0, 1, 2))
     made: list[list[int]] = []
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: made.append(ranks))
+
+    def new_group(ranks: list[int], timeout: timedelta, backend: str) -> None:
+        assert backend == "nccl"
+        made.append(ranks)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     ways = [(2, 1), (1, 1), (1, 2)]
     comm.connect(ways, torch.device("cpu"))
     assert made == []
