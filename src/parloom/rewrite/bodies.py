@@ -11,10 +11,10 @@ from typing import Any
 
 from parloom.ir.graph import Arg, Call, Function, Node, Ref, TensorSpec
 from parloom.ir.ops import OPS
-from parloom.rewrite.egraph import Class, EGraph, Key
+from parloom.rewrite.egraph import Class, EGraph, Key, classes_in
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
-from parloom.rewrite.take import NONE, Take
+from parloom.rewrite.take import NONE, Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
 from parloom.rewrite.terms import Name, Term, names_in
 
@@ -58,14 +58,16 @@ class Body:
         for value in self.classes:
             first.setdefault(self.class_of(value), value)
         terms: dict[Class, TermArg] = {own: Name(value) for own, value in first.items()}
-        alike = {_unordered(self._renewed(key)) for key in self._own}
+        alike = {
+            _unordered((op, self.graph.renewed(args), result)) for op, args, result in self._own
+        }
         counts = Counter[str]()
         for key, owner in self._by_operands():
             value = first.get(owner, "")
             place = self.places[value] if value else len(self.function.body)
             if _unordered(key) in alike or value in self._inputs:
                 continue
-            if not all(self._is_before(terms.get(child), place) for child in _classes(key[1])):
+            if not all(self._is_before(terms.get(child), place) for child in classes_in(key[1])):
                 continue
             term = Term(key[0], tuple(_with_terms(arg, terms) for arg in key[1]), key[2])
             if not value:
@@ -79,7 +81,7 @@ class Body:
         """All calls, those of which what they read is there first; in one order for equal ones."""
         there = {self.class_of(value) for value in self.classes}
         left = sorted(self.graph.nodes(), key=lambda own: str(own[0]))
-        while ready := [own for own in left if there.issuperset(_classes(own[0][1]))]:
+        while ready := [own for own in left if there.issuperset(classes_in(own[0][1]))]:
             yield from ready
             there.update(owner for _, owner in ready)
             left = [own for own in left if own not in ready]
@@ -117,7 +119,7 @@ class Body:
         if DIMS.get(node.op) == position and not isinstance(arg, (Ref, str, float)):
             first = node.refs[0]
             return _from_last(arg, len(self.specs[first].shape))
-        return _term_arg(arg)
+        return term_of(arg)
 
     def _takes_part(self, node: Node) -> bool:
         op = OPS.get(node.op)
@@ -126,16 +128,6 @@ class Body:
         specs = [self.specs[name] for name in node.refs]
         specs += [value.spec for value in node.results]
         return _one_dtype(specs) and not any(_has_dtype(arg) for arg in node.args)
-
-    def _renewed(self, key: Key) -> Key:
-        op, args, result = key
-
-        def now(arg: Any) -> Any:
-            if isinstance(arg, Class):
-                return self.graph.find(arg)
-            return tuple(map(now, arg)) if isinstance(arg, tuple) else arg
-
-        return op, tuple(map(now, args)), result
 
 
 def _one_dtype(specs: Sequence[TensorSpec]) -> bool:
@@ -149,22 +141,13 @@ def _has_dtype(arg: Arg) -> bool:
     return not (arg is None or isinstance(arg, (Ref, int, float, str))) or isinstance(arg, bool)
 
 
-def _term_arg(arg: Arg) -> TermArg:
-    if isinstance(arg, Ref):
-        return Name(arg.name)
-    if isinstance(arg, tuple):
-        return tuple(map(_term_arg, arg))
-    assert arg is None or isinstance(arg, (int, float, str)), "it was looked at"
-    return arg
-
-
 def _from_last(arg: Arg, rank: int) -> TermArg:
     """A dim, or dims, counted from the last."""
     if isinstance(arg, tuple):
         return tuple(_from_last(own, rank) for own in arg)
     if isinstance(arg, int):
         return arg if arg < 0 else arg - rank
-    return _term_arg(arg)
+    return term_of(arg)
 
 
 def _unordered(key: Key) -> Any:
@@ -180,11 +163,3 @@ def _with_terms(arg: Any, terms: Mapping[Class, TermArg]) -> TermArg:
         tuple(_with_terms(own, terms) for own in arg) if isinstance(arg, tuple) else arg
     )
     return found
-
-
-def _classes(args: Sequence[Any]) -> Iterator[Class]:
-    for arg in args:
-        if isinstance(arg, Class):
-            yield arg
-        elif isinstance(arg, tuple):
-            yield from _classes(arg)

@@ -120,11 +120,11 @@ class EGraph:
                     continue
                 owner = self.find(owner)
                 self._of_class[owner.number].pop(key, None)
-                renewed = (key[0], self._renewed(key[1]), key[2])
+                renewed = (key[0], self.renewed(key[1]), key[2])
                 known = self._nodes.get(renewed)
                 self._nodes[renewed] = owner
                 self._of_class[owner.number][renewed] = None
-                for child in _classes(renewed[1]):
+                for child in classes_in(renewed[1]):
                     self._readers[child.number][renewed] = None
                 if known is not None:
                     self.unite(known, owner)
@@ -237,7 +237,7 @@ class EGraph:
         return found
 
     def _call(self, op: str, args: tuple[Any, ...], result: int) -> Class:
-        key: Key = (op, self._renewed(args), result)
+        key: Key = (op, self.renewed(args), result)
         if key in self._nodes:
             return self.find(self._nodes[key])
         computes = OPS[op].computes if op in OPS else None
@@ -249,7 +249,7 @@ class EGraph:
         found = self._new(made[result].shape)
         self._nodes[key] = found
         self._of_class[found.number][key] = None
-        for child in _classes(key[1]):
+        for child in classes_in(key[1]):
             self._readers[child.number][key] = None
         return found
 
@@ -260,7 +260,7 @@ class EGraph:
         self._of_class[number] = {}
         return Class(number)
 
-    def _renewed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def renewed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with the classes that theirs are now."""
 
         def now(arg: Any) -> Any:
@@ -336,9 +336,10 @@ def _solved(size: Size, own: int, known: Binding) -> Binding | None:
     return Binding(known.inputs, {**known.sizes, names[0]: rest // factor}, known.lead)
 
 
-def _classes(args: Sequence[Any]) -> Iterator[Class]:
+def classes_in(args: Sequence[Any]) -> Iterator[Class]:
+    """The classes among arguments."""
     for arg in args:
         if isinstance(arg, Class):
             yield arg
         elif isinstance(arg, tuple):
-            yield from _classes(arg)
+            yield from classes_in(arg)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from parloom.ir.graph import Arg, Function, Graph, Node, Ref, TensorSpec
 from parloom.ir.ops.joined import CONVS, LINEARS
-from parloom.rewrite.take import Take
+from parloom.rewrite.take import Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Name, Term
+from parloom.rewrite.terms import Term
 
 JOINED = {"linear": LINEARS, "conv1d": CONVS, "conv2d": CONVS, "conv3d": CONVS}
 """Products, and the operator that several of them are."""
@@ -48,10 +48,10 @@ def _is_late(function: Function, nodes: Sequence[Node]) -> bool:
 
 def _merged(function: Function, nodes: Sequence[Node]) -> Take:
     first, biases = nodes[0], [_bias(node) for node in nodes]
-    args: list[TermArg] = [_term(first.args[0]), tuple(_term(node.args[1]) for node in nodes)]
-    rest = [_term(arg) for arg in first.args[3:6]]
+    args: list[TermArg] = [term_of(first.args[0]), tuple(term_of(node.args[1]) for node in nodes)]
+    rest = [term_of(arg) for arg in first.args[3:6]]
     if biases[0] is not None or rest:
-        args += [None if biases[0] is None else tuple(map(_term, biases)), *rest]
+        args += [None if biases[0] is None else tuple(map(term_of, biases)), *rest]
     values = tuple(node.results[0].name for node in nodes)
     return Take(function.name, values, Term(JOINED[first.op], tuple(args)))
 
@@ -68,12 +68,3 @@ def _groups(node: Node) -> Arg:
 def _name(arg: Arg) -> str:
     assert isinstance(arg, Ref)
     return arg.name
-
-
-def _term(arg: Arg) -> TermArg:
-    if isinstance(arg, Ref):
-        return Name(arg.name)
-    if isinstance(arg, tuple):
-        return tuple(map(_term, arg))
-    assert arg is None or isinstance(arg, (int, float, str)), "an argument of a product"
-    return arg

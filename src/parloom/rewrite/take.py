@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.graph import Arg, Call, Function, Graph, Node, Ref, TensorSpec, Value, numbered
+from parloom.ir.graph import (
+    Arg,
+    Call,
+    Function,
+    Graph,
+    Node,
+    Ref,
+    TensorSpec,
+    Value,
+    iter_refs,
+    numbered,
+)
 from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
 from parloom.rewrite.shapes import Dims, Shapes
@@ -113,6 +124,16 @@ def _taken(function: Function, takes: Sequence[Take], ends: Collection[str]) -> 
     return _without_unread(every, function, ends, names)
 
 
+def term_of(arg: Arg) -> TermArg:
+    """An argument of an operator as that of a term."""
+    if isinstance(arg, Ref):
+        return Name(arg.name)
+    if isinstance(arg, tuple):
+        return tuple(map(term_of, arg))
+    assert arg is None or isinstance(arg, (int, float, str)), "terms have no dtypes"
+    return arg
+
+
 class NewCalls:
     """The operators that takes add to a function, by their calls, each after those that it reads;
     with `beside`, results have names of their own beside those of the values that they are.
@@ -168,9 +189,10 @@ class NewCalls:
             made = computes(Shapes(1), Given(tuple(map(self._dims, call.args))))
         except (NotExpressed, NotImplementedError, ValueError, IndexError) as error:
             raise InputError(f"{call}: {error}") from None
-        dtypes = [self.specs[n].dtype for n in _refs(map(self._arg, call.args))]
-        floats = [self.specs[n] for n in _refs(map(self._arg, call.args)) if self.specs[n].is_float]
-        return [dims.shape for dims in made], floats[0].dtype if floats else dtypes[0]
+        specs = [self.specs[name] for name in iter_refs(tuple(map(self._arg, call.args)))]
+        # Of a table and numbers of its rows the dtype is the table's.
+        first = next((spec for spec in specs if spec.is_float), specs[0])
+        return [dims.shape for dims in made], first.dtype
 
     def _arg(self, arg: TermArg) -> Arg:
         if isinstance(arg, Name):
@@ -251,14 +273,6 @@ def _without_unread(
 
 def _read(item: Item) -> tuple[str, ...]:
     return item.refs if isinstance(item, Node) else item.args
-
-
-def _refs(args: Iterable[Arg]) -> Iterator[str]:
-    for arg in args:
-        if isinstance(arg, Ref):
-            yield arg.name
-        elif isinstance(arg, tuple):
-            yield from _refs(arg)
 
 
 def _common(paths: Sequence[Sequence[str]]) -> str:
