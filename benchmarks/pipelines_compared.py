@@ -1,6 +1,7 @@
 """`auto` with pipelines against every method that makes pipelines, in one cost model.
 
-    PYTHONPATH=. python benchmarks/pipelines_compared.py [--cases gpt,candle_uno] [--json FILE]
+    PYTHONPATH=. python benchmarks/pipelines_compared.py [--cases gpt,..] [--methods auto,alpa]
+        [--json FILE]
 
 For each case and method: the predicted step of the best plan that fits, its stages, and CPU seconds
 of the search; each method uses as many devices and microbatches as it likes. Rows that the file has
@@ -15,7 +16,7 @@ with the cluster; mixtures of experts and Wide-ResNets have the sizes of Alpa (Z
 import argparse
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,12 @@ def _late(number: int, frame: object) -> None:
     raise TimeoutError(f"not over after {LIMIT_S} s")
 
 
-def measured(name: str) -> list[Row]:
-    """All methods on one case."""
+def measured(name: str, methods: Sequence[str]) -> list[Row]:
+    """These methods on one case."""
     signal.signal(signal.SIGALRM, _late)
     case, found = CASES[name], []
     captured, machine = api.capture(case.model, **case.flags), machine_for(case.cluster, None)
-    for method in METHODS:
+    for method in methods:
         begun = time.process_time()
         request = Request(
             captured.graph, machine, captured.optimizer, machine.cluster.device.memory_bytes,
@@ -199,13 +200,14 @@ def faults(rows: list[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--methods", default=",".join(METHODS), help="auto among them")
     parser.add_argument("--json")
     asked = parser.parse_args()
     rows: list[Row] = reported(asked.json)
     done = {row["case"] for row in rows}
     for name in asked.cases.split(","):
         if name not in done:
-            rows += measured(name)
+            rows += measured(name, asked.methods.split(","))
             report("pipelines_compared", rows, asked.json)
     wrong = faults(rows)
     print("\n".join(wrong) or "auto is never slower")

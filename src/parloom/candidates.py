@@ -41,6 +41,7 @@ from parloom.search.optimize import SAME, Searched
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
+from parloom.search.rewritten import as_pinned, forms_for
 from parloom.search.stripes import with_stripes
 
 RANDOM = "random"
@@ -116,7 +117,7 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     refused: list[str] = []
     statuses, left = [Status.COMPLETE], request.budget
     alone = () if request.all_devices or request.method in ACROSS else request.regular()
-    shares = {part: least_work_ps(Contexts(own, base_of(own))) for part, own in alone}
+    shares = {part: _least_work_ps(own) for part, own in alone}
     for part, own in sorted(alone, key=lambda each: shares[each[0]] / len(each[0].devices)):
         device, least_s = part.cluster.device.name, shares[part] / len(part.devices) / 1e12
         fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
@@ -160,14 +161,20 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     return Candidates(tuple(found), tuple(refused), bound, None, worst or Status.COMPLETE)
 
 
+def _least_work_ps(request: Request) -> float:
+    """What one device computes at least that does all the work, in any form."""
+    return least_work_ps(Contexts(request, base_of(request), forms_for(request)))
+
+
 def _across(request: Request, best_s: float, say: Say) -> Candidates:
     """What the method proposes on several parts of a mixed cluster."""
     base = base_of(request)
     if request.method == AUTO:
-        across = across_parts(request, base, best_s * 1e12, say)
+        pinned = as_pinned(request)
+        across = across_parts(pinned.request, base, best_s * 1e12, say)
         found = [
             ScoredPlan(p.decisions, p.prediction, AUTO, _name(AUTO, p.decisions))
-            for p in across.found
+            for p in map(pinned.as_asked, across.found)
         ]
         words = (f"{AUTO}: {across.left_out}",) if across.left_out else ()
         if across.status is Status.OUT_OF_BUDGET:
@@ -211,7 +218,8 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
         refused.append(f"{same}: not as asked: {reason}")
     searched: Searched | None = None
     if method == AUTO and not proposed.stopped:
-        searched = search_with_pipelines(request, base_of(request), say)
+        pinned = as_pinned(request)
+        searched = search_with_pipelines(pinned.request, base_of(request), say).of(pinned)
     found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")

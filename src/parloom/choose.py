@@ -13,7 +13,7 @@ from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Predictio
 from parloom.ir.verify import verify_decisions
 from parloom.report.mixed import left_out_words
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
-from parloom.rewrite.rewrites import changes_tensors, rewritten
+from parloom.rewrite.rewrites import changes_tensors, derived
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
 from parloom.search.request import Request, Say, ScoredPlan
@@ -101,7 +101,7 @@ def _candidates(request: Request, say: Say) -> Candidates:
     if reason is not None:
         raise InputError(f"{method} is not as asked: {reason}; --method auto searches for a plan")
     try:
-        verify_decisions(rewritten(request.graph, decisions.rewrites), decisions)
+        verify_decisions(derived(request.graph, decisions.rewrites), decisions)
         found = request.placed(decisions)
     except (InputError, LayoutError, VerifyError) as error:
         raise InputError(f"{method}: {error}") from None

@@ -37,6 +37,7 @@ from parloom.errors import (
 )
 from parloom.report.failures import bug_words, lack_words
 from parloom.report.output import flush_stdout, message, show, show_json
+from parloom.search.pins import NO_REWRITE
 
 Asked = dict[str, Any]  # arguments of a function of the api
 
@@ -98,6 +99,7 @@ PIN = (
 FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
 DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
+NO_REWRITES = f"Compute all values as the model does; the same as --forbid '{NO_REWRITE}'."
 BUDGET = "End the search after so many solved programs and simulated steps."
 RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
 CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
@@ -133,6 +135,7 @@ def plan(
     calibration: Calibrated = None,
     pin: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=PIN)] = None,
     forbid: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=FORBID)] = None,
+    no_rewrites: Annotated[bool, typer.Option("--no-rewrites", help=NO_REWRITES)] = False,
     objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
     budget: Annotated[int | None, typer.Option(metavar="WORK", min=1, help=BUDGET)] = None,
     require_gap: Annotated[float | None, typer.Option(metavar="G", min=0, help=GAP)] = None,
@@ -164,7 +167,7 @@ def plan(
         "microbatches": microbatches,
         "calibration": calibration,
         "pin": pin or [],
-        "forbid": forbid or [],
+        "forbid": [*(forbid or []), *([NO_REWRITE] if no_rewrites else [])],
         "budget": budget,
     }
     arguments.check(model, captured | searched | {"require_gap": require_gap})

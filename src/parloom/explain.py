@@ -34,6 +34,7 @@ from parloom.report.pipeline_screen import (
     pipeline_screen,
     stages_named_screen,
 )
+from parloom.report.rewrites import rewrites_explained
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
 from parloom.report.words import INTERRUPTED, explained_words, memory_limit
@@ -92,7 +93,8 @@ def explain(
         return Answer(document, versus_screen(document))
     if isinstance(case, PipelineCase):
         return Answer(pipeline_explained(case), pipeline_screen(case))
-    document = plan_explained(case)
+    play = partial(machine_of(case.plan, calibration).simulate, optimizer=case.plan.optimizer)
+    document = plan_explained(case) | {"rewrites": list(rewrites_explained(case, play))}
     return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
 
 

@@ -297,7 +297,7 @@ def test_ctrl_c_while_plans_are_predicted_keeps_them(
         return predicted(split, asked)
 
     monkeypatch.setattr(JudgedSplit, "predicted", interrupted)
-    found = search_pipelines(request, base_of(request), inf, lambda text: None)
+    found = search_pipelines(request, base_of(request), None, lambda text: None)
     assert found is not None
     assert found.status is Status.INTERRUPTED
     assert len(found.proposals) == 2

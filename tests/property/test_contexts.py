@@ -16,6 +16,7 @@ from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
+from parloom.ir.layout import Layout
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions, Prediction, one_stage
 from parloom.ir.text import parse_graph
@@ -30,6 +31,7 @@ from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.single import Single
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums
+from parloom.search.storage import AFTER, stored_of
 from tests.examples import examples
 from tests.property.estimate import estimate
 from tests.property.searched import (
@@ -42,6 +44,7 @@ from tests.property.searched import (
 )
 from tests.unit.test_simulate import model
 
+TIMES = AFTER + 1
 TWO, FOUR, EIGHT = (load_cluster(spec) for spec in ("2xH100", "2x2xH100", "2x4xH100"))
 
 
@@ -82,6 +85,33 @@ def test_rows_are_those_of_the_lowered_plan(
     pcg = lower(graph, judged.decisions)
     found = estimate(pcg, Walker(pcg.by_name, pcg.mesh, cluster), ADAM)
     assert list(found.passes[:4]) == pytest.approx(list(candidate.rows[:4]), rel=1e-9)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_what_is_composed_costs_no_less_than_the_model_says(which: int) -> None:
+    """A block's weights in chunks over the same axes, gradients partial over others, too."""
+    mesh = list(logical_meshes(EIGHT))[which]
+    context = context_of(model(), EIGHT, mesh, 1)
+    program, composer = context.layouts.program, context.composer
+    weights = [
+        stored_of(program, weight, Layout(), mesh.names)
+        for weight in program.weights
+        if any(name.startswith("1.") for name in weight.targets)
+    ]
+    assert {weight.unit_elements for weight in weights} == {
+        sum(weight.spec.num_elements for weight in weights)
+    }
+    levels, _ = context.layouts.storage.options(weights[0])
+    gathered = [level for level in levels if level.weight]
+    assert gathered
+    for level in gathered:
+        counted, composed = (
+            sum(prices.price(weight, level)[:TIMES].sum() for weight in weights)
+            for prices in (context.layouts.storage, composer.apart)
+        )
+        call = composer.apart.messages.of_call(level, program.units, reduces=True)
+        composed += call[:TIMES].sum()
+        assert composed >= counted * (1 - 1e-6)
 
 
 def test_what_is_counted_holds_less_where_memory_is_dear() -> None:

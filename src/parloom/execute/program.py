@@ -23,7 +23,7 @@ from parloom.ir.plan import GLOBAL, Decisions, Plan
 from parloom.ir.stages import Cut, like, operands
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
-from parloom.rewrite.rewrites import as_stored, rewritten
+from parloom.rewrite.rewrites import as_stored, derived
 from parloom.runtime import Pipeline, Program, one_stage
 from parloom.search.evaluation import evaluation_decisions
 
@@ -130,7 +130,7 @@ def _replica_numbers(decisions: Decisions) -> tuple[int, ...]:
 
 def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
     """The training programs of a plan's stages with all layouts and movements, checked."""
-    graph = rewritten(verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites)
+    graph = derived(verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites)
     factored = factorize(graph)
     verify_decisions(graph, plan.decisions, factored)
     try:

@@ -14,7 +14,7 @@ from parloom.action_text import stages_text
 from parloom.cost.kernels import PRODUCTS, SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
-from parloom.ir.graph import Call, Graph
+from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops.experts import NAME as EXPERTS
@@ -38,7 +38,7 @@ from parloom.report.naming import (
     names_of,
     ways_of,
 )
-from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.rewrites import before_takes, rewritten, takes_of
 
 WARNING = "warning: "
 CPU = "cpu"
@@ -55,8 +55,10 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     """Per mesh axis what it splits, over which links where `cluster` is given, and how parameters
     are stored; `graph` as captured.
     """
+    rewrites = tuple(rewrite_words(graph, decisions))
     if len(decisions.stages) > 1:
-        return tuple(_stage_words(rewritten(graph, decisions.rewrites), decisions, cluster))
+        cut = _stage_words(rewritten(graph, decisions.rewrites), decisions, cluster)
+        return (*cut, *rewrites)
     levels = _levels(decisions.stages[0], cluster)
     ways = ways_of(graph, decisions)
     lines = [
@@ -89,7 +91,23 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
             f"the loss is the mean of those of {decisions.num_microbatches} microbatches, each"
             " computed by itself"
         )
-    return tuple(lines)
+    return (*lines, *rewrites)
+
+
+def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:
+    """What is computed in another way, where, and by which rules."""
+    takes = takes_of(decisions.rewrites)
+    graph = before_takes(graph, decisions.rewrites) if takes else graph
+    calls = [item for item in graph.main.body if isinstance(item, Call)]
+    for take in takes:
+        function = graph.by_name.get(take.function, graph.main)
+        paths = {v.name: i.path for i in function.body if isinstance(i, Node) for v in i.results}
+        what = ", ".join(paths[name] or name for _, name in take.taken)
+        blocks = [call.prefix for call in calls if call.function == take.function]
+        where = f" in {blocks[0]} and {len(blocks) - 1} more" if len(blocks) > 1 else ""
+        if len(blocks) == 1:
+            where = f" in {blocks[0]}"
+        yield f"{what}{where}: computed by {take.call.op} ({', '.join(take.rules)})"
 
 
 def _levels(stage: Stage, cluster: Cluster | None) -> tuple[Level, ...]:

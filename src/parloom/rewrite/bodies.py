@@ -34,6 +34,7 @@ class Body:
         # The item that makes a value, by its place; inputs come before all.
         self.places: dict[str, int] = {}
         self._own: list[Key] = []
+        self._rules: tuple[str, ...] = ()
         self._inputs: set[str] = set()
         for value in function.inputs:
             self._given(value.name, -1)
@@ -46,6 +47,7 @@ class Body:
 
     def saturate(self, rules: Sequence[Rule], rounds: int) -> bool:
         """Apply rules; whether nothing changes any more."""
+        self._rules = tuple(own.id for own in rules)
         return self.graph.saturate(rules, rounds)
 
     def class_of(self, value: str) -> Class:
@@ -75,7 +77,7 @@ class Body:
             elif counts[value] < most:
                 counts[value] += 1
                 values = (*(NONE,) * key[2], value)
-                yield Take(self.function.name, values, replace(term, result=None))
+                yield Take(self.function.name, values, replace(term, result=None), self._rules)
 
     def _by_operands(self) -> Iterator[tuple[Key, Class]]:
         """All calls, those of which what they read is there first; in one order for equal ones."""

@@ -102,10 +102,11 @@ class Forms:
             if any(taken.get(place) == at for place, at in positions)
         )
         if takes not in self._known:
-            self._known[takes] = self._form(takes)
+            self._known[takes] = self.of(takes)
         return self._known[takes]
 
-    def _form(self, takes: Sequence[Take]) -> Form:
+    def of(self, takes: Sequence[Take]) -> Form:
+        """The graph with these takes."""
         bodies = taken_bodies(self.asked, takes)
         graph = with_bodies(self.asked, bodies) if takes else self.asked
         places = {

@@ -53,7 +53,15 @@ def _merged(function: Function, nodes: Sequence[Node]) -> Take:
     if biases[0] is not None or rest:
         args += [None if biases[0] is None else tuple(map(term_of, biases)), *rest]
     values = tuple(node.results[0].name for node in nodes)
-    return Take(function.name, values, Term(JOINED[first.op], tuple(args)))
+    return Take(function.name, values, Term(JOINED[first.op], tuple(args)), (_rule(first.op),))
+
+
+def _rule(op: str) -> str:
+    return f"merge_{op}"
+
+
+RULES = tuple(map(_rule, JOINED))
+"""The names of these rewrites."""
 
 
 def _bias(node: Node) -> Arg:

@@ -2,20 +2,26 @@
 
 `pad PARAMETER ROWS PADDED_ROWS` pads a vocabulary (`rewrite.pad`); `stripe INPUT DIM RANKS` cuts a
 dim of a batch tensor so that ranks can have stripes of it (`rewrite.stripes`); `take VALUES in
-FUNCTION: CALL` computes values in another way (`rewrite.take`); `block MODULE` makes a block of a
-module of main, so that it has a policy for its activations as repeated blocks do (`ir.fold`).
+FUNCTION by RULES: CALL` computes values in another way (`rewrite.take`); `block MODULE` makes a
+block of a module of main, so that it has a policy for its activations as repeated blocks do
+(`ir.fold`).
 """
 
 import re
 from collections.abc import Sequence
 
-from parloom.errors import InputError
+from parloom.errors import InputError, nearest
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
+from parloom.rewrite import merge
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
 from parloom.rewrite.take import Take, parse_take, with_takes
 
+RULES = merge.RULES
+"""The names of all rules by which values may be computed in another way."""
+PROOF = "both sides have equal normal forms for all shapes"
+"""How rules are proved."""
 BLOCK = re.compile(r"block ([^ ]+)")
 
 
@@ -26,7 +32,7 @@ def parse_rewrite(text: str) -> Padding | Stripe | Take | str:
     if found is None:
         raise InputError(
             f"unknown rewrite {text!r}; there are: pad PARAMETER ROWS PADDED_ROWS,"
-            " stripe INPUT DIM RANKS, take VALUES in FUNCTION: CALL, block MODULE"
+            " stripe INPUT DIM RANKS, take VALUES in FUNCTION by RULES: CALL, block MODULE"
         )
     return found
 
@@ -42,27 +48,50 @@ def changes_tensors(rewrites: Sequence[str]) -> bool:
     return any(isinstance(parse_rewrite(text), Padding | Stripe) for text in rewrites)
 
 
+def takes_of(rewrites: Sequence[str]) -> tuple[Take, ...]:
+    """Values computed in another way, among a plan's rewrites."""
+    return tuple(take for take in map(parse_rewrite, rewrites) if isinstance(take, Take))
+
+
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
     """`graph` with a plan's rewrites applied: those of tensors first, then all blocks together, and
     all takes.
 
     Raises `InputError` for one that does not apply.
     """
-    modules, found = [], list[Take]()
+    found = takes_of(rewrites)
+    before = before_takes(graph, rewrites)
+    return with_takes(before, found) if found else before
+
+
+def derived(graph: Graph, rewrites: Sequence[str]) -> Graph:
+    """`rewritten`, where each value that is computed in another way follows from the rules that are
+    named again; raises `InputError` where it does not.
+    """
+    takes = takes_of(rewrites)
+    known = set(map(str, merge.merges(before_takes(graph, rewrites)))) if takes else set()
+    for take in takes:
+        for name in take.rules:
+            if name not in RULES:
+                raise InputError(f"{take}: no rule {name!r}{nearest(name, RULES)}")
+        if str(take) not in known:
+            raise InputError(f"{take}: this does not follow from {', '.join(take.rules)}")
+    return rewritten(graph, rewrites)
+
+
+def before_takes(graph: Graph, rewrites: Sequence[str]) -> Graph:
+    """`graph` with the rewrites among these that are no takes."""
+    modules = []
     for text in rewrites:
         one = parse_rewrite(text)
         if isinstance(one, str):
             modules.append(one)
-        elif isinstance(one, Take):
-            found.append(one)
-        else:
+        elif not isinstance(one, Take):
             changed = padded(graph, one) if isinstance(one, Padding) else striped(graph, one)
             if changed is None:
                 raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
             graph = changed
-    if modules:
-        graph = outline(graph, modules)
-    return with_takes(graph, found) if found else graph
+    return outline(graph, modules) if modules else graph
 
 
 def as_stored(graph: Graph, rewrites: Sequence[str]) -> Graph:

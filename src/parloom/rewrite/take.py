@@ -1,9 +1,9 @@
-"""Values computed in another way, as text in a plan: `take q, k, v in block: CALL`.
+"""Values computed in another way, as text in a plan: `take q, k, v in block by RULES: CALL`.
 
-The results of a call of the graph's own operators in the place of values of a function, in order;
-`_` stands for one that takes the place of none. Calls inside of it are made once, whatever reads
-them. Operators that only what was replaced had read are gone. In a repeated block it holds for all
-calls of it.
+The results of a call of the graph's own operators in the place of values of a function, in order,
+which they equal by these rules; `_` stands for one that takes the place of none. Calls inside of it
+are made once, whatever reads them. Operators that only what was replaced had read are gone. In a
+repeated block it holds for all calls of it.
 """
 
 import re
@@ -32,7 +32,7 @@ from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.terms import Arg as TermArg
 from parloom.rewrite.terms import Name, Term, calls_in, parse_call
 
-TAKE = re.compile(r"take (\w+(?:, \w+)*) in (\w+): (.+)")
+TAKE = re.compile(r"take (\w+(?:, \w+)*) in (\w+) by (\w+(?:, \w+)*): (.+)")
 NONE = "_"
 Item = Node | Call
 Origin = Item | Term
@@ -43,14 +43,16 @@ Body = list[tuple[Item, Origin]]
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The results of `call` in the place of these values of a function."""
+    """The results of `call` in the place of these values of a function, by `rules`."""
 
     function: str
     values: tuple[str, ...]
     call: Term
+    rules: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"take {', '.join(self.values)} in {self.function}: {self.call}"
+        values, rules = ", ".join(self.values), ", ".join(self.rules)
+        return f"take {values} in {self.function} by {rules}: {self.call}"
 
     @property
     def top(self) -> Term:
@@ -68,7 +70,8 @@ def parse_take(text: str) -> Take | None:
     found = TAKE.fullmatch(text)
     if found is None:
         return None
-    return Take(found[2], tuple(found[1].split(", ")), parse_call(found[3]))
+    values, rules = (tuple(found[i].split(", ")) for i in (1, 3))
+    return Take(found[2], values, parse_call(found[4]), rules)
 
 
 def ends_of(graph: Graph, function: Function) -> frozenset[str]:
@@ -178,7 +181,8 @@ class NewCalls:
             self.specs[name] = spec
             results.append(Value(name, spec))
         paths = [self.paths.get(name, "").split(".") for name in values]
-        return Node(call.op, tuple(map(self._arg, call.args)), (), tuple(results), _common(paths))
+        args, path = tuple(map(self._arg, call.args)), _common(paths)
+        return Node(call.op, args, (), tuple(results), path, source="+".join(take.rules))
 
     def _made(self, call: Term) -> tuple[list[tuple[int, ...]], str]:
         """The shapes of the results of a call, and their dtype."""

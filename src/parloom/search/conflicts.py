@@ -13,10 +13,10 @@ from parloom.ir.ops import Rule
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.ir.stages import stage_items
-from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.rewrites import rewritten, takes_of
 from parloom.search.choices import assignments
 from parloom.search.meshes import MAX_AXES, NAMES, logical_meshes
-from parloom.search.pinned import Pinned, Subjects, allows_stored
+from parloom.search.pinned import WHOLE_PLAN, Pinned, Subjects, allows_stored
 from parloom.search.pins import KEEP, PARTS, WHOLE, Kind, Pin, Term
 
 Feasible = Callable[[Sequence[Pin]], bool]
@@ -29,7 +29,7 @@ def check_pins(pinned: Pinned, factored: Factored, cluster: Cluster) -> None:
     _check_stages(pinned, len(stage_items(factored.graph)))
     meshes = check_axes(pinned, cluster)
     for found in pinned.subjects if meshes else ():
-        if found.pin.kind not in (Kind.MESH, Kind.STAGES):
+        if found.pin.kind not in WHOLE_PLAN:
             _check_divides(found, factored, meshes)
 
 
@@ -138,18 +138,14 @@ def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
     """The first pin that a plan of `graph` does not hold, and where; None where it holds all."""
     if not pinned.pins:
         return None
-    for pin in pinned.pins:
-        if pin.kind is Kind.STAGES and not pin.allows_stages(len(decisions.stages)):
-            count = len(decisions.stages)
-            return f"{pin.text}: the plan has {count} stage{'s' * (count != 1)}"
-        for stage in decisions.stages:
-            if pin.kind is Kind.MESH and not pin.allows_mesh(stage.mesh):
-                return f"{pin.text}: the mesh is {sizes_of(stage.mesh)}"
+    found = _broken_whole(pinned, decisions)
+    if found is not None:
+        return found
     recomputed = {a.prefix: a.policy for a in decisions.activations}
-    for found in pinned.subjects:
-        for block in found.blocks:
-            if recomputed.get(block, KEEP) != found.pin.policy:
-                return f"{found.pin.text}: {block} is {recomputed.get(block, KEEP)}"
+    for own in pinned.subjects:
+        for block in own.blocks:
+            if recomputed.get(block, KEEP) != own.pin.policy:
+                return f"{own.pin.text}: {block} is {recomputed.get(block, KEEP)}"
     if not pinned.operators and not pinned.parameters:
         return None
     # Rewrites may make other functions, and leave the names of operators as they are.
@@ -157,9 +153,24 @@ def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
     lowered = lower_stages(rewritten(graph, decisions.rewrites), decisions)
     for index, pcg in enumerate(lowered.pcgs):
         others = {name for name, own in lowered.cut.shared.items() if own[0] != index}
-        found_here = _broken_operator(pins, pcg) or _broken_storage(pinned, pcg, others)
-        if found_here is not None:
-            return found_here
+        found = _broken_operator(pins, pcg) or _broken_storage(pinned, pcg, others)
+        if found is not None:
+            return found
+    return None
+
+
+def _broken_whole(pinned: Pinned, decisions: Decisions) -> str | None:
+    """The first pin on all of a plan that it does not hold."""
+    rules = [rule for take in takes_of(decisions.rewrites) for rule in take.rules]
+    for pin in pinned.pins:
+        if pin.kind is Kind.REWRITE and pin.is_about(rules) == pin.forbidden:
+            return f"{pin.text}: the plan has {'' if pin.forbidden else 'no '}such rewrite"
+        if pin.kind is Kind.STAGES and not pin.allows_stages(len(decisions.stages)):
+            count = len(decisions.stages)
+            return f"{pin.text}: the plan has {count} stage{'s' * (count != 1)}"
+        for stage in decisions.stages:
+            if pin.kind is Kind.MESH and not pin.allows_mesh(stage.mesh):
+                return f"{pin.text}: the mesh is {sizes_of(stage.mesh)}"
     return None
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from parloom.ir.mesh import part_of
 from parloom.ir.stages import stage_items
+from parloom.rewrite.forms import Form
 from parloom.search.choices import Menus
 from parloom.search.contexts import Contexts
 from parloom.search.meshes import logical_meshes
@@ -30,12 +31,20 @@ def least_compute_ps(contexts: Contexts) -> float:
 
 def least_work_ps(contexts: Contexts) -> float:
     """What one device computes that does all the work."""
+    return least_on_one_device(contexts)[0]
+
+
+def least_on_one_device(contexts: Contexts) -> tuple[float, Form]:
+    """What one device computes that does all the work, and the form with which that is least."""
     count, program, prices = _on_one_device(contexts)
-    return count * least_passes_ps(program, prices)
+    least_ps, form = least_form(program, list(least_times_ps(program, prices)))
+    return count * least_ps, form
 
 
 def longest_item_ps(contexts: Contexts) -> float:
-    """What one device computes at least that does all the work of an item: the most of any."""
+    """What one device computes at least that does all the work of an item: the most of any, of what
+    is there in every form.
+    """
     count, program, prices = _on_one_device(contexts)
     times = _least_calls_ps(program, prices, [FORWARD, BACKWARD])
     items = dict.fromkeys(stage_items(program.graph), 0.0)
@@ -59,19 +68,22 @@ def least_passes_ps(program: Program, prices: Prices) -> float:
     """What the operators of a program compute at least, each with the best of its choices, and of
     several forms in the best.
     """
-    times = list(least_times_ps(program, prices))
-    return float(sum(times)) if program.forms is None else _least_form_ps(program, times)
+    return least_form(program, list(least_times_ps(program, prices)))[0]
 
 
-def _least_form_ps(program: Program, times: Sequence[int]) -> float:
-    """The least sum over operators that are there together; one that takes one of several values
-    needs what makes that.
+def least_form(program: Program, times: Sequence[float]) -> tuple[float, Form]:
+    """The least sum of `times` over operators that are there together, and the form that has it;
+    one that takes one of several values needs what makes that.
     """
+    if program.forms is None:
+        return float(sum(times)), program.form({})
     variables, terms = list[Variable](), list[Term]()
+    taken = list[tuple[int, ...]]()
     for operator, ps in zip(program.operators, times, strict=True):
         # The operand that is taken, 0 of others; -1: left out.
         options = range(len(operator.operands) if operator.takes else 1)
         places = (*options, *((-1,) if operator.optional else ()))
+        taken.append(places)
         variables.append(Variable(":".join(operator.place), places))
         costs = np.array([float(ps) * (place >= 0) for place in places])
         terms.append(Term((_all(len(terms), places),), ((costs[None, :, None], None),), ONE))
@@ -87,7 +99,13 @@ def _least_form_ps(program: Program, times: Sequence[int]) -> float:
         views = _all(source, made), _all(reader.operator, read)
         terms.append(Term(views, ((np.zeros((1, 1, 1, 1)), legal[None]),), ONE))
     model = Model((Row("time", "ps"),), tuple(variables), tuple(terms))
-    return Elimination(model).minimum(np.ones(1))[0]
+    found, values = Elimination(model).minimum(np.ones(1))
+    chosen = {
+        index: taken[index][value]
+        for index, value in enumerate(values)
+        if program.operators[index].takes and taken[index][value] >= 0
+    }
+    return found, program.form(chosen)
 
 
 def _all(variable: int, options: Sequence[object]) -> View:
@@ -110,29 +128,36 @@ def least_times_ps(program: Program, prices: Prices) -> Iterator[int]:
 
 
 def least_way_ps(program: Program, prices: Prices) -> float:
-    """What the forward pass computes at least on its longest way through the operators, each with
-    the best of its choices: other ways, and gradients of weights, may run at the same time.
+    """What the forward pass computes at least on its longest way through the operators that are
+    there in every form, each with the best of its choices: other ways, and gradients of weights,
+    may run at the same time.
     """
     times = _least_calls_ps(program, prices, [FORWARD])
     ways: dict[str, float] = {}
+    longest = 0.0
     for flat in program.graph.flat():
         index = program.index.get(flat.key)
         own = 0.0 if index is None else times[index]
-        way = own + max((ways.get(name, 0.0) for name in flat.operands), default=0.0)
+        takes = index is not None and program.operators[index].takes
+        read = (ways.get(name, 0.0) for name in flat.operands)
+        way = own + (min if takes else max)(read, default=0.0)
         ways.update(dict.fromkeys(flat.results, way))
-    return max(ways.values(), default=0.0)
+        if index is None or not program.operators[index].optional:
+            longest = max(longest, way)
+    return longest
 
 
 def _least_calls_ps(program: Program, prices: Prices, rows: list[int]) -> list[float]:
-    """What one call of each operator computes at least, with the best of its choices."""
-    assert program.forms is None, "of several forms each value is made once"
+    """What one call of each operator computes at least, with the best of its choices; nothing where
+    it may be left out.
+    """
     menus = Menus(program, prices.single)
     return [
         min(
             (
                 float(prices.operator(index, choice, flags)[rows].sum())
                 for flags, _ in operator.flows
-                for choice in menus.of(index).choices
+                for choice in (() if operator.optional else menus.of(index).choices)
             ),
             default=0.0,
         )

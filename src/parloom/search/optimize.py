@@ -31,7 +31,7 @@ from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.microbatch import microbatch_of
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request, Say, Wanted
-from parloom.search.rewritten import RewrittenRequest
+from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.stream_bound import least_step_ps
 from parloom.search.work import OutOfWorkError, Work
@@ -184,7 +184,7 @@ class Driver:
     ) -> None:
         self.request, self.say, self.incumbent = request, say, incumbent
         self.wider, self.pipelines = wider, pipelines
-        self.contexts = Contexts(request, base)
+        self.contexts = Contexts(request, base, forms_for(request))
         # Of the whole cluster and of parts of it, by the number of devices.
         self.on = {request.cluster.num_devices: self.contexts}
         self.seen, self.duals = EstimateErrors(batch_bytes(request.graph)), ShadowPrices()

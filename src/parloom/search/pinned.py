@@ -1,6 +1,6 @@
 """Pins as the search asks them: by operator, parameter and block of one graph."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -14,6 +14,7 @@ from parloom.ir.plan import ParameterDecision
 from parloom.search.pins import ANY, PARTS, STAGES, WHOLE, Axes, Kind, Pin, chunks_of, hint
 
 Allowed = Callable[[Mapping[str, Axes]], bool]
+WHOLE_PLAN = (Kind.MESH, Kind.STAGES, Kind.REWRITE)
 Place = tuple[str, str]  # block kind and key of an operator in it
 
 
@@ -56,6 +57,11 @@ class Pinned:
     def allows_mesh(self, mesh: Mesh) -> bool:
         """Whether plans may have this mesh."""
         return all(p.allows_mesh(mesh) for p in self.pins if p.kind is Kind.MESH)
+
+    def allows_rewrite(self, rules: Collection[str]) -> bool:
+        """Whether a value may be computed in another way by these rules."""
+        rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
+        return not any(pin.forbidden and pin.is_about(rules) for pin in rewrites)
 
     def allows_stages(self, count: int) -> bool:
         """Whether plans may have so many stages."""
@@ -125,7 +131,7 @@ class _Names:
 
     def subjects(self, pin: Pin) -> Subjects:
         """What `pin` names."""
-        if pin.kind in (Kind.MESH, Kind.STAGES):
+        if pin.kind in WHOLE_PLAN:
             return Subjects(pin)
         if pin.kind is Kind.RECOMPUTATION:
             return Subjects(pin, blocks=self._blocks(pin))

@@ -2,15 +2,16 @@
 
     NAME=LAYOUT     `layers.0=n:x`   axis x splits factor n of the operators of layers.0
 
-`docs/pins.md` says all of it. A pin speaks about one of five things: operators, storage of
-parameters, recomputation of blocks, the mesh, the number of stages. Of several terms all must hold;
-a forbidden layout is one of which all terms hold.
+`docs/pins.md` says all of it. A pin speaks about one of six things: operators, storage of
+parameters, recomputation of blocks, the mesh, the number of stages, rewrites. Of several terms all
+must hold; a forbidden layout is one of which all terms hold.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 
@@ -19,19 +20,24 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.plan import ParameterDecision
+from parloom.rewrite.rewrites import RULES
 
 Axes = tuple[str, ...]
 Assignment = Mapping[str, Axes]
 WHOLE, PARTS, ANY = "replicated", "sharded", ""
 KEEP, RECOMPUTE = "keep", "recompute"
-MESH, STAGES = "mesh", "stages"
+WORDS = frozenset({WHOLE, PARTS, KEEP, RECOMPUTE})
+MESH, STAGES, REWRITE = "mesh", "stages", "rewrite"
+NO_REWRITE = f"{REWRITE}=*"
+"""What to forbid for no rewrites at all."""
 # What of a parameter is stored, by the names that plans print, and by the attribute of a decision.
 ROLES = MappingProxyType({"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"})
 DIM = re.compile(r"dim([0-9]+)")
+RULE = re.compile(r"[\w*?\[\]]+")
 NUMBER = re.compile(r"[0-9]{1,9}")
 WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{NUMBER.pattern}")
 LAYOUTS = "FACTOR:AXIS, dim0:AXIS, replicated, sharded, weights:sharded, keep, recompute"
-HINT = f"LAYOUT is one of {LAYOUTS}; as in layers.0=n:x; or mesh=2x4, stages=4"
+HINT = f"LAYOUT is one of {LAYOUTS}; as in layers.0=n:x; or mesh=2x4, stages=4, rewrite=RULE"
 
 
 class Kind(Enum):
@@ -42,6 +48,7 @@ class Kind(Enum):
     RECOMPUTATION = "recomputation"
     MESH = "mesh"
     STAGES = "stages"
+    REWRITE = "rewrite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,10 @@ class Pin:
         """Whether a plan may have so many."""
         return (int(self.terms[0].where) == count) != self.forbidden
 
+    def is_about(self, rules: Collection[str]) -> bool:
+        """Whether it names one of these rules."""
+        return any(fnmatchcase(rule, self.terms[0].where) for rule in rules)
+
     @property
     def policy(self) -> str:
         """What a pin about recomputation leaves."""
@@ -146,6 +157,10 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
         return Pin(text, name, Kind.MESH, _mesh_terms(text, words), forbidden)
     if name == STAGES and len(words) == 1 and NUMBER.fullmatch(words[0]):  # no module of that name
         return Pin(text, name, Kind.STAGES, (Term(ANY, words[0]),), forbidden)
+    if name == REWRITE and len(words) == 1 and RULE.fullmatch(words[0]) and words[0] not in WORDS:
+        if not any(fnmatchcase(rule, words[0]) for rule in RULES):
+            raise InputError(f"{text}: no rule {words[0]!r}{hint(words[0], list(RULES))}")
+        return Pin(text, name, Kind.REWRITE, (Term(ANY, words[0]),), forbidden)
     if words in ([KEEP], [RECOMPUTE]):
         return Pin(text, name, Kind.RECOMPUTATION, (Term(ANY, words[0]),), forbidden)
     terms = tuple(_term(text, word) for word in words)
@@ -161,7 +176,7 @@ def _term(text: str, word: str) -> Term:
         return Term(ANY, word)
     if not WORD.fullmatch(what) or what.isdigit() or (colon and not WORD.fullmatch(where)):
         raise InputError(f"{text}: {word!r} is no layout; {HINT}")
-    if what in (KEEP, RECOMPUTE, WHOLE, PARTS):
+    if what in WORDS:
         raise InputError(f"{text}: {what} stands alone; {HINT}")
     if where.isdigit() and int(where) < 2:
         raise InputError(f"{text}: split over {where}: write {what}:{WHOLE} for what is whole")

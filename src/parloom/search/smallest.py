@@ -14,6 +14,7 @@ from parloom.search.contexts import Contexts, ContextSearch, EstimateErrors, Sim
 from parloom.search.least import stored_bytes
 from parloom.search.local_search import SMALLEST, improved
 from parloom.search.request import Request
+from parloom.search.rewritten import forms_for
 
 # Prices of a byte in ps: the first outweighs any step, under the others time counts, too.
 PRICES = (1e8, 1e6, 1e4)
@@ -36,7 +37,8 @@ def smallest_plan(request: Request, base: Decisions) -> Smallest | None:
 
     It does not depend on the limit of `request`.
     """
-    contexts = Contexts(replace(request, limit_bytes=maxsize, budget=None), base)
+    unlimited = replace(request, limit_bytes=maxsize, budget=None)
+    contexts = Contexts(unlimited, base, forms_for(request))
     looked: list[ContextSearch] = []
     bounds: list[int] = []
     least = maxsize

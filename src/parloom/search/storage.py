@@ -142,8 +142,8 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
 
 
 class Messages:
-    """What messages of weights cost on one mesh; without `latency`, those of block calls pay for
-    their bytes alone, and `of_call` says what each costs beside them.
+    """What messages of weights cost on one mesh; without `latency`, those of block calls that
+    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them.
     """
 
     def __init__(self, walker: Walker, latency: bool) -> None:
@@ -198,7 +198,7 @@ class Messages:
         key = kind, axes, message
         if key not in self.rates:
             seconds = self.walker.exchange(kind, axes, message).seconds
-            if unit and not self.latency:
+            if unit and not self.latency and kind != "all_reduce":
                 seconds -= self.walker.exchange(kind, axes, 1).seconds
             self.rates[key] = max(0.0, seconds) / message
         return picoseconds(self.rates[key] * num_bytes)

@@ -19,10 +19,11 @@ from parloom.errors import InputError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
+from parloom.rewrite.rewrites import takes_of
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
-from parloom.search.least_compute import least_way_ps, least_work_ps
+from parloom.search.least_compute import least_on_one_device, least_way_ps, least_work_ps
 from parloom.search.optimize import Searched
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
@@ -32,6 +33,7 @@ from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps
 from parloom.search.pipelines.split import Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
+from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.work import OutOfWorkError
 
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
@@ -57,8 +59,7 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
     answers: list[Searched] = []
 
     def pipelines(best: SimulatedPlan | None, budget: int | None) -> Searched | None:
-        best_ps = best.step_ps if best else inf
-        found = search_pipelines(replace(request, budget=budget), base, best_ps, say)
+        found = search_pipelines(replace(request, budget=budget), base, best, say)
         answers.extend(filter(None, [found]))
         return found
 
@@ -70,11 +71,11 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
 
 def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
     """The answer where pins want several stages; raises `InputError` where none holds them."""
-    found = search_pipelines(request, base, inf, say) or Searched((), inf, inf)
+    found = search_pipelines(request, base, None, say) or Searched((), inf, inf)
     if found.proposals or found.smallest or found.status is not Status.COMPLETE:
         return found
     say("no pipeline fits that holds the pins: searching with all the memory there could be")
-    roomy = search_pipelines(replace(request, limit_bytes=UNLIMITED), base, inf, say) or found
+    roomy = search_pipelines(replace(request, limit_bytes=UNLIMITED), base, None, say) or found
     plans = (*roomy.proposals, *filter(None, [roomy.smallest]))
     smallest = min(plans, key=lambda plan: plan.peak_bytes, default=None)
     if smallest is None:
@@ -85,23 +86,27 @@ def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
 
 
 def search_pipelines(
-    request: Request, base: Decisions, best_ps: float, say: Say
+    request: Request, base: Decisions, best: SimulatedPlan | None, say: Say
 ) -> Searched | None:
-    """Pipelines that are faster than `best_ps`, and what none takes less than; None where there
-    are none such.
+    """Pipelines that are faster than `best`, and what none takes less than; None where there are
+    none such. They have the form of `best`, or the one with which one device computes least.
     """
     if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
         return None
     if request.batch_semantics != GLOBAL:  # some methods make pipelines of them
-        least_ps = least_pipeline_ps(Contexts(request, base))
+        least_ps = least_pipeline_ps(Contexts(request, base, forms_for(request)))
         return Searched((), least_ps, inf, left_out=APART, work_left=request.budget)
     if not any(map(request.pinned.allows_stages, range(2, len(stage_items(request.graph)) + 1))):
         return None
     searches: list[PipelineSearch] = []
-    status = Status.COMPLETE
+    status, best_ps, bound_ps = Status.COMPLETE, best.step_ps if best else inf, 0.0
+    form = RewrittenRequest(request, ())
     try:
-        contexts = Contexts(request, base)
-        for own in _asked(request):
+        forms = Contexts(request, base, forms_for(request))
+        form = RewrittenRequest(request, _form_of(best, forms))
+        bound_ps = least_pipeline_ps(forms)
+        contexts = Contexts(form.request, base)
+        for own in _asked(form.request):
             whole = own.cluster.num_devices == request.cluster.num_devices
             there = contexts if whole else contexts.on_part(own)
             searches.append(PipelineSearch(there, best_ps, say))
@@ -120,13 +125,23 @@ def search_pipelines(
     return Searched(
         plans,
         # Parts of the cluster have fewer devices for the same work.
-        0.0 if status is Status.INTERRUPTED else searches[0].least_ps,
+        0.0 if status is Status.INTERRUPTED else bound_ps,
         inf,
         status,
         left_out=searches[0].contexts.refusals.words(),
         smallest=smallest,
         work_left=searches[0].contexts.work.left,
-    )
+    ).of(form)
+
+
+def _form_of(best: SimulatedPlan | None, forms: Contexts) -> tuple[str, ...]:
+    """The rewrites of the best plan, but for one with modules as blocks, which stages have not; or
+    those with which one device computes least.
+    """
+    rewrites = best.decisions.rewrites if best else ()
+    if best is None or len(takes_of(rewrites)) < len(rewrites):
+        rewrites = least_on_one_device(forms)[1].rewrites
+    return rewrites
 
 
 def _found(

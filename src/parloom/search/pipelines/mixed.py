@@ -6,7 +6,7 @@ Splits are ranked by their closed form and simulated, as on equal devices.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil, inf
@@ -18,7 +18,7 @@ from parloom.ir.mesh import part_of, part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts, SimulatedPlan
-from parloom.search.least_compute import least_times_ps
+from parloom.search.least_compute import least_form, least_on_one_device, least_times_ps
 from parloom.search.meshes import logical_meshes
 from parloom.search.pipelines.auto import (
     APART,
@@ -37,6 +37,7 @@ from parloom.search.pipelines.replicas import Shares, replicated, shares
 from parloom.search.pipelines.split import Floats, Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say
+from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.work import OutOfWorkError
 
 # Numbers of microbatches that are looked at, around the best.
@@ -66,12 +67,15 @@ class AcrossParts:
 def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) -> AcrossParts:
     """Pipelines over the parts of a mixed cluster; `best_ps` is the fastest plan on one of them."""
     bound_ps, search, status = 0.0, None, Status.COMPLETE
+    form = RewrittenRequest(request, ())
     try:
-        contexts = [Contexts(own, base) for _, own in request.regular()]
-        bound_ps = least_shared_ps(contexts)
+        forms = [Contexts(own, base, forms_for(own)) for _, own in request.regular()]
+        bound_ps = least_shared_ps(forms)
         if request.batch_semantics != GLOBAL:
             return AcrossParts((), bound_ps, left_out=APART)
-        search = MixedSearch(request, contexts, best_ps, say)
+        form = RewrittenRequest(request, least_on_one_device(forms[0])[1].rewrites)
+        contexts = [Contexts(own, base) for _, own in form.request.regular()]
+        search = MixedSearch(form.request, contexts, best_ps, say)
         search.replicate()
         search.run()
     except OutOfWorkError:
@@ -80,8 +84,9 @@ def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) ->
         status = Status.INTERRUPTED
     if search is None:
         return AcrossParts((), bound_ps, status)
-    holding = tuple(plan for plan in search.plans() if holds_pins(request, plan.decisions))
-    return AcrossParts(holding, bound_ps, status, contexts[0].refusals.words())
+    found = map(form.as_asked, search.plans())
+    holding = tuple(plan for plan in found if holds_pins(request, plan.decisions))
+    return AcrossParts(holding, bound_ps, status, search.tried.judge.refusals.words())
 
 
 def least_shared_ps(contexts: Sequence[Contexts]) -> float:
@@ -93,7 +98,7 @@ def least_shared_ps(contexts: Sequence[Contexts]) -> float:
     less than the sum over operators of x w / n. Any multipliers of these rows that add up to one
     give a bound; the best of some are taken.
     """
-    times = []
+    times, every = [], contexts[0].whole
     for each in contexts:
         cluster, count = each.request.cluster, each.counts[0]
         program, (mesh,) = each.program(count), logical_meshes(part_of(cluster, 1))
@@ -101,25 +106,29 @@ def least_shared_ps(contexts: Sequence[Contexts]) -> float:
         prices = Prices(program, each.walker(mesh), each.shared)
         own = np.fromiter(least_times_ps(program, prices), dtype=np.float64)
         times.append(count * own / cluster.num_devices)
-    return shared_bound_ps(np.array(times))
+    return shared_bound_ps(np.array(times), lambda costs: least_form(every, costs.tolist())[0])
 
 
-def shared_bound_ps(times: Floats) -> float:
-    """A bound for operators that take `times` [part, operator] and may be shared in any way.
+def shared_bound_ps(times: Floats, least: Callable[[Floats], float] = np.sum) -> float:
+    """A bound for operators that take `times` [part, operator] and may be shared in any way;
+    `least` is the least sum of what each costs, as some may be left out.
 
     Multipliers follow the loads of parts to which each operator goes where it is cheapest.
     """
-    weights, best = 1 / np.maximum(times.sum(axis=1), 1e-30), 0.0
+    weights = 1 / np.maximum(times.sum(axis=1), 1e-30)
+    best, best_costs = -1.0, times[0]
     for step in range(ROUNDS):
         weights = weights / weights.sum()
         costs = weights[:, None] * times
         cheapest = costs.argmin(axis=0)
-        best = max(best, float(costs.min(axis=0).sum()))
+        if costs.min(axis=0).sum() > best:
+            best_costs = costs.min(axis=0)
+            best = best_costs.sum()
         loads = np.bincount(
             cheapest, weights=times[cheapest, np.arange(times.shape[1])], minlength=len(times)
         )
         weights = weights * np.exp(loads / max(loads.sum(), 1e-30) / (1 + step))
-    return best
+    return float(least(best_costs))
 
 
 class MixedSearch:
