@@ -15,8 +15,8 @@ from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.lower import lower
 from parloom.ir.layout import Layout
+from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions, Prediction, one_stage
 from parloom.ir.text import parse_graph
