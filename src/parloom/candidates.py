@@ -41,7 +41,7 @@ from parloom.search.optimize import SAME, Searched
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
-from parloom.search.rewritten import as_pinned, forms_for
+from parloom.search.rewritten import as_pinned, forms_for, with_takes
 from parloom.search.stripes import with_stripes
 
 RANDOM = "random"
@@ -108,6 +108,7 @@ def candidates(request: Request, say: Say) -> Candidates:
     On a mixed cluster methods are asked for each of its parts; `auto` and those of `ACROSS` for all
     of them, too. Ctrl-C ends it with what it has. Raises `InputError` where it proposes nothing.
     """
+    request = with_takes(request) if request.method == AUTO else request
     return _of_parts(request, say) if request.cluster.parts else _of_one_part(request, say)
 
 

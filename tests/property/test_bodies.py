@@ -19,8 +19,8 @@ from parloom.rewrite.rules import Rule, rule, with_lead
 from parloom.rewrite.take import NONE, Take, parse_take, with_takes
 
 RULES = [
-    rule(left, inputs, [left], [right])
-    for inputs, left, right in (
+    rule(f"rule_{number}", inputs, [left], [right])
+    for number, (inputs, left, right) in enumerate((
         ("x[b, k], y[b, k], w[n, k]", "linear(add(x, y), w)", "add(linear(x, w), linear(y, w))"),
         ("x[b, k], w[n, k], v[m, k]", "cat((linear(x, w), linear(x, v)), -1)",
          "linear(x, cat((w, v), -2))"),
@@ -30,7 +30,7 @@ RULES = [
         ("x[b, k], y[b, m]", "split_with_sizes(cat((x, y), -1), (k, m), -1)[0]", "x"),
         ("x[b, k]", "mul(add(x, x), 0.5)", "x"),
         ("x[b, k], y[b, k]", "add(x, y)", "add(y, x)"),
-    )
+    ))
 ]  # fmt: skip
 LED: list[Rule] = [with_lead(own) or own for own in RULES]
 

@@ -199,6 +199,8 @@ def test_without_followers_the_program_agrees_with_elimination(seed: int) -> Non
 class Underpaid:
     """One variable; its first option costs 3 in truth, of which its readers' shares say 1."""
 
+    parts = None
+
     def model(self, joint: Collection[int] = ()) -> Model:
         costs = np.array([[[3e9 if joint else 1e9], [2e9]]])
         sent = slice(FORWARD_SENT, FORWARD_SENT + 1)

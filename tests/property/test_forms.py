@@ -35,20 +35,23 @@ PRICES = row_prices(ShadowPrices(), PASSES)
 """Without a price of memory: what takes one of several values cannot make it again."""
 
 
-def random_graph(rng: Random) -> Graph:
-    """Products of a few values, added up, with activations between."""
+def random_graph(rng: Random, shared: float = 0.0) -> Graph:
+    """Products of a few values, added up, with activations between; a share of them with weights
+    that others have, too.
+    """
     rows, width = rng.choice((64, 512)), rng.choice((64, 256))
     shape = f"float32[{rows}, {width}]"
-    values, body, weights = ["x"], list[str](), 0
+    values, body, weights, products = ["x"], list[str](), 0, 0
     named = rng.random() < 0.7
     for layer in range(rng.randint(1, 3)):
         operand, made = rng.choice(values), []
         for index in range(rng.randint(2, 3)):
             made.append(f"p{layer}_{index}")
             path = f"m{layer}_{index}" if named else ""
-            note = f"# {path}" if named else f'# "" #{weights}'
-            body.append(f"{made[-1]}: {shape} = linear({operand}, w{weights})  {note}")
-            weights += 1
+            note = f"# {path}" if named else f'# "" #{products}'
+            known = rng.randrange(weights) if weights and rng.random() < shared else weights
+            body.append(f"{made[-1]}: {shape} = linear({operand}, w{known})  {note}")
+            weights, products = weights + (known == weights), products + 1
         total = made[0]
         for index, other in enumerate(made[1:]):
             kind = rng.choice(("add", "mul"))
@@ -122,10 +125,11 @@ def least(request: Request, mesh: Mesh, forms: Forms | None = None) -> tuple[flo
     return float(rows @ PRICES), form_of(context.layouts, values)
 
 
+@pytest.mark.parametrize("shared", [0.0, 0.4])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_least_of_all_forms_is_found_at_once(seed: int) -> None:
+def test_the_least_of_all_forms_is_found_at_once(seed: int, shared: float) -> None:
     rng = Random(seed)
-    graph = random_graph(rng)
+    graph = random_graph(rng, shared)
     found, cluster = (
         list(merges(graph)),
         load_cluster(rng.choice(("1x4xH100", "2x2xV100", "4xcpu"))),

@@ -11,12 +11,12 @@ from typing import Any
 
 from parloom.ir.graph import Arg, Call, Function, Node, Ref, TensorSpec
 from parloom.ir.ops import OPS
-from parloom.rewrite.egraph import Class, EGraph, Key, classes_in
+from parloom.rewrite.egraph import Class, EGraph, Key, May, always, classes_in
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.take import NONE, Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Name, Term, names_in
+from parloom.rewrite.terms import Name, Term, in_pairs, joined_at_once, names_in
 
 # Where an operator says a dim, or dims.
 DIMS: Mapping[str, int] = {
@@ -34,7 +34,6 @@ class Body:
         # The item that makes a value, by its place; inputs come before all.
         self.places: dict[str, int] = {}
         self._own: list[Key] = []
-        self._rules: tuple[str, ...] = ()
         self._inputs: set[str] = set()
         for value in function.inputs:
             self._given(value.name, -1)
@@ -45,17 +44,19 @@ class Body:
             else:
                 self._call(item, place)
 
-    def saturate(self, rules: Sequence[Rule], rounds: int) -> bool:
-        """Apply rules; whether nothing changes any more."""
-        self._rules = tuple(own.id for own in rules)
-        return self.graph.saturate(rules, rounds)
+    def saturate(self, rules: Sequence[Rule], rounds: int, may: May = always) -> bool:
+        """Apply rules that `may` be; whether nothing changes any more."""
+        return self.graph.saturate(rules, rounds, may)
 
     def class_of(self, value: str) -> Class:
         """The class that a value is in."""
         return self.graph.find(self.classes[value])
 
     def takes(self, most: int) -> Iterator[Take]:
-        """Other ways to compute values, at most so many of each, of what is made before these."""
+        """Other ways to compute values, at most so many of each, of what is made before these; by
+        all rules that changed anything.
+        """
+        rules = tuple(self.graph.fired)
         first: dict[Class, str] = {}
         for value in self.classes:
             first.setdefault(self.class_of(value), value)
@@ -77,7 +78,9 @@ class Body:
             elif counts[value] < most:
                 counts[value] += 1
                 values = (*(NONE,) * key[2], value)
-                yield Take(self.function.name, values, replace(term, result=None), self._rules)
+                call = joined_at_once(replace(term, result=None))
+                assert isinstance(call, Term)
+                yield Take(self.function.name, values, call, rules)
 
     def _by_operands(self) -> Iterator[tuple[Key, Class]]:
         """All calls, those of which what they read is there first; in one order for equal ones."""
@@ -100,18 +103,18 @@ class Body:
     def _call(self, node: Node, place: int) -> None:
         """Add a call, or its results as inputs where its shapes are not what is said of it."""
         args = tuple(self._arg(node, i, arg) for i, arg in enumerate(node.args))
+        calls = [in_pairs(Term(node.op, args, i)) for i in range(len(node.results))]
         try:
-            made = [
-                self.graph.add(Term(node.op, args, i), self.classes, {})
-                for i in range(len(node.results))
-            ]
+            made = [self.graph.add(call, self.classes, {}) for call in calls]
         except (NotExpressed, NotImplementedError):
             made = []
         for index, value in enumerate(node.results):
             self.places[value.name] = place
             if made and self.graph.shapes[made[index].number] == value.spec.shape:
                 self.classes[value.name] = made[index]
-                renewed = tuple(self.graph.add(arg, self.classes, {}) for arg in args)
+                call = calls[index]
+                assert isinstance(call, Term)
+                renewed = tuple(self.graph.add(arg, self.classes, {}) for arg in call.args)
                 self._own.append((node.op, renewed, index))
             else:
                 self._given(value.name, place)

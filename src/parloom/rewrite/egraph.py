@@ -6,7 +6,7 @@ its shape, and rules match where the shapes of their inputs do.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -32,6 +32,13 @@ class Class:
 Key = tuple[str, tuple[Any, ...], int]
 """Operator, arguments with classes in the place of terms, result."""
 Sizes = Mapping[str, Any]
+May = Callable[[Rule], bool]
+"""Whether a rule that matches is applied."""
+
+
+def always(_: Rule) -> bool:
+    """Apply all."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +55,13 @@ class EGraph:
 
     def __init__(self, most_nodes: int = MOST_NODES, one: Any = ONE) -> None:
         self.most_nodes, self.algebra = most_nodes, Shapes(one)
+        self.fired: dict[str, None] = {}
         self.shapes: list[Shape] = []
         self._parent: list[int] = []
         self._nodes: dict[Key, Class] = {}
         self._of_class: dict[int, dict[Key, None]] = {}
         self._readers: dict[int, dict[Key, None]] = defaultdict(dict)
+        self._of_op: dict[str, dict[Key, None]] = defaultdict(dict)
         self._inputs: dict[str, Class] = {}
         self._pending: list[int] = []
 
@@ -123,15 +132,17 @@ class EGraph:
                 renewed = (key[0], self.renewed(key[1]), key[2])
                 known = self._nodes.get(renewed)
                 self._nodes[renewed] = owner
+                self._of_op[key[0]][renewed] = None
                 self._of_class[owner.number][renewed] = None
                 for child in classes_in(renewed[1]):
                     self._readers[child.number][renewed] = None
                 if known is not None:
                     self.unite(known, owner)
 
-    def saturate(self, rules: Sequence[Rule], rounds: int) -> bool:
+    def saturate(self, rules: Sequence[Rule], rounds: int, may: May = always) -> bool:
         """Apply rules in both directions until nothing changes, in at most so many rounds; whether
-        nothing changes any more.
+        nothing changes any more. One that matches is asked for by `may` first, and counts as
+        `fired` where something changes.
         """
         directed = [way for rule in rules for way in ways(rule)]
         for _ in range(rounds):
@@ -145,11 +156,14 @@ class EGraph:
             for way, owner, binding in found:
                 if self.num_nodes > self.most_nodes:
                     return False
+                if not may(way.rule):
+                    continue
                 try:
                     made = self.add(way.result, binding.inputs, binding.sizes)
                 except NotExpressed:
                     continue
-                changed |= self.unite(owner, made)
+                if self.unite(owner, made):
+                    changed, self.fired[way.rule.id] = True, None
             self.rebuild()
             if not changed and self.num_nodes == before:
                 return True
@@ -159,11 +173,13 @@ class EGraph:
         self, pattern: Term, inputs: Mapping[str, Input]
     ) -> Iterator[tuple[Class, Binding]]:
         """Classes that a pattern matches, with what its names are."""
-        for number, nodes in list(self._of_class.items()):
-            for key in list(nodes):
-                if key[0] == pattern.op:
-                    for binding in self._call_matches(pattern, key, inputs, Binding({}, {})):
-                        yield self.find(Class(number)), binding
+        for key in list(self._of_op[pattern.op]):
+            owner = self._nodes.get(key)
+            if owner is None:  # it was renewed
+                del self._of_op[pattern.op][key]
+                continue
+            for binding in self._call_matches(pattern, key, inputs, Binding({}, {})):
+                yield self.find(owner), binding
 
     def _call_matches(
         self, pattern: Term, key: Key, inputs: Mapping[str, Input], known: Binding
@@ -248,6 +264,7 @@ class EGraph:
             raise NotExpressed(f"{op} has {len(made)} results")
         found = self._new(made[result].shape)
         self._nodes[key] = found
+        self._of_op[op][key] = None
         self._of_class[found.number][key] = None
         for child in classes_in(key[1]):
             self._readers[child.number][key] = None
@@ -283,6 +300,7 @@ class EGraph:
 class Way:
     """One output of a rule in one direction."""
 
+    rule: Rule
     pattern: Term
     result: Arg
     inputs: Mapping[str, Input]
@@ -294,7 +312,7 @@ def ways(rule: Rule) -> Iterator[Way]:
     for one, other in zip(rule.left, rule.right, strict=True):
         for pattern, result in ((one, other), (other, one)):
             if isinstance(pattern, Term) and set(names_in(result)) <= set(names_in(pattern)):
-                yield Way(pattern, result, inputs)
+                yield Way(rule, pattern, result, inputs)
 
 
 def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:

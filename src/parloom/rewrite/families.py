@@ -7,8 +7,10 @@ same rule, so a family needs no more inputs of a shape than a program of so many
 from parloom.rewrite.generate import Family, Operator, along, plain, splits, sums
 
 LINEAR = Operator("linear", 2, plain())
+BIASED = Operator("linear", 3, plain())
 ADD, MUL = (Operator(name, 2, plain(), commutes=True) for name in ("add", "mul"))
-SCALE = Operator("mul", 1, plain(0.5))
+HALF = 0.5
+SCALE = Operator("mul", 1, plain(HALF))
 FUNCTION = Operator("gelu", 1, plain())
 CAT = Operator("cat", 2, along(together=True), moves=True)
 SPLIT = Operator("split_with_sizes", 1, splits, moves=True, results=2)
@@ -25,6 +27,18 @@ FAMILIES = (
         "dense",
         "x[b, k], y[b, k], z[b, k], w[n, k], v[m, k], u[r, n]",
         (LINEAR, ADD, SCALE, FUNCTION, CAT, SPLIT),
+        3,
+    ),
+    Family(
+        "towers",
+        "x[b, k], y[b, j], w[n, k], v[n, j]",
+        (LINEAR, ADD, CAT),
+        3,
+    ),
+    Family(
+        "biases",
+        "x[b, k], y[b, k], w[n, k], v[m, k], c[n], d[m]",
+        (LINEAR, BIASED, ADD, CAT, SPLIT),
         3,
     ),
     Family(

@@ -8,7 +8,7 @@ it of the graph that was asked about. What only some forms need may be left out.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import pairwise
+from itertools import combinations
 from operator import and_, or_
 
 from parloom.ir.factors import Factored, factorize
@@ -85,12 +85,18 @@ class Forms:
         }
         self.first = frozenset(self._places[made] for made in first)
         self.optional = frozenset(self._places[made] for made in self._optional(bodies))
-        self._positions = [tuple(self._taken_by(take)) for take in takes]
+        self.positions = {take: tuple(self._taken_by(take)) for take in takes}
         self.together = tuple(
-            pair for own in self._positions for pair in pairwise(place for place, _ in own)
+            pair
+            for own in self.positions.values()
+            for pair in combinations((place for place, _ in own), 2)
         )
         self.conditions = dict(self._conditions())
         self._known: dict[tuple[Take, ...], Form] = {}
+
+    def place_of(self, function: str, node: Node) -> Place:
+        """Where an operator of the graph that was asked about is."""
+        return self._places[function, node]
 
     def form(self, taken: Mapping[Place, int]) -> Form:
         """The graph in which operators at these places take the operands in these positions, as far
@@ -98,7 +104,7 @@ class Forms:
         """
         takes = tuple(
             take
-            for take, positions in zip(self.takes, self._positions, strict=True)
+            for take, positions in self.positions.items()
             if any(taken.get(place) == at for place, at in positions)
         )
         if takes not in self._known:
@@ -121,6 +127,22 @@ class Forms:
         """Whether two operators may be there together."""
         mine, its = dict(self.conditions.get(one, ())), dict(self.conditions.get(other, ()))
         return all(mine[either] == its[either] for either in mine.keys() & its.keys())
+
+    def one_is_there(self, places: Collection[Place]) -> bool:
+        """Whether every form has one of these operators, as far as one choice says it."""
+        if not self.optional.issuperset(places):
+            return True
+        alone = set[Condition]().union(
+            *(found for place in places if len(found := self.conditions.get(place, ())) == 1)
+        )
+        sizes = {
+            (own.name, item.key): len(item.refs)
+            for own in (*self.graph.functions, self.graph.main)
+            for item in own.body
+            if isinstance(item, Node)
+        }
+        eithers = {either for either, _ in alone}
+        return any(all((either, at) in alone for at in range(sizes[either])) for either in eithers)
 
     def _superposed(self, function: Function) -> Body:
         """The function with all takes of its values beside these."""

@@ -11,15 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from parloom.rewrite.axioms import prove_by_axioms
 from parloom.rewrite.basis import basis, distinct
 from parloom.rewrite.families import FAMILIES
 from parloom.rewrite.generate import Family, Generator
-from parloom.rewrite.rules import Rule, prove, rule
+from parloom.rewrite.rules import Rule, only_moves, prove, rule, with_lead
+from parloom.rewrite.terms import calls_in
 
-VERSION = 1
+VERSION = 2
+PROOFS = ("normal forms", "axioms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,8 @@ class Counts:
 
 
 def regenerate(families: Sequence[Family]) -> Iterator[tuple[Counts, list[Rule]]]:
-    """The rules that each family adds to the basis, with counts. That operators commute, which no
-    candidate says (operands come in one order), is known.
-    """
-    commuting = dict.fromkeys(
-        own.op for family in families for own in family.operators if own.commutes
-    )
-    known = [
-        rule(f"{op} commutes", "x[*], y[*]", [f"{op}(x, y)"], [f"{op}(y, x)"]) for op in commuting
-    ]
+    """The rules that each family adds to the basis, with counts."""
+    known = commuting(families)
     for family in families:
         began = time.monotonic()
         generator = Generator(family)
@@ -89,19 +86,35 @@ def regenerate(families: Sequence[Family]) -> Iterator[tuple[Counts, list[Rule]]
             print(f"  refused {number}: {reason}; as {example[reason]}")
 
 
+def commuting(families: Sequence[Family]) -> list[Rule]:
+    """That operators commute, which no candidate says: operands come in one order."""
+    operators = (own for family in families for own in family.operators)
+    return [
+        rule(f"{op} commutes", "x[*], y[*]", [f"{op}(x, y)"], [f"{op}(y, x)"])
+        for op in dict.fromkeys(own.op for own in operators if own.commutes)
+    ]
+
+
 def document(rules: Sequence[Rule]) -> str:
-    """Rules as JSON, one line each."""
-    lines = [
-        json.dumps({
-            "id": own.id,
-            "inputs": ", ".join(map(str, own.inputs)),
-            "left": list(map(str, own.left)),
-            "right": list(map(str, own.right)),
-        })
-        for own in rules
-    ]  # fmt: skip
-    body = ",\n  ".join(lines)
+    """Rules as JSON, one line each: for any dims in front where that is proved, too."""
+    body = ",\n  ".join(json.dumps(entry(with_lead(own) or own)) for own in rules)
     return f'{{"version": {VERSION}, "rules": [\n  {body}\n]}}\n'
+
+
+def entry(found: Rule) -> dict[str, Any]:
+    """A rule as JSON values; its id is of its operators, and a hash."""
+    inputs, sides = ", ".join(map(str, found.inputs)), (found.left, found.right)
+    left, right = (list(map(str, side)) for side in sides)
+    ops = dict.fromkeys(call.op for side in sides for call in calls_in(side[0]))
+    text = f"{inputs}: {left} = {right}"
+    return {
+        "id": f"{'_'.join(ops)}_{blake2b(text.encode(), digest_size=3).hexdigest()}",
+        "inputs": inputs,
+        "left": left,
+        "right": right,
+        "moves": only_moves(found),
+        "proofs": PROOFS,
+    }
 
 
 def main() -> int:
@@ -114,11 +127,11 @@ def main() -> int:
     asked = [own for own in FAMILIES if not args.family or own.name in args.family]
     if args.calls:
         asked = [replace(own, most_calls=min(own.most_calls, args.calls)) for own in asked]
-    found: list[Rule] = []
+    found = commuting(asked)
     for counts, rules in regenerate(asked):
         print(counts, flush=True)
         found += rules
-    print(f"basis: {len(found)} rules")
+    print(f"basis: {len(found)} rules, {len(commuting(asked))} of them that operators commute")
     if args.out is not None:
         args.out.write_text(document(found), encoding="utf-8")
     return 0

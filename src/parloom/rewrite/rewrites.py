@@ -14,12 +14,12 @@ from parloom.errors import InputError, nearest
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
 from parloom.rewrite import merge
+from parloom.rewrite.alternatives import follows, named_rules
+from parloom.rewrite.known import is_rule, known_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
 from parloom.rewrite.take import Take, parse_take, with_takes
 
-RULES = merge.RULES
-"""The names of all rules by which values may be computed in another way."""
 PROOF = "both sides have equal normal forms for all shapes"
 """How rules are proved."""
 BLOCK = re.compile(r"block ([^ ]+)")
@@ -69,14 +69,31 @@ def derived(graph: Graph, rewrites: Sequence[str]) -> Graph:
     named again; raises `InputError` where it does not.
     """
     takes = takes_of(rewrites)
-    known = set(map(str, merge.merges(before_takes(graph, rewrites)))) if takes else set()
+    before = before_takes(graph, rewrites) if takes else graph
+    merges = set(map(str, merge.merges(before))) if takes else set()
+    functions = {own.name: own for own in (*before.functions, before.main)}
     for take in takes:
         for name in take.rules:
-            if name not in RULES:
-                raise InputError(f"{take}: no rule {name!r}{nearest(name, RULES)}")
-        if str(take) not in known:
+            if not is_rewrite(name):
+                raise InputError(f"{take}: no rule {name!r}{nearest(name, rule_names())}")
+        if set(take.rules) <= set(merge.RULES):
+            is_true = str(take) in merges
+        else:
+            function = functions.get(take.function)
+            is_true = function is not None and follows(function, take, named_rules(function, take))
+        if not is_true:
             raise InputError(f"{take}: this does not follow from {', '.join(take.rules)}")
     return rewritten(graph, rewrites)
+
+
+def rule_names() -> list[str]:
+    """The names of all rules by which values may be computed in another way."""
+    return [*merge.RULES, *known_rules()]
+
+
+def is_rewrite(name: str) -> bool:
+    """Whether this is the name of such a rule, or of a case of one."""
+    return name in merge.RULES or is_rule(name)
 
 
 def before_takes(graph: Graph, rewrites: Sequence[str]) -> Graph:

@@ -14,6 +14,7 @@ import numpy as np
 
 from parloom.errors import InputError
 from parloom.ir.ops.algebra import Algebra
+from parloom.rewrite.arithmetic import Arithmetic
 from parloom.rewrite.modular import PRIME, Numbers
 from parloom.rewrite.symbolic import NormalForms, NotExpressed, dim, tensor
 from parloom.rewrite.terms import (
@@ -110,7 +111,12 @@ def with_lead(found: Rule) -> Rule | None:
     return None if prove(general) else general
 
 
-def counterexample(found: Rule, seed: int) -> str:
+def only_moves(found: Rule) -> bool:
+    """Whether both sides do the same arithmetic with the same numbers, so that they round alike."""
+    return not counterexample(found, 0, Arithmetic())
+
+
+def counterexample(found: Rule, seed: int, algebra: Numbers = Numbers()) -> str:  # noqa: B008 - frozen
     """Extents for which both sides differ modulo a prime; empty where there were none."""
     rng = Random(seed)
     numbers = np.random.default_rng(seed)
@@ -119,12 +125,12 @@ def counterexample(found: Rule, seed: int) -> str:
     sizes = dict(zip(names, _extents(rng, len(names)), strict=True))
     inputs = {}
     for own in found.inputs:
-        shape = _shape(Numbers(), own, sizes, lead)
+        shape = _shape(algebra, own, sizes, lead)
         if prod(shape) > MOST_ELEMENTS:
             return ""
         most = PRIME if own.below is None else size_in(own.below, sizes, 1)
         inputs[own.name] = numbers.integers(0, most, shape)
-    sides = [evaluate(side, Numbers(), inputs, sizes) for side in (found.left, found.right)]
+    sides = [evaluate(side, algebra, inputs, sizes) for side in (found.left, found.right)]
     for index, (one, other) in enumerate(zip(*sides, strict=True)):
         if one.shape != other.shape or (one != other).any():
             said = ", ".join(f"{name} = {size}" for name, size in sizes.items())

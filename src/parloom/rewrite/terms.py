@@ -19,7 +19,7 @@ from parloom.ir.ops import OPS
 from parloom.ir.ops.algebra import Algebra
 from parloom.ir.ops.exact import Given
 
-LEAD = "*"
+LEAD, CAT = "*", "cat"
 _INPUT = re.compile(r"\s*([A-Za-z_]\w*)\[([^\]]*)\]\s*(?:<([^,]+))?(?:,|$)")
 Size = tuple[tuple[str, ...], ...]
 """A sum of products of names."""
@@ -88,6 +88,36 @@ def arg_text(arg: Arg) -> str:
         inner = ", ".join(map(arg_text, arg))
         return f"({inner},)" if len(arg) == 1 else f"({inner})"
     return str(arg) if isinstance(arg, (Term, Name, Extent)) else repr(arg)
+
+
+def in_pairs(arg: Arg) -> Arg:
+    """A term in which what is joined, is joined two by two, the first ones first, as rules have
+    it.
+    """
+    if isinstance(arg, tuple):
+        return tuple(map(in_pairs, arg))
+    if not isinstance(arg, Term):
+        return arg
+    args = tuple(map(in_pairs, arg.args))
+    if arg.op == CAT and isinstance(args[0], tuple) and len(args[0]) > 2:
+        return reduce(lambda one, other: Term(CAT, ((one, other), *args[1:])), args[0])
+    return Term(arg.op, args, arg.result)
+
+
+def joined_at_once(arg: Arg) -> Arg:
+    """The inverse of `in_pairs`, however the parts were joined."""
+    if isinstance(arg, tuple):
+        return tuple(map(joined_at_once, arg))
+    if not isinstance(arg, Term):
+        return arg
+    args = tuple(map(joined_at_once, arg.args))
+    if arg.op == CAT and isinstance(args[0], tuple):
+        parts = list[Arg]()
+        for part in args[0]:
+            inner = isinstance(part, Term) and part.op == CAT and part.args[1:] == args[1:]
+            parts += part.args[0] if inner else (part,)  # type: ignore[union-attr,arg-type]
+        args = (tuple(parts), *args[1:])
+    return Term(arg.op, args, arg.result)
 
 
 def parse_inputs(text: str) -> tuple[Input, ...]:

@@ -13,7 +13,7 @@ from parloom.rewrite.regions import regions
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.optimize import Searched, Space, search
 from parloom.search.request import Request, Say
-from parloom.search.rewritten import RewrittenRequest
+from parloom.search.rewritten import RewrittenRequest, with_takes
 from parloom.search.smallest import Smallest, smallest_plan
 
 
@@ -52,3 +52,5 @@ class Blocks(RewrittenRequest):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request, [f"block {module}" for module in regions(request.graph)])
+        if request.takes:
+            self.request = with_takes(self.request)

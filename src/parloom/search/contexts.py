@@ -141,8 +141,8 @@ class ContextSearch:
         self.composer = Composer(self.layouts, passes, work)
         self.duals = ShadowPrices()
         self.judged: dict[Decisions, SimulatedCandidate] = {}
-        # By weight, and the option of the variable that says where it lies.
-        self._stored: dict[tuple[int, int], Mapping[Level, Ints]] = {}
+        # By weight, the variable that says where it lies, and its option.
+        self._stored: dict[tuple[int, int, int], Mapping[Level, Ints]] = {}
         # Bytes that the model may count, such that simulated peaks are within the limit.
         self.limit = float(request.limit_bytes)
         # What a byte that is held costs beside the limit.
@@ -256,9 +256,9 @@ class ContextSearch:
             found += number * part
         return found
 
-    def _place(self, weight: int, values: Sequence[int]) -> tuple[int, int]:
-        variable = self.layouts.placed_by(weight)
-        return weight, 0 if variable is None else values[variable]
+    def _place(self, weight: int, values: Sequence[int]) -> tuple[int, int, int]:
+        variable = self.layouts.placed_by(weight, values)
+        return (weight, -1, 0) if variable is None else (weight, variable, values[variable])
 
     def _lying(self, weight: int, values: Sequence[int]) -> StoredWeight:
         program, home = self.layouts.program, self.layouts.home(weight, values)

@@ -23,6 +23,7 @@ KEEP, REMAKE, DROP, REGATHER, ALIAS = "keep", "remake", "drop", "regather", "ali
 SEEN = {DROP: 0, KEEP: 1, ALIAS: 1, REGATHER: 2, REMAKE: 2}
 # Fates that need the operands in the backward pass.
 NEEDING = (REMAKE, ALIAS)
+AGAIN = (REMAKE, REGATHER)
 
 
 @dataclass(frozen=True)

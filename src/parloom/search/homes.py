@@ -78,7 +78,8 @@ def agreements(
             yield from _of_derived(program, menus, flow)
     for pair in program.together:
         one, other = (np.array([choice.taken for choice in menus[i].choices]) for i in pair)
-        yield Agreement(pair, one[:, None] == other)
+        # One that is left out takes none.
+        yield Agreement(pair, (one[:, None] == other) | (one[:, None] < 0) | (other < 0))
 
 
 def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator[Agreement]:

@@ -14,12 +14,13 @@ from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menu, Menus, assignments
 from parloom.search.fates import Fates, Options
 from parloom.search.flow_costs import PASSES, FlowCosts
+from parloom.search.form_parts import FormParts
 from parloom.search.homes import agreements, homes
 from parloom.search.model import Floats, Model, Row, Term, Variable, View
 from parloom.search.operator_costs import OperatorCosts
 from parloom.search.prices import PARTS, Known, Prices
-from parloom.search.program import Axes, Block, Program
-from parloom.search.storage import WEIGHT_PARTS, StoragePrices, stored_of
+from parloom.search.program import Axes, Block, Program, Reader, State, Weight
+from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, stored_of
 
 # Costs are sums of floating-point numbers.
 ROUNDING = 1e-9
@@ -61,7 +62,7 @@ class LayoutModel:
         self.homes = {
             index: tuple(homes(weight, menus, self.mesh))
             for index, weight in enumerate(program.weights)
-            if len(weight.readers) > 1
+            if weight.is_shared
         }
         self.variable = {w: len(menus) + i for i, w in enumerate(self.homes)}
         self.flows = FlowCosts(
@@ -70,6 +71,9 @@ class LayoutModel:
         self.calls = OperatorCosts(program, self.prices, self.options, self.fates)
         self.fixed = (*self._operators(), *self._weights(), *self._agreements(menus))
         self.variables = tuple(self._variables())
+        self.parts = (
+            None if program.forms is None else FormParts(program, program.forms, self.options)
+        )
 
     def model(self, joint: Collection[int] = ()) -> Model:
         """The model; the flows in `joint` are exact where several readers share a movement, of
@@ -108,29 +112,44 @@ class LayoutModel:
             yield Term((View(index, np.arange(size), size),), ((costs, None),), PASSES, "operator")
 
     def _weights(self) -> Iterator[Term]:
-        """A term for the storage of each weight: the levels are alternatives."""
+        """A term for the storage of each weight, for each reader of one whose readers are never
+        there together: the levels are alternatives.
+        """
         for index, weight in enumerate(self.program.weights):
-            views: tuple[View, ...] = ()
-            states: list[tuple[Layout, Axes]] = [(Layout(), ())]
             if index in self.homes:
-                states = [(home.layout, home.reduce) for home in self.homes[index]]
-                views = (View(self.variable[index], np.arange(len(states)), len(states)),)
-            elif weight.readers:
-                (reader,) = weight.readers
+                places = [(home.layout, home.reduce) for home in self.homes[index]]
+                view = View(self.variable[index], np.arange(len(places)), len(places))
+                yield self._stored(weight, places, view)
+            for reader in weight.readers if index not in self.homes else ():
                 options = self.options[reader.operator]
                 wanted = options.menu.operands[reader.operand]
-                states = [(state.layout, state.varying) for state in wanted.values]
-                views = (View(reader.operator, wanted.index[options.choice], len(states)),)
-            listed = [self.storage.options(stored_of(self.program, weight, *s)) for s in states]
-            most = max((len(levels) for levels, _ in listed), default=0)
-            costs = np.zeros((max(1, most), len(states), WEIGHT_PARTS))
-            legal = np.zeros(costs.shape[:-1], dtype=bool)
-            for i, (levels, parts) in enumerate(listed):
-                costs[: len(levels), i] = parts * weight.count
-                legal[: len(levels), i] = True
-            if not views:
-                costs, legal = costs[:, 0], legal[:, 0]
-            yield Term(views, ((costs, legal),), STORAGE, "weight")
+                states = [
+                    None if weight.apart and own.absent else (own.layout, own.varying)
+                    for own in wanted.values
+                ]
+                view = View(reader.operator, wanted.index[options.choice], len(states))
+                yield self._stored(weight, states, view)
+            if not weight.readers:
+                yield self._stored(weight, [(Layout(), ())])
+
+    def _stored(
+        self, weight: Weight, places: Sequence[tuple[Layout, Axes] | None], *views: View
+    ) -> Term:
+        """What it costs to store a weight in these places; nothing in none."""
+        nothing = (Level(),), np.zeros((1, WEIGHT_PARTS), dtype=np.int64)
+        listed = [
+            nothing if own is None else self.storage.options(stored_of(self.program, weight, *own))
+            for own in places
+        ]
+        most = max((len(levels) for levels, _ in listed), default=0)
+        costs = np.zeros((max(1, most), len(places), WEIGHT_PARTS))
+        legal = np.zeros(costs.shape[:-1], dtype=bool)
+        for i, (levels, parts) in enumerate(listed):
+            costs[: len(levels), i] = parts * weight.count
+            legal[: len(levels), i] = True
+        if not views:
+            costs, legal = costs[:, 0], legal[:, 0]
+        return Term(views, ((costs, legal),), STORAGE, "weight")
 
     def _agreements(self, menus: Sequence[Menu]) -> Iterator[Term]:
         """What is impossible of weights that several operators read."""
@@ -182,22 +201,32 @@ class LayoutModel:
             found += self.flows.rows(number, values, prices)[0]
         return found
 
-    def placed_by(self, weight: int) -> int | None:
+    def placed_by(self, weight: int, values: Sequence[int]) -> int | None:
         """The variable that says where a weight lies; None of one that nothing reads."""
         if weight in self.homes:
             return self.variable[weight]
+        reader = self._reader(weight, values)
+        return None if reader is None else reader.operator
+
+    def _reader(self, weight: int, values: Sequence[int]) -> Reader | None:
+        """The reader that is there, or the first one."""
         readers = self.program.weights[weight].readers
-        return readers[0].operator if readers else None
+        there = (own for own in readers if not self._state(own, values).absent)
+        return next(there, readers[0] if readers else None)
+
+    def _state(self, reader: Reader, values: Sequence[int]) -> State:
+        """How a reader wants what it reads."""
+        options = self.options[reader.operator]
+        choice, _ = options.option(values[reader.operator])
+        return options.menu.choices[choice].operands[reader.operand]
 
     def home(self, weight: int, values: Sequence[int]) -> tuple[Layout, Axes]:
         """Compute layout of a weight, and the axes over which its gradient is partial."""
-        variable = self.placed_by(weight)
-        if variable is None:
-            return Layout(), ()
         if weight in self.homes:
-            home = self.homes[weight][values[variable]]
+            home = self.homes[weight][values[self.variable[weight]]]
             return home.layout, home.reduce
-        readers, options = self.program.weights[weight].readers, self.options[variable]
-        choice, _ = options.option(values[variable])
-        state = options.menu.choices[choice].operands[readers[0].operand]
+        reader = self._reader(weight, values)
+        if reader is None:
+            return Layout(), ()
+        state = self._state(reader, values)
         return state.layout, state.varying

@@ -36,9 +36,17 @@ def least_work_ps(contexts: Contexts) -> float:
 
 def least_on_one_device(contexts: Contexts) -> tuple[float, Form]:
     """What one device computes that does all the work, and the form with which that is least."""
-    count, program, prices = _on_one_device(contexts)
-    least_ps, form = least_form(program, list(least_times_ps(program, prices)))
+    count, program, times = times_on_one_device(contexts)
+    least_ps, form = least_form(program, times)
     return count * least_ps, form
+
+
+def times_on_one_device(contexts: Contexts) -> tuple[int, Program, list[int]]:
+    """The least number of microbatches, the program of one, and what one device computes in each of
+    its operators.
+    """
+    count, program, prices = _on_one_device(contexts)
+    return count, program, list(least_times_ps(program, prices))
 
 
 def longest_item_ps(contexts: Contexts) -> float:
@@ -77,13 +85,28 @@ def least_form(program: Program, times: Sequence[float]) -> tuple[float, Form]:
     """
     if program.forms is None:
         return float(sum(times)), program.form({})
+    model, places = model_of_forms(program, times)
+    found, values = Elimination(model).minimum(np.ones(1))
+    chosen = {
+        index: places[index][value]
+        for index, value in enumerate(values)
+        if program.operators[index].takes and places[index][value] >= 0
+    }
+    return found, program.form(chosen)
+
+
+def model_of_forms(
+    program: Program, times: Sequence[float]
+) -> tuple[Model, Sequence[tuple[int, ...]]]:
+    """A variable for each operator, and the operands that its options take: 0 of one that takes
+    none of several, -1 where it is left out.
+    """
     variables, terms = list[Variable](), list[Term]()
-    taken = list[tuple[int, ...]]()
+    every = list[tuple[int, ...]]()
     for operator, ps in zip(program.operators, times, strict=True):
-        # The operand that is taken, 0 of others; -1: left out.
         options = range(len(operator.operands) if operator.takes else 1)
         places = (*options, *((-1,) if operator.optional else ()))
-        taken.append(places)
+        every.append(places)
         variables.append(Variable(":".join(operator.place), places))
         costs = np.array([float(ps) * (place >= 0) for place in places])
         terms.append(Term((_all(len(terms), places),), ((costs[None, :, None], None),), ONE))
@@ -98,14 +121,7 @@ def least_form(program: Program, times: Sequence[float]) -> tuple[float, Form]:
         )
         views = _all(source, made), _all(reader.operator, read)
         terms.append(Term(views, ((np.zeros((1, 1, 1, 1)), legal[None]),), ONE))
-    model = Model((Row("time", "ps"),), tuple(variables), tuple(terms))
-    found, values = Elimination(model).minimum(np.ones(1))
-    chosen = {
-        index: taken[index][value]
-        for index, value in enumerate(values)
-        if program.operators[index].takes and taken[index][value] >= 0
-    }
-    return found, program.form(chosen)
+    return Model((Row("time", "ps"),), tuple(variables), tuple(terms)), every
 
 
 def _all(variable: int, options: Sequence[object]) -> View:

@@ -20,7 +20,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.plan import ParameterDecision
-from parloom.rewrite.rewrites import RULES
+from parloom.rewrite.rewrites import is_rewrite, rule_names
 
 Axes = tuple[str, ...]
 Assignment = Mapping[str, Axes]
@@ -158,8 +158,9 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
     if name == STAGES and len(words) == 1 and NUMBER.fullmatch(words[0]):  # no module of that name
         return Pin(text, name, Kind.STAGES, (Term(ANY, words[0]),), forbidden)
     if name == REWRITE and len(words) == 1 and RULE.fullmatch(words[0]) and words[0] not in WORDS:
-        if not any(fnmatchcase(rule, words[0]) for rule in RULES):
-            raise InputError(f"{text}: no rule {words[0]!r}{hint(words[0], list(RULES))}")
+        names = rule_names()
+        if not is_rewrite(words[0]) and not any(fnmatchcase(name, words[0]) for name in names):
+            raise InputError(f"{text}: no rule {words[0]!r}{hint(words[0], names)}")
         return Pin(text, name, Kind.REWRITE, (Term(ANY, words[0]),), forbidden)
     if words in ([KEEP], [RECOMPUTE]):
         return Pin(text, name, Kind.RECOMPUTATION, (Term(ANY, words[0]),), forbidden)

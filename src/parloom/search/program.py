@@ -8,9 +8,10 @@ made once for all readers in a call that want the same, so these stand together.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec, with_operands
@@ -119,6 +120,7 @@ class Weight:
 
     `block`: only one block call reads each, so that its chunks are gathered for that call, together
     with those of others: `unit_elements` in all. `last`: gradients are among the last to arrive.
+    `apart`: of its readers one is there in every form, as which wants it it lies.
     """
 
     spec: TensorSpec
@@ -130,10 +132,16 @@ class Weight:
     last: bool = False
     pins: tuple[Pin, ...] = ()
     reached: bool = True
+    apart: bool = False
 
     @property
     def count(self) -> int:
         return len(self.targets)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several operators may read it that are there together."""
+        return len(self.readers) > 1 and not self.apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,12 +331,12 @@ class _Folding:
                 reader = Reader(at, position)
                 self.first.setdefault(name, reader)
                 reads.setdefault((call, name), []).append(reader)
-        weights, units = _weights_of(self.graph, self.pinned, reads)
+        weights, units = _weights_of(self.graph, self.pinned, reads, self._are_apart)
         shared = {
             target: index
             for index, weight in enumerate(weights)
             for target in weight.targets
-            if len(weight.readers) > 1
+            if weight.is_shared
         }
         operators = tuple(
             self._operator(flat, found) for flat, found in zip(templates, counts, strict=True)
@@ -366,7 +374,7 @@ class _Folding:
         several = {
             name
             for name in self.derived.intersection(flowing)
-            if name not in self.inputs or len(self.readers[name]) > 1
+            if name not in self.inputs or self._has_others(flat, name)
         }
         return Operator(
             flat.function,
@@ -378,6 +386,15 @@ class _Folding:
             bool(flowing) and not derived and several.issuperset(flowing),
             bool(self.forms and (flat.function, flat.node.key) in self.forms.optional),
         )
+
+    def _has_others(self, flat: FlatNode, name: str) -> bool:
+        """Whether a value has other readers that may be there together with this one."""
+        if self.forms is None:
+            return len(self.readers[name]) > 1
+        own = flat.function, flat.node.key
+        places = [(function, key) for function, key, _ in self.readers[name]]
+        others = (other for other in places if other != own)
+        return places.count(own) > 1 or any(self.forms.meet(own, other) for other in others)
 
     def _flows(
         self, reads: dict[tuple[CallKey, str], list[Reader]], shared: Mapping[str, int]
@@ -402,6 +419,15 @@ class _Folding:
             by_call.setdefault(call, []).append(index)
         flows = (replace(flow, count=count) for flow, count in zip(found, counts, strict=True))
         return tuple(flows), by_call
+
+    def _are_apart(self, readers: Sequence[Reader]) -> bool:
+        """Whether there are several, of which one is there in every form."""
+        if self.forms is None or len(readers) < 2:
+            return False
+        flats = [self.templates[reader.operator] for reader in readers]
+        places = [(flat.function, flat.node.key) for flat in flats]
+        meet = any(self.forms.meet(*pair) for pair in combinations(places, 2))
+        return not meet and self.forms.one_is_there(places)
 
     def _as_made(self, name: str, readers: Sequence[Reader]) -> tuple[Reader, ...]:
         """The readers that a batch tensor comes for, where an operator stands for it."""
@@ -430,7 +456,10 @@ class _Folding:
 
 
 def _weights_of(
-    graph: Graph, pinned: Pinned, reads: Mapping[tuple[CallKey, str], Sequence[Reader]]
+    graph: Graph,
+    pinned: Pinned,
+    reads: Mapping[tuple[CallKey, str], Sequence[Reader]],
+    are_apart: Callable[[Sequence[Reader]], bool],
 ) -> tuple[tuple[Weight, ...], int]:
     """All weights, equal ones together, and how many block calls read weights of their own."""
     found: dict[Weight, list[str]] = {}
@@ -461,6 +490,7 @@ def _weights_of(
             last=name in last,
             pins=pinned.parameters.get(entry.target, ()),
             reached=name in trained,
+            apart=are_apart(tuple(dict.fromkeys(readers.get(name, ())))),
         )
         found.setdefault(alike, []).append(entry.target)
     weights = (replace(weight, targets=tuple(targets)) for weight, targets in found.items())

@@ -17,6 +17,7 @@ from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
 from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.take import Take
 from parloom.search.pinned import NONE, Pinned
 
 AUTO = "auto"
@@ -50,7 +51,8 @@ class Request:
 
     `num_microbatches`: so many, None for any number; `method`: a name of `arguments.METHODS` or the
     path of a plan; `budget`: how much deterministic work a method may do. With `all_devices` no
-    plan leaves some of them idle. Where `batch_semantics` are by microbatch, `graph` is the program
+    plan leaves some of them idle; `takes` are other ways to compute values, of which `auto` may use
+    any. Where `batch_semantics` are by microbatch, `graph` is the program
     of one microbatch.
     """
 
@@ -66,6 +68,7 @@ class Request:
     batch_semantics: str = GLOBAL
     method: str = AUTO
     all_devices: bool = True
+    takes: tuple[Take, ...] = ()
 
     @property
     def cluster(self) -> Cluster:

@@ -8,22 +8,22 @@ from parloom.ir.factors import factorize
 from parloom.rewrite.forms import Forms
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
-from parloom.rewrite.take import Take
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pinned import resolve
 from parloom.search.pins import Kind
-from parloom.search.request import Request
+from parloom.search.request import Request, base_of
+from parloom.search.worthwhile import worthwhile
 
 
 class RewrittenRequest:
-    """`asked` of the graph that `rewrites` make of its own, with the same pins."""
+    """`asked` of the graph that `rewrites` make of its own, with the same pins, in that form."""
 
     def __init__(self, asked: Request, rewrites: Sequence[str]) -> None:
-        self.rewrites, self.request = tuple(rewrites), asked
+        self.rewrites, self.request = tuple(rewrites), replace(asked, takes=())
         if self.rewrites:
             graph, pins = rewritten(asked.graph, self.rewrites), asked.pinned.pins
             pinned = resolve(pins, graph, factorize(graph)) if pins else asked.pinned
-            self.request = replace(asked, graph=graph, pinned=pinned)
+            self.request = replace(self.request, graph=graph, pinned=pinned)
 
     def as_asked(self, plan: SimulatedPlan) -> SimulatedPlan:
         """A plan of this graph as one of the graph that was asked about."""
@@ -31,32 +31,34 @@ class RewrittenRequest:
         return replace(plan, decisions=replace(plan.decisions, rewrites=rewrites))
 
 
-def takes_for(request: Request) -> list[Take]:
-    """The other ways to compute values of its graph that pins leave: a pin on an operator leaves
-    all of its block kind as it is.
+def with_takes(request: Request) -> Request:
+    """The request with all other ways to compute values of its graph that are worth a choice, and
+    that pins leave: a pin on an operator leaves all of its block kind as it is.
     """
-    pinned = request.pinned
+    pinned, graph = request.pinned, request.graph
     named = {function for function, _ in pinned.operators}
-    return [
-        take
-        for take in merges(request.graph)
-        if take.function not in named and pinned.allows_rewrite(take.rules)
-    ]
+    functions = [own for own in (*graph.functions, graph.main) if own.name not in named]
+    joined = [take for take in merges(graph) if take.function not in named]
+    (_, own), *_ = request.regular()
+    found = (*joined, *worthwhile(own, base_of(own), functions, joined))
+    return replace(request, takes=tuple(t for t in found if pinned.allows_rewrite(t.rules)))
 
 
 def forms_for(request: Request) -> Forms | None:
-    """All forms of its graph; None where there is one."""
-    takes = takes_for(request)
-    return Forms(request.graph, takes) if takes else None
+    """All forms that a request leaves its graph; None where there is one."""
+    return Forms(request.graph, request.takes) if request.takes else None
 
 
 def as_pinned(request: Request) -> RewrittenRequest:
     """The request of the graph with the rewrites that pins ask for, wherever they apply; raises
     `InputError` where one does nowhere.
     """
-    wanted = [pin for pin in request.pinned.pins if pin.kind is Kind.REWRITE and not pin.forbidden]
-    takes = [take for take in takes_for(request) if any(p.is_about(take.rules) for p in wanted)]
+    rewrites = (pin for pin in request.pinned.pins if pin.kind is Kind.REWRITE)
+    wanted = [pin for pin in rewrites if not pin.forbidden]
+    takes = [take for take in request.takes if any(pin.is_about(take.rules) for pin in wanted)]
     for pin in wanted:
         if not any(pin.is_about(take.rules) for take in takes):
             raise InputError(f"{pin.text}: it applies nowhere in this model that pins leave free")
-    return RewrittenRequest(request, tuple(map(str, takes)))
+    found = RewrittenRequest(request, tuple(map(str, takes)))
+    found.request = with_takes(found.request) if takes else request
+    return found

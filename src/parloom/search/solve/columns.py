@@ -10,7 +10,7 @@ from typing import Protocol
 
 from parloom.search.linear import LinearProgram
 from parloom.search.model import Floats, Model
-from parloom.search.solve.minimum import Minimizer
+from parloom.search.solve.minimum import Minimizer, Parts
 from parloom.search.step_rows import (
     EXPOSED,
     INSTANTS,
@@ -39,6 +39,9 @@ NEAR = 1e-3
 
 class Problem(Protocol):
     """A model whose terms may be made exact."""
+
+    @property
+    def parts(self) -> Parts | None: ...
 
     def model(self, joint: Collection[int] = ()) -> Model: ...
 
@@ -72,7 +75,7 @@ class ColumnGeneration:
 
     def __post_init__(self) -> None:
         self.joint: frozenset[int] = frozenset()
-        self.minimizer = Minimizer(self.problem.model())
+        self.minimizer = Minimizer(self.problem.model(), self.problem.parts)
         self.size = len(self.minimizer.model.variables)
         self.least_held = 0.0  # where the highest price of memory was tried
         self.penalty = PENALTY
@@ -91,7 +94,7 @@ class ColumnGeneration:
             # Those that are missed most, so that few terms become large.
             least = max(missed.values()) / JOINED
             self.joint |= {number for number, more in missed.items() if more >= least}
-            self.minimizer = Minimizer(self.problem.model(self.joint))
+            self.minimizer = Minimizer(self.problem.model(self.joint), self.problem.parts)
 
     def minimum_with(self, forced: Mapping[int, int], prices: Floats) -> tuple[int, ...]:
         """A good solution under `prices` in which variables have these values."""

@@ -7,6 +7,7 @@ no better solution has are left out of its elimination.
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import inf
+from typing import Protocol
 
 import numpy as np
 
@@ -31,11 +32,27 @@ ONE = np.ones(1)
 Values = tuple[int, ...]
 
 
-class Minimizer:
-    """Minima of `model`; solutions and messages of one price vector are where the next begins."""
+class Parts(Protocol):
+    """Easier models by sets of numbers below `number`."""
 
-    def __init__(self, model: Model) -> None:
+    @property
+    def number(self) -> int: ...
+
+    def allowed(self, part: frozenset[int]) -> Sequence[Bools] | None:
+        """Which options the first variables have; None for a set that has none."""
+
+
+class Minimizer:
+    """Minima of `model`; solutions and messages of one price vector are where the next begins.
+
+    `parts` are easier models: which options the first variables have, by a set of numbers. The
+    first solution begins at that of the empty set; where bound and solution do not meet, numbers
+    are added as long as solutions become better.
+    """
+
+    def __init__(self, model: Model, parts: Parts | None = None) -> None:
         self.model, self.elimination = model, Elimination(model, LARGEST)
+        self.parts, self._climbed = parts, False
         self.pruning: Pruning | None = None
         self.like: Values = ()
         self._last: tuple[bytes, list[Floats], Eliminated, Priced] | None = None
@@ -96,6 +113,8 @@ class Minimizer:
     def _bounded(self, found: Eliminated, priced: Priced, tolerance: float) -> tuple[float, Values]:
         """A bound and a solution of what is left."""
         pruning, before = self._pruning(found), -inf
+        if self.parts is not None and not self.like:
+            self.like = self._of_part(frozenset(), found, tolerance)
         while True:
             bound, cost, values, alive = pruning.run(priced, self.like, SWEEPS)
             if values:
@@ -108,10 +127,48 @@ class Minimizer:
                 break
             before = bound
         best = self._best_among(alive, found)
-        if best is None:
+        if best is not None:
+            self.like = best[1] or values
+            return max(bound, best[0]), self.like
+        if self.parts is None or self._climbed:
             return bound, values
-        self.like = best[1] or values
-        return max(bound, best[0]), self.like
+        self._climbed = True
+        self._climb(self.parts, found, tolerance)
+        return self._bounded(found, priced, tolerance)
+
+    def _climb(self, parts: Parts, found: Eliminated, tolerance: float) -> None:
+        """Begin at the best solution of parts that each have one number more than the last."""
+        rest, own = self.elimination.rest(found), frozenset[int]()
+        while True:
+            known = {
+                own | {number}: self._of_part(own | {number}, found, tolerance)
+                for number in range(parts.number)
+                if number not in own
+            }
+            better = [
+                (_cost(rest, values), sorted(part), values)
+                for part, values in known.items()
+                if values and not (self.like and _cost(rest, self.like) <= _cost(rest, values))
+            ]
+            if not better:
+                return
+            _, part, self.like = min(better)
+            own = frozenset(part)
+
+    def _of_part(self, part: frozenset[int], found: Eliminated, tolerance: float) -> Values:
+        """The best solution of what is left that was found of a part; none where there is none."""
+        assert self.parts is not None
+        masks = self.parts.allowed(part)
+        if masks is None:
+            return ()
+        rest = self.elimination.rest(found)
+        allowed = [
+            masks[v] if v < len(masks) else np.ones(len(own), dtype=bool)
+            for v, own in zip(self.elimination.left, rest.variables, strict=True)
+        ]
+        small, kept = rest.restricted(allowed)
+        _, values = Minimizer(small).minimum(ONE, tolerance)
+        return tuple(int(k[v]) for k, v in zip(kept, values, strict=False))
 
     def _best_among(
         self, allowed: Sequence[Bools], found: Eliminated
@@ -126,3 +183,8 @@ class Minimizer:
         cost, values = exact.minimum(ONE)
         some = tuple(int(k[v]) for k, v in zip(kept, values, strict=False))
         return cost + found.constant, some
+
+
+def _cost(model: Model, values: Values) -> float:
+    """What a solution costs of a model of one row."""
+    return float(sum(term.chosen(ONE, values)[0] for term in model.terms))

@@ -1,0 +1,124 @@
+"""Other ways to compute the values of a function by known rules, and whether one follows from those
+that it names.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
+from parloom.rewrite.bodies import Body
+from parloom.rewrite.known import cases, holds
+from parloom.rewrite.rules import Rule
+from parloom.rewrite.symbolic import NotExpressed
+from parloom.rewrite.take import Take, taken_bodies
+from parloom.rewrite.terms import Term, in_pairs, names_in
+
+# Calls that a function is given at most, rounds of rules, and ways to compute a value.
+MOST_NODES, ROUNDS, WAYS = 1_000, 2, 12
+# The least width of numbers whose arithmetic may be done in another order.
+WIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to compute a value, and the operators that go with the one there is."""
+
+    take: Take
+    gone: tuple[Node, ...]
+
+
+def alternatives(graph: Graph, function: Function) -> Iterator[Alternative]:
+    """Other ways to compute the values of a function, with which some operator is gone or smaller;
+    the rules of each are all that matched.
+    """
+    body = Body(function, MOST_NODES)
+    body.saturate(rules_for(function), ROUNDS, holds)
+    for take in body.takes(WAYS):
+        own = taken_bodies(graph, [take])[function.name]
+        kept = {id(origin) for _, origin in own}
+        gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
+        new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]
+        if _shapes(function, gone) - _shapes(function, new):
+            yield Alternative(take, gone)
+
+
+def _shapes(function: Function, nodes: Sequence[Node]) -> Counter[object]:
+    """Operators with the shapes they are of."""
+    specs = function.specs() | {v.name: v.spec for node in nodes for v in node.results}
+    return Counter(
+        (node.op, tuple(specs[name] for name in node.refs), tuple(v.spec for v in node.results))
+        for node in nodes
+    )
+
+
+def rules_for(function: Function) -> list[Rule]:
+    """The rules that may be applied to values of a function. Numbers of 16 bits are only moved: in
+    another order they would round otherwise.
+    """
+    specs = function.specs().values()
+    narrow = any(spec.is_float and DTYPE_BYTES[spec.dtype] < WIDE for spec in specs)
+    return [own.rule for own in cases(function) if own.moves or not narrow]
+
+
+def named_rules(function: Function, take: Take) -> list[Rule]:
+    """The rules that a take names, as far as they may be applied."""
+    return [own for own in rules_for(function) if own.id in take.rules]
+
+
+def with_few_rules(function: Function, take: Take) -> Take | None:
+    """A take by as many of its rules as are needed; None where it does not follow from them in few
+    rounds.
+    """
+    needed = named_rules(function, take)
+    if not follows(function, take, needed):
+        return None
+    for own in tuple(needed):
+        rest = [other for other in needed if other is not own]
+        if follows(function, take, rest):
+            needed = rest
+    return replace(take, rules=tuple(own.id for own in needed))
+
+
+def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
+    """Whether the results of a take are the values of `function` in whose place they are, by these
+    rules, each of which holds.
+    """
+    body = Body(_above(function, take), MOST_NODES)
+    if not set(names_in(take.call)) <= body.classes.keys() or not all(map(holds, rules)):
+        return False
+    try:
+        made = {
+            name: body.graph.add(
+                in_pairs(Term(take.call.op, take.call.args, index)), body.classes, {}
+            )
+            for index, name in take.taken
+        }
+    except NotExpressed:
+        return False
+    for _ in range(2 * ROUNDS):
+        if all(body.graph.find(one) == body.class_of(name) for name, one in made.items()):
+            return True
+        if body.saturate(rules, 1, holds):
+            break
+    return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
+
+
+def _above(function: Function, take: Take) -> Function:
+    """What makes the values of a take of what its call reads; all else is an input."""
+    makers = {v.name: item for item in function.body for v in item.results}
+    specs, read = function.specs(), set(names_in(take.call))
+    found, inputs, left = set[int](), dict[str, None](), [name for _, name in take.taken]
+    while left:
+        name = left.pop()
+        item = makers.get(name)
+        if not isinstance(item, Node) or (name in read and name not in take.values):
+            inputs[name] = None
+        elif id(item) not in found:
+            found.add(id(item))
+            left += item.refs
+    body = tuple(item for item in function.body if id(item) in found)
+    made = {value.name for item in body for value in item.results}
+    given = (name for name in (*inputs, *sorted(read)) if name in specs)
+    values = tuple(Value(name, specs[name]) for name in dict.fromkeys(given) if name not in made)
+    return replace(function, inputs=values, body=body, outputs=())

@@ -1,0 +1,107 @@
+"""The rules that come with parloom (`rules.json`, which `regenerate` writes), and their cases.
+
+A rule of one opaque function or of one number is true of others as far as its proof is: cases for
+those of a model are made as they are needed. Whoever applies a rule has it proved first.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from parloom.errors import InputError
+from parloom.ir.graph import Function, Node, Ref
+from parloom.rewrite.families import FUNCTION, HALF, SCALE
+from parloom.rewrite.rules import Rule, prove, rule
+from parloom.rewrite.terms import Arg, Name, Term, calls_in
+
+FILE = "rules.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A rule; one that only moves data rounds as what it replaces."""
+
+    rule: Rule
+    moves: bool
+
+
+@cache
+def known_rules() -> Mapping[str, Known]:
+    """All of them, by their ids. Raises `InputError` for one that cannot be read."""
+    text = files("parloom.rewrite").joinpath(FILE).read_text(encoding="utf-8")
+    found = (_read(entry) for entry in json.loads(text)["rules"])
+    return MappingProxyType({own.rule.id: own for own in found})
+
+
+def is_rule(name: str) -> bool:
+    """Whether this is the id of a rule, or of a case of one."""
+    return name in known_rules() or any(name.startswith(f"{own}_") for own in known_rules())
+
+
+@cache
+def holds(found: Rule) -> bool:
+    """Whether both sides have equal normal forms."""
+    return not prove(found)
+
+
+def cases(function: Function) -> Iterator[Known]:
+    """All rules, and the same of the functions and numbers that calls of `function` have."""
+    nodes = [item for item in function.body if isinstance(item, Node)]
+    ops = dict.fromkeys(node.op for node in nodes if _is_unary(node))
+    numbers = dict.fromkeys(node.args[1] for node in nodes if _is_scaled(node))
+    ops.pop(FUNCTION.op, None)
+    numbers.pop(HALF, None)
+    for own in known_rules().values():
+        yield own
+        calls = {call for side in (*own.rule.left, *own.rule.right) for call in calls_in(side)}
+        if any(call.op == FUNCTION.op for call in calls):
+            for op in ops:
+                yield _case(own, op, {FUNCTION.op: op}, {})
+        if any(HALF in call.args for call in calls):
+            for number in numbers:
+                yield _case(own, _named(number), {}, {HALF: number})
+
+
+def _read(entry: Mapping[str, Any]) -> Known:
+    try:
+        found = rule(entry["id"], entry["inputs"], entry["left"], entry["right"])
+        return Known(found, bool(entry["moves"]))
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{FILE}: {entry}: {error!r}") from None
+
+
+def _is_unary(node: Node) -> bool:
+    return len(node.args) == 1 and isinstance(node.args[0], Ref) and not node.kwargs
+
+
+def _is_scaled(node: Node) -> bool:
+    if node.op != SCALE.op or node.kwargs:
+        return False
+    return len(node.args) == 2 and isinstance(node.args[1], (int, float))
+
+
+def _named(number: object) -> str:
+    """A number as part of a name."""
+    return str(number).replace("-", "m").replace(".", "p").replace("+", "")
+
+
+def _case(own: Known, suffix: str, ops: Mapping[str, str], numbers: Mapping[Any, Any]) -> Known:
+    def other(arg: Arg) -> Arg:
+        if isinstance(arg, Term):
+            return Term(ops.get(arg.op, arg.op), tuple(map(other, arg.args)), arg.result)
+        if isinstance(arg, tuple):
+            return tuple(map(other, arg))
+        return numbers.get(arg, arg) if isinstance(arg, float) else arg
+
+    def side(terms: tuple[Term | Name, ...]) -> tuple[Term | Name, ...]:
+        made = tuple(map(other, terms))
+        assert all(isinstance(term, (Term, Name)) for term in made)
+        return made  # type: ignore[return-value]
+
+    found = own.rule
+    rules = Rule(f"{found.id}_{suffix}", found.inputs, side(found.left), side(found.right))
+    return replace(own, rule=rules)
