@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.graph import Function, Node, Ref
+from parloom.ir.graph import Function, Node, Ref, TensorSpec
 from parloom.rewrite.families import FUNCTION, HALF, SCALE
 from parloom.rewrite.rules import Rule, prove, rule
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
@@ -51,7 +51,8 @@ def holds(found: Rule) -> bool:
 def cases(function: Function) -> Iterator[Known]:
     """All rules, and the same of the functions and numbers that calls of `function` have."""
     nodes = [item for item in function.body if isinstance(item, Node)]
-    ops = dict.fromkeys(node.op for node in nodes if _is_unary(node))
+    specs = function.specs()
+    ops = dict.fromkeys(node.op for node in nodes if _is_unary(node, specs))
     numbers = dict.fromkeys(node.args[1] for node in nodes if _is_scaled(node))
     ops.pop(FUNCTION.op, None)
     numbers.pop(HALF, None)
@@ -74,8 +75,11 @@ def _read(entry: Mapping[str, Any]) -> Known:
         raise InputError(f"{FILE}: {entry}: {error!r}") from None
 
 
-def _is_unary(node: Node) -> bool:
-    return len(node.args) == 1 and isinstance(node.args[0], Ref) and not node.kwargs
+def _is_unary(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether it may be a function of elements: a proof says whether it is."""
+    if len(node.args) != 1 or not isinstance(node.args[0], Ref) or node.kwargs:
+        return False
+    return [value.spec for value in node.results] == [specs[node.args[0].name]]
 
 
 def _is_scaled(node: Node) -> bool:

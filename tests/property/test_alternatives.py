@@ -1,0 +1,123 @@
+"""Known rules on functions: each way computes the same, follows from the rules that it names, and
+from nothing else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from random import Random
+
+import pytest
+
+from parloom.errors import InputError
+from parloom.ir.graph import Graph
+from parloom.ir.text import parse_graph, print_graph
+from parloom.ir.verify import verify_graph
+from parloom.rewrite import known
+from parloom.rewrite.alternatives import alternatives, follows, named_rules, with_few_rules
+from parloom.rewrite.known import Known, cases, holds, is_rule, known_rules
+from parloom.rewrite.rewrites import derived, rewritten
+from parloom.rewrite.rules import counterexample, rule
+from parloom.rewrite.take import Take, with_takes
+from parloom.rewrite.terms import Term
+from tests.property.test_bodies import computed, random_graph
+
+SEEDS = range(12)
+
+
+def found_in(graph: Graph) -> Iterator[Take]:
+    for one in islice(alternatives(graph, graph.main), 6):
+        take = with_few_rules(graph.main, one.take)
+        if take is not None:
+            yield take
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_known_rules_compute_the_same(seed: int) -> None:
+    graph = random_graph(Random(seed))
+    expected = computed(graph.main)["loss"]
+    for take in found_in(graph):
+        found = derived(graph, [str(take)])
+        verify_graph(found)
+        assert (computed(found.main)["loss"] == expected).all()
+
+
+def test_most_follow_from_few_rules() -> None:
+    graphs = [random_graph(Random(seed)) for seed in SEEDS]
+    ways = [
+        (graph, one.take) for graph in graphs for one in islice(alternatives(graph, graph.main), 6)
+    ]
+    takes = [take for graph, way in ways if (take := with_few_rules(graph.main, way)) is not None]
+    assert len(takes) > 0.9 * len(ways) > 20
+    assert min(len(take.rules) for take in takes) == 1
+    assert max(len(take.rules) for take in takes) <= 6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_way_by_other_rules_or_of_other_values_is_refused(seed: int) -> None:
+    graph = random_graph(Random(seed))
+    for take in list(found_in(graph))[:4]:
+        rules = named_rules(graph.main, take)
+        assert follows(graph.main, take, rules)
+        for left_out in rules:
+            assert not follows(graph.main, take, [own for own in rules if own is not left_out])
+        wrong = replace(take, call=Term("add", (take.call, take.call)))
+        assert not follows(graph.main, wrong, rules)
+        with pytest.raises(InputError, match="does not follow from"):
+            derived(graph, [str(replace(take, call=Term("relu", (take.call,))))])
+        with pytest.raises(InputError, match="no rule 'add_lineer'; did you mean"):
+            derived(graph, [str(replace(take, rules=("add_lineer",)))])
+
+
+def test_a_rule_that_was_edited_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It matches, but is not proved."""
+    wrong = rule("wrong", "x[*, k], w[n, k]", ["linear(x, w)"], ["linear(add(x, x), w)"])
+    assert counterexample(wrong, 0)
+    monkeypatch.setattr(known, "known_rules", lambda: {"wrong": Known(wrong, moves=True)})
+    graph = random_graph(Random(0))
+    assert list(alternatives(graph, graph.main)) == []
+    node = next(n for _, n in graph.unfolded() if n.op == "linear")
+    x, w = node.refs
+    text = f"take {node.results[0].name} in main by wrong: linear(add({x}, {x}), {w})"
+    assert rewritten(graph, [text])
+    with pytest.raises(InputError, match="does not follow from wrong"):
+        derived(graph, [text])
+
+
+def test_numbers_of_16_bits_are_only_moved() -> None:
+    lines = [
+        'graph "Sums" training=True', "",
+        *(f'input {n}: float32[8, 6] = batch("{n}")' for n in "xy"),
+        'input w: float32[4, 6] = parameter("w", trainable=True)', "", "main main:",
+        "    a: float32[8, 4] = linear(x, w)  # a",
+        "    b: float32[8, 4] = linear(y, w)  # b",
+        "    s: float32[8, 4] = add(a, b)  # s",
+        "    c: float32[8, 8] = cat((a, b), -1)  # c",
+        "    loss: float32[] = mean(s)  #", "    other: float32[] = mean(c)  #",
+        "    all: float32[] = add(loss, other)  #", "    return all", "", "loss all", "",
+    ]  # fmt: skip
+    text = "\n".join(lines)
+    wide, narrow = parse_graph(text), parse_graph(text.replace("float32", "bfloat16"))
+    ways = [{way.take.values for way in alternatives(own, own.main)} for own in (wide, narrow)]
+    assert ("s",) in ways[0]
+    assert ("s",) not in ways[1]
+    assert print_graph(with_takes(narrow, [])) == print_graph(narrow)
+
+
+def test_all_rules_of_the_file_hold() -> None:
+    rules = known_rules()
+    assert len(rules) > 500
+    assert sum(own.moves for own in rules.values()) > 100
+    for own in Random(0).sample(list(rules.values()), 60):
+        assert holds(own.rule), own.rule.id
+        assert not counterexample(own.rule, 1), own.rule.id
+
+
+def test_rules_have_cases_for_other_functions_and_numbers() -> None:
+    graph = random_graph(Random(3))
+    assert any(node.op == "relu" for _, node in graph.unfolded())
+    named = {own.rule.id for own in cases(graph.main)}
+    relus = {name for name in named if name.endswith("_relu")}
+    assert relus
+    assert all(map(is_rule, relus))
+    assert not is_rule("add_lineer")
