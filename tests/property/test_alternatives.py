@@ -48,9 +48,8 @@ def test_most_follow_from_few_rules() -> None:
         (graph, one.take) for graph in graphs for one in islice(alternatives(graph, graph.main), 6)
     ]
     takes = [take for graph, way in ways if (take := with_few_rules(graph.main, way)) is not None]
-    assert len(takes) > 0.9 * len(ways) > 20
+    assert len(takes) > 0.8 * len(ways) > 20
     assert min(len(take.rules) for take in takes) == 1
-    assert max(len(take.rules) for take in takes) <= 6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -98,9 +97,13 @@ def test_numbers_of_16_bits_are_only_moved() -> None:
     ]  # fmt: skip
     text = "\n".join(lines)
     wide, narrow = parse_graph(text), parse_graph(text.replace("float32", "bfloat16"))
-    ways = [{way.take.values for way in alternatives(own, own.main)} for own in (wide, narrow)]
-    assert ("s",) in ways[0]
-    assert ("s",) not in ways[1]
+    ways = [
+        {(*way.take.values, way.take.call.op) for way in alternatives(own, own.main)}
+        for own in (wide, narrow)
+    ]
+    assert ("s", "linear") in ways[0]
+    assert ("s", "linear") not in ways[1]
+    assert ("c", "linear") in ways[1]
     assert print_graph(with_takes(narrow, [])) == print_graph(narrow)
 
 

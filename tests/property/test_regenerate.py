@@ -44,5 +44,5 @@ def test_the_command_prints_counts_and_writes(
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("products: ")
     assert "proved twice" in first
-    assert last.endswith(" rules")
-    assert path.read_text(encoding="utf-8").startswith('{"version": 1, "rules": [')
+    assert last.startswith("basis: ")
+    assert path.read_text(encoding="utf-8").startswith('{"version": 2, "rules": [')

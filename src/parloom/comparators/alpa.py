@@ -102,7 +102,7 @@ def on_view(
     storage = StoragePrices(walker, base, optimizer)
     levels = []
     for index, weight in enumerate(program.weights):
-        stored = stored_of(program, weight, *layouts.home(index, found.values))
+        stored = stored_of(program, weight, *layouts.weights.home(index, found.values))
         levels.append(scattered(storage, stored, base.num_microbatches))
     return planned(layouts, found.values, levels, base), found.cost
 

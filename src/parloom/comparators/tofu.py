@@ -71,7 +71,7 @@ class Cut:
         """The storage of every kind of weight: the only one that there is."""
         layouts, program = self.layouts, self.layouts.program
         stored = (
-            stored_of(program, weight, *layouts.home(index, self.values))
+            stored_of(program, weight, *layouts.weights.home(index, self.values))
             for index, weight in enumerate(program.weights)
         )
         return tuple(layouts.storage.options(each)[0][0] for each in stored)

@@ -12,10 +12,11 @@ from parloom.rewrite.known import cases, holds
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.take import Take, taken_bodies
-from parloom.rewrite.terms import Term, in_pairs, names_in
+from parloom.rewrite.terms import Term, calls_in, in_pairs, names_in
 
-# Calls that a function is given at most, rounds of rules, and ways to compute a value.
-MOST_NODES, ROUNDS, WAYS = 1_000, 2, 12
+# Calls that a function is given at most, rounds of rules, ways to compute a value that are looked
+# at, and those of the fewest calls that are kept.
+MOST_NODES, ROUNDS, LOOKED, WAYS = 1_000, 3, 60, 12
 # The least width of numbers whose arithmetic may be done in another order.
 WIDE = 4
 
@@ -34,13 +35,21 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Alternative]:
     """
     body = Body(function, MOST_NODES)
     body.saturate(rules_for(function), ROUNDS, holds)
-    for take in body.takes(WAYS):
+    counts = Counter[tuple[str, ...]]()
+    for take in sorted(body.takes(LOOKED), key=_num_calls):
+        if counts[take.values] == WAYS:
+            continue
         own = taken_bodies(graph, [take])[function.name]
         kept = {id(origin) for _, origin in own}
         gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
         new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]
         if _shapes(function, gone) - _shapes(function, new):
+            counts[take.values] += 1
             yield Alternative(take, gone)
+
+
+def _num_calls(take: Take) -> int:
+    return len(set(calls_in(take.call)))
 
 
 def _shapes(function: Function, nodes: Sequence[Node]) -> Counter[object]:

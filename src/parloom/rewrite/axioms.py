@@ -323,6 +323,11 @@ class _Reading:
     def _mm(self, term: Term) -> Any:
         return FUNCTIONS["mm"](*map(self.term, term.args))
 
+    def _matmul(self, term: Term) -> Any:
+        if self.rank(term.args[1]) != 2:
+            raise NotReadError("a product of two batches")
+        return self._mm(term)
+
     def _t(self, term: Term) -> Any:
         return FUNCTIONS["t"](self.term(term.args[0]))
 

@@ -7,6 +7,7 @@ results of other calls are inputs. Dims are counted from the last, as rules coun
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice, product
 from typing import Any
 
 from parloom.ir.graph import Arg, Call, Function, Node, Ref, TensorSpec
@@ -22,6 +23,9 @@ from parloom.rewrite.terms import Name, Term, in_pairs, joined_at_once, names_in
 DIMS: Mapping[str, int] = {
     "cat": 1, "stack": 1, "split_with_sizes": 2, "softmax": 1, "sum": 1, "mean": 1,
 }  # fmt: skip
+
+# Terms of what no value of the function is, and calls of these.
+FORMS, COMBINED = 2, 4
 
 
 class Body:
@@ -60,7 +64,7 @@ class Body:
         first: dict[Class, str] = {}
         for value in self.classes:
             first.setdefault(self.class_of(value), value)
-        terms: dict[Class, TermArg] = {own: Name(value) for own, value in first.items()}
+        terms: dict[Class, list[TermArg]] = {own: [Name(value)] for own, value in first.items()}
         alike = {
             _unordered((op, self.graph.renewed(args), result)) for op, args, result in self._own
         }
@@ -70,17 +74,28 @@ class Body:
             place = self.places[value] if value else len(self.function.body)
             if _unordered(key) in alike or value in self._inputs:
                 continue
-            if not all(self._is_before(terms.get(child), place) for child in classes_in(key[1])):
-                continue
-            term = Term(key[0], tuple(_with_terms(arg, terms) for arg in key[1]), key[2])
-            if not value:
-                terms.setdefault(owner, term)
-            elif counts[value] < most:
-                counts[value] += 1
-                values = (*(NONE,) * key[2], value)
-                call = joined_at_once(replace(term, result=None))
-                assert isinstance(call, Term)
-                yield Take(self.function.name, values, call, rules)
+            for term in self._terms(key, terms, place):
+                if not value and len(terms.setdefault(owner, [])) < FORMS:
+                    terms[owner].append(term)
+                elif value and counts[value] < most:
+                    counts[value] += 1
+                    values = (*(NONE,) * key[2], value)
+                    call = joined_at_once(replace(term, result=None))
+                    assert isinstance(call, Term)
+                    yield Take(self.function.name, values, call, rules)
+
+    def _terms(
+        self, key: Key, terms: Mapping[Class, Sequence[TermArg]], place: int
+    ) -> Iterator[Term]:
+        """A call of terms that are made before an item."""
+        children = list(dict.fromkeys(classes_in(key[1])))
+        before = [
+            [term for term in terms.get(child, ()) if self._is_before(term, place)]
+            for child in children
+        ]
+        for some in islice(product(*before), COMBINED):
+            known = dict(zip(children, some, strict=True))
+            yield Term(key[0], tuple(_with_terms(arg, known) for arg in key[1]), key[2])
 
     def _by_operands(self) -> Iterator[tuple[Key, Class]]:
         """All calls, those of which what they read is there first; in one order for equal ones."""
@@ -93,7 +108,7 @@ class Body:
 
     def _is_before(self, term: TermArg, place: int) -> bool:
         """Whether all that a term is of is made before an item."""
-        return term is not None and all(self.places[name] < place for name in names_in(term))
+        return all(self.places[name] < place for name in names_in(term))
 
     def _given(self, name: str, place: int) -> None:
         self.classes[name] = self.graph.input(name, self.specs[name].shape)

@@ -15,7 +15,7 @@ FUNCTION = Operator("gelu", 1, plain())
 CAT = Operator("cat", 2, along(together=True), moves=True)
 SPLIT = Operator("split_with_sizes", 1, splits, moves=True, results=2)
 TURN = Operator("t", 1, plain())
-PRODUCT = Operator("mm", 2, plain())
+PRODUCT, ANY_PRODUCT = (Operator(name, 2, plain()) for name in ("mm", "matmul"))
 SOFTMAX = Operator("softmax", 1, along())
 SUM, MEAN = (Operator(name, 1, sums) for name in ("sum", "mean"))
 LOOK = Operator("embedding", 2, plain(), looks=True)
@@ -46,6 +46,15 @@ FAMILIES = (
         "x[b, k], y[b, k], p[k, n], q[k, n], o[n, m]",
         (PRODUCT, TURN, ADD, CAT, SPLIT),
         3,
+    ),
+    Family(
+        "matrices",
+        "x[b, k], p[k, n], q[n, m], w[n, k], v[m, n]",
+        (ANY_PRODUCT, PRODUCT, LINEAR, TURN),
+        2,
+    ),
+    Family(
+        "batches", "x[a, b, k], p[k, n], q[n, m], w[n, k], v[m, n]", (ANY_PRODUCT, LINEAR, TURN), 2
     ),
     Family(
         "elements", "x[b, k], y[b, k], z[b, k], s[k]", (ADD, MUL, SCALE, FUNCTION, CAT, SPLIT), 3

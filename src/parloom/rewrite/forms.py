@@ -94,9 +94,9 @@ class Forms:
         self.conditions = dict(self._conditions())
         self._known: dict[tuple[Take, ...], Form] = {}
 
-    def place_of(self, function: str, node: Node) -> Place:
-        """Where an operator of the graph that was asked about is."""
-        return self._places[function, node]
+    def place_of(self, function: str, origin: Origin) -> Place:
+        """Where an operator of the graph that was asked about is, or a call of a take."""
+        return self._places[function, origin]
 
     def form(self, taken: Mapping[Place, int]) -> Form:
         """The graph in which operators at these places take the operands in these positions, as far

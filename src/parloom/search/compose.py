@@ -283,7 +283,7 @@ class _Composition:
         """Columns of the ways to store equal weights."""
         composer = self.composer
         weight = composer.program.weights[index]
-        home = composer.layouts.home(index, self.every[0])
+        home = composer.layouts.weights.home(index, self.every[0])
         prices = composer.apart if weight.block else composer.layouts.storage
         levels, parts = prices.options(stored_of(composer.program, weight, *home))
         columns = []

@@ -257,11 +257,11 @@ class ContextSearch:
         return found
 
     def _place(self, weight: int, values: Sequence[int]) -> tuple[int, int, int]:
-        variable = self.layouts.placed_by(weight, values)
+        variable = self.layouts.weights.placed_by(weight, values)
         return (weight, -1, 0) if variable is None else (weight, variable, values[variable])
 
     def _lying(self, weight: int, values: Sequence[int]) -> StoredWeight:
-        program, home = self.layouts.program, self.layouts.home(weight, values)
+        program, home = self.layouts.program, self.layouts.weights.home(weight, values)
         return stored_of(program, program.weights[weight], *home)
 
     def fitting(self) -> Iterator[SimulatedCandidate]:

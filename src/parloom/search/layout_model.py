@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from parloom.cost.walk import Walker
-from parloom.ir.layout import Layout
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menu, Menus, assignments
 from parloom.search.fates import Fates, Options
@@ -19,8 +18,9 @@ from parloom.search.homes import agreements, homes
 from parloom.search.model import Floats, Model, Row, Term, Variable, View
 from parloom.search.operator_costs import OperatorCosts
 from parloom.search.prices import PARTS, Known, Prices
-from parloom.search.program import Axes, Block, Program, Reader, State, Weight
-from parloom.search.storage import WEIGHT_PARTS, Level, StoragePrices, stored_of
+from parloom.search.program import Axes, Block, Program
+from parloom.search.storage import WEIGHT_PARTS, StoragePrices
+from parloom.search.weight_costs import WeightCosts
 
 # Costs are sums of floating-point numbers.
 ROUNDING = 1e-9
@@ -68,8 +68,9 @@ class LayoutModel:
         self.flows = FlowCosts(
             program, self.prices, self.options, self.fates, self.homes, self.variable
         )
+        self.weights = WeightCosts(program, self.options, self.homes, self.variable, self.storage)
         self.calls = OperatorCosts(program, self.prices, self.options, self.fates)
-        self.fixed = (*self._operators(), *self._weights(), *self._agreements(menus))
+        self.fixed = (*self._operators(), *self.weights.terms(), *self._agreements(menus))
         self.variables = tuple(self._variables())
         self.parts = (
             None if program.forms is None else FormParts(program, program.forms, self.options)
@@ -110,46 +111,6 @@ class LayoutModel:
             costs = np.sum(rows, axis=0).reshape(1, -1, PARTS)
             size = costs.shape[1]
             yield Term((View(index, np.arange(size), size),), ((costs, None),), PASSES, "operator")
-
-    def _weights(self) -> Iterator[Term]:
-        """A term for the storage of each weight, for each reader of one whose readers are never
-        there together: the levels are alternatives.
-        """
-        for index, weight in enumerate(self.program.weights):
-            if index in self.homes:
-                places = [(home.layout, home.reduce) for home in self.homes[index]]
-                view = View(self.variable[index], np.arange(len(places)), len(places))
-                yield self._stored(weight, places, view)
-            for reader in weight.readers if index not in self.homes else ():
-                options = self.options[reader.operator]
-                wanted = options.menu.operands[reader.operand]
-                states = [
-                    None if weight.apart and own.absent else (own.layout, own.varying)
-                    for own in wanted.values
-                ]
-                view = View(reader.operator, wanted.index[options.choice], len(states))
-                yield self._stored(weight, states, view)
-            if not weight.readers:
-                yield self._stored(weight, [(Layout(), ())])
-
-    def _stored(
-        self, weight: Weight, places: Sequence[tuple[Layout, Axes] | None], *views: View
-    ) -> Term:
-        """What it costs to store a weight in these places; nothing in none."""
-        nothing = (Level(),), np.zeros((1, WEIGHT_PARTS), dtype=np.int64)
-        listed = [
-            nothing if own is None else self.storage.options(stored_of(self.program, weight, *own))
-            for own in places
-        ]
-        most = max((len(levels) for levels, _ in listed), default=0)
-        costs = np.zeros((max(1, most), len(places), WEIGHT_PARTS))
-        legal = np.zeros(costs.shape[:-1], dtype=bool)
-        for i, (levels, parts) in enumerate(listed):
-            costs[: len(levels), i] = parts * weight.count
-            legal[: len(levels), i] = True
-        if not views:
-            costs, legal = costs[:, 0], legal[:, 0]
-        return Term(views, ((costs, legal),), STORAGE, "weight")
 
     def _agreements(self, menus: Sequence[Menu]) -> Iterator[Term]:
         """What is impossible of weights that several operators read."""
@@ -200,33 +161,3 @@ class LayoutModel:
         for number in block.flows:
             found += self.flows.rows(number, values, prices)[0]
         return found
-
-    def placed_by(self, weight: int, values: Sequence[int]) -> int | None:
-        """The variable that says where a weight lies; None of one that nothing reads."""
-        if weight in self.homes:
-            return self.variable[weight]
-        reader = self._reader(weight, values)
-        return None if reader is None else reader.operator
-
-    def _reader(self, weight: int, values: Sequence[int]) -> Reader | None:
-        """The reader that is there, or the first one."""
-        readers = self.program.weights[weight].readers
-        there = (own for own in readers if not self._state(own, values).absent)
-        return next(there, readers[0] if readers else None)
-
-    def _state(self, reader: Reader, values: Sequence[int]) -> State:
-        """How a reader wants what it reads."""
-        options = self.options[reader.operator]
-        choice, _ = options.option(values[reader.operator])
-        return options.menu.choices[choice].operands[reader.operand]
-
-    def home(self, weight: int, values: Sequence[int]) -> tuple[Layout, Axes]:
-        """Compute layout of a weight, and the axes over which its gradient is partial."""
-        if weight in self.homes:
-            home = self.homes[weight][values[self.variable[weight]]]
-            return home.layout, home.reduce
-        reader = self._reader(weight, values)
-        if reader is None:
-            return Layout(), ()
-        state = self._state(reader, values)
-        return state.layout, state.varying

@@ -8,9 +8,9 @@ made once for all readers in a call that want the same, so these stand together.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 
 from parloom.ir.factors import Factored
@@ -331,13 +331,11 @@ class _Folding:
                 reader = Reader(at, position)
                 self.first.setdefault(name, reader)
                 reads.setdefault((call, name), []).append(reader)
-        weights, units = _weights_of(self.graph, self.pinned, reads, self._are_apart)
-        shared = {
-            target: index
-            for index, weight in enumerate(weights)
-            for target in weight.targets
-            if weight.is_shared
-        }
+        weights, units = _weights_of(
+            self.graph, self.pinned, reads, partial(are_apart, templates, self.forms)
+        )
+        found = enumerate(weights)
+        shared = {target: i for i, own in found if own.is_shared for target in own.targets}
         operators = tuple(
             self._operator(flat, found) for flat, found in zip(templates, counts, strict=True)
         )
@@ -374,7 +372,7 @@ class _Folding:
         several = {
             name
             for name in self.derived.intersection(flowing)
-            if name not in self.inputs or self._has_others(flat, name)
+            if name not in self.inputs or has_others(flat, self.readers[name], self.forms)
         }
         return Operator(
             flat.function,
@@ -386,15 +384,6 @@ class _Folding:
             bool(flowing) and not derived and several.issuperset(flowing),
             bool(self.forms and (flat.function, flat.node.key) in self.forms.optional),
         )
-
-    def _has_others(self, flat: FlatNode, name: str) -> bool:
-        """Whether a value has other readers that may be there together with this one."""
-        if self.forms is None:
-            return len(self.readers[name]) > 1
-        own = flat.function, flat.node.key
-        places = [(function, key) for function, key, _ in self.readers[name]]
-        others = (other for other in places if other != own)
-        return places.count(own) > 1 or any(self.forms.meet(own, other) for other in others)
 
     def _flows(
         self, reads: dict[tuple[CallKey, str], list[Reader]], shared: Mapping[str, int]
@@ -420,15 +409,6 @@ class _Folding:
         flows = (replace(flow, count=count) for flow, count in zip(found, counts, strict=True))
         return tuple(flows), by_call
 
-    def _are_apart(self, readers: Sequence[Reader]) -> bool:
-        """Whether there are several, of which one is there in every form."""
-        if self.forms is None or len(readers) < 2:
-            return False
-        flats = [self.templates[reader.operator] for reader in readers]
-        places = [(flat.function, flat.node.key) for flat in flats]
-        meet = any(self.forms.meet(*pair) for pair in combinations(places, 2))
-        return not meet and self.forms.one_is_there(places)
-
     def _as_made(self, name: str, readers: Sequence[Reader]) -> tuple[Reader, ...]:
         """The readers that a batch tensor comes for, where an operator stands for it."""
         maker = self.templates[self.made[name][0]].node
@@ -453,6 +433,31 @@ class _Folding:
             return None if weight is None else Flow(spec, flows, readers, 1, weight=weight)
         like = self.first.get(name) if entry.kind == "batch" else None
         return Flow(spec, flows, readers, 1, like=like)
+
+
+def has_others(
+    flat: FlatNode, readers: Collection[tuple[str, str, int]], forms: Forms | None
+) -> bool:
+    """Whether a value has other `readers` that may be there together with this one."""
+    if forms is None:
+        return len(readers) > 1
+    own = flat.function, flat.node.key
+    places = [(function, key) for function, key, _ in readers]
+    others = (other for other in places if other != own)
+    return places.count(own) > 1 or any(forms.meet(own, other) for other in others)
+
+
+def are_apart(
+    templates: Sequence[FlatNode], forms: Forms | None, readers: Sequence[Reader]
+) -> bool:
+    """Whether a weight has several readers, of which one is there in every form."""
+    if forms is None or len(readers) < 2:
+        return False
+    flats = [templates[reader.operator] for reader in readers]
+    places = [(flat.function, flat.node.key) for flat in flats]
+    return not any(forms.meet(*pair) for pair in combinations(places, 2)) and (
+        forms.one_is_there(places)
+    )
 
 
 def _weights_of(

@@ -1,25 +1,24 @@
-"""Which other ways to compute values are worth a choice: those with which one device computes
-little more than with the best of all.
+"""Which other ways to compute values are worth a choice: those with which one device computes less.
 
-What is not may still be what layouts need, but rules make hundreds of forms that no layout mends.
+What computes as much may still be what layouts need, but rules make hundreds of forms that no
+layout mends.
 """
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from parloom.ir.graph import Function
 from parloom.ir.plan import Decisions
 from parloom.rewrite.alternatives import alternatives, with_few_rules
 from parloom.rewrite.forms import Forms
-from parloom.rewrite.take import Take
+from parloom.rewrite.take import Origin, Take
+from parloom.rewrite.terms import calls_in
 from parloom.search.contexts import Contexts
-from parloom.search.least_compute import model_of_forms, times_on_one_device
+from parloom.search.least_compute import times_on_one_device
 from parloom.search.request import Request
-from parloom.search.solve.minimum import Minimizer
 
-# Ways of a block kind that are kept, and by which share of what it replaces one may be slower.
-MOST, SLOWER = 6, 0.1
+# Ways of a value, and of a block kind, that are kept.
+OF_VALUE, MOST = 2, 6
 
 
 def worthwhile(
@@ -32,25 +31,23 @@ def worthwhile(
         return
     forms = Forms(request.graph, [*others, *takes])
     _, program, times = times_on_one_device(Contexts(request, base, forms))
-    model, places = model_of_forms(program, times)
-    least = Minimizer(model).least(np.ones(1), 0.0)
-    best = max(float(costs.min()) for costs in least)
 
-    def beyond(take: Take) -> float:
-        """What one device computes at least beyond the best, with a take."""
-        costs = []
-        for place, at in forms.positions[take]:
-            index = program.indices[place]
-            costs.append(float(least[index][places[index].index(at)]))
-        return max(costs) - best
+    def spent(function: str, origins: Iterable[Origin]) -> int:
+        """What one device computes in these operators or calls."""
+        places = (forms.place_of(function, origin) for origin in origins)
+        return sum(times[program.indices[place]] for place in places)
 
     for function in functions:
-        near = []
+        saved: dict[tuple[tuple[str, ...], int], Take] = {}
         for one in found[function.name]:
-            gone = (program.indices[forms.place_of(function.name, node)] for node in one.gone)
-            if beyond(one.take) <= SLOWER * sum(times[index] for index in gone):
-                near.append(one.take)
-        for take in sorted(near, key=beyond)[:MOST]:
-            named = with_few_rules(function, take)
-            if named is not None:
-                yield named
+            more = spent(function.name, set(calls_in(one.take.call)))
+            less = spent(function.name, one.gone) - more
+            if less > 0:  # of those that save as much the first: operands are in any order
+                saved.setdefault((one.take.values, less), one.take)
+        counts = Counter[tuple[str, ...]]()
+        for (values, _), take in sorted(saved.items(), key=lambda own: -own[0][1]):
+            counts[values] += 1
+            if counts[values] <= OF_VALUE and counts.total() <= MOST:
+                named = with_few_rules(function, take)
+                if named is not None:
+                    yield named

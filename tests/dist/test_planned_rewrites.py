@@ -1,0 +1,174 @@
+"""Rewrites that `auto` chooses together with layouts, from the model to the proof."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parloom import api
+from parloom.errors import InputError
+from parloom.explain import explain
+from parloom.ir.graph import Call
+from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph
+from parloom.rewrite.rewrites import takes_of
+
+torch.set_num_threads(1)
+CLUSTER = "2x2xcpu"
+
+
+class Siamese(nn.Module):
+    """Products of two operands with one weight: one is added up, functions of another joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+        self.head = nn.Linear(512, 256)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat([F.gelu(self.v(x)), F.gelu(self.v(y))], -1)
+        loss: Tensor = (self.w(x) + self.w(y) + self.head(both)).square().mean()
+        return loss
+
+
+class Chain(nn.Module):
+    """A low-rank product, made of its factors first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(256, 4) / 16)
+        self.q = nn.Parameter(torch.randn(4, 256) / 2)
+        self.last = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(torch.relu(x @ (self.p @ self.q))).square().mean()
+        return loss
+
+
+class Attention(nn.Module):
+    """Blocks whose queries, keys and values are of one operand; the dropout has masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (own(x).unflatten(-1, (4, 8)).transpose(1, 2) for own in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q, k, v)
+        made: Tensor = x + self.dropout(found.transpose(1, 2).flatten(-2))
+        return made
+
+
+def siamese() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Siamese(), {"x": torch.randn(512, 256), "y": torch.randn(512, 256)}
+
+
+def chain() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Chain(), {"x": torch.randn(512, 256)}
+
+
+def attention() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Attention(), {"x": torch.randn(16, 8, 32)}
+
+
+def asked(name: str, **pins: Any) -> Plan:
+    return api.plan(f"{__file__}:{name}", cluster=CLUSTER, optimizer="adamw", **pins)
+
+
+@cache
+def planned(name: str, *forbid: str) -> Plan:
+    return asked(name, forbid=list(forbid))
+
+
+def rules_of(plan: Plan) -> set[str]:
+    return {rule for take in takes_of(plan.decisions.rewrites) for rule in take.rules}
+
+
+CHOSEN: Mapping[str, str] = {"siamese": "linear_add", "chain": "linear_matmul", "attention": "merge_linear"}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_pays_is_chosen_and_proved(name: str) -> None:
+    plan = planned(name)
+    assert any(rule.startswith(CHOSEN[name]) for rule in rules_of(plan))
+    report = api.verify(plan)
+    assert report.passed
+    without = planned(name, "rewrite=*")
+    assert not without.decisions.rewrites
+    assert plan.prediction is not None
+    assert without.prediction is not None
+    assert plan.prediction.step_s < without.prediction.step_s
+    # What rewrites save is what forbidding them costs.
+    (cost,) = without.constraints
+    assert cost.text == "--forbid rewrite=*"
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_explain_says_what_each_saves(name: str) -> None:
+    plan = planned(name)
+    rewrites = explain(plan).document["rewrites"]
+    assert len(rewrites) == len(plan.decisions.rewrites)
+    for found in rewrites:
+        assert set(found["rules"]) <= rules_of(plan)
+        assert found["before"]
+        assert found["after"]
+        assert abs(found["saved_s"]) < explain(plan).document["step_s"]
+    assert max(found["saved_s"] for found in rewrites) > 0
+
+
+def test_generated_source_names_the_rule(tmp_path: Path) -> None:
+    api.save(planned("attention"), tmp_path)
+    text = (tmp_path / "program.py").read_text()
+    assert "(merge_linear)" in text
+    assert "(merge_linear)" not in "".join(parse_graph(planned("attention").graph).name)
+
+
+def test_a_pinned_rewrite_is_made_wherever_it_applies() -> None:
+    plan = asked("attention", pin=["rewrite=merge_linear"])
+    (take,) = takes_of(plan.decisions.rewrites)
+    calls = [i for i in parse_graph(plan.graph).main.body if isinstance(i, Call)]
+    assert {call.function for call in calls} == {take.function}
+    for name, pin, said in (
+        ("chain", "merge_linear", "applies nowhere"),
+        ("chain", "merge_lineer", "did you mean 'merge_linear'"),
+        ("attention", "softmax_cat*", "applies nowhere"),
+    ):
+        with pytest.raises(InputError, match=said):
+            asked(name, pin=[f"rewrite={pin}"])
+
+
+def test_an_edited_rewrite_is_refused() -> None:
+    plan = planned("chain")
+    (text,) = plan.decisions.rewrites
+    for old, new, said in (
+        (" by t_linear", " by t_linier", "no rule 't_linier"),
+        (", q)", ", relu(q))", "does not follow from t_linear"),
+    ):
+        assert old in text
+        wrong = replace(plan.decisions, rewrites=(text.replace(old, new),))
+        with pytest.raises(InputError, match=said):
+            api.verify(replace(plan, decisions=wrong))
+
+
+def test_a_pin_on_an_operator_leaves_its_block_as_it_is() -> None:
+    plan = asked("attention", pin=["blocks.0.q=d0:x"])
+    assert not plan.decisions.rewrites
+    assert api.verify(plan).passed
