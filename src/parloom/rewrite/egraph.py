@@ -187,23 +187,21 @@ class EGraph:
         op, args, result = key
         if op != pattern.op or result != (pattern.result or 0) or len(args) != len(pattern.args):
             return
-        yield from self._all_match(pattern.args, args, inputs, known)
+        yield from self._all_match(pattern.args, args, inputs, known, told_first(pattern.args))
 
     def _all_match(
         self,
-        patterns: Sequence[Arg],
+        patterns: tuple[Arg, ...],
         args: Sequence[Any],
         inputs: Mapping[str, Input],
         known: Binding,
+        order: tuple[int, ...],
     ) -> Iterator[Binding]:
-        if not patterns:
+        if not order:
             yield known
             return
-        # Sizes that are told come first: of an input whose size is a sum, one has to be known.
-        at = next((i for i, own in enumerate(patterns) if not any(names_in(own))), 0)
-        for binding in self._matches(patterns[at], args[at], inputs, known):
-            rest = [*patterns[:at], *patterns[at + 1 :]], [*args[:at], *args[at + 1 :]]
-            yield from self._all_match(*rest, inputs, binding)
+        for binding in self._matches(patterns[order[0]], args[order[0]], inputs, known):
+            yield from self._all_match(patterns, args, inputs, binding, order[1:])
 
     def _matches(
         self, pattern: Arg, arg: Any, inputs: Mapping[str, Input], known: Binding
@@ -220,7 +218,7 @@ class EGraph:
                     yield from self._call_matches(pattern, key, inputs, known)
         elif isinstance(pattern, tuple):
             if isinstance(arg, tuple) and len(arg) == len(pattern):
-                yield from self._all_match(pattern, arg, inputs, known)
+                yield from self._all_match(pattern, arg, inputs, known, told_first(pattern))
         elif isinstance(pattern, Extent):
             sized = _sized(pattern.size, arg, known, self.algebra.one)
             if sized is not None:
@@ -313,6 +311,21 @@ def ways(rule: Rule) -> Iterator[Way]:
         for pattern, result in ((one, other), (other, one)):
             if isinstance(pattern, Term) and set(names_in(result)) <= set(names_in(pattern)):
                 yield Way(rule, pattern, result, inputs)
+
+
+_ORDERS: dict[int, tuple[tuple[Arg, ...], tuple[int, ...]]] = {}
+
+
+def told_first(patterns: tuple[Arg, ...]) -> tuple[int, ...]:
+    """The order in which arguments are matched. Sizes that are told come first: of an input whose
+    size is a sum, one has to be known.
+    """
+    known = _ORDERS.get(id(patterns))
+    if known is None or known[0] is not patterns:
+        numbers = range(len(patterns))
+        order = tuple(sorted(numbers, key=lambda i: any(True for _ in names_in(patterns[i]))))
+        known = _ORDERS[id(patterns)] = patterns, order
+    return known[1]
 
 
 def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
