@@ -94,7 +94,7 @@ def explain(
     if isinstance(case, PipelineCase):
         return Answer(pipeline_explained(case), pipeline_screen(case))
     play = partial(machine_of(case.plan, calibration).simulate, optimizer=case.plan.optimizer)
-    document = plan_explained(case) | {"rewrites": list(rewrites_explained(case, play))}
+    document = plan_explained(case, rewrites_explained(case, play))
     return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
 
 

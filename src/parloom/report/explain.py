@@ -1,7 +1,7 @@
 """A plan explained: what was decided for each kind of block, what it costs, and what bounds it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parloom.cost.ledger import AGAIN, COMPUTING, MAIN, STEP, WAITING, Cause
@@ -18,7 +18,7 @@ PS = 1e12
 ALIKE = "as computed"
 
 
-def plan_explained(case: Case) -> Document:
+def plan_explained(case: Case, rewrites: Iterable[Document] = ()) -> Document:
     """All of it as JSON values; seconds, bytes and shares of the step."""
     ledger, plan, expensive = case.ledger, case.plan, _expensive(case)
     low, high = case.source.band(case.timeline.step_s)
@@ -36,6 +36,7 @@ def plan_explained(case: Case) -> Document:
         "mesh": [_axis(case, axis) for axis in case.mesh.axes],
         "words": list(words(parse_graph(plan.graph), plan.decisions)),
         "constraints": list(constraint_lines(plan)),
+        "rewrites": list(rewrites),
         "time": [_cause(cause, ps, ledger.step_ps) for cause, ps in _largest(ledger.by_cause())],
         "bound_by": bound_words(case),
         "streams": [
