@@ -256,3 +256,17 @@ def test_rules_that_hold_for_their_rank_alone(inputs: str, left: str, right: str
     own = rule("own", inputs, [left], [right])
     assert prove(own) == ""
     assert with_lead(own) is None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_merged_products_are_the_products(count: int, biased: bool) -> None:
+    """`explain` says that merges are proved as rules are."""
+    numbers = range(count)
+    weights, biases = ", ".join(f"w{i}" for i in numbers), ", ".join(f"b{i}" for i in numbers)
+    inputs = ["x[*, k]", *(f"w{i}[n{i}, k]" for i in numbers)]
+    inputs += [f"b{i}[n{i}]" for i in numbers] if biased else []
+    left = [f"linear(x, w{i}{f', b{i}' * biased})" for i in numbers]
+    right = [f"parloom.linears(x, ({weights}){f', ({biases})' * biased})[{i}]" for i in numbers]
+    assert prove(rule("merge", ", ".join(inputs), left, right)) == ""
+    assert prove(rule("merge", ", ".join(inputs), left, right[::-1]))

@@ -22,14 +22,14 @@ WIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class Replacement:
     """Another way to compute a value, and the operators that go with the one there is."""
 
     take: Take
     gone: tuple[Node, ...]
 
 
-def alternatives(graph: Graph, function: Function) -> Iterator[Alternative]:
+def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
     """Other ways to compute the values of a function, with which some operator is gone or smaller;
     the rules of each are all that matched.
     """
@@ -45,7 +45,7 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Alternative]:
         new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]
         if _shapes(function, gone) - _shapes(function, new):
             counts[take.values] += 1
-            yield Alternative(take, gone)
+            yield Replacement(take, gone)
 
 
 def _num_calls(take: Take) -> int:

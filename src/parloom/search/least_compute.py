@@ -85,7 +85,7 @@ def least_form(program: Program, times: Sequence[float]) -> tuple[float, Form]:
     """
     if program.forms is None:
         return float(sum(times)), program.form({})
-    model, places = model_of_forms(program, times)
+    model, places = _model_of_forms(program, times)
     found, values = Elimination(model).minimum(np.ones(1))
     chosen = {
         index: places[index][value]
@@ -95,7 +95,7 @@ def least_form(program: Program, times: Sequence[float]) -> tuple[float, Form]:
     return found, program.form(chosen)
 
 
-def model_of_forms(
+def _model_of_forms(
     program: Program, times: Sequence[float]
 ) -> tuple[Model, Sequence[tuple[int, ...]]]:
     """A variable for each operator, and the operands that its options take: 0 of one that takes
