@@ -79,23 +79,29 @@ def with_few_rules(function: Function, take: Take) -> Take | None:
     """A take by as many of its rules as are needed; None where it does not follow from them in few
     rounds.
     """
-    needed = named_rules(function, take)
-    if not follows(function, take, needed):
-        return None
-    for own in tuple(needed):
-        rest = [other for other in needed if other is not own]
-        if follows(function, take, rest):
-            needed = rest
-    return replace(take, rules=tuple(own.id for own in needed))
+    needed = _used(function, take, named_rules(function, take))
+    for own in tuple(needed or ()):
+        if needed is not None and own in needed:
+            rest = _used(function, take, [other for other in needed if other is not own])
+            needed = needed if rest is None else rest
+    return None if needed is None else replace(take, rules=tuple(own.id for own in needed))
 
 
 def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
     """Whether the results of a take are the values of `function` in whose place they are, by these
     rules, each of which holds.
     """
+    return _used(function, take, rules) is not None
+
+
+def _used(function: Function, take: Take, rules: Sequence[Rule]) -> list[Rule] | None:
+    """The rules among these that changed anything until a take followed; None where it does not,
+    or where one of them does not hold.
+    """
     body = Body(_above(function, take), MOST_NODES)
-    if not set(names_in(take.call)) <= body.classes.keys() or not all(map(holds, rules)):
-        return False
+    named = {*names_in(take.call), *(name for _, name in take.taken)}
+    if not named <= body.classes.keys() or not all(map(holds, rules)):
+        return None
     try:
         made = {
             name: body.graph.add(
@@ -104,13 +110,15 @@ def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
             for index, name in take.taken
         }
     except NotExpressed:
-        return False
+        return None
+
+    def is_there() -> bool:
+        return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
+
     for _ in range(2 * ROUNDS):
-        if all(body.graph.find(one) == body.class_of(name) for name, one in made.items()):
-            return True
-        if body.saturate(rules, 1, holds):
+        if is_there() or body.saturate(rules, 1, holds):
             break
-    return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
+    return [own for own in rules if own.id in body.graph.fired] if is_there() else None
 
 
 def _above(function: Function, take: Take) -> Function:

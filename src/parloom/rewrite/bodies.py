@@ -121,7 +121,7 @@ class Body:
         calls = [in_pairs(Term(node.op, args, i)) for i in range(len(node.results))]
         try:
             made = [self.graph.add(call, self.classes, {}) for call in calls]
-        except (NotExpressed, NotImplementedError):
+        except NotExpressed:
             made = []
         for index, value in enumerate(node.results):
             self.places[value.name] = place
