@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -54,6 +55,7 @@ from parloom.execute.verify import (
     verify,
 )
 from parloom.execute.weights import export_safetensors
+from parloom.ir.graph import Graph
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.verify import verify_decisions
@@ -68,7 +70,8 @@ KINDS = ("auto", "pinned", "forced", "stages")
 CLUSTERS = ("2xcpu", "3xcpu", "4xcpu", "2x2xcpu")
 OPTIMIZERS = ("adamw", "adamw", "sgd", "rmsprop", "adagrad", "adam")
 STEPS, SAVED_AFTER, RATE, EPS = 3, 2, 0.05, 1e-3
-FORCED = 2  # random plans of each rewritten graph
+FORCED = 1  # random plans of graphs with random rewrites
+LITTLE, STAGED = 0.2, 0.3  # of the models are planned for little memory, or as pipelines
 Tensors = Mapping[str, Tensor]
 
 
@@ -106,7 +109,7 @@ def eager(spec: str, planned: Optimizer, clip: float | None) -> Trace:
     return Trace(tuple(losses), gradients, {n: t.detach() for n, t in tensors_of(model).items()})
 
 
-def rank_trains(
+def rank_trains(  # noqa: PLR0917 - what a fork is given
     pipeline: rt.Pipeline, planned: Optimizer, tensors: Tensors, batch: Tensors,
     clip: float | None, steps: int, folder: Path | None, weights: Path | None,
     begin: Path | None,
@@ -133,6 +136,14 @@ def rank_trains(
     return (losses, gradients, state), (losses, {}, saved)
 
 
+def ways(graph: Graph) -> list[Take]:
+    """All ways to compute values of a graph."""
+    found = list(merges(graph))
+    for own in (*graph.functions, graph.main):
+        found += (one.take for one in alternatives(graph, own))
+    return found
+
+
 class Subject:
     """A model with all that its plans are compared with."""
 
@@ -154,49 +165,36 @@ class Subject:
 
     def plans(self, kinds: Sequence[str], row: Row) -> Iterator[tuple[str, Plan]]:
         """Plans by their kinds."""
-        rng = self.rng
-        everything = [
-            *merges(self.graph),
-            *(one.take for own in (*self.graph.functions, self.graph.main)
-              for one in alternatives(self.graph, own)),
-        ]  # fmt: skip
-        row["ways"] = len(everything)
-        every = int(self.cluster[-4] if self.cluster[0] == "1" else 4)
-        devices = rng.choice((None, every if "x2x" in self.cluster else int(self.cluster[0])))
-        memory = rng.choice((None, None, "tight"))
-        best: Plan | None = None
-        if "auto" in kinds or "stages" in kinds or "pinned" in kinds:
-            best = api.search(self.captured, cluster=self.cluster, devices=devices)
+        rng, some = self.rng, ways(self.graph)
+        row["ways"] = len(some)
+        devices = rng.choice((None, None, machine_for(self.cluster, None).cluster.num_devices))
+        asked: dict[str, Any] = {"cluster": self.cluster, "devices": devices}
+        if "auto" in kinds:
+            best = api.search(self.captured, **asked)
             yield "auto", best
-        if memory and best is not None and best.prediction is not None:
-            size = int(best.prediction.peak_bytes * rng.uniform(0.6, 1.0))
+            if rng.random() < LITTLE and best.prediction is not None:
+                size = int(best.prediction.peak_bytes * rng.uniform(0.6, 1.0))
+                with suppress(InfeasibleError):
+                    yield "memory", api.search(self.captured, memory=size, **asked)
+        single = {take.rules[0] for take in some if len(take.rules) == 1}
+        names = [name for name in sorted(single) if name.startswith("merge")] or sorted(single)
+        if "pinned" in kinds and names:
+            pins = [f"rewrite={rng.choice(names)}"]
             try:
+                yield "pinned", api.search(self.captured, pin=pins, **asked)
+            except InputError as error:
+                if "applies nowhere" not in str(error):
+                    raise
+        if "stages" in kinds and rng.random() < STAGED:
+            with suppress(InfeasibleError, InputError):
                 yield (
-                    "auto, little memory",
-                    api.search(self.captured, cluster=self.cluster, memory=size, devices=devices),
+                    "stages",
+                    api.search(self.captured, cluster=self.cluster, pin=["stages=2"]),
                 )
-            except InfeasibleError:
-                row["infeasible"] = True
-        names = {rule for take in everything for rule in take.rules if len(take.rules) == 1}
-        names |= {take.rules[0] for take in merges(self.graph)}
-        if "pinned" in kinds:
-            for name in rng.sample(sorted(names), min(2, len(names))):
-                try:
-                    yield f"pinned {name}", api.search(self.captured, cluster=self.cluster,
-                                                       devices=devices, pin=[f"rewrite={name}"])  # fmt: skip
-                except InputError as error:
-                    if "applies nowhere" not in str(error):
-                        raise
-        if "stages" in kinds:
-            try:
-                yield "stages", api.search(self.captured, cluster=self.cluster, pin=["stages=2"])
-            except (InputError, InfeasibleError) as error:
-                row.setdefault("no stages", str(error)[:200])
-        if "forced" in kinds:
-            for number in range(FORCED):
-                found = self.forced(everything)
-                if found is not None:
-                    yield f"forced {number}", found
+        for _ in range(FORCED if "forced" in kinds else 0):
+            found = self.forced(some)
+            if found is not None:
+                yield "forced", found
 
     def forced(self, everything: Sequence[Take]) -> Plan | None:
         """A random plan of the graph with some takes that may be made together."""

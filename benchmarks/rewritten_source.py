@@ -338,9 +338,18 @@ def integers(d: Draft) -> None:
         shape = next(iter(d.values.values()))
         lead = "ids" if len(shape) == 3 else "ids[:, 0]"
         name = d.one()
-        own = d.rng.choice((f"({lead} * 2 + {lead} * 2).unsqueeze(-1)", f"({lead} > 3).unsqueeze(-1)",
-                            f"({lead} * 0.5).unsqueeze(-1).to(x.dtype)"))  # fmt: skip
+        own = d.rng.choice(("{0} * 2 + {0} * 2", "{0} > 3", "({0} * 0.5).to(x.dtype)"))
+        own = f"({own.format(lead)}).unsqueeze(-1)"
         d.add(f"{name} * {own}", d.values[name])
+
+
+def masks(d: Draft) -> None:
+    """Products with masks, or small integers, added up or joined."""
+    name = d.one()
+    shape = d.values[name]
+    kind = d.rng.choice(("({0} > 0)", "({0} * 100).to(torch.uint8)", "({0} * 9).to(torch.int64)"))
+    one, other = (f"{name} * {kind.format(n)}.detach()" for n in (name, f"({name} + 0.5)"))
+    join(d, [d.add(one, shape), d.add(other, shape)])
 
 
 def blocks(d: Draft) -> None:
@@ -373,7 +382,7 @@ def blocks(d: Draft) -> None:
 PIECES: tuple[tuple[int, Callable[[Draft], None]], ...] = (
     (3, product), (4, products), (3, one_weight), (3, two), (2, cut), (2, function), (2, number),
     (3, low_rank), (2, combined_weight), (2, rows), (3, joined_functions), (2, stopped),
-    (1, dropout), (2, images), (1, norms), (2, table), (1, turned), (1, integers), (2, blocks),
+    (1, dropout), (2, images), (1, norms), (2, table), (1, turned), (1, integers), (1, masks), (2, blocks),
 )  # fmt: skip
 
 
@@ -397,7 +406,7 @@ def source(seed: int) -> Made:
     # At times one end is no part of the loss.
     beside = ends.pop(0) if len(ends) > 1 and rng.random() < 0.3 else ""
     d.lines.append("loss = " + " + ".join(
-        rng.choice((f"{n}.float().square().mean()" if dtype == "autocast" else f"{n}.square().mean()",
+        rng.choice((f"{n}{'.float()' if dtype == 'autocast' else ''}.square().mean()",
                     f"{n}.mean().square()", f"F.mse_loss({n}, torch.zeros_like({n}))"))
         for n in ends))  # fmt: skip
     d.lines.append(f"return loss, {beside}" if beside else "return loss")

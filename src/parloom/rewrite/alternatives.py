@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.known import cases, holds
@@ -39,7 +40,10 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
     for take in sorted(body.takes(LOOKED), key=_num_calls):
         if counts[take.values] == WAYS:
             continue
-        own = taken_bodies(graph, [take])[function.name]
+        try:
+            own = taken_bodies(graph, [take])[function.name]
+        except InputError:  # as places of two dtypes, which no call joins
+            continue
         kept = {id(origin) for _, origin in own}
         gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
         new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]

@@ -190,8 +190,10 @@ class NewCalls:
             raise InputError(f"{call}: {error}") from None
         specs = [self.specs[name] for name in iter_refs(tuple(map(self._arg, call.args)))]
         # Of a table and numbers of its rows the dtype is the table's.
-        first = next((spec for spec in specs if spec.is_float), specs[0])
-        return [dims.shape for dims in made], first.dtype
+        dtypes = {spec.dtype for spec in specs if spec.is_float} or {spec.dtype for spec in specs}
+        if len(dtypes) != 1:
+            raise InputError(f"{call} is of tensors of {' and '.join(sorted(dtypes)) or 'none'}")
+        return [dims.shape for dims in made], dtypes.pop()
 
     def _arg(self, arg: TermArg) -> Arg:
         if isinstance(arg, Name):
