@@ -137,11 +137,17 @@ class CutError(LayoutError):
     """A model does not come apart into these stages, whatever their layouts."""
 
 
+MOST_NAMES = 100
+"""Names that a message lists at most."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint with the nearest known names, or all of them when none is near."""
+    """A hint with the nearest known names, or when none is near all of them, if they are few."""
     names = list(known)
     lower = {candidate.lower(): candidate for candidate in names}
     near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
     if near:
         return "; did you mean " + " or ".join(repr(lower[n]) for n in near) + "?"
+    if len(names) > MOST_NAMES:
+        return f"; none of the {len(names)} known names is near"
     return f"; known: {', '.join(names)}"

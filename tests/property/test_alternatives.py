@@ -2,6 +2,7 @@
 from nothing else.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +17,7 @@ from parloom.ir.verify import verify_graph
 from parloom.rewrite import known
 from parloom.rewrite.alternatives import alternatives, follows, named_rules, with_few_rules
 from parloom.rewrite.known import Known, cases, holds, is_rule, known_rules
+from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import derived, rewritten
 from parloom.rewrite.rules import counterexample, rule
 from parloom.rewrite.take import Take, with_takes
@@ -124,3 +126,69 @@ def test_rules_have_cases_for_other_functions_and_numbers() -> None:
     assert relus
     assert all(map(is_rule, relus))
     assert not is_rule("add_lineer")
+
+
+def masked(dtype: str, text: str = "mul(h, a)") -> Graph:
+    """Two products of a value, added up."""
+    other = text.replace("a", "b")
+    lines = [
+        'graph "Masked" training=True', "",
+        'input h: float32[64, 64] = batch("h")',
+        *(f'input {n}: {dtype}[64, 64] = batch("{n}")' for n in "ab"), "", "main main:",
+        f"    p: float32[64, 64] = {text}  # p", f"    q: float32[64, 64] = {other}  # q",
+        "    s: float32[64, 64] = add(p, q)  # s", "    loss: float32[] = mean(s)  #",
+        "    return loss", "", "loss loss", "",
+    ]  # fmt: skip
+    return parse_graph("\n".join(lines))
+
+
+def test_arithmetic_of_integers_and_masks_is_not_that_of_numbers() -> None:
+    """Sums of masks are "or", those of bytes wrap around."""
+    text = "take s in main by mul_add_02fc75: mul(add(a, b)[0], h)"
+    assert any(
+        w.take.values == ("s",) for w in alternatives(masked("float32"), masked("float32").main)
+    )
+    derived(masked("float32"), [text])
+    for dtype in ("bool", "uint8", "int64"):
+        graph = masked(dtype)
+        assert not list(alternatives(graph, graph.main))
+        with pytest.raises(InputError, match="does not follow from"):
+            derived(graph, [text])
+
+
+def test_results_of_another_dtype_than_their_operands_are_inputs() -> None:
+    graph = masked("int32", "mul(a, 0.5)")
+    assert not list(alternatives(graph, graph.main))
+
+
+def test_numbers_that_are_not_finite_are_no_numbers() -> None:
+    graph = masked("float32", "mul(a, 1e999)")
+    assert not [w for w in alternatives(graph, graph.main) if w.take.values == ("s",)]
+    with pytest.raises(InputError, match="does not follow from"):
+        derived(graph, ["take s in main by mul_add_02fc75: mul(add(a, b)[0], 1e999)"])
+
+
+WORDS = (
+    "None", "1e999", "-1", "7", "'x'", "()", "(1,)", "True", "[0]", "[3]", ",", "(", ")",
+    "relu", "add", "mul", "cat", "sum", "view", "embedding", "softmax", "split_with_sizes",
+    "conv1d", "einsum", "layer_norm", "dropout", "parloom.linears", "parloom.convs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_edited_way_is_refused_in_one_line(seed: int) -> None:
+    rng, graph = Random(seed), random_graph(Random(seed))
+    words, expected = [*WORDS, *graph.main.specs()], computed(graph.main)["loss"]
+    for take in [*found_in(graph), *merges(graph)]:
+        for _ in range(40):
+            parts = re.findall(r"\w+(?:\.\w+)?|\W", str(take))
+            at = rng.randrange(len(parts))
+            parts[at : at + rng.choice((0, 1, 1, 2))] = [rng.choice(words)]
+            said = ""
+            try:
+                found = derived(graph, ["".join(parts)])
+            except InputError as error:
+                found, said = graph, str(error)
+            assert (computed(found.main)["loss"] == expected).all()
+            assert "\n" not in said
+            assert len(said) < 1_000

@@ -3,7 +3,7 @@ that it names.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.errors import InputError
@@ -94,31 +94,28 @@ def with_few_rules(function: Function, take: Take) -> Take | None:
     """A take by as many of its rules as are needed; None where it does not follow from them in few
     rounds.
     """
-    needed = named_rules(function, take)
-    fired = _applied(function, take, needed)
-    if fired is None:
-        return None
-    needed = [own for own in needed if own.id in fired]
-    for own in tuple(needed):
-        rest = [other for other in needed if other is not own]
-        if _applied(function, take, rest) is not None:
-            needed = rest
-    return replace(take, rules=tuple(own.id for own in needed))
+    needed = _used(function, take, named_rules(function, take))
+    for own in tuple(needed or ()):
+        if needed is not None and own in needed:
+            rest = _used(function, take, [other for other in needed if other is not own])
+            needed = needed if rest is None else rest
+    return None if needed is None else replace(take, rules=tuple(own.id for own in needed))
 
 
 def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
     """Whether the results of a take are the values of `function` in whose place they are, by these
     rules, each of which holds.
     """
-    return all(map(holds, rules)) and _applied(function, take, rules) is not None
+    return _used(function, take, rules) is not None
 
 
-def _applied(function: Function, take: Take, rules: Sequence[Rule]) -> Collection[str] | None:
-    """The rules by which a take follows, and others that changed something; None where it does
-    not.
+def _used(function: Function, take: Take, rules: Sequence[Rule]) -> list[Rule] | None:
+    """The rules among these that changed anything until a take followed; None where it does not,
+    or where one of them does not hold.
     """
     body = Body(_above(function, take), MOST_NODES)
-    if not set(names_in(take.call)) <= body.classes.keys():
+    named = {*names_in(take.call), *(name for _, name in take.taken)}
+    if not named <= body.classes.keys() or not all(map(holds, rules)):
         return None
     try:
         made = {
@@ -129,13 +126,14 @@ def _applied(function: Function, take: Take, rules: Sequence[Rule]) -> Collectio
         }
     except NotExpressed:
         return None
+
+    def is_there() -> bool:
+        return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
+
     for _ in range(2 * ROUNDS):
-        if all(body.graph.find(one) == body.class_of(name) for name, one in made.items()):
-            return body.graph.fired
-        if body.saturate(rules, 1, holds):
+        if is_there() or body.saturate(rules, 1, holds):
             break
-    equal = all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
-    return body.graph.fired if equal else None
+    return [own for own in rules if own.id in body.graph.fired] if is_there() else None
 
 
 def _above(function: Function, take: Take) -> Function:

@@ -1,7 +1,9 @@
 """The body of a function as an e-graph: what equals its values by rules.
 
-A call takes part where its entry says what it computes and all its floating tensors have one dtype;
-results of other calls are inputs. Dims are counted from the last, as rules count them.
+A call takes part where its entry says what it computes and all its tensors are floating or complex
+ones of one dtype, but for the places of a lookup; results of other calls are inputs. Arithmetic of
+integers and masks is not that of numbers: sums wrap around, and those of masks are "or". Dims are
+counted from the last, as rules count them.
 """
 
 from collections import Counter
@@ -23,6 +25,9 @@ from parloom.rewrite.terms import Name, Term, in_pairs, joined_at_once, names_in
 DIMS: Mapping[str, int] = {
     "cat": 1, "stack": 1, "split_with_sizes": 2, "softmax": 1, "sum": 1, "mean": 1,
 }  # fmt: skip
+
+# The operand that says places of another one.
+PLACES: Mapping[str, int] = {"embedding": 1}
 
 # Terms of what no value of the function is, and calls of these.
 FORMS, COMBINED = 2, 4
@@ -121,7 +126,7 @@ class Body:
         calls = [in_pairs(Term(node.op, args, i)) for i in range(len(node.results))]
         try:
             made = [self.graph.add(call, self.classes, {}) for call in calls]
-        except (NotExpressed, NotImplementedError):
+        except NotExpressed:
             made = []
         for index, value in enumerate(node.results):
             self.places[value.name] = place
@@ -140,12 +145,14 @@ def takes_part(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
     op = OPS.get(node.op)
     if op is None or op.computes is None or op.random or node.kwargs:
         return False
-    own = [*(specs[name] for name in node.refs), *(value.spec for value in node.results)]
+    places = PLACES.get(node.op)
+    own = [specs[name] for at, name in enumerate(node.refs) if at != places]
+    own += [value.spec for value in node.results]
     return _one_dtype(own) and not any(_has_dtype(arg) for arg in node.args)
 
 
 def _one_dtype(specs: Sequence[TensorSpec]) -> bool:
-    return len({spec.dtype for spec in specs if spec.is_float}) <= 1
+    return all(s.is_float for s in specs) and len({spec.dtype for spec in specs}) <= 1
 
 
 def _has_dtype(arg: Arg) -> bool:

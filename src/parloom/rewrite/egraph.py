@@ -12,10 +12,8 @@ from math import prod
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.ops import OPS
-from parloom.ir.ops.exact import Given
 from parloom.rewrite.rules import Rule
-from parloom.rewrite.shapes import Dims, Shape, Shapes
+from parloom.rewrite.shapes import Dims, Shape, Shapes, results_of
 from parloom.rewrite.symbolic import ONE, NotExpressed
 from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
 
@@ -254,10 +252,7 @@ class EGraph:
         key: Key = (op, self.renewed(args), result)
         if key in self._nodes:
             return self.find(self._nodes[key])
-        computes = OPS[op].computes if op in OPS else None
-        if computes is None:
-            raise InputError(f"{op} says not what it computes")
-        made = computes(self.algebra, Given(self._as_dims(key[1])))
+        made = results_of(op, self.algebra, self._as_dims(key[1]))
         if result >= len(made):
             raise NotExpressed(f"{op} has {len(made)} results")
         found = self._new(made[result].shape)

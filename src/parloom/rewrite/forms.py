@@ -7,12 +7,13 @@ it of the graph that was asked about. What only some forms need may be left out.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import combinations
 from operator import and_, or_
 
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Function, Graph, Node, Ref, Value, rename_node
+from parloom.ir.ops import Rule
 from parloom.ir.ops.shape import EITHER
 from parloom.rewrite.take import (
     Body,
@@ -49,6 +50,16 @@ class Form:
     @property
     def graph(self) -> Graph:
         return self.factored.graph
+
+    @cached_property
+    def rules(self) -> Mapping[Place, Rule]:
+        """The rules of the operators, by where these are in the graph with all forms."""
+        return {
+            self.places[own.name, item.key]: self.factored.rule(own.name, item)
+            for own in (*self.graph.functions, self.graph.main)
+            for item in own.body
+            if isinstance(item, Node)
+        }
 
     def key_of(self, function: str, key: str) -> str:
         """The key here of an operator in a block of the graph with all forms; other names stay."""

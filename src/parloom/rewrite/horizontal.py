@@ -14,7 +14,7 @@ from functools import cache
 from parloom.ir.graph import Arg, Function, Node, Ref, TensorSpec
 from parloom.ir.ops import OPS
 from parloom.ir.ops.rule import Dims, Site
-from parloom.rewrite.bodies import from_last, takes_part
+from parloom.rewrite.bodies import PLACES, from_last, takes_part
 from parloom.rewrite.merge import JOINED
 from parloom.rewrite.rules import Rule, prove
 from parloom.rewrite.take import Take
@@ -231,7 +231,7 @@ class Kind:
 
     def _below(self, index: int, along: Along) -> Size | None:
         """Of numbers of rows the number of these."""
-        is_places = self.op == "embedding" and index == 1
+        is_places = PLACES.get(self.op) == index
         return _size(self.operands[0][0], along.factor, 0) if is_places else None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +24,14 @@ FILE = "rules.json"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A rule; one that only moves data rounds as what it replaces."""
+    """A rule; one that only moves data rounds as what it replaces. One of a function, or of a
+    number, has cases.
+    """
 
     rule: Rule
     moves: bool
+    of_function: bool = False
+    of_number: bool = False
 
 
 @cache
@@ -58,19 +63,19 @@ def cases(function: Function) -> Iterator[Known]:
     numbers.pop(HALF, None)
     for own in known_rules().values():
         yield own
-        calls = {call for side in (*own.rule.left, *own.rule.right) for call in calls_in(side)}
-        if any(call.op == FUNCTION.op for call in calls):
-            for op in ops:
-                yield _case(own, op, {FUNCTION.op: op}, {})
-        if any(HALF in call.args for call in calls):
-            for number in numbers:
-                yield _case(own, _named(number), {}, {HALF: number})
+        for op in ops if own.of_function else ():
+            yield _case(own, op, {FUNCTION.op: op}, {})
+        for number in numbers if own.of_number else ():
+            yield _case(own, _named(number), {}, {HALF: number})
 
 
 def _read(entry: Mapping[str, Any]) -> Known:
     try:
         found = rule(entry["id"], entry["inputs"], entry["left"], entry["right"])
-        return Known(found, bool(entry["moves"]))
+        calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
+        of_function = any(call.op == FUNCTION.op for call in calls)
+        of_number = any(HALF in call.args for call in calls)
+        return Known(found, bool(entry["moves"]), of_function, of_number)
     except (KeyError, TypeError) as error:
         raise InputError(f"{FILE}: {entry}: {error!r}") from None
 
@@ -85,7 +90,7 @@ def _is_unary(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
 def _is_scaled(node: Node) -> bool:
     if node.op != SCALE.op or node.kwargs:
         return False
-    return len(node.args) == 2 and isinstance(node.args[1], (int, float))
+    return len(node.args) == 2 and isinstance(node.args[1], (int, float)) and isfinite(node.args[1])
 
 
 def _named(number: object) -> str:

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from parloom.errors import InputError
+from parloom.ir.ops import OPS
 from parloom.ir.ops.algebra import Names, aligned
+from parloom.ir.ops.exact import Given
 from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of, moved_extent, places
 
 Shape = tuple[Any, ...]
+# What comes of arguments that an operator does not take: too few, of another kind, or no numbers.
+ARGUMENTS = (
+    NotImplementedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +118,21 @@ class Shapes:
         numbers = isinstance(own, int)
         out = (own - less) // stride + 1 if numbers else moved_extent(own, less, stride)
         return Dims((*part.shape[:dim], out, self.number(size), *part.shape[dim + 1 :]))
+
+
+def results_of(op: str, algebra: Shapes, args: tuple[Any, ...]) -> tuple[Dims, ...]:
+    """The shapes of the results of a call with these arguments, `Dims` in the place of tensors.
+
+    Raises `NotExpressed` where it has none, as with arguments that the operator does not take;
+    `InputError` for an operator that says not what it computes.
+    """
+    computes = OPS[op].computes if op in OPS else None
+    if computes is None:
+        raise InputError(f"{op} says not what it computes")
+    try:
+        made = computes(algebra, Given(args))
+    except ARGUMENTS as error:
+        raise NotExpressed(str(error) or type(error).__name__) from None
+    if not all(isinstance(dims, Dims) for dims in made):
+        raise NotExpressed(f"{op} of no tensor")
+    return made

@@ -26,8 +26,7 @@ from parloom.ir.graph import (
     numbered,
 )
 from parloom.ir.ops import OPS
-from parloom.ir.ops.exact import Given
-from parloom.rewrite.shapes import Dims, Shapes
+from parloom.rewrite.shapes import Dims, Shapes, results_of
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.terms import Arg as TermArg
 from parloom.rewrite.terms import Name, Term, calls_in, names_in, parse_call
@@ -186,17 +185,16 @@ class NewCalls:
 
     def _made(self, call: Term) -> tuple[list[tuple[int, ...]], str]:
         """The shapes of the results of a call, and their dtype."""
-        computes = OPS[call.op].computes if call.op in OPS else None
-        if computes is None:
-            raise InputError(f"{call.op} says not what it computes")
         try:
-            made = computes(Shapes(1), Given(tuple(map(self._dims, call.args))))
-        except (NotExpressed, NotImplementedError, ValueError, IndexError) as error:
+            made = results_of(call.op, Shapes(1), tuple(map(self._dims, call.args)))
+        except NotExpressed as error:
             raise InputError(f"{call}: {error}") from None
         specs = [self.specs[name] for name in iter_refs(tuple(map(self._arg, call.args)))]
         # Of a table and numbers of its rows the dtype is the table's.
-        first = next((spec for spec in specs if spec.is_float), specs[0])
-        return [dims.shape for dims in made], first.dtype
+        dtypes = {spec.dtype for spec in specs if spec.is_float} or {spec.dtype for spec in specs}
+        if len(dtypes) != 1:
+            raise InputError(f"{call} is of tensors of {' and '.join(sorted(dtypes)) or 'none'}")
+        return [dims.shape for dims in made], dtypes.pop()
 
     def _arg(self, arg: TermArg) -> Arg:
         if isinstance(arg, Name):

@@ -10,6 +10,7 @@ from parloom.search.layout_model import LayoutModel
 from parloom.search.model import Floats
 from parloom.search.prices import KEPT
 from parloom.search.program import Block
+from parloom.search.restated import restated
 
 
 def form_of(layouts: LayoutModel, values: Sequence[int]) -> Form:
@@ -32,7 +33,11 @@ def decisions_of(
     program, nodes, form = layouts.program, [], form_of(layouts, candidate.values)
     for name, index in program.index_of(form).items():
         choice, _ = layouts.options[index].option(candidate.values[index])
-        nodes.append(NodeDecision(name, layouts.options[index].menu.choices[choice].assignment))
+        factors = layouts.options[index].menu.choices[choice].assignment
+        if program.forms is not None:
+            operator = program.operators[index]
+            factors = restated(factors, operator.rule, form.rules[operator.place], layouts.mesh)
+        nodes.append(NodeDecision(name, factors))
     parameters = []
     for weight, stored in zip(program.weights, candidate.levels, strict=True):
         levels = [level for level, count in stored for _ in range(count)]

@@ -63,6 +63,11 @@ class Pinned:
         rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
         return not any(pin.forbidden and pin.is_about(rules) for pin in rewrites)
 
+    def wants_rewrite(self, rules: Collection[str]) -> bool:
+        """Whether values are to be computed in another way by one of these rules."""
+        rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
+        return any(not pin.forbidden and pin.is_about(rules) for pin in rewrites)
+
     def allows_stages(self, count: int) -> bool:
         """Whether plans may have so many stages."""
         return all(p.allows_stages(count) for p in self.pins if p.kind is Kind.STAGES)

@@ -1,13 +1,16 @@
 """Requests and rewrites: all forms that a graph may have, and a request of one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
 from parloom.rewrite.forms import Forms
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.take import Take
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pinned import resolve
 from parloom.search.pins import Kind
@@ -50,15 +53,30 @@ def forms_for(request: Request) -> Forms | None:
 
 
 def as_pinned(request: Request) -> RewrittenRequest:
-    """The request of the graph with the rewrites that pins ask for, wherever they apply; raises
-    `InputError` where one does nowhere.
+    """The request of the graph with the rewrites that pins ask for, wherever they apply; of several
+    ways to compute a value the first. Other rewrites are left to other block kinds: of two ways to
+    compute values of one function each is a way of that function as it is, not of what the other
+    makes of it. Raises `InputError` where one applies nowhere.
     """
     rewrites = (pin for pin in request.pinned.pins if pin.kind is Kind.REWRITE)
     wanted = [pin for pin in rewrites if not pin.forbidden]
-    takes = [take for take in request.takes if any(pin.is_about(take.rules) for pin in wanted)]
+    asked = [take for take in request.takes if any(pin.is_about(take.rules) for pin in wanted)]
+    takes = made_together(request.graph, asked)
     for pin in wanted:
         if not any(pin.is_about(take.rules) for take in takes):
             raise InputError(f"{pin.text}: it applies nowhere in this model that pins leave free")
     found = RewrittenRequest(request, tuple(map(str, takes)))
-    found.request = with_takes(found.request) if takes else request
+    named = {take.function for take in takes}
+    left = tuple(take for take in request.takes if take.function not in named)
+    found.request = replace(found.request, takes=left)
+    return found
+
+
+def made_together(graph: Graph, takes: Iterable[Take]) -> list[Take]:
+    """These takes without those that cannot be made beside the ones before them."""
+    found: list[Take] = []
+    for take in takes:
+        with suppress(InputError):
+            rewritten(graph, [str(one) for one in (*found, take)])
+            found.append(take)
     return found

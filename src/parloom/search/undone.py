@@ -15,6 +15,7 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.rewrite.rewrites import before_takes, takes_of
+from parloom.search.restated import restated
 from parloom.search.runner_up import Fits, Play, operator_ways
 
 
@@ -62,9 +63,13 @@ class Undoing:
         }
         nodes = []
         for flat in form.graph.flat():
-            place = form.places[flat.function, flat.node.key], flat.prefix
-            if place in known:
-                nodes.append(NodeDecision(flat.key, known[place].factors))
+            place = form.places[flat.function, flat.node.key]
+            found = known.get((place, flat.prefix))
+            if found is not None:
+                mesh = self.decisions.mesh
+                given, rule = self._whole.rules[place], form.rules[place]
+                factors = restated(found.factors, given, rule, mesh)
+                nodes.append(NodeDecision(flat.key, factors))
         return replace(
             self.decisions,
             nodes=tuple(nodes),

@@ -1,4 +1,5 @@
-"""Which other ways to compute values are worth a choice: those with which one device computes less.
+"""Which other ways to compute values are worth a choice: those with which one device computes less,
+and those that pins ask for.
 
 What computes as much may still be what layouts need, but rules make hundreds of forms that no
 layout mends.
@@ -43,15 +44,16 @@ def worthwhile(
         for one in found[function.name]:
             more = spent(function.name, set(calls_in(one.take.call)))
             less = spent(function.name, one.gone) - more
-            if less > 0:  # of those that save as much the first: operands are in any order
+            if less > 0 or request.pinned.wants_rewrite(one.take.rules):
+                # Of those that save as much the first: operands are in any order.
                 saved.setdefault((one.take.values, less), one.take)
         counts = Counter[tuple[str, ...]]()
-        for (values, _), take in sorted(saved.items(), key=lambda own: -own[0][1]):
+        for (values, less), take in sorted(saved.items(), key=lambda own: -own[0][1]):
             counts[values] += 1
-            if counts[values] <= OF_VALUE and counts.total() <= MOST:
-                is_one = all(map(is_fusion, take.rules))
+            is_one = all(map(is_fusion, take.rules))
+            if counts[values] <= OF_VALUE and counts.total() <= MOST or less <= 0:
                 named = take if is_one else with_few_rules(function, take)
-                if named is not None:
+                if named and (less > 0 or request.pinned.wants_rewrite(named.rules)):
                     yield named
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from parloom.ir.ops.algebra import Algebra, Size, aligned
@@ -44,7 +44,11 @@ def is_tensor(given: Any) -> bool:
 
 
 def number(value: float) -> Fraction:
-    """A number as it is written: 0.1 is a tenth."""
+    """A number as it is written: 0.1 is a tenth. Raises `NotImplementedError` for one that is not
+    finite.
+    """
+    if isinstance(value, float) and not isfinite(value):
+        raise NotImplementedError(f"{value}")
     return Fraction(str(value)) if isinstance(value, float) else Fraction(value)
 
 
