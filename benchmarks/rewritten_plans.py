@@ -275,7 +275,7 @@ class Subject:
             self.loaded.batch, self.clip, steps, folder, weights, begin,
         )  # fmt: skip
         ended, saved = zip(*parts, strict=True)
-        empty = ((torch.zeros(()),), {}, {})
+        empty: tuple[Any, ...] = ((torch.zeros(()),), {}, {})
         return tuple(
             assemble([part if part[0] else (empty[0], *part[1:]) for part in own])
             for own in (ended, saved)

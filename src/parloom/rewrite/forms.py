@@ -5,6 +5,7 @@ An operator `parloom.either` takes one of equal values. Such a graph is searched
 it of the graph that was asked about. What only some forms need may be left out.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -69,8 +70,8 @@ class Form:
 
 class Forms:
     """The forms of `asked` with some of these takes, of which several may be of one value. `graph`
-    has all; operators at the places `optional` may be left out, those of a pair in `together` take
-    operands in one position.
+    has all; operators at the places `optional` may be left out. Of a pair of conditions in
+    `together` both are true or none, as far as both operators are there.
 
     A batch tensor comes as its first reader wants it. Where that may be left out, an operator of
     one operand stands for how it comes; one of the readers at `first` is there and takes it so.
@@ -98,10 +99,9 @@ class Forms:
         self.optional = frozenset(self._places[made] for made in self._optional(bodies))
         self.positions = {take: tuple(self._taken_by(take)) for take in takes}
         self.together = tuple(
-            pair
-            for own in self.positions.values()
-            for pair in combinations((place for place, _ in own), 2)
+            pair for own in self.positions.values() for pair in combinations(own, 2)
         )
+        self._same = self._true_together()
         self.conditions = dict(self._conditions())
         self._known: dict[tuple[Take, ...], Form] = {}
 
@@ -143,9 +143,9 @@ class Forms:
         """Whether every form has one of these operators, as far as one choice says it."""
         if not self.optional.issuperset(places):
             return True
-        alone = set[Condition]().union(
-            *(found for place in places if len(found := self.conditions.get(place, ())) == 1)
-        )
+        alone = set[Condition]()
+        for found in (self.conditions.get(place, frozenset()) for place in places):
+            alone |= found if found and found <= self._same_as(min(found)) else frozenset()
         sizes = {
             (own.name, item.key): len(item.refs)
             for own in (*self.graph.functions, self.graph.main)
@@ -195,12 +195,27 @@ class Forms:
             for origin in _optional(body, self._ends[name])
         )
 
+    def _true_together(self) -> Mapping[Condition, frozenset[Condition]]:
+        """All conditions that are true with one, by it."""
+        links, counts = set(self.together), Counter[Place]()
+        for own in self.positions.values():
+            counts.update(place for place, _ in own)
+        shared = Counter((one[0], other[0]) for one, other in self.together)
+        # Those that have the same takes leave values as they are together, too.
+        for (one, other), count in shared.items():
+            if count == counts[one] == counts[other]:
+                links.add(((one, 0), (other, 0)))
+        found: dict[Condition, frozenset[Condition]] = {}
+        for pair in sorted(links):
+            both = frozenset().union(*(found.get(own, {own}) for own in pair))
+            found |= dict.fromkeys(both, both)
+        return found
+
+    def _same_as(self, one: Condition) -> frozenset[Condition]:
+        return self._same.get(one, frozenset({one}))
+
     def _conditions(self) -> Iterator[tuple[Place, frozenset[Condition]]]:
         """What is taken in all forms that have an operator, of operators that may be left out."""
-        # Those that take together count as one, the first.
-        first: dict[Place, Place] = {}
-        for one, other in self.together:
-            first[other] = first.get(one, one)
         for own in (*self.graph.functions, self.graph.main):
             needs: dict[str, frozenset[Condition]] = dict.fromkeys(
                 self._ends[own.name], frozenset()
@@ -214,7 +229,7 @@ class Forms:
                 elif known:
                     yield place, known
                 for at, name in enumerate(_read(item)):
-                    here = known | {(first.get(place, place), at)} if _takes(item) else known
+                    here = known | self._same_as((place, at)) if _takes(item) else known
                     needs[name] = needs[name] & here if name in needs else here
 
 

@@ -55,7 +55,7 @@ def agreements(
     variable: Mapping[int, int],
 ) -> Iterator[Agreement]:
     """What readers allow of the homes of weights, and of what is made of weights; and operators
-    that take operands in the same position.
+    that take operands together.
 
     `places` and `variable`: the homes of a weight and the variable that chooses one, by its index.
     """
@@ -76,10 +76,11 @@ def agreements(
     for flow in program.flows:
         if flow.operator >= 0 and program.operators[flow.operator].derived:
             yield from _of_derived(program, menus, flow)
-    for pair in program.together:
+    for pair, linked in program.together.items():
         one, other = (np.array([choice.taken for choice in menus[i].choices]) for i in pair)
+        same = [(one[:, None] == at) == (other == to) for at, to in linked]
         # One that is left out takes none.
-        yield Agreement(pair, (one[:, None] == other) | (one[:, None] < 0) | (other < 0))
+        yield Agreement(pair, np.all(same, axis=0) | (one[:, None] < 0) | (other < 0))
 
 
 def _of_derived(program: Program, menus: Sequence[Menu], flow: Flow) -> Iterator[Agreement]:

@@ -7,7 +7,7 @@ many as there are calls, a flow for as many equal ways from a source to the read
 made once for all readers in a call that want the same, so these stand together.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -205,10 +205,12 @@ class Program:
         return {operator.place: index for index, operator in enumerate(self.operators)}
 
     @cached_property
-    def together(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of operators that take operands in the same position."""
-        pairs = self.forms.together if self.forms is not None else ()
-        return tuple((self.indices[one], self.indices[other]) for one, other in pairs)
+    def together(self) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
+        """Pairs of operators, and operands of both that are taken by both of them or by none."""
+        found = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+        for (one, at), (other, to) in self.forms.together if self.forms is not None else ():
+            found[self.indices[one], self.indices[other]].append((at, to))
+        return found
 
     def meet(self, one: Reader | None, other: Reader | None) -> bool:
         """Whether two readers may be there together."""

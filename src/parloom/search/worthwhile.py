@@ -5,7 +5,6 @@ What computes as much may still be what layouts need, but rules make hundreds of
 layout mends.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from parloom.ir.graph import Function
@@ -21,6 +20,8 @@ from parloom.search.request import Request
 
 # Ways of a value, and of a block kind, that are kept.
 OF_VALUE, MOST = 2, 6
+# How many times as much saves another way, beside which one that excludes it is not kept.
+DOMINATED = 4
 
 
 def worthwhile(
@@ -40,21 +41,35 @@ def worthwhile(
         return sum(times[program.indices[place]] for place in places)
 
     for function in functions:
-        saved: dict[tuple[tuple[str, ...], int], Take] = {}
+        saved: dict[tuple[tuple[str, ...], int], Replacement] = {}
         for one in found[function.name]:
             more = spent(function.name, set(calls_in(one.take.call)))
             less = spent(function.name, one.gone) - more
             if less > 0 or request.pinned.wants_rewrite(one.take.rules):
                 # Of those that save as much the first: operands are in any order.
-                saved.setdefault((one.take.values, less), one.take)
-        counts = Counter[tuple[str, ...]]()
-        for (values, less), take in sorted(saved.items(), key=lambda own: -own[0][1]):
-            counts[values] += 1
-            is_one = all(map(is_fusion, take.rules))
-            if counts[values] <= OF_VALUE and counts.total() <= MOST or less <= 0:
-                named = take if is_one else with_few_rules(function, take)
-                if named and (less > 0 or request.pinned.wants_rewrite(named.rules)):
+                saved.setdefault((one.take.values, less), one)
+        kept = list[tuple[int, Replacement]]()
+        for (values, less), one in sorted(saved.items(), key=lambda own: -own[0][1]):
+            others = [own for _, own in kept if own.take.values == values]
+            is_kept = (
+                len(others) < OF_VALUE and len(kept) < MOST and not _is_dominated(one, less, kept)
+            )
+            if is_kept or request.pinned.wants_rewrite(one.take.rules):
+                is_one = all(map(is_fusion, one.take.rules))
+                named = one.take if is_one else with_few_rules(function, one.take)
+                if named and (is_kept or request.pinned.wants_rewrite(named.rules)):
+                    kept.append((less, one))
                     yield named
+
+
+def _is_dominated(one: Replacement, less: int, kept: Sequence[tuple[int, Replacement]]) -> bool:
+    """Whether ways that are left in its place save much more: those by which some of the same
+    operators are gone.
+    """
+    gone = set(map(id, one.gone))
+    return any(
+        less * DOMINATED < more and gone.intersection(map(id, own.gone)) for more, own in kept
+    )
 
 
 def _ways(request: Request, function: Function, others: Sequence[Take]) -> Iterator[Replacement]:
