@@ -50,9 +50,9 @@ def worthwhile(
                 saved.setdefault((one.take.values, less), one)
         kept = list[tuple[int, Replacement]]()
         for (values, less), one in sorted(saved.items(), key=lambda own: -own[0][1]):
-            others = [own for _, own in kept if own.take.values == values]
+            alike = [own for _, own in kept if own.take.values == values]
             is_kept = (
-                len(others) < OF_VALUE and len(kept) < MOST and not _is_dominated(one, less, kept)
+                len(alike) < OF_VALUE and len(kept) < MOST and not _is_dominated(one, less, kept)
             )
             if is_kept or request.pinned.wants_rewrite(one.take.rules):
                 is_one = all(map(is_fusion, one.take.rules))
