@@ -60,9 +60,11 @@ def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
     return found
 
 
-def follows(rule: Rule, others: Sequence[Rule]) -> bool:
-    """Whether a rule is derived from others, in few rounds and with few calls."""
-    graph = EGraph(MOST_NODES)
+def follows(
+    rule: Rule, others: Sequence[Rule], rounds: int = ROUNDS, most_nodes: int = MOST_NODES
+) -> bool:
+    """Whether a rule is derived from others, in so many rounds and with so many calls at most."""
+    graph = EGraph(most_nodes)
     sizes = {name: dim(name) for name in rule.extents}
     inputs = {}
     for own in rule.inputs:
@@ -78,7 +80,7 @@ def follows(rule: Rule, others: Sequence[Rule]) -> bool:
     def all_equal() -> bool:
         return all(graph.find(one) == graph.find(other) for one, other in pairs)
 
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         if all_equal() or graph.saturate(others, 1):
             break
     return all_equal()

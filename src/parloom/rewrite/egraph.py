@@ -12,11 +12,11 @@ from math import prod
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
+from parloom.rewrite.parallel import computes_of, quotient
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.shapes import Dims, Shape, Shapes
-from parloom.rewrite.symbolic import ONE, NotExpressed
+from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of
 from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
 
 MOST_NODES = 20_000
@@ -254,7 +254,7 @@ class EGraph:
         key: Key = (op, self.renewed(args), result)
         if key in self._nodes:
             return self.find(self._nodes[key])
-        computes = OPS[op].computes if op in OPS else None
+        computes = computes_of(op)
         if computes is None:
             raise InputError(f"{op} says not what it computes")
         made = computes(self.algebra, Given(self._as_dims(key[1])))
@@ -338,6 +338,9 @@ def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
         return Binding(known.inputs, {**known.sizes, size[0][0]: own}, known.lead)
     if isinstance(own, int):
         return _solved(size, own, known)
+    divided = _divided(size, own, known, one)
+    if divided is not None:
+        return divided
     if len(size) == len(own):  # block by block
         found: Binding | None = known
         for block, digits in zip(size, own, strict=True):
@@ -348,6 +351,21 @@ def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
                     found = _sized(((name,),), ((digit,),), found, one)
         return found
     return None
+
+
+def _divided(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
+    """What is known where a product is `own` of which the first or the last name is not known."""
+    (block, *others) = size
+    names = [name for name in block if name not in known.sizes]
+    if others or len(names) != 1 or len(block) < 2 or names[0] not in (block[0], block[-1]):
+        return None
+    known_part = tuple(name for name in block if name in known.sizes)
+    factor = size_in((known_part,), known.sizes, one)
+    try:
+        rest = inner_of(own, factor) if names[0] == block[-1] else quotient(own, factor)
+    except NotExpressed:
+        return None
+    return Binding(known.inputs, {**known.sizes, names[0]: rest}, known.lead)
 
 
 def _solved(size: Size, own: int, known: Binding) -> Binding | None:

@@ -52,8 +52,10 @@ class Rule:
 
     @property
     def extents(self) -> tuple[str, ...]:
-        """The names of all sizes."""
-        return extents_of(self.inputs)
+        """The names of all sizes: of inputs, and those that terms are told."""
+        sides = (*self.left, *self.right)
+        told = (name for side in sides for size in extents_in(side) for b in size for name in b)
+        return tuple(dict.fromkeys((*extents_of(self.inputs), *told)))
 
 
 def rule(identity: str, inputs: str, left: Sequence[str], right: Sequence[str]) -> Rule:
@@ -130,7 +132,10 @@ def counterexample(found: Rule, seed: int, algebra: Numbers = Numbers()) -> str:
             return ""
         most = PRIME if own.below is None else size_in(own.below, sizes, 1)
         inputs[own.name] = numbers.integers(0, most, shape)
-    sides = [evaluate(side, algebra, inputs, sizes) for side in (found.left, found.right)]
+    try:
+        sides = [evaluate(side, algebra, inputs, sizes) for side in (found.left, found.right)]
+    except NotExpressed as error:
+        return f"no shapes fit both sides: {error}"
     for index, (one, other) in enumerate(zip(*sides, strict=True)):
         if one.shape != other.shape or (one != other).any():
             said = ", ".join(f"{name} = {size}" for name, size in sizes.items())
