@@ -1,42 +1,46 @@
 """Unity's generated rules: which of them hold at any degree, and which follow from factor rules.
 
-    python benchmarks/published_unity.py --rules FOLDER/published_rules.csv [--all] [--json FILE]
+    python benchmarks/published_unity.py --rules FOLDER/published_rules.csv [--out FILE.csv]
 
 The 640 rules of `graph_subst_3_v2.json` (FlexFlow, branch of the OSDI'22 artifact) are of degree 2
 and of tensors of three dims, counted from the outermost: dim 0 is the replica dim, dim 1 that of
 samples or of a weight's outputs, dim 2 that of channels or of a weight's inputs. A rule is taken
 at the degree `degree`, which is a symbol; where the number of tensors that are concatenated or
 added is the degree, that of dim 0, or of all dims, is 2. Inputs lie on one device, so that sums
-over a dim that was not partitioned are of chunks of the piece (`rewrite/parallel.py`).
+over a dim that was not partitioned are of chunks of the piece (`rewrite/parallel.py`). Rules that
+are proved are checked once more, at degrees 2 and 3, by a reading of their own (`value`).
 """
 
 import argparse
 import csv
-import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from published_rules import RELU, Tree, Unfit, parse
+from unity_values import value
 
 from parloom.rewrite.basis import basis, follows
 from parloom.rewrite.factor_rules import (
     DEGREE,
-    K,
     ONE,
     TWO,
+    K,
     exchanged,
     inverse_rules,
     operation,
     parallel_rules,
 )
 from parloom.rewrite.known import known_rules
+from parloom.rewrite.modular import PRIME
 from parloom.rewrite.parallel import LINEAR, product_of, quotient
 from parloom.rewrite.rules import Rule, counterexample, prove
 from parloom.rewrite.symbolic import NotExpressed, inner_of
-from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in
+from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in, size_in
 
 RANK = 3
 # The first dim of the tensors of these is the replica dim, but for linear layers.
@@ -207,7 +211,7 @@ class Reader:
             elif devices == ONE:
                 pieces = cut(pieces, degree)
             else:
-                devices = inner_of(devices, degree)
+                devices = inner_of(devices, degree)  # type: ignore[arg-type]
         except NotExpressed as error:
             raise Unfit(str(error)) from None
         term = Term(op, (x.term, d, Extent(degree)))
@@ -249,10 +253,18 @@ class Reader:
 
 def as_rule(identity: str, source: str, target: str, degrees: tuple[Size, ...]) -> Rule:
     """A published rule with its most general shapes; raises `Unfit`."""
+    left, right = (tuple(map(parse, side.split(" ; "))) for side in (source, target))
+    return rule_of(identity, left, right, degrees)
+
+
+def rule_of(
+    identity: str, left: Sequence[Tree], right: Sequence[Tree], degrees: tuple[Size, ...]
+) -> Rule:
+    """A rule of trees with its most general shapes; raises `Unfit`."""
     reader = Reader(degrees)
     pairs = []
-    for left, right in zip(source.split(" ; "), target.split(" ; "), strict=True):
-        one, other = reader.read(parse(left)), reader.read(parse(right))
+    for source, target in zip(left, right, strict=True):
+        one, other = reader.read(source), reader.read(target)
         for a, b in zip(one.pieces, other.pieces, strict=True):
             unify(a, b)
         if one.devices != other.devices:
@@ -292,3 +304,174 @@ def _with(sizes: tuple[Sizes, ...], d: int, size: Sizes) -> tuple[Sizes, ...]:
 def _same_devices(parts: Sequence[Made]) -> None:
     if any(part.devices != parts[0].devices for part in parts):
         raise Unfit("operands on other devices")
+
+
+# Verdicts.
+
+DERIVED, PROVED, FALSE, OPEN = "derived from the basis", "proved only", "false", "open"
+STRIDED = "false, true where each piece is every k-th element, not a chunk"
+ALIKE = "false, true where tensors concatenated in dim 0 are the same, as copies are"
+# Bounds of derivations that take more than `follows` spends on a rule: rounds, and calls.
+FAR = (6, 8000)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a published rule: where it holds, or a counterexample at degree 2."""
+
+    found: str
+    where: str = ""
+    counterexample: str = ""
+
+
+def verdict(row: Mapping[str, str], known: Sequence[Rule]) -> Verdict:
+    """The first degrees at which a rule is proved, or why it is not."""
+    reason, last = "", None
+    for where, degrees in MODES:
+        try:
+            found = as_rule(row["id"], row["source"], row["target"], degrees)
+        except Unfit as error:
+            reason = str(error)
+            continue
+        last = found, degrees
+        if not prove(found):
+            check(row, found, degrees)
+            return Verdict(DERIVED if derived(found, known) else PROVED, where)
+    if last is None:
+        return Verdict(OPEN, counterexample=reason)
+    found, degrees = last
+    differs = next(filter(None, (counterexample(found, seed) for seed in range(5))), "")
+    if not differs:
+        return Verdict(OPEN, counterexample="no counterexample is found")
+    if all(equal(row, found, degrees, k, strided=True) for k in (2, 3)):
+        return Verdict(STRIDED, counterexample=differs)
+    return Verdict(ALIKE if true_of_copies(row) else FALSE, counterexample=differs)
+
+
+def true_of_copies(row: Mapping[str, str]) -> bool:
+    """Whether a rule holds where all that is concatenated in dim 0 is equal."""
+    sides = row["source"], row["target"]
+    trees = [[parse(text) for text in side.split(" ; ")] for side in sides]
+    same: dict[str, Tree] = {}
+
+    def gather(tree: Tree) -> None:
+        if not isinstance(tree, str):
+            first, *others = tree[2]
+            if tree[0] == "concat" and tree[1][0] == 0:
+                same.update({own: first for own in others if isinstance(own, str) and own != first})
+            for own in tree[2]:
+                gather(own)
+
+    def alike(tree: Tree) -> Tree:
+        if isinstance(tree, str):
+            return alike(same[tree]) if tree in same else tree
+        name, numbers, operands, result = tree
+        found = tuple(map(alike, operands))
+        if name == "concat" and numbers[0] == 0:
+            found = (found[0],) * len(found)
+        return name, numbers, found, result
+
+    for side in trees:
+        for tree in side:
+            gather(tree)
+    try:
+        left, right = (tuple(map(alike, side)) for side in trees)
+        return any(not prove(rule_of("", left, right, degrees)) for _, degrees in MODES)
+    except (Unfit, RecursionError):
+        return False
+
+
+def derived(found: Rule, known: Sequence[Rule]) -> bool:
+    """Whether a rule follows from those of its own operators, or from all."""
+    ops = _ops(found)
+    own = [rule for rule in known if _ops(rule) <= ops]
+    return follows(found, own) or follows(found, known) or follows(found, own, *FAR)
+
+
+def _ops(rule: Rule) -> set[str]:
+    return {c.op for side in (rule.left, rule.right) for term in side for c in calls_in(term)}
+
+
+def check(row: Mapping[str, str], found: Rule, degrees: tuple[Size, ...]) -> None:
+    """Raise unless a rule that is proved holds in the second reading, at degrees 2 and 3."""
+    for k in (2, 3):
+        if not equal(row, found, degrees, k):
+            raise AssertionError(f"{row} is proved and differs at degree {k}")
+
+
+def equal(
+    row: Mapping[str, str],
+    found: Rule,
+    degrees: tuple[Size, ...],
+    k: int,
+    *,
+    strided: bool = False,
+) -> bool:
+    """Whether both sides have one value modulo a prime, of inputs whose extents all differ."""
+    numbers, extents = np.random.default_rng(k), iter((5, 3, 7, 4, 9, 11, 8))
+    sizes = {DEGREE: k, **{name: next(extents) for name in found.extents if name != DEGREE}}
+    inputs = {
+        own.name: numbers.integers(0, PRIME, [size_in(s, sizes, 1) for s in own.sizes[RANK:]])  # type: ignore[arg-type]
+        for own in found.inputs
+    }
+    counts = [size_in(own, sizes, 1) for own in degrees]
+    pairs = zip(row["source"].split(" ; "), row["target"].split(" ; "), strict=True)
+    for pair in pairs:
+        one, other = (value(parse(side), inputs, counts, strided=strided) for side in pair)
+        if one.array.shape != other.array.shape or (one.array != other.array).any():
+            return False
+    return True
+
+
+def known_basis() -> tuple[list[Rule], list[Rule], list[Rule]]:
+    """The parallel rules, those of them from which the others follow, and the generated rules of
+    sums, products and parts.
+    """
+    found = [rule for own in OPERATIONS for rule in parallel_rules(operation(*own))]
+    found += [*inverse_rules(RANK), *exchanged(RANK)]
+    for rule in found:
+        if prove(rule):
+            raise AssertionError(f"{rule.id} is not proved")
+    algebra = [own.rule for own in known_rules().values() if _ops(own.rule) <= ALGEBRA]
+    return found, basis(found, algebra), algebra
+
+
+def main() -> int:
+    """Print counts, and each rule that is refused; `--out` writes a line for each rule."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rules", type=Path, required=True, help="published_rules.csv")
+    parser.add_argument("--out", type=Path, help="write the verdict of each rule as CSV")
+    args = parser.parse_args()
+    began = time.monotonic()
+    parallel, chosen, algebra = known_basis()
+    print(f"parallel rules: {len(parallel)} proved at any degree, {len(chosen)} of them a basis")
+    print(f"rules of sums, products and parts from rules.json: {len(algebra)}")
+    with args.rules.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["set"] == "unity"]
+    found = {row["id"]: verdict(row, [*parallel, *algebra]) for row in rows}
+    counts = Counter((own.found, own.where) for own in found.values())
+    for (name, where), number in sorted(counts.items()):
+        print(f"{number}: {name}{', ' + where if where else ''}")
+    for row in rows:
+        own = found[row["id"]]
+        if own.found not in (DERIVED, ALIKE):
+            print(f"{row['id']}: {own.found}: {row['source']} => {row['target']}")
+    if args.out is not None:
+        _write(args.out, rows, found)
+    print(f"{len(rows)} rules in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, str]], found: Mapping[str, Verdict]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer: Any = csv.writer(file)
+        writer.writerow(("id", "verdict", "where", "counterexample", "source", "target"))
+        for row in rows:
+            own = found[row["id"]]
+            writer.writerow(
+                (row["id"], own.found, own.where, own.counterexample, row["source"], row["target"])
+            )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,13 +8,13 @@ the proof says. All of these are candidates: `parallel_rules` keeps those that n
 and `inverse_rules` and `exchanged` are the same of the parallel operators among themselves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from parloom.errors import InputError
-from parloom.ir.graph import Node, Ref, TensorSpec, Value
 from parloom.ir.graph import Arg as NodeArg
+from parloom.ir.graph import Node, Ref, TensorSpec, Value
 from parloom.ir.ops import OPS, Site
 from parloom.rewrite.parallel import COMBINE, LINEAR, PARTITION, REDUCE, REPLICATE
 from parloom.rewrite.rules import Rule, prove
@@ -77,13 +77,17 @@ def slots(own: Operation) -> Slots:
     """The factors of an operation; raises `InputError` where tensors lack several."""
     sizes = dict(zip(extents_of(own.inputs), EXTENTS, strict=False))
     specs = {
-        o.name: TensorSpec(tuple(size_in(s, sizes, 1) for s in o.sizes if s != "*"), "float32")
+        o.name: TensorSpec(
+            tuple(size_in(s, sizes, 1) for s in o.sizes if not isinstance(s, str)), "float32"
+        )
         for o in own.inputs
     }
     shapes = {name: Dims(spec.shape) for name, spec in specs.items()}
     numbers = range(_results(own.call))
     made = evaluate([replace(own.call, result=i) for i in numbers], Shapes(1), shapes, sizes)
-    results = tuple(Value(f"out{i}", TensorSpec(one.shape, "float32")) for i, one in enumerate(made))
+    results = tuple(
+        Value(f"out{i}", TensorSpec(one.shape, "float32")) for i, one in enumerate(made)
+    )
 
     def read(arg: Arg) -> NodeArg:
         if isinstance(arg, Name):
@@ -289,7 +293,7 @@ class _Maker:
             if self._has(i):
                 size = inputs[i].sizes[rank + at]
                 other = tuple(tuple(f"{n}_1" for n in block) for block in size)
-                more = _with(inputs[i], rank + at, other)  # type: ignore[arg-type]
+                more = _with(inputs[i], rank + at, other)
                 inputs.append(replace(more, name=f"{own.name}_1"))
                 second[own.name] = Name(f"{own.name}_1")
                 joined[own.name] = Term("cat", ((Name(own.name), second[own.name]), at - rank))
@@ -335,7 +339,7 @@ class _Maker:
                 found = found if self.of.alike else _with(found, at, ONE)
             yield found
 
-    def _call(self, operands: dict[str, Arg], result: int) -> Term:
+    def _call(self, operands: Mapping[str, Arg], result: int) -> Term:
         """The call on pieces, of other operands."""
 
         def other(arg: Arg) -> Arg:
@@ -367,7 +371,7 @@ def _rule(name: str, inputs: Sequence[Input], left: object, right: object) -> Ru
     sides = [own if isinstance(own, tuple) else (own,) for own in (left, right)]
     text = " = ".join("; ".join(map(str, side)) for side in sides)
     shapes = ", ".join(map(str, inputs))
-    return Rule(f"{name}: {text} of {shapes}", tuple(inputs), *sides)  # type: ignore[arg-type]
+    return Rule(f"{name}: {text} of {shapes}", tuple(inputs), *sides)
 
 
 def _general(rank: int) -> Input:

@@ -5,10 +5,11 @@ spread, then the dims of the piece that one device has. Its first dim is the rep
 dim 0): copies and partial sums of the whole tensor lie there. Along each dim, the value of a
 parallel tensor is its pieces one after the other: chunks, outermost first.
 
-- `partition(x, d, k)` cuts each piece into `k` chunks, on as many devices; `combine` is the inverse;
+- `partition(x, d, k)` cuts each piece into `k` chunks, on as many devices;
+- `combine(x, d, k)` is its inverse;
 - `replicate(x, d, k)` puts `k` copies one after the other, each on devices of its own;
-- `reduce(x, d, k)` sums `k` chunks of the value, elementwise: over devices where the dim is spread,
-  within the piece where it is not.
+- `reduce(x, d, k)` sums `k` chunks of the value: over devices where the dim is on several, within
+  the piece where it is not.
 
 Any other operator computes on the pieces of each device. That elementwise operators, `cat` and
 `split_with_sizes` do so follows from arrays: they count dims from the last. `parallel.linear` says

@@ -218,7 +218,7 @@ class NormalForms:
                 at += 1
             elif wanted is None:
                 part = _merged(part, at - 1)
-            elif own is None or _is_outer(wanted, own):
+            elif own is None or wanted == ONE or _is_outer(wanted, own):
                 part = _cut(part, at, wanted)
             else:
                 part = _merged(part, at)
