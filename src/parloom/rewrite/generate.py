@@ -210,6 +210,12 @@ def plain(*more: Arg) -> Template:
     return lambda programs: iter([(*(one.term for one in programs), *more)])
 
 
+def of_matrices(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
+    """Programs of two dims each."""
+    if all(len(one.shape) == 2 for one in programs):
+        yield tuple(one.term for one in programs)
+
+
 def along(*, together: bool = False) -> Template:
     """The same along each dim, counted from the last; of several programs `together` in a tuple."""
 
