@@ -136,7 +136,9 @@ def main() -> int:
     failed = list[dict[str, object]]()
     one = partial(check, shapes=args.shapes, seed=args.seed)
     with ProcessPoolExecutor(args.jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for number, (found, said) in enumerate(zip(rules, pool.map(one, rules, chunksize=8))):
+        for number, (found, said) in enumerate(
+            zip(rules, pool.map(one, rules, chunksize=8), strict=True)
+        ):
             failed += [{"rule": found.id, "said": own} for own in said]
             for own in said:
                 print(f"{found.id}: {own}")
