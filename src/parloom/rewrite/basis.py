@@ -1,13 +1,24 @@
 """Rules of which others follow: candidates without renamings, and without what is derived."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from parloom.rewrite.egraph import EGraph
 from parloom.rewrite.generate import Equal
-from parloom.rewrite.rules import Rule
-from parloom.rewrite.shapes import Shapes
-from parloom.rewrite.symbolic import dim
-from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in, names_in, size_in
+from parloom.rewrite.rules import Rule, prove
+from parloom.rewrite.shapes import Dims, Shapes
+from parloom.rewrite.symbolic import ONE, dim
+from parloom.rewrite.terms import (
+    Arg,
+    Extent,
+    Input,
+    Name,
+    Size,
+    Term,
+    calls_in,
+    evaluate,
+    names_in,
+    size_in,
+)
 
 # Rounds and calls within which a rule has to follow from others.
 ROUNDS, MOST_NODES = 3, 400
@@ -42,6 +53,61 @@ def distinct(candidates: Sequence[Equal]) -> list[Rule]:
         if not any(key in found for key in keys):
             found[keys[0]] = rules[0]
     return sorted(found.values(), key=_generality)
+
+
+def says_more(rule: Rule) -> bool:
+    """Whether a rule of one output is more than a rule of a part of its sides (TASO, SOSP'19,
+    section 2.3, prunes those with common subgraphs): of an input in the place of a call that both
+    sides have, or of the one operand in which their last calls differ.
+    """
+    (left,), (right,) = rule.left, rule.right
+    shared = set(calls_in(left)) & set(calls_in(right))
+    if any(not prove(found) for call in shared for found in _without(rule, call)):
+        return False
+    if not (isinstance(left, Term) and isinstance(right, Term)):
+        return True
+    if (left.op, left.result, len(left.args)) != (right.op, right.result, len(right.args)):
+        return True
+    pairs = zip(_operands(left), _operands(right), strict=False)
+    differ = [(one, other) for one, other in pairs if one != other]
+    if len(differ) != 1 or len(_operands(left)) != len(_operands(right)):
+        return True
+    ((one, other),) = differ
+    if not (isinstance(one, (Term, Name)) and isinstance(other, (Term, Name))):
+        return True
+    return bool(prove(Rule(rule.id, rule.inputs, (one,), (other,))))
+
+
+def _operands(term: Term) -> tuple[Arg, ...]:
+    """Arguments, of tuples each one."""
+    parts = ((own if isinstance(own, tuple) else (own,)) for own in term.args)
+    return tuple(one for part in parts for one in part)
+
+
+def _without(rule: Rule, call: Term) -> Iterator[Rule]:
+    """A rule with inputs for the results of a call; none where they are no tensors of numbers."""
+    parts = call.args[1] if call.op == "split_with_sizes" else None
+    results = range(len(parts)) if isinstance(parts, tuple) else range(1)
+    if any(own.below is not None for own in rule.inputs):
+        return
+    sizes = {name: dim(name) for name in rule.extents}
+    shapes = {
+        own.name: Dims(tuple(size_in(s, sizes, ONE) for s in own.sizes if not isinstance(s, str)))
+        for own in rule.inputs
+    }
+    terms = [Term(call.op, call.args, result) for result in results]
+    made = evaluate(terms, Shapes(), shapes, sizes)
+    inputs = tuple(Input(f"shared{i}", one.shape) for i, one in enumerate(made))
+
+    def other(arg: Arg) -> Arg:
+        if isinstance(arg, Term):
+            if Term(arg.op, arg.args) == call:
+                return Name(inputs[arg.result or 0].name)
+            return Term(arg.op, tuple(map(other, arg.args)), arg.result)
+        return tuple(map(other, arg)) if isinstance(arg, tuple) else arg
+
+    sides = tuple((other(side),) for side in (*rule.left, *rule.right))
+    yield Rule(rule.id, (*rule.inputs, *inputs), *sides)  # type: ignore[arg-type]
 
 
 def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
