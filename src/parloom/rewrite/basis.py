@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from parloom.rewrite.egraph import EGraph
 from parloom.rewrite.generate import Equal
-from parloom.rewrite.rules import Rule, prove
+from parloom.rewrite.rules import LEADS, Rule, names_at, prove
 from parloom.rewrite.shapes import Dims, Shapes
 from parloom.rewrite.symbolic import ONE, dim
 from parloom.rewrite.terms import (
+    LEAD,
     Arg,
     Extent,
     Input,
@@ -129,14 +130,23 @@ def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
 def follows(
     rule: Rule, others: Sequence[Rule], rounds: int = ROUNDS, most_nodes: int = MOST_NODES
 ) -> bool:
-    """Whether a rule is derived from others, in so many rounds and with so many calls at most."""
-    graph = EGraph(most_nodes)
-    sizes = {name: dim(name) for name in rule.extents}
+    """Whether a rule is derived from others, in so many rounds and with so many calls at most; one
+    of any dims in front for one of them and for two, as it is proved.
+    """
+    starred = any(own.sizes[:1] == (LEAD,) for own in rule.inputs)
+    leads = LEADS if starred else LEADS[:1]
+    return all(_follows(rule, others, lead, rounds, EGraph(most_nodes)) for lead in leads)
+
+
+def _follows(rule: Rule, others: Sequence[Rule], lead: int, rounds: int, graph: EGraph) -> bool:
+    """The same where `*` stands for `lead` dims."""
+    sizes = {name: dim(name) for name in names_at(rule, lead)}
+    front = tuple(dim(f"{LEAD}{i}") for i in range(lead))
     inputs = {}
     for own in rule.inputs:
-        shape = (s for s in own.sizes if not isinstance(s, str))
+        shape = tuple(size_in(s, sizes, ONE) for s in own.sizes if not isinstance(s, str))
         inputs[own.name] = graph.input(
-            own.name, tuple(size_in(s, sizes, Shapes().one) for s in shape)
+            own.name, (*front, *shape) if own.sizes[:1] == (LEAD,) else shape
         )
     pairs = [
         tuple(graph.add(term, inputs, sizes) for term in sides)
