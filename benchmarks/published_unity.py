@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published_rules import RELU, Tree, Unfit, parse
+from published_rules import RELU, Tree, Unfit, derived, ops_of, parse
 from unity_values import value
 
-from parloom.rewrite.basis import basis, follows
+from parloom.rewrite.basis import basis
 from parloom.rewrite.factor_rules import (
     DEGREE,
     ONE,
@@ -40,7 +40,7 @@ from parloom.rewrite.modular import PRIME
 from parloom.rewrite.parallel import LINEAR, product_of, quotient
 from parloom.rewrite.rules import Rule, counterexample, prove
 from parloom.rewrite.symbolic import NotExpressed, inner_of
-from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in, size_in
+from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, size_in
 
 RANK = 3
 # The first dim of the tensors of these is the replica dim, but for linear layers.
@@ -311,8 +311,6 @@ def _same_devices(parts: Sequence[Made]) -> None:
 DERIVED, PROVED, FALSE, OPEN = "derived from the basis", "proved only", "false", "open"
 STRIDED = "false, true where each piece is every k-th element, not a chunk"
 ALIKE = "false, true where tensors concatenated in dim 0 are the same, as copies are"
-# Bounds of derivations that take more than `follows` spends on a rule: rounds, and calls.
-FAR = (6, 8000)
 
 
 @dataclass(frozen=True)
@@ -381,17 +379,6 @@ def true_of_copies(row: Mapping[str, str]) -> bool:
         return False
 
 
-def derived(found: Rule, known: Sequence[Rule]) -> bool:
-    """Whether a rule follows from those of its own operators, or from all."""
-    ops = _ops(found)
-    own = [rule for rule in known if _ops(rule) <= ops]
-    return follows(found, own) or follows(found, known) or follows(found, own, *FAR)
-
-
-def _ops(rule: Rule) -> set[str]:
-    return {c.op for side in (rule.left, rule.right) for term in side for c in calls_in(term)}
-
-
 def check(row: Mapping[str, str], found: Rule, degrees: tuple[Size, ...]) -> None:
     """Raise unless a rule that is proved holds in the second reading, at degrees 2 and 3."""
     for k in (2, 3):
@@ -432,7 +419,7 @@ def known_basis() -> tuple[list[Rule], list[Rule], list[Rule]]:
     for rule in found:
         if prove(rule):
             raise AssertionError(f"{rule.id} is not proved")
-    algebra = [own.rule for own in known_rules().values() if _ops(own.rule) <= ALGEBRA]
+    algebra = [own.rule for own in known_rules().values() if ops_of(own.rule) <= ALGEBRA]
     return found, basis(found, algebra), algebra
 
 

@@ -13,6 +13,7 @@ from parloom.rewrite.factor_rules import (
     candidates,
     exchanged,
     inverse_rules,
+    joined_rules,
     operation,
     parallel_rules,
     slots,
@@ -126,3 +127,21 @@ def test_longer_rules_follow_from_those_of_factors() -> None:
         assert follows(rule("true", f"{x}, {w}", [left], [right]), known), left
     wrong = f"reduce({linear}, 1, degree)"
     assert not follows(rule("wrong", f"{x}, {w}", [wrong], ["parallel.linear(x, w)"]), known)
+
+
+JOINED = {
+    "mm": ("x[m, k], y[k, n]", "mm(x, y)", 5),
+    "conv2d": ("x[b, c, h, v], w[o, c, 1 + 1 + 1, 1 + 1 + 1]",
+               "conv2d(x, w, None, (1, 1), (1, 1), (1, 1), 1)", 5),
+    "relu": ("x[b, c, h, v]", "relu(x)", 4),
+    "add": ("x[m, n], y[m, n]", "add(x, y)", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_factors_say_of_parts_and_sums_on_one_device(name: str) -> None:
+    """Parts along each factor; sums of each operand that the operator is linear in."""
+    inputs, call, count = JOINED[name]
+    found = joined_rules(operation(inputs, call))
+    assert len(found) == count
+    assert not any(counterexample(own, seed) for own in found for seed in range(3))

@@ -123,6 +123,20 @@ def parallel_rules(own: Operation) -> list[Rule]:
     return [found for found in candidates(own) if not prove(found)]
 
 
+def joined_rules(own: Operation) -> list[Rule]:
+    """The rules of an operation on one device that its factors say, and normal forms prove: of
+    operands that are put together along a factor, and of operands that are sums (TASO, SOSP'19,
+    appendix A, has these as axioms of each operator).
+    """
+    of, found = slots(own), list[Rule]()
+    for factor in of.plain:
+        found += _Maker(own, of, factor, pieces=False).together()
+    for marked in product((False, True), repeat=len(own.inputs)):
+        if any(marked):
+            found += _Maker(own, of, "", pieces=False).added(marked)
+    return [rule for rule in found if not prove(rule)]
+
+
 def candidates(own: Operation) -> Iterator[Rule]:
     """What the factors of an operation say of parallel operators, unproved where it is of sums."""
     of = slots(own)
@@ -213,6 +227,7 @@ class _Maker:
     own: Operation
     of: Slots
     factor: str
+    pieces: bool = True  # or whole tensors, on one device
 
     def moved(self, op: str) -> Iterator[Rule]:
         """Parts, or copies, of all operands, and of the result."""
@@ -287,13 +302,13 @@ class _Maker:
         """Operands that are put together along the factor, and the results of each."""
         inputs, joined, second = list(self._inputs()), dict[str, Arg](), dict[str, Arg]()
         for i, own in enumerate(self.own.inputs):
-            at, rank = self._at(i), len(inputs[i].sizes) // 2
+            at, rank = self._at(i), len(self.of.operands[i])
             if at is None:
                 return
             if self._has(i):
-                size = inputs[i].sizes[rank + at]
+                size = inputs[i].sizes[at - rank]
                 other = tuple(tuple(f"{n}_1" for n in block) for block in size)
-                more = _with(inputs[i], rank + at, other)
+                more = _with(inputs[i], at - rank, other)
                 inputs.append(replace(more, name=f"{own.name}_1"))
                 second[own.name] = Name(f"{own.name}_1")
                 joined[own.name] = Term("cat", ((Name(own.name), second[own.name]), at - rank))
@@ -306,6 +321,23 @@ class _Maker:
             whole = Term("add", each) if self._summed(to) else Term("cat", (each, to - len(of)))
             sides.append((self._call(joined, result), whole))
         yield _rule(f"cat {self.own.call.op}", inputs, *zip(*sides, strict=True))
+
+    def added(self, marked: Sequence[bool]) -> Iterator[Rule]:
+        """Sums of two in the place of `marked` operands, and of the results of each."""
+        inputs, sums, second = list(self._inputs()), dict[str, Arg](), dict[str, Arg]()
+        for own, is_sum in zip(tuple(inputs), marked, strict=True):
+            if is_sum:
+                inputs.append(replace(own, name=f"{own.name}_1"))
+                second[own.name] = Name(f"{own.name}_1")
+                sums[own.name] = Term("add", (Name(own.name), second[own.name]))
+        sides = [
+            (
+                self._call(sums, result),
+                Term("add", (self._call({}, result), self._call(second, result))),
+            )
+            for result in range(len(self.of.results))
+        ]
+        yield _rule(f"add {self.own.call.op}", inputs, *zip(*sides, strict=True))
 
     def _at(self, operand: int) -> int | None:
         return _index(self.of.operands[operand], self.factor)
@@ -328,6 +360,9 @@ class _Maker:
         multiples of the degree.
         """
         for i, own in enumerate(self.own.inputs):
+            if not self.pieces:
+                yield own
+                continue
             names = self.of.operands[i]
             devices = tuple(((f"e_{f}",),) if f in self.of.plain else ONE for f in names)
             copies = () if self.of.alike else (ONE,)
@@ -349,7 +384,8 @@ class _Maker:
 
         call = self.own.call
         number = result if _results(call) > 1 else None
-        return Term(ON_PIECES.get(call.op, call.op), tuple(map(other, call.args)), number)
+        op = ON_PIECES.get(call.op, call.op) if self.pieces else call.op
+        return Term(op, tuple(map(other, call.args)), number)
 
 
 def _results(call: Term) -> int:
