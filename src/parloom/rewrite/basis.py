@@ -58,7 +58,7 @@ def distinct(candidates: Sequence[Equal]) -> list[Rule]:
 
 def says_more(rule: Rule) -> bool:
     """Whether a rule of one output is more than a rule of a part of its sides (TASO, SOSP'19,
-    section 2.3, prunes those with common subgraphs): of an input in the place of a call that both
+    section 4, prunes those with common subgraphs): of an input in the place of a call that both
     sides have, or of the one operand in which their last calls differ.
     """
     (left,), (right,) = rule.left, rule.right

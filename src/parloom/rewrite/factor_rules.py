@@ -125,8 +125,8 @@ def parallel_rules(own: Operation) -> list[Rule]:
 
 def joined_rules(own: Operation) -> list[Rule]:
     """The rules of an operation on one device that its factors say, and normal forms prove: of
-    operands that are put together along a factor, and of operands that are sums (TASO, SOSP'19,
-    appendix A, has these as axioms of each operator).
+    operands that are put together along a factor, and of operands that are sums (of TASO's, SOSP'19,
+    many are of these two kinds).
     """
     of, found = slots(own), list[Rule]()
     for factor in of.plain:
@@ -153,7 +153,7 @@ def candidates(own: Operation) -> Iterator[Rule]:
 
 
 def inverse_rules(rank: int) -> Iterator[Rule]:
-    """What parallel operators of one dim are to each other, of tensors of a rank with replica dim.
+    """Rules of parallel operators of one dim, of tensors of a rank that counts the replica dim.
 
     A partition and its combination; a sum of chunks that are on devices or on one; two copies that
     are summed; two tensors that are summed where they were put together.
@@ -187,7 +187,7 @@ def inverse_rules(rank: int) -> Iterator[Rule]:
 
 
 def exchanged(rank: int) -> Iterator[Rule]:
-    """Parallel operators in the order of which nothing depends, of the most general shapes."""
+    """Pairs of parallel operators that commute, of any shapes for which they are proved to."""
     ops = list(product((PARTITION, COMBINE, REPLICATE, REDUCE), range(rank)))
     for i, (one, d) in enumerate(ops):
         for other, e in ops[i + 1 :]:
@@ -210,7 +210,9 @@ def _exchanged(rank: int, first: tuple[str, int], second: tuple[str, int]) -> It
 
 
 def _needs(op: str, d: int) -> list[list[tuple[int, bool, bool]]]:
-    """What an operator needs of dims: (dim, last, alone) of pieces where `dim` is negative."""
+    """Factors that shapes need: of each variant, (dim, whether the degree is last, whether the dim is
+    of one device); dims of pieces are `-d - 1`.
+    """
     if op == PARTITION:
         return [[(-d - 1, False, False)]]
     if op == COMBINE:
