@@ -125,8 +125,8 @@ def parallel_rules(own: Operation) -> list[Rule]:
 
 def joined_rules(own: Operation) -> list[Rule]:
     """The rules of an operation on one device that its factors say, and normal forms prove: of
-    operands that are put together along a factor, and of operands that are sums (of TASO's, SOSP'19,
-    many are of these two kinds).
+    operands that are put together along a factor, and of operands that are sums (many of TASO's
+    rules, SOSP'19, are of these two kinds).
     """
     of, found = slots(own), list[Rule]()
     for factor in of.plain:
@@ -210,8 +210,8 @@ def _exchanged(rank: int, first: tuple[str, int], second: tuple[str, int]) -> It
 
 
 def _needs(op: str, d: int) -> list[list[tuple[int, bool, bool]]]:
-    """Factors that shapes need: of each variant, (dim, whether the degree is last, whether the dim is
-    of one device); dims of pieces are `-d - 1`.
+    """Factors that shapes need: of each variant, (dim, whether the degree is last, whether the dim
+    is of one device); dims of pieces are `-d - 1`.
     """
     if op == PARTITION:
         return [[(-d - 1, False, False)]]
