@@ -310,6 +310,7 @@ def _same_devices(parts: Sequence[Made]) -> None:
 
 DERIVED, PROVED, FALSE, OPEN = "derived from the basis", "proved only", "false", "open"
 STRIDED = "false, true where each piece is every k-th element, not a chunk"
+SQUARE = (1, 24, 24)  # fits all rules at degree 2
 ALIKE = "false, true where tensors concatenated in dim 0 are the same, as copies are"
 
 
@@ -347,36 +348,52 @@ def verdict(row: Mapping[str, str], known: Sequence[Rule]) -> Verdict:
 
 
 def true_of_copies(row: Mapping[str, str]) -> bool:
-    """Whether a rule holds where all that is concatenated in dim 0 is equal."""
-    sides = row["source"], row["target"]
-    trees = [[parse(text) for text in side.split(" ; ")] for side in sides]
-    same: dict[str, Tree] = {}
+    """Whether a rule holds at degree 2, of the numbers of one draw, where inputs or all terms that
+    are concatenated in dim 0 are the same.
+    """
+    left, right = ([parse(t) for t in row[side].split(" ; ")] for side in ("source", "target"))
+    numbers = np.random.default_rng(0)
+    names = {name for tree in (*left, *right) for name in _names(tree)}
+    inputs = {name: numbers.integers(0, PRIME, SQUARE) for name in sorted(names)}
+    same: dict[str, str] = {}
+    for tree in (*left, *right):
+        _gather(tree, same)
+    for terms in (False, True):
+        sides = [[_alike(tree, same, terms=terms) for tree in side] for side in (left, right)]
+        try:
+            made = [[value(t, inputs, (2,) * RANK, strided=False).array for t in s] for s in sides]
+        except ValueError:  # terms of other shapes
+            continue
+        if all(a.shape == b.shape and (a == b).all() for a, b in zip(*made, strict=True)):
+            return True
+    return False
 
-    def gather(tree: Tree) -> None:
-        if not isinstance(tree, str):
-            first, *others = tree[2]
-            if tree[0] == "concat" and tree[1][0] == 0:
-                same.update({own: first for own in others if isinstance(own, str) and own != first})
-            for own in tree[2]:
-                gather(own)
 
-    def alike(tree: Tree) -> Tree:
-        if isinstance(tree, str):
-            return alike(same[tree]) if tree in same else tree
-        name, numbers, operands, result = tree
-        found = tuple(map(alike, operands))
-        if name == "concat" and numbers[0] == 0:
-            found = (found[0],) * len(found)
-        return name, numbers, found, result
+def _names(tree: Tree) -> set[str]:
+    return {tree} if isinstance(tree, str) else {n for own in tree[2] for n in _names(own)}
 
-    for side in trees:
-        for tree in side:
-            gather(tree)
-    try:
-        left, right = (tuple(map(alike, side)) for side in trees)
-        return any(not prove(rule_of("", left, right, degrees)) for _, degrees in MODES)
-    except (Unfit, RecursionError):
-        return False
+
+def _gather(tree: Tree, same: dict[str, str]) -> None:
+    """Which input stands for which, where they are concatenated in dim 0."""
+    if isinstance(tree, str):
+        return
+    name, numbers, operands, _ = tree
+    first, *others = operands
+    if name == "concat" and numbers[0] == 0 and isinstance(first, str):
+        same.update({own: first for own in others if isinstance(own, str) and own != first})
+    for own in operands:
+        _gather(own, same)
+
+
+def _alike(tree: Tree, same: Mapping[str, str], *, terms: bool) -> Tree:
+    """A tree in which inputs, or also `terms`, that are concatenated in dim 0 are the first one."""
+    if isinstance(tree, str):
+        return _alike(same[tree], same, terms=terms) if tree in same else tree
+    name, numbers, operands, result = tree
+    found = tuple(_alike(own, same, terms=terms) for own in operands)
+    if terms and name == "concat" and numbers[0] == 0:
+        found = (found[0],) * len(found)
+    return name, numbers, found, result
 
 
 def check(row: Mapping[str, str], found: Rule, degrees: tuple[Size, ...]) -> None:
