@@ -41,8 +41,10 @@ def test_the_command_prints_counts_and_writes(
     arguments = ["regenerate", "--calls", "2", "--family", "products", "--out", str(path)]
     monkeypatch.setattr("sys.argv", arguments)
     assert main() == 0
-    first, last = capsys.readouterr().out.splitlines()
+    first, total, last = capsys.readouterr().out.splitlines()
     assert first.startswith("products: ")
     assert "proved twice" in first
+    assert "after TASO's pruning" in first
+    assert total.startswith("rules proved, without renamings: ")
     assert last.startswith("basis: ")
     assert path.read_text(encoding="utf-8").startswith('{"version": 2, "rules": [')

@@ -47,6 +47,26 @@ WRONG = {
                               ["embedding(t, q)"]),
     "parts along another dim": ("x[n, n], y[n, n]", ["mm(cat((x, y), 0), y)"],
                                 ["cat((mm(x, y), mm(x, y)), 0)"]),
+    # True where the matrix is square, or both parts are of one size.
+    "true of squares only": ("x[a, b]", ["mean(sum(x, (-1,)), (-1,))"],
+                             ["mean(sum(x, (-2,)), (-1,))"]),
+    "true of equal parts only": ("x[b, k], y[b, j]",
+                                 ["split_with_sizes(cat((x, y), -1), (j, k), -1)[0]"], ["x"]),
+    "a mean of two parts": ("x[a, k], y[b, k]", ["mean(cat((x, y), -2), (-2,))"],
+                            ["mul(add(mean(x, (-2,)), mean(y, (-2,))), 0.5)"]),
+    "a scale of rows of parts": ("x[b, k], y[b, j], p[j], q[k]",
+                                 ["mul(cat((x, y), -1), cat((p, q), -1))"],
+                                 ["cat((mul(x, p), mul(y, q)), -1)"]),
+    # True of relu, of a minus sign, and of a function of rows.
+    "true of another function only": ("x[*, k]", ["gelu(gelu(x))"], ["gelu(x)"]),
+    "true of linear functions only": ("x[*, k], y[*, k]", ["gelu(add(x, y))"],
+                                      ["add(gelu(x), gelu(y))"]),
+    "true of rows only": ("x[a, k], y[b, k]", ["softmax(cat((x, y), -2), -2)"],
+                          ["cat((softmax(x, -2), softmax(y, -2)), -2)"]),
+    "a bias twice": ("x[*, k], y[*, k], w[n, k], p[n]", ["linear(add(x, y), w, p)"],
+                     ["add(linear(x, w, p), linear(y, w, p))"]),
+    "a product of sums": ("x[*, k], y[*, k]", ["mul(add(x, y), add(x, y))"],
+                          ["add(mul(x, x), mul(y, y))"]),
     # With no sizes in the axioms this is proved (both sides are sums of two products), though
     # where `a` ends and `c` begins differs.
     "parts that do not meet": ("a[m, k], b[m, j], c[i, n], d[l, n]",
@@ -77,6 +97,30 @@ def test_parts_meet_where_their_sizes_say_so() -> None:
     meets = "a[m, k], b[m, j], c[k, n], d[j, n]"
     assert prove_by_axioms(made("meet", (meets, *WRONG["parts that do not meet"][1:]))) == ""
     assert prove(made("meet", (meets, *WRONG["parts that do not meet"][1:]))) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "left", "by_axioms"),
+    [
+        ("true of squares only", "x[n, n]", "mean(sum(x, (-1,)), (-1,))", False),
+        ("true of equal parts only", "x[b, k], y[b, k]",
+         "split_with_sizes(cat((x, y), -1), (k, k), -1)[0]", True),
+        ("a scale of rows of parts", "x[b, k], y[b, j], p[k], q[j]",
+         "mul(cat((x, y), -1), cat((p, q), -1))", True),
+    ],
+)  # fmt: skip
+def test_rules_that_lack_a_condition_are_proved_with_it(
+    name: str, inputs: str, left: str, by_axioms: bool
+) -> None:
+    found = made(name, (inputs, [left], WRONG[name][2]))
+    assert prove(found) == ""
+    assert (prove_by_axioms(found) == "") == by_axioms  # no axiom is of sums of sums
+
+
+def test_each_proof_alone_refuses_twenty_wrong_rules() -> None:
+    """All that the tests above and `test_rules` give them."""
+    assert len(FALSE) + len(WRONG) >= 30
+    assert len(REFUSED) + len(WRONG) >= 25
 
 
 def test_what_no_axiom_speaks_of_is_refused() -> None:

@@ -1,13 +1,25 @@
 """Rules of which others follow: candidates without renamings, and without what is derived."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from parloom.rewrite.egraph import EGraph
 from parloom.rewrite.generate import Equal
-from parloom.rewrite.rules import Rule
-from parloom.rewrite.shapes import Shapes
-from parloom.rewrite.symbolic import dim
-from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in, names_in, size_in
+from parloom.rewrite.rules import LEADS, Rule, names_at, prove
+from parloom.rewrite.shapes import Dims, Shapes
+from parloom.rewrite.symbolic import ONE, dim
+from parloom.rewrite.terms import (
+    LEAD,
+    Arg,
+    Extent,
+    Input,
+    Name,
+    Size,
+    Term,
+    calls_in,
+    evaluate,
+    names_in,
+    size_in,
+)
 
 # Rounds and calls within which a rule has to follow from others.
 ROUNDS, MOST_NODES = 3, 400
@@ -44,6 +56,61 @@ def distinct(candidates: Sequence[Equal]) -> list[Rule]:
     return sorted(found.values(), key=_generality)
 
 
+def says_more(rule: Rule) -> bool:
+    """Whether a rule of one output is more than a rule of a part of its sides (TASO, SOSP'19,
+    section 4, prunes those with common subgraphs): of an input in the place of a call that both
+    sides have, or of the one operand in which their last calls differ.
+    """
+    (left,), (right,) = rule.left, rule.right
+    shared = set(calls_in(left)) & set(calls_in(right))
+    if any(not prove(found) for call in shared for found in _without(rule, call)):
+        return False
+    if not (isinstance(left, Term) and isinstance(right, Term)):
+        return True
+    if (left.op, left.result, len(left.args)) != (right.op, right.result, len(right.args)):
+        return True
+    pairs = zip(_operands(left), _operands(right), strict=False)
+    differ = [(one, other) for one, other in pairs if one != other]
+    if len(differ) != 1 or len(_operands(left)) != len(_operands(right)):
+        return True
+    ((one, other),) = differ
+    if not (isinstance(one, (Term, Name)) and isinstance(other, (Term, Name))):
+        return True
+    return bool(prove(Rule(rule.id, rule.inputs, (one,), (other,))))
+
+
+def _operands(term: Term) -> tuple[Arg, ...]:
+    """Arguments, of tuples each one."""
+    parts = ((own if isinstance(own, tuple) else (own,)) for own in term.args)
+    return tuple(one for part in parts for one in part)
+
+
+def _without(rule: Rule, call: Term) -> Iterator[Rule]:
+    """A rule with inputs for the results of a call; none where they are no tensors of numbers."""
+    parts = call.args[1] if call.op == "split_with_sizes" else None
+    results = range(len(parts)) if isinstance(parts, tuple) else range(1)
+    if any(own.below is not None for own in rule.inputs):
+        return
+    sizes = {name: dim(name) for name in rule.extents}
+    shapes = {
+        own.name: Dims(tuple(size_in(s, sizes, ONE) for s in own.sizes if not isinstance(s, str)))
+        for own in rule.inputs
+    }
+    terms = [Term(call.op, call.args, result) for result in results]
+    made = evaluate(terms, Shapes(), shapes, sizes)
+    inputs = tuple(Input(f"shared{i}", one.shape) for i, one in enumerate(made))
+
+    def other(arg: Arg) -> Arg:
+        if isinstance(arg, Term):
+            if Term(arg.op, arg.args) == call:
+                return Name(inputs[arg.result or 0].name)
+            return Term(arg.op, tuple(map(other, arg.args)), arg.result)
+        return tuple(map(other, arg)) if isinstance(arg, tuple) else arg
+
+    sides = tuple((other(side),) for side in (*rule.left, *rule.right))
+    yield Rule(rule.id, (*rule.inputs, *inputs), *sides)  # type: ignore[arg-type]
+
+
 def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
     """Rules of which none follows from the rest and from what is `known`, and of which all others
     do: those that do not follow from simpler ones, and then without simple ones that are cases of
@@ -60,15 +127,26 @@ def basis(rules: Sequence[Rule], known: Sequence[Rule] = ()) -> list[Rule]:
     return found
 
 
-def follows(rule: Rule, others: Sequence[Rule]) -> bool:
-    """Whether a rule is derived from others, in few rounds and with few calls."""
-    graph = EGraph(MOST_NODES)
-    sizes = {name: dim(name) for name in rule.extents}
+def follows(
+    rule: Rule, others: Sequence[Rule], rounds: int = ROUNDS, most_nodes: int = MOST_NODES
+) -> bool:
+    """Whether a rule is derived from others, in so many rounds and with so many calls at most; one
+    of any dims in front for one of them and for two, as it is proved.
+    """
+    starred = any(own.sizes[:1] == (LEAD,) for own in rule.inputs)
+    leads = LEADS if starred else LEADS[:1]
+    return all(_follows(rule, others, lead, rounds, EGraph(most_nodes)) for lead in leads)
+
+
+def _follows(rule: Rule, others: Sequence[Rule], lead: int, rounds: int, graph: EGraph) -> bool:
+    """The same where `*` stands for `lead` dims."""
+    sizes = {name: dim(name) for name in names_at(rule, lead)}
+    front = tuple(dim(f"{LEAD}{i}") for i in range(lead))
     inputs = {}
     for own in rule.inputs:
-        shape = (s for s in own.sizes if not isinstance(s, str))
+        shape = tuple(size_in(s, sizes, ONE) for s in own.sizes if not isinstance(s, str))
         inputs[own.name] = graph.input(
-            own.name, tuple(size_in(s, sizes, Shapes().one) for s in shape)
+            own.name, (*front, *shape) if own.sizes[:1] == (LEAD,) else shape
         )
     pairs = [
         tuple(graph.add(term, inputs, sizes) for term in sides)
@@ -78,7 +156,7 @@ def follows(rule: Rule, others: Sequence[Rule]) -> bool:
     def all_equal() -> bool:
         return all(graph.find(one) == graph.find(other) for one, other in pairs)
 
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         if all_equal() or graph.saturate(others, 1):
             break
     return all_equal()

@@ -12,9 +12,10 @@ from math import prod
 from typing import Any
 
 from parloom.errors import InputError
+from parloom.rewrite.parallel import quotient
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.shapes import Dims, Shape, Shapes, results_of
-from parloom.rewrite.symbolic import ONE, NotExpressed
+from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of
 from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
 
 MOST_NODES = 20_000
@@ -333,6 +334,9 @@ def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
         return Binding(known.inputs, {**known.sizes, size[0][0]: own}, known.lead)
     if isinstance(own, int):
         return _solved(size, own, known)
+    divided = _divided(size, own, known, one)
+    if divided is not None:
+        return divided
     if len(size) == len(own):  # block by block
         found: Binding | None = known
         for block, digits in zip(size, own, strict=True):
@@ -343,6 +347,21 @@ def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
                     found = _sized(((name,),), ((digit,),), found, one)
         return found
     return None
+
+
+def _divided(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:
+    """What is known where a product is `own` of which the first or the last name is not known."""
+    (block, *others) = size
+    names = [name for name in block if name not in known.sizes]
+    if others or len(names) != 1 or len(block) < 2 or names[0] not in (block[0], block[-1]):
+        return None
+    known_part = tuple(name for name in block if name in known.sizes)
+    factor = size_in((known_part,), known.sizes, one)
+    try:
+        rest = inner_of(own, factor) if names[0] == block[-1] else quotient(own, factor)
+    except NotExpressed:
+        return None
+    return Binding(known.inputs, {**known.sizes, names[0]: rest}, known.lead)
 
 
 def _solved(size: Size, own: int, known: Binding) -> Binding | None:

@@ -4,7 +4,7 @@ Inputs are few and typed, so that most operators fit few of them. What differs i
 same rule, so a family needs no more inputs of a shape than a program of so many calls can read.
 """
 
-from parloom.rewrite.generate import Family, Operator, along, plain, splits, sums
+from parloom.rewrite.generate import Family, Operator, along, of_matrices, plain, splits, sums
 
 LINEAR = Operator("linear", 2, plain())
 BIASED = Operator("linear", 3, plain())
@@ -14,7 +14,7 @@ SCALE = Operator("mul", 1, plain(HALF))
 FUNCTION = Operator("gelu", 1, plain())
 CAT = Operator("cat", 2, along(together=True), moves=True)
 SPLIT = Operator("split_with_sizes", 1, splits, moves=True, results=2)
-TURN = Operator("t", 1, plain())
+TURN = Operator("t", 1, of_matrices)
 PRODUCT, ANY_PRODUCT = (Operator(name, 2, plain()) for name in ("mm", "matmul"))
 SOFTMAX = Operator("softmax", 1, along())
 SUM, MEAN = (Operator(name, 1, sums) for name in ("sum", "mean"))

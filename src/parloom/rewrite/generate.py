@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
 from parloom.rewrite.modular import PRIME, Ints, Numbers
+from parloom.rewrite.parallel import computes_of
 from parloom.rewrite.shapes import Dims, Shape, Shapes
 from parloom.rewrite.symbolic import Dim, NotExpressed, dim
 from parloom.rewrite.terms import (
@@ -152,7 +152,7 @@ class Generator:
         operands: Sequence[Program],
         calls: int,
     ) -> None:
-        computes = OPS[operator.op].computes
+        computes = computes_of(operator.op)
         assert computes is not None
         by_term = {operand.term: operand for operand in operands}
         try:
@@ -208,6 +208,12 @@ def _filled(arg: Arg, programs: dict[Any, Program], choice: int, sizes: Any) -> 
 def plain(*more: Arg) -> Template:
     """Programs, then the same arguments in every call."""
     return lambda programs: iter([(*(one.term for one in programs), *more)])
+
+
+def of_matrices(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
+    """Programs of two dims each."""
+    if all(len(one.shape) == 2 for one in programs):
+        yield tuple(one.term for one in programs)
 
 
 def along(*, together: bool = False) -> Template:

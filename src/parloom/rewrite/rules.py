@@ -52,8 +52,10 @@ class Rule:
 
     @property
     def extents(self) -> tuple[str, ...]:
-        """The names of all sizes."""
-        return extents_of(self.inputs)
+        """The names of all sizes: of inputs, and those that terms are told."""
+        sides = (*self.left, *self.right)
+        told = (name for side in sides for size in extents_in(side) for b in size for name in b)
+        return tuple(dict.fromkeys((*extents_of(self.inputs), *told)))
 
 
 def rule(identity: str, inputs: str, left: Sequence[str], right: Sequence[str]) -> Rule:
@@ -120,23 +122,49 @@ def only_moves(found: Rule) -> bool:
 def counterexample(found: Rule, seed: int, algebra: Numbers = Numbers()) -> str:  # noqa: B008 - frozen
     """Extents for which both sides differ modulo a prime; empty where there were none."""
     rng = Random(seed)
-    numbers = np.random.default_rng(seed)
     lead = rng.choice(LEADS)
-    names = (*found.extents, *_leads(lead))
+    names = names_at(found, lead)
     sizes = dict(zip(names, _extents(rng, len(names)), strict=True))
+    if any(prod(_shape(algebra, own, sizes, lead)) > MOST_ELEMENTS for own in found.inputs):
+        return ""
+    return difference(found, sizes, lead, seed, algebra)
+
+
+def difference(
+    found: Rule,
+    sizes: Mapping[str, int],
+    lead: int,
+    seed: int,
+    algebra: Numbers = Numbers(),  # noqa: B008 - frozen
+) -> str:
+    """Which output differs modulo a prime where sizes are these; empty where none does."""
+    numbers = np.random.default_rng(seed)
     inputs = {}
-    for own in found.inputs:
-        shape = _shape(algebra, own, sizes, lead)
-        if prod(shape) > MOST_ELEMENTS:
-            return ""
+    for own, shape in shapes_at(found, sizes, lead):
         most = PRIME if own.below is None else size_in(own.below, sizes, 1)
         inputs[own.name] = numbers.integers(0, most, shape)
-    sides = [evaluate(side, algebra, inputs, sizes) for side in (found.left, found.right)]
+    try:
+        sides = [evaluate(side, algebra, inputs, sizes) for side in (found.left, found.right)]
+    except NotExpressed as error:
+        return f"no shapes fit both sides: {error}"
     for index, (one, other) in enumerate(zip(*sides, strict=True)):
         if one.shape != other.shape or (one != other).any():
             said = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             return f"output {index} differs where {said}"
     return ""
+
+
+def names_at(found: Rule, lead: int) -> tuple[str, ...]:
+    """The sizes that a rule has where `*` stands for `lead` dims."""
+    starred = any(own.sizes[:1] == (LEAD,) for own in found.inputs)
+    return (*found.extents, *(_leads(lead) if starred else ()))
+
+
+def shapes_at(
+    found: Rule, sizes: Mapping[str, int], lead: int
+) -> Iterator[tuple[Input, tuple[int, ...]]]:
+    """The shape of each input where sizes are these."""
+    return ((own, _shape(Numbers(), own, sizes, lead)) for own in found.inputs)
 
 
 def _leads(number: int) -> Iterator[str]:

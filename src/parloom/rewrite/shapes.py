@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.ops import OPS
 from parloom.ir.ops.algebra import Names, aligned
 from parloom.ir.ops.exact import Given
+from parloom.rewrite.parallel import computes_of
 from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of, moved_extent, places
 
 Shape = tuple[Any, ...]
@@ -126,7 +126,7 @@ def results_of(op: str, algebra: Shapes, args: tuple[Any, ...]) -> tuple[Dims, .
     Raises `NotExpressed` where it has none, as with arguments that the operator does not take;
     `InputError` for an operator that says not what it computes.
     """
-    computes = OPS[op].computes if op in OPS else None
+    computes = computes_of(op)
     if computes is None:
         raise InputError(f"{op} says not what it computes")
     try:

@@ -218,7 +218,7 @@ class NormalForms:
                 at += 1
             elif wanted is None:
                 part = _merged(part, at - 1)
-            elif own is None or _is_outer(wanted, own):
+            elif own is None or wanted == ONE or _is_outer(wanted, own):
                 part = _cut(part, at, wanted)
             else:
                 part = _merged(part, at)
@@ -327,9 +327,11 @@ def _is_outer(wanted: Dim, own: Dim) -> bool:
 
 
 def inner_of(own: Dim, outer: Dim) -> Dim:
-    """What a dim is behind `outer`: all of it behind one element; raises `NotExpressed`."""
-    if outer == ONE:
-        return own
+    """What a dim is behind `outer`: a chunk of it behind single places; raises `NotExpressed`."""
+    if not any(outer):
+        chunk = own[: len(own) // len(outer)]
+        if chunk * len(outer) == own:
+            return chunk
     inner = {b[len(o) :] for o, b in zip(outer, own, strict=False)}
     if not _is_outer(outer, own) or len(inner) > 1:
         raise NotExpressed(f"{own} as {outer} times one dim")
@@ -348,7 +350,7 @@ def _cut(part: Symbolic, dim: int, outer: Dim) -> Symbolic:
     shape = (*part.shape[:dim], outer, inner, *part.shape[dim + 1 :])
 
     def element(cell: Cell) -> Poly:
-        block = cell[dim + 1] if outer == ONE else cell[dim]
+        block = cell[dim] if any(outer) else cell[dim] * len(inner) + cell[dim + 1]
         before = (*cell[:dim], block, *cell[dim + 2 :])
         begin = len(outer[cell[dim]])
         digits = range(len(inner[cell[dim + 1]]))

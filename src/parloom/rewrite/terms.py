@@ -15,9 +15,9 @@ from functools import reduce
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.ops import OPS
 from parloom.ir.ops.algebra import Algebra
 from parloom.ir.ops.exact import Given
+from parloom.rewrite.parallel import computes_of, product_of
 
 LEAD, CAT, SPLIT = "*", "cat", "split_with_sizes"
 _INPUT = re.compile(r"\s*([A-Za-z_]\w*)\[([^\]]*)\]\s*(?:<([^,]+))?(?:,|$)")
@@ -236,7 +236,7 @@ def evaluate(
             return arg
         call = Term(arg.op, arg.args)
         if call not in known:
-            computes = OPS[arg.op].computes if arg.op in OPS else None
+            computes = computes_of(arg.op)
             if computes is None:
                 raise InputError(f"{arg.op} says not what it computes")
             known[call] = computes(algebra, Given(tuple(map(value, arg.args))))
@@ -249,15 +249,8 @@ def size_in(size: Size, sizes: Mapping[str, Any], one: Any) -> Any:
     """A size of which an algebra knows the names and `one`: a number, or the blocks of a dim, whose
     sum is one after the other.
     """
-    blocks = [reduce(_times, (sizes[name] for name in block), one) for block in size]
+    blocks = [reduce(product_of, (sizes[name] for name in block), one) for block in size]
     return reduce(operator.add, blocks)
-
-
-def _times(one: Any, other: Any) -> Any:
-    """The product of two sizes: of numbers, or of dims of one block each."""
-    if isinstance(one, int):
-        return one * other
-    return tuple((*a, *b) for a in one for b in other)
 
 
 def _expression(text: str) -> ast.expr:
