@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
+from parloom.ir.plan import Decisions
 from parloom.rewrite.forms import Forms
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
@@ -27,8 +28,11 @@ class RewrittenRequest:
 
     def as_asked(self, plan: SimulatedPlan) -> SimulatedPlan:
         """A plan of this graph as one of the graph that was asked about."""
-        rewrites = (*self.rewrites, *plan.decisions.rewrites)
-        return replace(plan, decisions=replace(plan.decisions, rewrites=rewrites))
+        return replace(plan, decisions=self.with_rewrites(plan.decisions))
+
+    def with_rewrites(self, decisions: Decisions) -> Decisions:
+        """Decisions for this graph as those for the graph that was asked about."""
+        return replace(decisions, rewrites=(*self.rewrites, *decisions.rewrites))
 
 
 def with_takes(request: Request) -> Request:
