@@ -11,7 +11,7 @@ from parloom.search.least_compute import least_work_ps
 from parloom.search.pinned import Pinned
 from parloom.search.pins import Kind
 from parloom.search.request import AUTO, Request, Say, base_of
-from parloom.search.rewritten import RewrittenRequest
+from parloom.search.rewritten import RewrittenRequest, as_pinned, with_takes
 
 Algebra = Callable[[Request, Say], tuple[str, ...]]
 """The rewrites of the form that a method chooses, whatever the layouts."""
@@ -54,3 +54,13 @@ def proved(request: Request, takes: Sequence[Take]) -> bool:
     except InputError:
         return False
     return True
+
+
+def wanted(request: Request) -> RewrittenRequest:
+    """The request in the form with the rewrites that pins want, wherever they apply; raises
+    `InputError` where one does nowhere.
+    """
+    pins = request.pinned.pins
+    if any(pin.kind is Kind.REWRITE and not pin.forbidden for pin in pins):
+        return as_pinned(with_takes(request))
+    return RewrittenRequest(request, ())

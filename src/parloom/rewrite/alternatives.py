@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
+from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.known import cases, holds
 from parloom.rewrite.rules import Rule
@@ -86,12 +87,14 @@ def with_few_rules(function: Function, take: Take) -> Take | None:
         rest = [other for other in needed if other is not own]
         if follows(function, take, rest):
             needed = rest
-    return replace(take, rules=tuple(own.id for own in needed))
+    ops = {call.op for call in calls_in(take.call)}
+    merged = (name for name, op in merge.RULES.items() if name in take.rules and op in ops)
+    return replace(take, rules=(*merged, *(own.id for own in needed)))
 
 
 def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
     """Whether the results of a take are the values of `function` in whose place they are, by these
-    rules, each of which holds.
+    rules, each of which holds, and by the merges that the take names.
     """
     body = Body(_above(function, take), MOST_NODES)
     if not set(names_in(take.call)) <= body.classes.keys() or not all(map(holds, rules)):
@@ -105,16 +108,20 @@ def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
         }
     except NotExpressed:
         return False
+    merged = not merge.RULES.keys().isdisjoint(take.rules)
     for _ in range(2 * ROUNDS):
+        joined = merged and merge.unite_products(body.graph)
         if all(body.graph.find(one) == body.class_of(name) for name, one in made.items()):
             return True
-        if body.saturate(rules, 1, holds):
+        if body.saturate(rules, 1, holds) and not joined:
             break
     return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
 
 
 def _above(function: Function, take: Take) -> Function:
-    """What makes the values of a take of what its call reads; all else is an input."""
+    """What makes the values of a take of what its call reads, and of that what is made of values
+    there; all else is an input.
+    """
     makers = {v.name: item for item in function.body for v in item.results}
     specs, read = function.specs(), set(names_in(take.call))
     found, inputs, left = set[int](), dict[str, None](), [name for _, name in take.taken]
@@ -126,6 +133,14 @@ def _above(function: Function, take: Take) -> Function:
         elif id(item) not in found:
             found.add(id(item))
             left += item.refs
+    known = {*inputs, *read, *(v.name for i in function.body if id(i) in found for v in i.results)}
+    found |= {
+        id(item)
+        for item in function.body
+        if isinstance(item, Node)
+        and not read.isdisjoint(v.name for v in item.results)
+        and known.issuperset(item.refs)
+    }
     body = tuple(item for item in function.body if id(item) in found)
     made = {value.name for item in body for value in item.results}
     given = (name for name in (*inputs, *sorted(read)) if name in specs)

@@ -42,7 +42,7 @@ class Body:
         for value in function.inputs:
             self._given(value.name, -1)
         for place, item in enumerate(function.body):
-            if isinstance(item, Call) or not self._takes_part(item):
+            if isinstance(item, Call) or not self.takes_part(item):
                 for value in item.results:
                     self._given(value.name, place)
             else:
@@ -117,8 +117,8 @@ class Body:
 
     def _call(self, node: Node, place: int) -> None:
         """Add a call, or its results as inputs where its shapes are not what is said of it."""
-        args = tuple(self._arg(node, i, arg) for i, arg in enumerate(node.args))
-        calls = [in_pairs(Term(node.op, args, i)) for i in range(len(node.results))]
+        term = self.term_of(node)
+        calls = [in_pairs(Term(node.op, term.args, i)) for i in range(len(node.results))]
         try:
             made = [self.graph.add(call, self.classes, {}) for call in calls]
         except (NotExpressed, NotImplementedError):
@@ -141,7 +141,13 @@ class Body:
             return _from_last(arg, len(self.specs[first].shape))
         return term_of(arg)
 
-    def _takes_part(self, node: Node) -> bool:
+    def term_of(self, node: Node) -> Term:
+        """A call as a term, with dims counted from the last."""
+        args = tuple(self._arg(node, i, arg) for i, arg in enumerate(node.args))
+        return Term(node.op, args)
+
+    def takes_part(self, node: Node) -> bool:
+        """Whether rules may say something of a call."""
         op = OPS.get(node.op)
         if op is None or op.computes is None or op.random or node.kwargs:
             return False
