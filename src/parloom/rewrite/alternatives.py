@@ -78,7 +78,7 @@ def named_rules(function: Function, take: Take) -> list[Rule]:
 
 def with_few_rules(function: Function, take: Take) -> Take | None:
     """A take by as many of its rules as are needed; None where it does not follow from them in few
-    rounds.
+    rounds, or from none of them.
     """
     needed = named_rules(function, take)
     if not follows(function, take, needed):
@@ -89,7 +89,8 @@ def with_few_rules(function: Function, take: Take) -> Take | None:
             needed = rest
     ops = {call.op for call in calls_in(take.call)}
     merged = (name for name, op in merge.RULES.items() if name in take.rules and op in ops)
-    return replace(take, rules=(*merged, *(own.id for own in needed)))
+    rules = (*merged, *(own.id for own in needed))
+    return replace(take, rules=rules) if rules else None
 
 
 def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from parloom.errors import InputError
 from parloom.ir.graph import Function, Graph, Node, Ref
 from parloom.rewrite import merge
-from parloom.rewrite.alternatives import MOST_NODES, rules_for, with_few_rules
+from parloom.rewrite.alternatives import MOST_NODES, follows, rules_for, with_few_rules
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.egraph import Binding, Class, Way, ways
 from parloom.rewrite.known import holds
@@ -102,10 +102,10 @@ def takes_between(
     found = []
     for take in _differences(before, after, tuple(rules)):
         named = with_few_rules(before, take)
-        if named is None:
-            return None
-        if named.rules:  # otherwise it is the same call
+        if named is not None:
             found.append(named)
+        elif not follows(before, take, ()):  # otherwise it is the same in other words
+            return None
     return tuple(found)
 
 
@@ -161,6 +161,7 @@ def _renamed(arg: TermArg, value: str, other: str) -> TermArg:
 def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> Iterator[Take]:
     """The values of one function that another one computes in another way."""
     made = {v.name: (item, i) for item in before.body for i, v in enumerate(item.results)}
+    first, second = Body(before, MOST_NODES), Body(after, MOST_NODES)
 
     def is_kept(node: Node) -> bool:
         """Whether it is an operator of the first function; some of its results may be others'."""
@@ -168,7 +169,7 @@ def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> I
         return any(
             isinstance(item, Node)
             and node.results[at].name == item.results[at].name
-            and (node.op, node.args, node.kwargs) == (item.op, item.args, item.kwargs)
+            and _called(first, item) == _called(second, node)
             for item, at in known
             if at < len(node.results)
         )
@@ -196,6 +197,11 @@ def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> I
         if names:
             call = Term(item.op, tuple(term(term_of(own)) for own in item.args))
             yield Take(before.name, tuple(names), call, rules)
+
+
+def _called(body: Body, node: Node) -> object:
+    """A call with dims counted from the last, where rules may say something of it."""
+    return body.term_of(node) if body.takes_part(node) else (node.op, node.args, node.kwargs)
 
 
 Structure = tuple[frozenset[int], tuple[object, ...]]
