@@ -23,6 +23,7 @@ from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.sequential import sequential
 from parloom.comparators.taso import taso
+from parloom.comparators.tensat import tensat
 from parloom.comparators.tofu import tofu
 from parloom.cost.units import format_seconds
 from parloom.errors import (
@@ -71,7 +72,9 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
         "whale": whale,
     }
 )
-ALGEBRA: Mapping[str, Algebra] = MappingProxyType({"sequential": sequential, "taso": taso})
+ALGEBRA: Mapping[str, Algebra] = MappingProxyType(
+    {"sequential": sequential, "taso": taso, "tensat": tensat}
+)
 """Methods that choose a form of the model, whose layouts `auto` chooses."""
 # Those that are of devices of several types.
 ACROSS = ("whale",)

@@ -56,6 +56,15 @@ class Body:
         """The class that a value is in."""
         return self.graph.find(self.classes[value])
 
+    def is_given(self, value: str) -> bool:
+        """Whether nothing is said of how a value is made."""
+        return value in self._inputs
+
+    @property
+    def own_calls(self) -> set[tuple[str, tuple[Any, ...]]]:
+        """The calls of the function, of the classes that there are now."""
+        return {(op, self.graph.renewed(args)) for op, args, _ in self._own}
+
     def takes(self, most: int) -> Iterator[Take]:
         """Other ways to compute values, at most so many of each, of what is made before these; by
         all rules that changed anything.

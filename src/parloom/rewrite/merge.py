@@ -59,6 +59,33 @@ def unite_products(graph: EGraph) -> bool:
     return found
 
 
+def unite_pairs(graph: EGraph, rules: Collection[str]) -> bool:
+    """Add the merge of each two products of one operand, by rules among `RULES`, and unite it with
+    these; whether there were some.
+    """
+    alike: dict[tuple[Any, ...], dict[Any, tuple[Any, Class]]] = {}
+    for (op, args, _), owner in tuple(graph.nodes()):
+        if op in JOINED and f"merge_{op}" in rules and args[6:] in ((), (1,)):
+            shape = graph.shapes[graph.find(args[1]).number]
+            bias = args[2] if len(args) > 2 else None
+            key = op, graph.find(args[0]), args[3:6], shape[1:], bias is None
+            alike.setdefault(key, {})[graph.find(args[1])] = (args, owner)
+    found = False
+    for (op, *_), known in alike.items():
+        for pair in combinations(known.values(), 2):
+            given = {f"i{at}{k}": arg for k, (args, _) in enumerate(pair)
+                     for at, arg in enumerate(args[:3]) if isinstance(arg, Class)}  # fmt: skip
+            first = pair[0][0]
+            call: list[TermArg] = [Name("i00"), (Name("i10"), Name("i11"))]
+            if len(first) > 2:
+                call += [(Name("i20"), Name("i21")) if "i20" in given else None, *first[3:6]]
+            for at, (_, owner) in enumerate(pair):
+                made = graph.add(Term(JOINED[op], tuple(call), at), given, {})
+                found = graph.unite(made, owner) or found
+    graph.rebuild()
+    return found
+
+
 def _alike(function: Function, ops: Collection[str] = JOINED) -> Iterator[list[Node]]:
     """Products of one operand and one geometry, two or more."""
     specs = function.specs()
