@@ -19,7 +19,7 @@ from parloom.search.request import AUTO
 
 METHODS = (AUTO, *RULES, RANDOM, *COMPARATORS, *ALGEBRA)
 # Methods that count work; the others do what they do.
-COUNTED = (AUTO, RANDOM, "alpa", "alpa_intra", "flexflow", *ALGEBRA)
+COUNTED = (AUTO, RANDOM, "alpa", "alpa_intra", "flexflow", "unity", *ALGEBRA)
 LARGEST = 2**63 - 1
 # The least that each may be.
 COUNTS = MappingProxyType(

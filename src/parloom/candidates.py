@@ -25,6 +25,7 @@ from parloom.comparators.sequential import sequential
 from parloom.comparators.taso import taso
 from parloom.comparators.tensat import tensat
 from parloom.comparators.tofu import tofu
+from parloom.comparators.unity import unity
 from parloom.cost.units import format_seconds
 from parloom.errors import (
     BudgetError,
@@ -69,6 +70,7 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
         "graphpipe": graphpipe,
         "pipedream": pipedream,
         "tofu": tofu,
+        "unity": unity,
         "whale": whale,
     }
 )
@@ -76,6 +78,8 @@ ALGEBRA: Mapping[str, Algebra] = MappingProxyType(
     {"sequential": sequential, "taso": taso, "tensat": tensat}
 )
 """Methods that choose a form of the model, whose layouts `auto` chooses."""
+# Those that have something to choose on one device.
+ALONE = ("unity",)
 # Those that are of devices of several types.
 ACROSS = ("whale",)
 # What plans are called where that is not the method's name.
@@ -433,7 +437,7 @@ def _plans(
         asked = tuple(ActivationDecision(p, "recompute") for p in request.graph.recomputed_calls)
         count = request.num_microbatches or 1
         base = replace(base, activations=asked, num_microbatches=count)
-        alone = request.cluster.num_devices == 1
+        alone = request.cluster.num_devices == 1 and name not in ALONE
         predict = request.placed if request.cluster.parts else request.predict
         for decisions in (on_one_device(base),) if alone else COMPARATORS[name](request, base, say):
             words = _name(name, decisions)
