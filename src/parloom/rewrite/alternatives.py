@@ -3,12 +3,14 @@ that it names.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
 from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
+from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.known import cases, holds
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
@@ -38,15 +40,28 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
     body.saturate(rules_for(function), ROUNDS, holds)
     counts = Counter[tuple[str, ...]]()
     for take in sorted(body.takes(LOOKED), key=_num_calls):
-        if counts[take.values] == WAYS:
-            continue
-        own = taken_bodies(graph, [take])[function.name]
-        kept = {id(origin) for _, origin in own}
-        gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
-        new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]
-        if _shapes(function, gone) - _shapes(function, new):
+        if counts[take.values] < WAYS and (found := _replacement(graph, function, take)):
             counts[take.values] += 1
-            yield Replacement(take, gone)
+            yield found
+
+
+def fused(graph: Graph, function: Function) -> Iterator[Replacement]:
+    """Independent calls of a function as one, where values do not come too late by it."""
+    for take in fusions(function):
+        if found := _replacement(graph, function, take):
+            yield found
+
+
+def _replacement(graph: Graph, function: Function, take: Take) -> Replacement | None:
+    """What a take replaces; None where nothing is gone or smaller, or values come too late."""
+    try:
+        own = taken_bodies(graph, [take])[function.name]
+    except InputError:
+        return None
+    kept = {id(origin) for _, origin in own}
+    gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
+    new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]
+    return Replacement(take, gone) if _shapes(function, gone) - _shapes(function, new) else None
 
 
 def _num_calls(take: Take) -> int:
@@ -81,11 +96,13 @@ def with_few_rules(function: Function, take: Take) -> Take | None:
     rounds, or from none of them.
     """
     needed = named_rules(function, take)
-    if not follows(function, take, needed):
+    fired = _applied(function, take, needed)
+    if fired is None:
         return None
+    needed = [own for own in needed if own.id in fired]
     for own in tuple(needed):
         rest = [other for other in needed if other is not own]
-        if follows(function, take, rest):
+        if _applied(function, take, rest) is not None:
             needed = rest
     ops = {call.op for call in calls_in(take.call)}
     merged = (name for name, op in merge.RULES.items() if name in take.rules and op in ops)
@@ -97,9 +114,16 @@ def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
     """Whether the results of a take are the values of `function` in whose place they are, by these
     rules, each of which holds, and by the merges that the take names.
     """
+    return all(map(holds, rules)) and _applied(function, take, rules) is not None
+
+
+def _applied(function: Function, take: Take, rules: Sequence[Rule]) -> Collection[str] | None:
+    """The rules by which a take follows, and others that changed something; None where it does
+    not.
+    """
     body = Body(_above(function, take), MOST_NODES)
-    if not set(names_in(take.call)) <= body.classes.keys() or not all(map(holds, rules)):
-        return False
+    if not set(names_in(take.call)) <= body.classes.keys():
+        return None
     try:
         made = {
             name: body.graph.add(
@@ -108,15 +132,16 @@ def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
             for index, name in take.taken
         }
     except NotExpressed:
-        return False
+        return None
     merged = not merge.RULES.keys().isdisjoint(take.rules)
     for _ in range(2 * ROUNDS):
         joined = merged and merge.unite_products(body.graph)
         if all(body.graph.find(one) == body.class_of(name) for name, one in made.items()):
-            return True
+            return body.graph.fired
         if body.saturate(rules, 1, holds) and not joined:
             break
-    return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
+    equal = all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
+    return body.graph.fired if equal else None
 
 
 def _above(function: Function, take: Take) -> Function:

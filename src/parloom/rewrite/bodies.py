@@ -42,7 +42,7 @@ class Body:
         for value in function.inputs:
             self._given(value.name, -1)
         for place, item in enumerate(function.body):
-            if isinstance(item, Call) or not self.takes_part(item):
+            if isinstance(item, Call) or not takes_part(item, self.specs):
                 for value in item.results:
                     self._given(value.name, place)
             else:
@@ -88,10 +88,10 @@ class Body:
                     terms[owner].append(term)
                 elif value and counts[value] < most:
                     counts[value] += 1
-                    values = (*(NONE,) * key[2], value)
-                    call = joined_at_once(replace(term, result=None))
+                    call = joined_at_once(term)
                     assert isinstance(call, Term)
-                    yield Take(self.function.name, values, call, rules)
+                    values = (*(NONE,) * (call.result or 0), value)
+                    yield Take(self.function.name, values, replace(call, result=None), rules)
 
     def _terms(
         self, key: Key, terms: Mapping[Class, Sequence[TermArg]], place: int
@@ -126,8 +126,8 @@ class Body:
 
     def _call(self, node: Node, place: int) -> None:
         """Add a call, or its results as inputs where its shapes are not what is said of it."""
-        term = self.term_of(node)
-        calls = [in_pairs(Term(node.op, term.args, i)) for i in range(len(node.results))]
+        args = term_of_node(node, self.specs).args
+        calls = [in_pairs(Term(node.op, args, i)) for i in range(len(node.results))]
         try:
             made = [self.graph.add(call, self.classes, {}) for call in calls]
         except (NotExpressed, NotImplementedError):
@@ -139,30 +139,18 @@ class Body:
                 call = calls[index]
                 assert isinstance(call, Term)
                 renewed = tuple(self.graph.add(arg, self.classes, {}) for arg in call.args)
-                self._own.append((node.op, renewed, index))
+                self._own.append((call.op, renewed, call.result or 0))
             else:
                 self._given(value.name, place)
 
-    def _arg(self, node: Node, position: int, arg: Arg) -> TermArg:
-        """An argument of a call as that of a term."""
-        if DIMS.get(node.op) == position and not isinstance(arg, (Ref, str, float)):
-            first = node.refs[0]
-            return _from_last(arg, len(self.specs[first].shape))
-        return term_of(arg)
 
-    def term_of(self, node: Node) -> Term:
-        """A call as a term, with dims counted from the last."""
-        args = tuple(self._arg(node, i, arg) for i, arg in enumerate(node.args))
-        return Term(node.op, args)
-
-    def takes_part(self, node: Node) -> bool:
-        """Whether rules may say something of a call."""
-        op = OPS.get(node.op)
-        if op is None or op.computes is None or op.random or node.kwargs:
-            return False
-        specs = [self.specs[name] for name in node.refs]
-        specs += [value.spec for value in node.results]
-        return _one_dtype(specs) and not any(_has_dtype(arg) for arg in node.args)
+def takes_part(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether a call can be written as a term of which it is known what it computes."""
+    op = OPS.get(node.op)
+    if op is None or op.computes is None or op.random or node.kwargs:
+        return False
+    own = [*(specs[name] for name in node.refs), *(value.spec for value in node.results)]
+    return _one_dtype(own) and not any(_has_dtype(arg) for arg in node.args)
 
 
 def _one_dtype(specs: Sequence[TensorSpec]) -> bool:
@@ -174,6 +162,18 @@ def _has_dtype(arg: Arg) -> bool:
     if isinstance(arg, tuple):
         return any(map(_has_dtype, arg))
     return not (arg is None or isinstance(arg, (Ref, int, float, str))) or isinstance(arg, bool)
+
+
+def term_of_node(node: Node, specs: Mapping[str, TensorSpec]) -> Term:
+    """A call as a term, with dims counted from the last."""
+    return Term(node.op, tuple(from_last(node, i, arg, specs) for i, arg in enumerate(node.args)))
+
+
+def from_last(node: Node, position: int, arg: Arg, specs: Mapping[str, TensorSpec]) -> TermArg:
+    """An argument of a call as that of a term: dims are counted from the last."""
+    if DIMS.get(node.op) == position and not isinstance(arg, (Ref, str, float)):
+        return _from_last(arg, len(specs[node.refs[0]].shape))
+    return term_of(arg)
 
 
 def _from_last(arg: Arg, rank: int) -> TermArg:

@@ -14,8 +14,10 @@ from itertools import groupby
 from parloom.errors import InputError, nearest
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
+from parloom.ir.ops import OPS
 from parloom.rewrite import merge
 from parloom.rewrite.alternatives import follows, named_rules
+from parloom.rewrite.horizontal import fusions, is_fusion, name_of
 from parloom.rewrite.known import is_rule, known_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
@@ -84,21 +86,26 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
             if not is_rewrite(name):
                 raise InputError(f"{take}: no rule {name!r}{nearest(name, rule_names())}")
         function = functions.get(take.function)
-        is_true = str(take) in merges and set(take.rules) <= set(merge.RULES)
-        if not is_true and function is not None:
-            is_true = follows(function, take, named_rules(function, take))
+        if function is None:
+            is_true = False
+        elif all(map(is_fusion, take.rules)):
+            is_true = take in fusions(function)
+        else:
+            is_true = str(take) in merges and set(take.rules) <= set(merge.RULES)
+            is_true = is_true or follows(function, take, named_rules(function, take))
         if not is_true:
             raise InputError(f"{take}: this does not follow from {', '.join(take.rules)}")
 
 
 def rule_names() -> list[str]:
     """The names of all rules by which values may be computed in another way."""
-    return [*merge.RULES, *known_rules()]
+    fused = (name_of(op, "d0") for op, own in OPS.items() if own.computes is not None)
+    return [*merge.RULES, *fused, *known_rules()]
 
 
 def is_rewrite(name: str) -> bool:
     """Whether this is the name of such a rule, or of a case of one."""
-    return name in merge.RULES or is_rule(name)
+    return name in merge.RULES or is_fusion(name) or is_rule(name)
 
 
 def before_takes(graph: Graph, rewrites: Sequence[str]) -> Graph:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.errors import InputError
-from parloom.ir.graph import Function, Graph, Node, Ref
+from parloom.ir.graph import Function, Graph, Node, Ref, TensorSpec
 from parloom.rewrite import merge
 from parloom.rewrite.alternatives import MOST_NODES, follows, rules_for, with_few_rules
-from parloom.rewrite.bodies import Body
+from parloom.rewrite.bodies import Body, takes_part, term_of_node
 from parloom.rewrite.egraph import Binding, Class, Way, ways
 from parloom.rewrite.known import holds
 from parloom.rewrite.symbolic import NotExpressed
@@ -142,10 +142,10 @@ def _reading(body: Body, value: str, other: str, rules: tuple[str, ...]) -> Iter
         for item in body.function.body
         if value in (item.refs if isinstance(item, Node) else item.args)
     ]
-    if all(isinstance(item, Node) and body.takes_part(item) for item in readers):
+    if all(isinstance(item, Node) and takes_part(item, body.specs) for item in readers):
         for item in readers:
             assert isinstance(item, Node)
-            call = _renamed(body.term_of(item), value, other)
+            call = _renamed(term_of_node(item, body.specs), value, other)
             assert isinstance(call, Term)
             yield Take(body.function.name, tuple(v.name for v in item.results), call, rules)
 
@@ -161,7 +161,7 @@ def _renamed(arg: TermArg, value: str, other: str) -> TermArg:
 def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> Iterator[Take]:
     """The values of one function that another one computes in another way."""
     made = {v.name: (item, i) for item in before.body for i, v in enumerate(item.results)}
-    first, second = Body(before, MOST_NODES), Body(after, MOST_NODES)
+    first, second = before.specs(), after.specs()
 
     def is_kept(node: Node) -> bool:
         """Whether it is an operator of the first function; some of its results may be others'."""
@@ -199,9 +199,11 @@ def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> I
             yield Take(before.name, tuple(names), call, rules)
 
 
-def _called(body: Body, node: Node) -> object:
+def _called(specs: Mapping[str, TensorSpec], node: Node) -> object:
     """A call with dims counted from the last, where rules may say something of it."""
-    return body.term_of(node) if body.takes_part(node) else (node.op, node.args, node.kwargs)
+    if takes_part(node, specs):
+        return term_of_node(node, specs)
+    return node.op, node.args, node.kwargs
 
 
 Structure = tuple[frozenset[int], tuple[object, ...]]

@@ -30,7 +30,7 @@ from parloom.ir.ops.exact import Given
 from parloom.rewrite.shapes import Dims, Shapes
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Name, Term, calls_in, parse_call
+from parloom.rewrite.terms import Name, Term, calls_in, names_in, parse_call
 
 TAKE = re.compile(r"take (\w+(?:, \w+)*) in (\w+) by (\w+(?:, \w+)*): (.+)")
 NONE = "_"
@@ -217,37 +217,69 @@ class NewCalls:
         return tuple(map(self._dims, arg)) if isinstance(arg, tuple) else given
 
 
+def compatible(function: Function, takes: Iterable[Take]) -> list[Take]:
+    """As many of these as may be ways to compute values at once, the first ones first: no value is
+    made of itself, whichever ways are taken.
+    """
+    reads: dict[str, set[str]] = {}
+    for item in function.body:
+        for value in item.results:
+            reads.setdefault(value.name, set()).update(_read(item))
+    found = []
+    for take in takes:
+        values, seen = {name for _, name in take.taken}, set[str]()
+        left = read = set(names_in(take.call))
+        while left:
+            seen |= left
+            left = set[str]().union(*(reads.get(name, ()) for name in left)) - seen
+        if values.isdisjoint(seen):
+            found.append(take)
+            for name in values & reads.keys():
+                reads[name] |= read
+    return found
+
+
 def in_order(
     function: Function,
     items: Iterable[tuple[Item, Origin]],
     new: Iterable[tuple[Term, Node]],
 ) -> Body:
-    """Items in their order, and new ones as soon as there is what they read; raises `InputError`
-    for one that reads what comes too late.
+    """Items in their order, those that read what is made later after it, and new ones as soon as
+    there is what they read; raises `InputError` where there is no such order, or where random
+    operators would be in another one, by which their keys are.
     """
-    defined = {value.name for value in function.inputs}
-    left, found = list(new), Body()
+    given = list(items)
+    left: Body = [(node, term) for term, node in new]
+    defined, found = {value.name for value in function.inputs}, Body()
+
+    def add(own: tuple[Item, Origin]) -> None:
+        found.append(own)
+        defined.update(value.name for value in own[0].results)
 
     def add_ready() -> None:
-        ready = [own for own in left if defined.issuperset(own[1].refs)]
-        while ready:
-            for term, node in ready:
-                left.remove((term, node))
-                found.append((node, term))
-                defined.update(value.name for value in node.results)
-            ready = [own for own in left if defined.issuperset(own[1].refs)]
+        while ready := [own for own in left if defined.issuperset(_read(own[0]))]:
+            for own in ready:
+                left.remove(own)
+                add(own)
 
     add_ready()
-    for item, origin in items:
-        missing = set(item.refs if isinstance(item, Node) else item.args) - defined
-        if missing:
-            raise InputError(f"{min(missing)} of {function.name} would be made after it is read")
-        found.append((item, origin))
-        defined.update(value.name for value in item.results)
+    for own in given:
+        if defined.issuperset(_read(own[0])):
+            add(own)
+        else:
+            left.append(own)
         add_ready()
     if left:
-        raise InputError(f"{left[0][0]} reads what {function.name} makes later")
+        missing = min(set(_read(left[0][0])) - defined)
+        raise InputError(f"{missing} of {function.name} would be made after it is read")
+    if _random(given) != [own for own in _random(found) if own in _random(given)]:
+        raise InputError(f"random operators of {function.name} would be in another order")
     return found
+
+
+def _random(items: Body) -> list[int]:
+    """Which items are random operators, or calls that may have some."""
+    return [id(item) for item, _ in items if isinstance(item, Call) or OPS[item.op].random]
 
 
 def with_results(item: Item, names: Mapping[str, str]) -> Item:

@@ -19,7 +19,7 @@ from parloom.ir.ops import OPS
 from parloom.ir.ops.algebra import Algebra
 from parloom.ir.ops.exact import Given
 
-LEAD, CAT = "*", "cat"
+LEAD, CAT, SPLIT = "*", "cat", "split_with_sizes"
 _INPUT = re.compile(r"\s*([A-Za-z_]\w*)\[([^\]]*)\]\s*(?:<([^,]+))?(?:,|$)")
 Size = tuple[tuple[str, ...], ...]
 """A sum of products of names."""
@@ -91,8 +91,8 @@ def arg_text(arg: Arg) -> str:
 
 
 def in_pairs(arg: Arg) -> Arg:
-    """A term in which what is joined, is joined two by two, the first ones first, as rules have
-    it.
+    """A term in which what is joined or split, is so two by two, the first ones first, as rules
+    have it.
     """
     if isinstance(arg, tuple):
         return tuple(map(in_pairs, arg))
@@ -101,11 +101,25 @@ def in_pairs(arg: Arg) -> Arg:
     args = tuple(map(in_pairs, arg.args))
     if arg.op == CAT and isinstance(args[0], tuple) and len(args[0]) > 2:
         return reduce(lambda one, other: Term(CAT, ((one, other), *args[1:])), args[0])
+    sizes = args[1] if arg.op == SPLIT and arg.result is not None else None
+    if isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes):
+        return _part(args[0], sizes, args[2:], arg.result or 0)  # type: ignore[arg-type]
     return Term(arg.op, args, arg.result)
 
 
+def _part(whole: Arg, sizes: tuple[int, ...], rest: tuple[Arg, ...], index: int) -> Arg:
+    """A part of a tensor, of two at a time."""
+    last = len(sizes) - 1
+    while last > 1:
+        pair = (sum(sizes[:last]), sizes[last])
+        if index == last:
+            return Term(SPLIT, (whole, pair, *rest), 1)
+        whole, last = Term(SPLIT, (whole, pair, *rest), 0), last - 1
+    return Term(SPLIT, (whole, sizes[:2], *rest), index)
+
+
 def joined_at_once(arg: Arg) -> Arg:
-    """The inverse of `in_pairs`, however the parts were joined."""
+    """The inverse of `in_pairs`, however the parts were joined or split."""
     if isinstance(arg, tuple):
         return tuple(map(joined_at_once, arg))
     if not isinstance(arg, Term):
@@ -117,6 +131,12 @@ def joined_at_once(arg: Arg) -> Arg:
             inner = isinstance(part, Term) and part.op == CAT and part.args[1:] == args[1:]
             parts += part.args[0] if inner else (part,)  # type: ignore[union-attr,arg-type]
         args = (tuple(parts), *args[1:])
+    whole = args[0] if arg.op == SPLIT else None
+    if isinstance(whole, Term) and whole.op == SPLIT and whole.args[2:] == args[2:]:
+        before, at = whole.args[1], whole.result or 0
+        if isinstance(before, tuple) and isinstance(args[1], tuple):
+            sizes = (*before[:at], *args[1], *before[at + 1 :])
+            return Term(SPLIT, (whole.args[0], sizes, *args[2:]), at + (arg.result or 0))
     return Term(arg.op, args, arg.result)
 
 

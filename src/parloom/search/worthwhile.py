@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from parloom.ir.graph import Function
 from parloom.ir.plan import Decisions
-from parloom.rewrite.alternatives import alternatives, with_few_rules
+from parloom.rewrite.alternatives import Replacement, alternatives, fused, with_few_rules
 from parloom.rewrite.forms import Forms
-from parloom.rewrite.take import Origin, Take
+from parloom.rewrite.horizontal import is_fusion
+from parloom.rewrite.take import Origin, Take, compatible
 from parloom.rewrite.terms import calls_in
 from parloom.search.contexts import Contexts
 from parloom.search.least_compute import times_on_one_device
@@ -25,7 +26,7 @@ def worthwhile(
     request: Request, base: Decisions, functions: Sequence[Function], others: Sequence[Take]
 ) -> Iterator[Take]:
     """Ways by known rules to compute values of these functions, beside the `others`."""
-    found = {own.name: list(alternatives(request.graph, own)) for own in functions}
+    found = {own.name: list(_ways(request, own, others)) for own in functions}
     takes = [one.take for own in found.values() for one in own]
     if not takes:
         return
@@ -48,6 +49,15 @@ def worthwhile(
         for (values, _), take in sorted(saved.items(), key=lambda own: -own[0][1]):
             counts[values] += 1
             if counts[values] <= OF_VALUE and counts.total() <= MOST:
-                named = with_few_rules(function, take)
+                is_one = all(map(is_fusion, take.rules))
+                named = take if is_one else with_few_rules(function, take)
                 if named is not None:
                     yield named
+
+
+def _ways(request: Request, function: Function, others: Sequence[Take]) -> Iterator[Replacement]:
+    """Other ways to compute values of a function that may be beside the `others`."""
+    every = (*fused(request.graph, function), *alternatives(request.graph, function))
+    found = {one.take: one for one in every}
+    own = [take for take in others if take.function == function.name]
+    return (found[take] for take in compatible(function, (*own, *found)) if take in found)

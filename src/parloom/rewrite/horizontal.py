@@ -1,0 +1,294 @@
+"""Horizontal fusion: independent calls of one operator as one call of it.
+
+Calls that differ in some operands only are the parts of one call of these operands one after the
+other, along a factor of the operator's sharding rule: `linear(x, w)` and `linear(y, w)` of
+`linear(cat((x, y), 0), w)`, the heads of queries and keys, towers with the same weights. What is
+joined may be results of such calls, so that whole chains become one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from parloom.ir.graph import Arg, Function, Node, Ref, TensorSpec
+from parloom.ir.ops import OPS
+from parloom.ir.ops.rule import Dims, Site
+from parloom.rewrite.bodies import from_last, takes_part
+from parloom.rewrite.merge import JOINED
+from parloom.rewrite.rules import Rule, prove
+from parloom.rewrite.take import Take
+from parloom.rewrite.terms import CAT, SPLIT, Extent, Input, Name, Size, Term, calls_in
+from parloom.rewrite.terms import Arg as TermArg
+
+ALONG = "_along_"
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """The dims, counted from the last, that a factor is of operands and of the result of calls
+    along which they are joined; None for an operand that they share.
+    """
+
+    factor: str
+    operands: tuple[int | None, ...]
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Independent calls that are one along a factor."""
+
+    nodes: tuple[Node, ...]
+    along: Along
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return tuple(node.results[0].name for node in self.nodes)
+
+
+def fusions(function: Function) -> Iterator[Take]:
+    """Calls of a function that may be one, with all of those that make their operands."""
+    found = _Fusions(function)
+    every = (own for group in found.groups() for own in (group, *found.of_one_history(group)))
+    groups = [group for group in every if not is_joined(group)]
+    chains = [(group, found.call(group, deep=True)) for group in groups]
+    inner = {call for _, chain in chains for arg in chain.args for call in calls_in(arg)}
+    yield from (found.parts(group, call) for group, call in chains if call not in inner)
+    for node in found.nodes:
+        if node.op == CAT and not node.kwargs:
+            call = found.joined(*found.parts_of(node))
+            if isinstance(call, Term) and call.op != CAT:
+                values = (node.results[0].name,)
+                yield Take(function.name, values, call, found.rules_of(call))
+
+
+def is_joined(group: Group) -> bool:
+    """Whether products of one operand, which read their weights where they lie."""
+    return group.nodes[0].op in JOINED and group.along.operands[0] is None
+
+
+class _Fusions:
+    def __init__(self, function: Function) -> None:
+        self.function, self.specs = function, function.specs()
+        self.nodes = [item for item in function.body if isinstance(item, Node)]
+        self.makers = {v.name: node for node in self.nodes for v in node.results}
+        self.alongs = {
+            id(node): tuple(
+                along for kind, along in joinable(node, self.specs) if not refusal(kind, along)
+            )
+            for node in self.nodes
+        }
+        self._rules: dict[Term, str] = {}
+        self._known: dict[tuple[tuple[str, ...], int], TermArg] = {}
+
+    def groups(self) -> Iterator[Group]:
+        """Calls that are alike and of which none reads what comes of another one."""
+        alike = defaultdict[tuple[Along, object], list[Node]](list)
+        for node in self.nodes:
+            for along in self.alongs[id(node)]:
+                alike[along, self._likeness(node, along)].append(node)
+        for (along, _), nodes in alike.items():
+            for same in self._levels(nodes) if len(nodes) > 1 else ():
+                if len(same) > 1:
+                    yield Group(tuple(same), along)
+
+    def of_one_history(self, group: Group) -> Iterator[Group]:
+        """Those of a group that read results of calls which are one, too."""
+        alike: list[list[Node]] = []
+        for node in group.nodes:
+            for own in alike:
+                if self._is_chain(Group((own[0], node), group.along)):
+                    own.append(node)
+                    break
+            else:
+                alike.append([node])
+        for own in alike if len(alike) > 1 else ():
+            if len(own) > 1:
+                yield Group(tuple(own), group.along)
+
+    def _is_chain(self, group: Group) -> bool:
+        return self.call(group, deep=True) != self.call(group, deep=False)
+
+    def parts(self, group: Group, call: Term) -> Take:
+        """The values of a group as the parts of a call."""
+        dim = group.along.result
+        sizes = tuple(self.specs[name].shape[dim] for name in group.values)
+        split = Term(SPLIT, (call, sizes, dim))
+        return Take(self.function.name, group.values, split, self.rules_of(call))
+
+    def rules_of(self, call: Term) -> tuple[str, ...]:
+        """The rules by which a call is of what it joins."""
+        return tuple(sorted({self._rules[own] for own in calls_in(call) if own in self._rules}))
+
+    def parts_of(self, node: Node) -> tuple[tuple[str, ...], int]:
+        """What a call of `cat` joins, and along which dim, counted from the last."""
+        dim = node.arg(1, "dim", 0)
+        assert isinstance(dim, int)
+        return node.refs, dim if dim < 0 else dim - len(node.results[0].spec.shape)
+
+    def call(self, group: Group, deep: bool) -> Term:
+        """The call that a group is; `deep` with those that make what it joins."""
+        first, args = group.nodes[0], list[TermArg]()
+        dims = iter(group.along.operands)
+        for position, arg in enumerate(first.args):
+            dim = next(dims) if isinstance(arg, Ref) else None
+            if dim is None:
+                args.append(from_last(first, position, arg, self.specs))
+            else:
+                names = tuple(_name(node.args[position]) for node in group.nodes)
+                args.append(self.joined(names, dim) if deep else _cat(names, dim))
+        found = Term(first.op, tuple(args))
+        self._rules[found] = name_of(first.op, group.along.factor)
+        return found
+
+    def joined(self, names: tuple[str, ...], dim: int) -> TermArg:
+        """Values one after the other along a dim."""
+        key = names, dim
+        if key not in self._known:
+            whole, group = self._whole(names, dim), self._group(names, dim)
+            self._known[key] = (
+                Name(whole) if whole else self.call(group, True) if group else _cat(names, dim)
+            )
+        return self._known[key]
+
+    def _whole(self, names: tuple[str, ...], dim: int) -> str:
+        """The value of which these are all parts along a dim; empty where there is none."""
+        maker = self.makers.get(names[0])
+        if maker is None or maker.op != SPLIT or tuple(v.name for v in maker.results) != names:
+            return ""
+        along, rank = maker.arg(2, "dim", 0), len(maker.results[0].spec.shape)
+        return maker.refs[0] if along in (dim, dim + rank) else ""
+
+    def _group(self, names: tuple[str, ...], dim: int) -> Group | None:
+        """The calls that make values, where they are one."""
+        nodes = [self.makers[name] for name in names if name in self.makers]
+        if len({id(node) for node in nodes}) < len(names):
+            return None
+        for along in self.alongs[id(nodes[0])]:
+            likeness = self._likeness(nodes[0], along)
+            if along.result == dim and all(
+                along in self.alongs[id(node)] and self._likeness(node, along) == likeness
+                for node in nodes[1:]
+            ):
+                return Group(tuple(nodes), along)
+        return None
+
+    def _likeness(self, node: Node, along: Along) -> object:
+        """What calls have in common that are one."""
+        found, dims = list[object]([node.op]), iter(along.operands)
+        for arg in node.args:
+            dim = next(dims) if isinstance(arg, Ref) else None
+            if isinstance(arg, Ref) and dim is not None:
+                spec = self.specs[arg.name]
+                shape = list(spec.shape)
+                shape[dim] = -1
+                found.append((tuple(shape), spec.dtype))
+            else:
+                found.append(arg)
+        return tuple(found)
+
+    def _levels(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
+        """Calls by how many of them one after the other they come of."""
+        alike, depth = set(map(id, nodes)), dict[str, int]()
+        levels = defaultdict[int, list[Node]](list)
+        for item in self.function.body:
+            refs = item.refs if isinstance(item, Node) else item.args
+            at = max((depth.get(name, 0) for name in refs), default=0)
+            if id(item) in alike:
+                assert isinstance(item, Node)
+                levels[at].append(item)
+                at += 1
+            depth |= {value.name: at for value in item.results}
+        yield from levels.values()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Calls whose operands, at `places` among the arguments, have the same factors."""
+
+    op: str
+    args: tuple[TermArg, ...]
+    places: tuple[int, ...]
+    operands: tuple[Dims, ...]
+
+    def rule(self, along: Along) -> Rule:
+        """The rule by which two calls are the parts of one, for all extents."""
+        inputs, calls = list[Input](), [list(self.args) for _ in range(3)]
+        for index, (place, dim) in enumerate(zip(self.places, along.operands, strict=True)):
+            halves = (0,) if dim is None else (0, 1)
+            names = [f"x{index}_{half}" for half in halves]
+            for half, name in zip(halves, names, strict=True):
+                sizes = (_size(own, along.factor, half) for own in self.operands[index])
+                inputs.append(Input(name, tuple(sizes), self._below(index, along)))
+            own = (Name(names[0]), Name(names[-1]), _cat(names, dim) if dim else Name(names[0]))
+            for call, arg in zip(calls, own, strict=True):
+                call[place] = arg
+        one, other, both = (Term(self.op, tuple(call)) for call in calls)
+        extents = tuple(Extent(_size((along.factor,), along.factor, half)) for half in (0, 1))
+        parts = tuple(Term(SPLIT, (both, extents, along.result), half) for half in (0, 1))
+        return Rule(name_of(self.op, along.factor), tuple(inputs), (one, other), parts)
+
+    def _below(self, index: int, along: Along) -> Size | None:
+        """Of numbers of rows the number of these."""
+        is_places = self.op == "embedding" and index == 1
+        return _size(self.operands[0][0], along.factor, 0) if is_places else None
+
+
+@cache
+def refusal(kind: Kind, along: Along) -> str:
+    """Why calls are not one along a factor; empty where both sides have equal normal forms."""
+    return prove(kind.rule(along))
+
+
+def joinable(node: Node, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[Kind, Along]]:
+    """The factors along which calls like this one may be one, as far as each operand and the result
+    has a factor as a dim, or not at all.
+    """
+    places = tuple(i for i, arg in enumerate(node.args) if isinstance(arg, Ref))
+    if not takes_part(node, specs) or len(node.results) > 1 or len(places) != len(node.refs):
+        return
+    op = OPS[node.op]
+    if op.view:
+        return
+    rule = op.rule(Site(node, tuple(specs[name] for name in node.refs)))
+    args = (from_last(node, i, None if i in places else a, specs) for i, a in enumerate(node.args))
+    kind = Kind(node.op, tuple(args), places, rule.operands)
+    for factor in rule.shardable:
+        dims = [_dim(factor, own) for own in (*rule.operands, rule.results[0])]
+        result = dims.pop()
+        if rule.kind(factor) == "plain" and result and 0 not in dims and any(dims):
+            yield kind, Along(factor, tuple(dims), result)
+
+
+def _size(factors: tuple[str, ...], joined: str, half: int) -> Size:
+    """The size of a dim; each of two calls has its own extent of the factor that is joined."""
+    return (tuple(f"{name}_{half}" if name == joined else name for name in factors),)
+
+
+def name_of(op: str, factor: str) -> str:
+    """The name of the rule by which calls of an operator are one along a factor."""
+    return f"{op.replace('.', '_')}{ALONG}{factor}"
+
+
+def is_fusion(name: str) -> bool:
+    """Whether this is the name of such a rule."""
+    op, is_one, factor = name.rpartition(ALONG)
+    return bool(is_one and factor) and any(own.replace(".", "_") == op for own in OPS)
+
+
+def _dim(factor: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
+    """The dim, counted from the last, that a factor is; 0 where it is a part of one."""
+    found = [index for index, factors in enumerate(dims) if factor in factors]
+    if not found:
+        return None
+    return found[0] - len(dims) if len(found) == 1 and dims[found[0]] == (factor,) else 0
+
+
+def _cat(names: Sequence[str], dim: int) -> TermArg:
+    return Term(CAT, (tuple(map(Name, names)), dim))
+
+
+def _name(arg: Arg) -> str:
+    assert isinstance(arg, Ref)
+    return arg.name
