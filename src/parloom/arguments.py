@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from parloom.candidates import COMPARATORS, RANDOM
+from parloom.candidates import ALGEBRA, COMPARATORS, RANDOM
 from parloom.comparators.baselines import RULES
 from parloom.cost import units
 from parloom.errors import InputError, nearest
@@ -17,9 +17,9 @@ from parloom.search.pinned import Pinned, Subjects
 from parloom.search.pins import Pin, parse_pin
 from parloom.search.request import AUTO
 
-METHODS = (AUTO, *RULES, RANDOM, *COMPARATORS)
+METHODS = (AUTO, *RULES, RANDOM, *COMPARATORS, *ALGEBRA)
 # Methods that count work; the others do what they do.
-COUNTED = (AUTO, RANDOM, "alpa", "alpa_intra", "flexflow")
+COUNTED = (AUTO, RANDOM, "alpa", "alpa_intra", "flexflow", "unity", *ALGEBRA)
 LARGEST = 2**63 - 1
 # The least that each may be.
 COUNTS = MappingProxyType(

@@ -15,12 +15,17 @@ from parloom.comparators.alpa_inter import alpa_inter
 from parloom.comparators.alpa_stages import alpa
 from parloom.comparators.baselines import RULES
 from parloom.comparators.drawn import drawn
+from parloom.comparators.fixed_form import Algebra, FixedForm
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.graphpipe import graphpipe
 from parloom.comparators.grid import MOST, Grid
 from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
+from parloom.comparators.sequential import sequential
+from parloom.comparators.taso import taso
+from parloom.comparators.tensat import tensat
 from parloom.comparators.tofu import tofu
+from parloom.comparators.unity import unity
 from parloom.cost.units import format_seconds
 from parloom.errors import (
     BudgetError,
@@ -65,9 +70,16 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
         "graphpipe": graphpipe,
         "pipedream": pipedream,
         "tofu": tofu,
+        "unity": unity,
         "whale": whale,
     }
 )
+ALGEBRA: Mapping[str, Algebra] = MappingProxyType(
+    {"sequential": sequential, "taso": taso, "tensat": tensat}
+)
+"""Methods that choose a form of the model, whose layouts `auto` chooses."""
+# Those that have something to choose on one device.
+ALONE = ("unity",)
 # Those that are of devices of several types.
 ACROSS = ("whale",)
 # What plans are called where that is not the method's name.
@@ -103,13 +115,40 @@ class _Proposed:
 
 
 def candidates(request: Request, say: Say) -> Candidates:
-    """What the method of `request` proposes: a name in `RULES` or `COMPARATORS`, random, or auto.
+    """What the method of `request` proposes: a name in `RULES`, `COMPARATORS` or `ALGEBRA`, random,
+    or auto.
 
     On a mixed cluster methods are asked for each of its parts; `auto` and those of `ACROSS` for all
     of them, too. Ctrl-C ends it with what it has. Raises `InputError` where it proposes nothing.
     """
+    if request.method in ALGEBRA:
+        return _of_one_form(request, say)
     request = with_takes(request) if request.method == AUTO else request
     return _of_parts(request, say) if request.cluster.parts else _of_one_part(request, say)
+
+
+def _of_one_form(request: Request, say: Say) -> Candidates:
+    """What `auto` proposes for the form that the method chooses; its bound holds for no other."""
+    method = request.method
+    form = FixedForm(request, ALGEBRA[method](request, say))
+    say(f"{method}: {'; '.join(form.rewrites) or 'no rewrites'}")
+    asked = form.request
+    there = _of_parts(asked, say) if asked.cluster.parts else _of_one_part(asked, say)
+    found = [
+        replace(
+            plan,
+            decisions=form.with_rewrites(plan.decisions),
+            method=method,
+            name=plan.name.replace(AUTO, method, 1)
+            if plan.method == AUTO
+            else f"{method}, {plan.name}",
+        )
+        for plan in there.found
+    ]
+    held, against = _holding(request, found)
+    if not held:
+        raise _nothing(method, there.status, against, {})
+    return replace(there, found=tuple(held), bound_s=None, solver_gap=None)
 
 
 def _of_parts(request: Request, say: Say) -> Candidates:
@@ -398,7 +437,7 @@ def _plans(
         asked = tuple(ActivationDecision(p, "recompute") for p in request.graph.recomputed_calls)
         count = request.num_microbatches or 1
         base = replace(base, activations=asked, num_microbatches=count)
-        alone = request.cluster.num_devices == 1
+        alone = request.cluster.num_devices == 1 and name not in ALONE
         predict = request.placed if request.cluster.parts else request.predict
         for decisions in (on_one_device(base),) if alone else COMPARATORS[name](request, base, say):
             words = _name(name, decisions)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from parloom.candidates import RANDOM
+from parloom.candidates import ALGEBRA, RANDOM
 from parloom.choose import Choice, choose
 from parloom.comparators.baselines import RULES
 from parloom.cost.hardware import Hardware
@@ -113,7 +113,7 @@ def _method(request: Request, origin: Origin) -> Iterator[Trial]:
 
 def _microbatches(request: Request, origin: Origin) -> Iterator[Trial]:
     """More microbatches; a method that chooses their number itself has tried every one."""
-    if request.method in (AUTO, RANDOM, *RULES) and request.num_microbatches is None:
+    if request.method in (AUTO, RANDOM, *RULES, *ALGEBRA) and request.num_microbatches is None:
         return
     least, source = request.num_microbatches or 1, origin.source
     legal = legal_microbatches(factorize(request.graph), request.batch_semantics).counts

@@ -7,7 +7,7 @@ from parloom.cost.ledger import Ledger
 from parloom.ir.text import parse_graph, print_node
 from parloom.report.case import Case
 from parloom.report.words import rewrite_words
-from parloom.rewrite.rewrites import PROOF
+from parloom.rewrite.rewrites import PROOF, takes_of
 from parloom.search.runner_up import Play
 from parloom.search.undone import Undoing
 
@@ -19,6 +19,9 @@ def rewrites_explained(case: Case, play: Play) -> Iterator[Document]:
     step, by which the plan has less.
     """
     graph = parse_graph(case.plan.graph)
+    takes = [bool(takes_of([text])) for text in case.decisions.rewrites]
+    if takes != sorted(takes):  # each is of another graph
+        return
     undoing = Undoing(graph, case.decisions, case.priced.walker)
     lines = rewrite_words(graph, case.decisions)
     for index, (take, line) in enumerate(zip(undoing.takes, lines, strict=True)):

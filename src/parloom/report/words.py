@@ -102,7 +102,7 @@ def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:
     for take in takes:
         function = graph.by_name.get(take.function, graph.main)
         paths = {v.name: i.path for i in function.body if isinstance(i, Node) for v in i.results}
-        what = ", ".join(paths[name] or name for _, name in take.taken)
+        what = ", ".join(paths.get(name) or name for _, name in take.taken)
         blocks = [call.prefix for call in calls if call.function == take.function]
         where = f" in {blocks[0]} and {len(blocks) - 1} more" if len(blocks) > 1 else ""
         if len(blocks) == 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
+from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.known import cases, holds
@@ -92,19 +93,24 @@ def named_rules(function: Function, take: Take) -> list[Rule]:
 
 def with_few_rules(function: Function, take: Take) -> Take | None:
     """A take by as many of its rules as are needed; None where it does not follow from them in few
-    rounds.
+    rounds, or from none of them.
     """
     needed = _used(function, take, named_rules(function, take))
     for own in tuple(needed or ()):
         if needed is not None and own in needed:
             rest = _used(function, take, [other for other in needed if other is not own])
             needed = needed if rest is None else rest
-    return None if needed is None else replace(take, rules=tuple(own.id for own in needed))
+    if needed is None:
+        return None
+    ops = {call.op for call in calls_in(take.call)}
+    merged = (name for name, op in merge.RULES.items() if name in take.rules and op in ops)
+    rules = (*merged, *(own.id for own in needed))
+    return replace(take, rules=rules) if rules else None
 
 
 def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
     """Whether the results of a take are the values of `function` in whose place they are, by these
-    rules, each of which holds.
+    rules, each of which holds, and by the merges that the take names.
     """
     return _used(function, take, rules) is not None
 
@@ -130,14 +136,18 @@ def _used(function: Function, take: Take, rules: Sequence[Rule]) -> list[Rule] |
     def is_there() -> bool:
         return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
 
+    merged = not merge.RULES.keys().isdisjoint(take.rules)
     for _ in range(2 * ROUNDS):
-        if is_there() or body.saturate(rules, 1, holds):
+        joined = merged and merge.unite_products(body.graph)
+        if is_there() or (body.saturate(rules, 1, holds) and not joined):
             break
     return [own for own in rules if own.id in body.graph.fired] if is_there() else None
 
 
 def _above(function: Function, take: Take) -> Function:
-    """What makes the values of a take of what its call reads; all else is an input."""
+    """What makes the values of a take of what its call reads, and of that what is made of values
+    there; all else is an input.
+    """
     makers = {v.name: item for item in function.body for v in item.results}
     specs, read = function.specs(), set(names_in(take.call))
     found, inputs, left = set[int](), dict[str, None](), [name for _, name in take.taken]
@@ -149,6 +159,14 @@ def _above(function: Function, take: Take) -> Function:
         elif id(item) not in found:
             found.add(id(item))
             left += item.refs
+    known = {*inputs, *read, *(v.name for i in function.body if id(i) in found for v in i.results)}
+    found |= {
+        id(item)
+        for item in function.body
+        if isinstance(item, Node)
+        and not read.isdisjoint(v.name for v in item.results)
+        and known.issuperset(item.refs)
+    }
     body = tuple(item for item in function.body if id(item) in found)
     made = {value.name for item in body for value in item.results}
     given = (name for name in (*inputs, *sorted(read)) if name in specs)

@@ -61,6 +61,15 @@ class Body:
         """The class that a value is in."""
         return self.graph.find(self.classes[value])
 
+    def is_given(self, value: str) -> bool:
+        """Whether nothing is said of how a value is made."""
+        return value in self._inputs
+
+    @property
+    def own_calls(self) -> set[tuple[str, tuple[Any, ...]]]:
+        """The calls of the function, of the classes that there are now."""
+        return {(op, self.graph.renewed(args)) for op, args, _ in self._own}
+
     def takes(self, most: int) -> Iterator[Take]:
         """Other ways to compute values, at most so many of each, of what is made before these; by
         all rules that changed anything.
@@ -122,7 +131,7 @@ class Body:
 
     def _call(self, node: Node, place: int) -> None:
         """Add a call, or its results as inputs where its shapes are not what is said of it."""
-        args = tuple(from_last(node, i, arg, self.specs) for i, arg in enumerate(node.args))
+        args = term_of_node(node, self.specs).args
         calls = [in_pairs(Term(node.op, args, i)) for i in range(len(node.results))]
         try:
             made = [self.graph.add(call, self.classes, {}) for call in calls]
@@ -160,6 +169,11 @@ def _has_dtype(arg: Arg) -> bool:
     if isinstance(arg, tuple):
         return any(map(_has_dtype, arg))
     return not (arg is None or isinstance(arg, (Ref, int, float, str))) or isinstance(arg, bool)
+
+
+def term_of_node(node: Node, specs: Mapping[str, TensorSpec]) -> Term:
+    """A call as a term, with dims counted from the last."""
+    return Term(node.op, tuple(from_last(node, i, arg, specs) for i, arg in enumerate(node.args)))
 
 
 def from_last(node: Node, position: int, arg: Arg, specs: Mapping[str, TensorSpec]) -> TermArg:

@@ -8,7 +8,8 @@ block of a module of main, so that it has a policy for its activations as repeat
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from parloom.errors import InputError, nearest
 from parloom.ir.fold import outline
@@ -56,38 +57,44 @@ def takes_of(rewrites: Sequence[str]) -> tuple[Take, ...]:
 
 
 def rewritten(graph: Graph, rewrites: Sequence[str]) -> Graph:
-    """`graph` with a plan's rewrites applied: those of tensors first, then all blocks together, and
-    all takes.
+    """`graph` with a plan's rewrites applied: takes that follow each other together, and what is
+    between them in its place, of that what changes tensors first, then all blocks together.
 
     Raises `InputError` for one that does not apply.
     """
-    found = takes_of(rewrites)
-    before = before_takes(graph, rewrites)
-    return with_takes(before, found) if found else before
+    for run in _runs(rewrites):
+        graph = _applied(graph, run)
+    return graph
 
 
 def derived(graph: Graph, rewrites: Sequence[str]) -> Graph:
     """`rewritten`, where each value that is computed in another way follows from the rules that are
     named again; raises `InputError` where it does not.
     """
-    takes = takes_of(rewrites)
-    before = before_takes(graph, rewrites) if takes else graph
-    merges = set(map(str, merge.merges(before))) if takes else set()
-    functions = {own.name: own for own in (*before.functions, before.main)}
+    for run in _runs(rewrites):
+        _check(graph, [one for one in run if isinstance(one, Take)])
+        graph = _applied(graph, run)
+    return graph
+
+
+def _check(graph: Graph, takes: Sequence[Take]) -> None:
+    """Derive takes that are made together from their rules; raises `InputError`."""
+    merges = set(map(str, merge.merges(graph))) if takes else set()
+    functions = {own.name: own for own in (*graph.functions, graph.main)}
     for take in takes:
         for name in take.rules:
             if not is_rewrite(name):
                 raise InputError(f"{take}: no rule {name!r}{nearest(name, rule_names())}")
         function = functions.get(take.function)
-        if set(take.rules) <= set(merge.RULES):
-            is_true = str(take) in merges
+        if function is None:
+            is_true = False
         elif all(map(is_fusion, take.rules)):
-            is_true = function is not None and take in fusions(function)
+            is_true = take in fusions(function)
         else:
-            is_true = function is not None and follows(function, take, named_rules(function, take))
+            is_true = str(take) in merges and set(take.rules) <= set(merge.RULES)
+            is_true = is_true or follows(function, take, named_rules(function, take))
         if not is_true:
             raise InputError(f"{take}: this does not follow from {', '.join(take.rules)}")
-    return rewritten(graph, rewrites)
 
 
 def rule_names() -> list[str]:
@@ -102,17 +109,37 @@ def is_rewrite(name: str) -> bool:
 
 
 def before_takes(graph: Graph, rewrites: Sequence[str]) -> Graph:
-    """`graph` with the rewrites among these that are no takes."""
-    modules = []
-    for text in rewrites:
-        one = parse_rewrite(text)
-        if isinstance(one, str):
-            modules.append(one)
-        elif not isinstance(one, Take):
+    """`graph` with the rewrites that come before the first value that is computed in another
+    way.
+    """
+    for run in _runs(rewrites):
+        if isinstance(run[0], Take):
+            break
+        graph = _applied(graph, run)
+    return graph
+
+
+Rewrite = Padding | Stripe | Take | str
+
+
+def _runs(rewrites: Sequence[str]) -> Iterator[list[Rewrite]]:
+    """Rewrites in their order, takes that follow each other together, and all between them."""
+    parsed = map(parse_rewrite, rewrites)
+    return (list(run) for _, run in groupby(parsed, lambda one: isinstance(one, Take)))
+
+
+def _applied(graph: Graph, run: Sequence[Rewrite]) -> Graph:
+    """`graph` with one run of rewrites; raises `InputError`."""
+    takes = [one for one in run if isinstance(one, Take)]
+    if takes:
+        return with_takes(graph, takes)
+    for one in run:
+        if isinstance(one, Padding | Stripe):
             changed = padded(graph, one) if isinstance(one, Padding) else striped(graph, one)
             if changed is None:
-                raise InputError(f"the rewrite {text!r} does not apply to {graph.name}")
+                raise InputError(f"the rewrite '{one}' does not apply to {graph.name}")
             graph = changed
+    modules = [one for one in run if isinstance(one, str)]
     return outline(graph, modules) if modules else graph
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
+from parloom.ir.graph import Function, Graph
+from parloom.ir.plan import Decisions
 from parloom.rewrite.forms import Forms
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
@@ -30,18 +31,27 @@ class RewrittenRequest:
 
     def as_asked(self, plan: SimulatedPlan) -> SimulatedPlan:
         """A plan of this graph as one of the graph that was asked about."""
-        rewrites = (*self.rewrites, *plan.decisions.rewrites)
-        return replace(plan, decisions=replace(plan.decisions, rewrites=rewrites))
+        return replace(plan, decisions=self.with_rewrites(plan.decisions))
+
+    def with_rewrites(self, decisions: Decisions) -> Decisions:
+        """Decisions for this graph as those for the graph that was asked about."""
+        return replace(decisions, rewrites=(*self.rewrites, *decisions.rewrites))
+
+
+def free_functions(request: Request) -> list[Function]:
+    """The functions that rewrites may change: a pin on an operator leaves its function as it is."""
+    named = {function for function, _ in request.pinned.operators}
+    graph = request.graph
+    return [own for own in (*graph.functions, graph.main) if own.name not in named]
 
 
 def with_takes(request: Request) -> Request:
     """The request with all other ways to compute values of its graph that are worth a choice, and
     that pins leave: a pin on an operator leaves all of its block kind as it is.
     """
-    pinned, graph = request.pinned, request.graph
-    named = {function for function, _ in pinned.operators}
-    functions = [own for own in (*graph.functions, graph.main) if own.name not in named]
-    joined = [take for take in merges(graph) if take.function not in named]
+    pinned, graph, functions = request.pinned, request.graph, free_functions(request)
+    named = {own.name for own in functions}
+    joined = [take for take in merges(graph) if take.function in named]
     (_, own), *_ = request.regular()
     found = (*joined, *worthwhile(own, base_of(own), functions, joined))
     return replace(request, takes=tuple(t for t in found if pinned.allows_rewrite(t.rules)))

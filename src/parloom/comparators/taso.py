@@ -1,0 +1,44 @@
+"""TASO: a backtracking search over graphs by substitutions (Jia et al., SOSP'19, section 5).
+
+Graphs wait in a queue by their cost on one device. Of the cheapest one, every substitution at every
+place makes a graph, which waits, too, where it costs less than 1.05 times the best and was not seen
+before. Functions are searched apart, a block kind once for all of its calls, where the paper cuts a
+graph into parts.
+"""
+
+from parloom.comparators.best_first import best_first
+from parloom.comparators.fixed_form import on_first_part, proved, wanted
+from parloom.comparators.one_device import FunctionCosts
+from parloom.cost.units import format_seconds
+from parloom.rewrite.substitutions import Substitution, takes_between
+from parloom.rewrite.take import Take
+from parloom.search.request import Request, Say
+from parloom.search.rewritten import free_functions
+
+# Graphs that are taken from the queue of a function (the released code takes 1,000).
+POPPED = 100
+
+
+def taso(request: Request, say: Say) -> tuple[str, ...]:
+    """The rewrites that the search finds, of those that pins leave.
+
+    Raises `InputError` for a pin on a rewrite that applies nowhere.
+    """
+    start = wanted(request)
+    own = on_first_part(start.request)
+    takes: list[Take] = []
+
+    def allowed(found: Substitution) -> bool:
+        return request.pinned.allows_rewrite(found.rules)
+
+    for function in free_functions(start.request):
+        costs = FunctionCosts(own, function.name)
+        found = list(best_first(own.graph, function, costs.of, allowed, POPPED))
+        first, last = (format_seconds(f.cost_ps / 1e12) for f in (found[0], found[-1]))
+        say(f"taso: {function.name}: {len(found) - 1} times better, {first} to {last}")
+        for best in reversed(found):
+            chosen = takes_between(function, best.body, best.rules)
+            if chosen is not None and proved(start.request, chosen):
+                takes += chosen
+                break
+    return (*start.rewrites, *map(str, takes))
