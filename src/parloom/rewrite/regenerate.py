@@ -70,7 +70,7 @@ def regenerate(families: Sequence[Family]) -> Iterator[tuple[Counts, list[Rule]]
                 example.setdefault(reason, candidate.id)
             else:
                 proved.append(candidate)
-        more = basis(proved, known)
+        more = basis([with_lead(own) or own for own in proved], known)
         known += more
         yield (
             Counts(
