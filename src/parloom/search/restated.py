@@ -43,13 +43,14 @@ def _runs(given: Rule, rule: Rule) -> Iterator[tuple[Run, Run]]:
     pairs = zip((*given.operands, *given.results), (*rule.operands, *rule.results), strict=True)
     for one, other in pairs:
         for some, own in zip(one, other, strict=True):
-            if some == own:
-                yield from (((name,), (name,)) for name in own)
-                continue
             ends = [
                 list(accumulate(map(by.size, names), mul))
                 for by, names in ((given, some), (rule, own))
             ]
+            # A dim of samples is that of a microbatch in one of them.
+            if some == own and ends[0][-1:] != ends[1][-1:]:
+                yield from (((name,), (name,)) for name in own)
+                continue
             begin = [0, 0]
             for size in (size for size in ends[0] if size in ends[1]):
                 stop = [sizes.index(size) + 1 for sizes in ends]
