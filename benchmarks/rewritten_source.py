@@ -382,7 +382,8 @@ def blocks(d: Draft) -> None:
 PIECES: tuple[tuple[int, Callable[[Draft], None]], ...] = (
     (3, product), (4, products), (3, one_weight), (3, two), (2, cut), (2, function), (2, number),
     (3, low_rank), (2, combined_weight), (2, rows), (3, joined_functions), (2, stopped),
-    (1, dropout), (2, images), (1, norms), (2, table), (1, turned), (1, integers), (1, masks), (2, blocks),
+    (1, dropout), (2, images), (1, norms), (2, table), (1, turned), (1, integers), (1, masks),
+    (2, blocks),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parloom import api
-from parloom.errors import InfeasibleError, InputError
+from parloom.errors import InputError
 from parloom.explain import explain
 from parloom.ir.graph import Call
 from parloom.ir.plan import Plan
@@ -115,39 +115,12 @@ class Masked(nn.Module):
         return (h * a + h * b).square().mean()
 
 
-class Towers(nn.Module):
-    """Modules that under little memory become blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Tower(8 * (i + 2)) for i in range(10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x.square().mean()
-
-
-class Tower(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.o = nn.Linear(32, width), nn.Linear(32, width), nn.Linear(width, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = x + self.o(torch.tanh(self.q(x)) * torch.sigmoid(self.k(x)).tanh().exp())
-        return made
-
-
 def unequal() -> tuple[nn.Module, dict[str, Tensor]]:
     return Unequal(), {"x": torch.randn(64, 256)}
 
 
 def chains() -> tuple[nn.Module, dict[str, Tensor]]:
     return Chains(), {"x": torch.randn(32, 64)}
-
-
-def towers() -> tuple[nn.Module, dict[str, Tensor]]:
-    return Towers(), {"x": torch.randn(2048, 32)}
 
 
 def masked() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -274,15 +247,3 @@ def test_products_with_masks_stay_apart() -> None:
     plan = asked("masked")
     assert not plan.decisions.rewrites
     assert api.verify(plan).passed
-
-
-def test_pinned_rewrites_under_little_memory_are_of_main_as_it_is() -> None:
-    free = asked("towers", microbatches=1)
-    assert free.prediction is not None
-    size = int(0.6 * free.prediction.peak_bytes)
-    assert any(
-        text.startswith("block")
-        for text in asked("towers", microbatches=1, memory=size).decisions.rewrites
-    )
-    with pytest.raises(InfeasibleError):
-        asked("towers", microbatches=1, memory=size, pin=["rewrite=merge_linear"])
