@@ -281,12 +281,7 @@ class Subject:
             pipeline.num_ranks, rank_trains, pipeline, plan.optimizer, self.tensors,
             self.loaded.batch, self.clip, steps, folder, weights, begin,
         )  # fmt: skip
-        ended, saved = zip(*parts, strict=True)
-        empty = ((torch.zeros(()),), {}, {})
-        return tuple(
-            assemble([part if part[0] else (empty[0], *part[1:]) for part in own])
-            for own in (ended, saved)
-        )  # type: ignore[return-value]
+        return assemble([ended for ended, _ in parts]), assemble([saved for _, saved in parts])
 
 
 def same(one: Tensors, other: Tensors, what: str) -> None:

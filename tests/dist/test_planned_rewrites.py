@@ -100,7 +100,8 @@ class Chains(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         p, q, r, t = self.parts
-        return (x @ (p @ q) @ (r @ t)).square().mean()
+        loss: Tensor = (x @ (p @ q) @ (r @ t)).square().mean()
+        return loss
 
 
 class Masked(nn.Module):
@@ -112,7 +113,8 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         h = self.w(x)
-        return (h * a + h * b).square().mean()
+        loss: Tensor = (h * a + h * b).square().mean()
+        return loss
 
 
 def unequal() -> tuple[nn.Module, dict[str, Tensor]]:
