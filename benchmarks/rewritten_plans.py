@@ -39,7 +39,14 @@ from torch import Tensor, nn
 from parloom import api
 from parloom import runtime as rt
 from parloom.capture import load_model, mode, named_tensors, select_loss
-from parloom.errors import InfeasibleError, InputError, LayoutError, ParloomError, VerifyError
+from parloom.errors import (
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    LayoutError,
+    ParloomError,
+    VerifyError,
+)
 from parloom.execute import checkpoint
 from parloom.execute.eager_compare import tolerance_of
 from parloom.execute.machine import machine_for
@@ -274,12 +281,7 @@ class Subject:
             pipeline.num_ranks, rank_trains, pipeline, plan.optimizer, self.tensors,
             self.loaded.batch, self.clip, steps, folder, weights, begin,
         )  # fmt: skip
-        ended, saved = zip(*parts, strict=True)
-        empty: tuple[Any, ...] = ((torch.zeros(()),), {}, {})
-        return tuple(
-            assemble([part if part[0] else (empty[0], *part[1:]) for part in own])
-            for own in (ended, saved)
-        )  # type: ignore[return-value]
+        return assemble([ended for ended, _ in parts]), assemble([saved for _, saved in parts])
 
 
 def same(one: Tensors, other: Tensors, what: str) -> None:
@@ -318,6 +320,8 @@ def examine(seed: int, kinds: Sequence[str], folder: Path) -> Row:
                 found["wrong"] = f"{type(error).__name__}: {error}"
                 row["failures"].append(f"{name}: {found['wrong']}")
             doing = "planning"
+    except CaptureError as error:
+        row["refused"] = str(error)
     except Exception as error:
         row["failures"].append(f"{doing}: {type(error).__name__}: {error}")
         row["trace"] = traceback.format_exc()[-2500:]
@@ -375,8 +379,10 @@ def summary(rows: Sequence[Row]) -> int:
     counts = Counter(rule for plan in rewritten for rule in set(plan["rules"]))
     failed = [row for row in rows if row["failures"]]
     kinds = Counter(plan["plan"].split()[0].strip(",") for plan in rewritten)
+    refused = sum("refused" in row for row in rows)
     print(
-        f"{len(rows)} models, {len(plans)} plans, {len(rewritten)} of them rewritten: {dict(kinds)}"
+        f"{len(rows)} models, {refused} of them refused; {len(plans)} plans, {len(rewritten)} of"
+        f" them rewritten: {dict(kinds)}"
     )
     print(f"rules: {len(counts)}; " + ", ".join(f"{n} {c}" for n, c in counts.most_common(12)))
     worst = max((plan.get("worst", 0.0) for plan in plans), default=0.0)

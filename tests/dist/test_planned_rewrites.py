@@ -77,6 +77,59 @@ class Block(nn.Module):
         return made
 
 
+class Unequal(nn.Module):
+    """Products of one operand, of unequal widths: apart and as one, their dims have other factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(256, 768), nn.Linear(256, 512)
+        self.d, self.e = nn.Linear(768, 256), nn.Linear(512, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.d(self.a(x).relu()) + self.e(self.b(x).tanh())).square().mean()
+        return loss
+
+
+class Chains(nn.Module):
+    """Ways that build on each other: of one value there are several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((64, 4), (4, 64), (64, 4), (4, 64))
+        self.parts = nn.ParameterList(torch.randn(*shape) / 8 for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, q, r, t = self.parts
+        loss: Tensor = (x @ (p @ q) @ (r @ t)).square().mean()
+        return loss
+
+
+class Masked(nn.Module):
+    """Sums of masks are "or"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = self.w(x)
+        loss: Tensor = (h * a + h * b).square().mean()
+        return loss
+
+
+def unequal() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Unequal(), {"x": torch.randn(64, 256)}
+
+
+def chains() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Chains(), {"x": torch.randn(32, 64)}
+
+
+def masked() -> tuple[nn.Module, dict[str, Tensor]]:
+    masks = {name: torch.rand(512, 256) > 0.3 for name in "ab"}
+    return Masked(), {"x": torch.randn(512, 256), **masks}
+
+
 def siamese() -> tuple[nn.Module, dict[str, Tensor]]:
     return Siamese(), {"x": torch.randn(512, 256), "y": torch.randn(512, 256)}
 
@@ -102,7 +155,11 @@ def rules_of(plan: Plan) -> set[str]:
     return {rule for take in takes_of(plan.decisions.rewrites) for rule in take.rules}
 
 
-CHOSEN: Mapping[str, str] = {"siamese": "linear_add", "chain": "matmul_", "attention": "merge_linear"}
+CHOSEN: Mapping[str, str] = {
+    "siamese": "linear_add",
+    "chain": "matmul_",
+    "attention": "merge_linear",
+}
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -170,5 +227,25 @@ def test_an_edited_rewrite_is_refused() -> None:
 
 def test_a_pin_on_an_operator_leaves_its_block_as_it_is() -> None:
     plan = asked("attention", pin=["blocks.0.q=d0:x"])
+    assert not plan.decisions.rewrites
+    assert api.verify(plan).passed
+
+
+def test_products_of_unequal_widths_are_planned_on_several_devices() -> None:
+    """Where they stay apart, their splits are said in their own factors."""
+    plan = asked("unequal", devices=4)
+    assert api.verify(plan).passed
+    assert explain(asked("unequal", devices=4, pin=["rewrite=merge_linear"])).document["rewrites"]
+
+
+def test_pinned_ways_that_build_on_each_other_are_made_together() -> None:
+    plan = asked("chains", pin=["rewrite=linear_matmul*"])
+    values = [value for take in takes_of(plan.decisions.rewrites) for value in take.values]
+    assert len(values) == len(set(values)) > 0
+    assert api.verify(plan).passed
+
+
+def test_products_with_masks_stay_apart() -> None:
+    plan = asked("masked")
     assert not plan.decisions.rewrites
     assert api.verify(plan).passed

@@ -14,7 +14,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Status
 from parloom.ir.text import parse_graph
-from parloom.search.blocks import search_with_blocks, smallest_with_blocks
+from parloom.search.blocks import Blocks, search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.optimize import Searched, search
 from parloom.search.pinned import resolve
@@ -167,3 +167,11 @@ def test_rules_of_thumb_recompute_modules(rule: str) -> None:
     assert found.chosen.recompute != "none"
     assert found.decisions.rewrites
     assert request.predict(found.decisions) == found.prediction
+
+
+def test_no_module_becomes_a_block_where_a_rewrite_is_pinned() -> None:
+    """Rewrites that are pinned are of main as it is."""
+    assert Blocks(asked()).rewrites
+    for text, forbidden in (("rewrite=merge_linear", False), ("rewrite=*", True)):
+        pins = resolve([parse_pin(text, forbidden=forbidden)], model(), factorize(model()))
+        assert bool(Blocks(asked(pinned=pins)).rewrites) == forbidden

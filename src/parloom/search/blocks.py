@@ -48,9 +48,12 @@ def smallest_with_blocks(request: Request, base: Decisions) -> Smallest | None:
 
 
 class Blocks(RewrittenRequest):
-    """A request of the graph in which modules of main are blocks."""
+    """A request of the graph in which modules of main are blocks; none are where rewrites are
+    pinned, which are of main as it is.
+    """
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request, [f"block {module}" for module in regions(request.graph)])
+        modules = () if request.pinned.wanted_rewrites else regions(request.graph)
+        super().__init__(request, [f"block {module}" for module in modules])
         if request.takes:
             self.request = with_takes(self.request)

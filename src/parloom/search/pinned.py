@@ -58,6 +58,12 @@ class Pinned:
         """Whether plans may have this mesh."""
         return all(p.allows_mesh(mesh) for p in self.pins if p.kind is Kind.MESH)
 
+    @property
+    def wanted_rewrites(self) -> tuple[Pin, ...]:
+        """The pins that ask for rewrites."""
+        rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
+        return tuple(pin for pin in rewrites if not pin.forbidden)
+
     def allows_rewrite(self, rules: Collection[str]) -> bool:
         """Whether a value may be computed in another way by these rules."""
         rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)

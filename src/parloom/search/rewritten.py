@@ -14,7 +14,6 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pinned import resolve
-from parloom.search.pins import Kind
 from parloom.search.request import Request, base_of
 from parloom.search.worthwhile import worthwhile
 
@@ -68,8 +67,7 @@ def as_pinned(request: Request) -> RewrittenRequest:
     compute values of one function each is a way of that function as it is, not of what the other
     makes of it. Raises `InputError` where one applies nowhere.
     """
-    rewrites = (pin for pin in request.pinned.pins if pin.kind is Kind.REWRITE)
-    wanted = [pin for pin in rewrites if not pin.forbidden]
+    wanted = request.pinned.wanted_rewrites
     asked = [take for take in request.takes if any(pin.is_about(take.rules) for pin in wanted)]
     takes = made_together(request.graph, asked)
     for pin in wanted:
