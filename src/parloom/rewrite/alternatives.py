@@ -40,7 +40,7 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
     body.saturate(rules_for(function), ROUNDS, holds)
     counts = Counter[tuple[str, ...]]()
     for take in sorted(body.takes(LOOKED), key=_num_calls):
-        if counts[take.values] < WAYS and (found := _replacement(graph, function, take)):
+        if counts[take.values] < WAYS and (found := replaced(graph, function, take)):
             counts[take.values] += 1
             yield found
 
@@ -48,11 +48,11 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
 def fused(graph: Graph, function: Function) -> Iterator[Replacement]:
     """Independent calls of a function as one, where values do not come too late by it."""
     for take in fusions(function):
-        if found := _replacement(graph, function, take):
+        if found := replaced(graph, function, take):
             yield found
 
 
-def _replacement(graph: Graph, function: Function, take: Take) -> Replacement | None:
+def replaced(graph: Graph, function: Function, take: Take) -> Replacement | None:
     """What a take replaces; None where nothing is gone or smaller, or values come too late."""
     try:
         own = taken_bodies(graph, [take])[function.name]

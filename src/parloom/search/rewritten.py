@@ -9,7 +9,6 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Function, Graph
 from parloom.ir.plan import Decisions
 from parloom.rewrite.forms import Forms
-from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.contexts import SimulatedPlan
@@ -48,12 +47,10 @@ def with_takes(request: Request) -> Request:
     """The request with all other ways to compute values of its graph that are worth a choice, and
     that pins leave: a pin on an operator leaves all of its block kind as it is.
     """
-    pinned, graph, functions = request.pinned, request.graph, free_functions(request)
-    named = {own.name for own in functions}
-    joined = [take for take in merges(graph) if take.function in named]
     (_, own), *_ = request.regular()
-    found = (*joined, *worthwhile(own, base_of(own), functions, joined))
-    return replace(request, takes=tuple(t for t in found if pinned.allows_rewrite(t.rules)))
+    found = worthwhile(own, base_of(own), free_functions(request))
+    takes = (take for take in found if request.pinned.allows_rewrite(take.rules))
+    return replace(request, takes=tuple(takes))
 
 
 def forms_for(request: Request) -> Forms | None:
