@@ -130,6 +130,23 @@ def masked() -> tuple[nn.Module, dict[str, Tensor]]:
     return Masked(), {"x": torch.randn(512, 256), **masks}
 
 
+class Towers(nn.Module):
+    """Two inputs of different lengths through the same layers, which are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.tower(x).square().mean() + self.head(self.tower(y)).mean()
+        return loss
+
+
+def towers() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Towers(), {"x": torch.randn(16, 32), "y": torch.randn(48, 32)}
+
+
 def siamese() -> tuple[nn.Module, dict[str, Tensor]]:
     return Siamese(), {"x": torch.randn(512, 256), "y": torch.randn(512, 256)}
 
@@ -159,6 +176,7 @@ CHOSEN: Mapping[str, str] = {
     "siamese": "linear_add",
     "chain": "matmul_",
     "attention": "merge_linear",
+    "towers": "linear_along_d0",
 }
 
 
