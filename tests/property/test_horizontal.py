@@ -14,8 +14,10 @@ from parloom.ir.verify import verify_graph
 from parloom.rewrite.alternatives import fused
 from parloom.rewrite.axioms import prove_by_axioms
 from parloom.rewrite.horizontal import Along, Kind, fusions, is_fusion, joinable, refusal
+from parloom.rewrite.merge import refusal as merge_refusal
+from parloom.rewrite.merge import rule_of
 from parloom.rewrite.rewrites import derived
-from parloom.rewrite.rules import counterexample
+from parloom.rewrite.rules import counterexample, prove
 from parloom.rewrite.take import compatible, with_takes
 from tests.property.cases import all_cases
 from tests.property.one_operator import Program
@@ -165,6 +167,32 @@ def test_what_is_fused_computes_the_same(seed: int) -> None:
             values |= {name for _, name in take.taken}
     found = with_takes(graph, taken)
     assert (computed(found.main)[loss] == expected).all()
+
+
+MERGED = [
+    ("linear", (), (), True),
+    ("linear", (), (), False),
+    ("conv1d", (3,), ((2,), (1,), (1,)), True),
+    ("conv2d", (1, 7), ((1, 1), (0, 3), (1, 1)), True),
+    ("conv2d", (5, 5), ((2, 2), (2, 2), (1, 1)), False),
+    ("conv3d", (2, 2, 2), ((1, 1, 1),), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("one", MERGED, ids=str)
+def test_products_of_one_operand_are_one(
+    one: tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], bool],
+) -> None:
+    found = rule_of(*one)
+    assert not merge_refusal(*one)
+    assert not counterexample(found, 0)
+    swapped = replace(found, left=found.left[::-1])
+    assert prove(swapped)
+    assert counterexample(swapped, 0)
+
+
+def test_products_that_cannot_be_proved_to_be_one_are_none() -> None:
+    assert "dilation" in merge_refusal("conv2d", (3, 3), ((1, 1), (1, 1), (2, 2)), False)
 
 
 def test_names_of_rules() -> None:

@@ -6,6 +6,7 @@ operator reads the user's own weights: neither optimizer nor checkpoints see it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from parloom.ir.graph import Arg, Function, Graph, Node, TensorSpec, iter_refs
 from parloom.ir.ops.joined import CONVS, LINEARS
 from parloom.rewrite.egraph import Class, EGraph
+from parloom.rewrite.rules import Rule, prove, rule
 from parloom.rewrite.take import Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Name, Term
+from parloom.rewrite.terms import Name, Term, arg_text
 
 JOINED = {"linear": LINEARS, "conv1d": CONVS, "conv2d": CONVS, "conv3d": CONVS}
 """Products, and the operator that several of them are."""
@@ -25,7 +27,7 @@ def merges(graph: Graph) -> Iterator[Take]:
     """All products of one operand, once for each kind of block."""
     for function in (*graph.functions, graph.main):
         for nodes in _alike(function):
-            if not _is_late(function, nodes):
+            if not _is_late(function, nodes) and not _refusal(function, nodes[0]):
                 yield _merged(function, nodes)
 
 
@@ -33,8 +35,48 @@ def merges_of_two(function: Function) -> Iterator[Take]:
     """All pairs of products of one operand, of which each may be merged already."""
     for nodes in _alike(function, (*JOINED, LINEARS, CONVS)):
         for pair in combinations(nodes, 2):
-            if not _is_late(function, pair):
+            if not _is_late(function, pair) and not _refusal(function, pair[0]):
                 yield _merged(function, pair)
+
+
+def rule_of(op: str, kernel: Sequence[int], rest: Sequence[TermArg], is_biased: bool) -> Rule:
+    """The rule by which two products of one operand are one, for all extents but a kernel's, and
+    for this stride, padding and dilation.
+    """
+    places = "".join(f", p{at}" for at in range(len(kernel)))
+    window = "".join(f", {' + '.join(('1',) * extent)}" for extent in kernel)
+    inputs = f"x[b, k{places}]" if kernel else "x[*, k]"
+    inputs += f", w[n, k{window}], v[m, k{window}]" + ", c[n], d[m]" * is_biased
+    biases = ("c", "d", "(c, d)") if is_biased else ("None",) * 3
+    words = ", ".join(map(arg_text, rest))
+    one, other, both = (
+        f"{name}(x, {weight}, {bias}{', ' * bool(words)}{words})"
+        for name, weight, bias in zip(
+            (op, op, JOINED[op]), ("w", "v", "(w, v)"), biases, strict=True
+        )
+    )
+    return rule(f"merge_{op}", inputs, [one, other], [f"{both}[0]", f"{both}[1]"])
+
+
+@cache
+def refusal(op: str, kernel: tuple[int, ...], rest: tuple[TermArg, ...], is_biased: bool) -> str:
+    """Why two products of one operand are not one; empty where both sides have equal normal
+    forms.
+    """
+    return prove(rule_of(op, kernel, rest, is_biased))
+
+
+def _refusal(function: Function, node: Node) -> str:
+    weight = function.specs()[_weights(node)[0]]
+    rest = tuple(map(term_of, node.args[3:6]))
+    kernel = tuple(weight.shape[2:])
+    return refusal(_single(node, len(kernel)), kernel, rest, bool(_biases(node)))
+
+
+def _single(node: Node, num_dims: int) -> str:
+    """The product that a node is, or of which it is several."""
+    joined = JOINED.get(node.op, node.op)
+    return f"conv{num_dims}d" if joined == CONVS else "linear"
 
 
 def unite_products(graph: EGraph) -> bool:
@@ -125,8 +167,7 @@ def _merged(function: Function, nodes: Sequence[Node]) -> Take:
         args += [tuple(map(term_of, biases)) if biases else None, *rest]
     values = tuple(value.name for node in nodes for value in node.results)
     joined = JOINED.get(first.op, first.op)
-    dims = len(function.specs()[weights[0].name].shape) - 2
-    op = f"conv{dims}d" if joined == CONVS else "linear"
+    op = _single(first, len(function.specs()[weights[0].name].shape) - 2)
     return Take(function.name, values, Term(joined, tuple(args)), (f"merge_{op}",))
 
 
