@@ -66,10 +66,10 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.verify import verify_decisions
-from parloom.rewrite.alternatives import alternatives, with_few_rules
+from parloom.rewrite.alternatives import alternatives, fused, with_few_rules
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import derived, takes_of
-from parloom.rewrite.take import Take
+from parloom.rewrite.take import Take, compatible
 from parloom.search.request import with_dtypes
 
 Row = dict[str, Any]
@@ -147,7 +147,8 @@ def ways(graph: Graph) -> list[Take]:
     """All ways to compute values of a graph."""
     found = list(merges(graph))
     for own in (*graph.functions, graph.main):
-        found += (one.take for one in alternatives(graph, own))
+        every = (*fused(graph, own), *alternatives(graph, own))
+        found += compatible(own, [one.take for one in every])
     return found
 
 
@@ -208,8 +209,7 @@ class Subject:
         some: list[Take] = []
         functions = {own.name: own for own in (*self.graph.functions, self.graph.main)}
         for take in self.rng.sample(everything, min(12, len(everything))):
-            own = take if take.rules[0].startswith("merge") else with_few_rules(
-                functions[take.function], take)  # fmt: skip
+            own = with_few_rules(functions[take.function], take)
             if own is None or len(some) == 4:
                 continue
             try:

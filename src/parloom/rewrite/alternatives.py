@@ -10,7 +10,7 @@ from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
 from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
-from parloom.rewrite.horizontal import fusions
+from parloom.rewrite.horizontal import fusions, is_fusion
 from parloom.rewrite.known import cases, holds
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
@@ -92,9 +92,11 @@ def named_rules(function: Function, take: Take) -> list[Rule]:
 
 
 def with_few_rules(function: Function, take: Take) -> Take | None:
-    """A take by as many of its rules as are needed; None where it does not follow from them in few
-    rounds, or from none of them.
+    """A take by as many of its rules as are needed, by all where calls are fused; None where it
+    does not follow from them in few rounds, or from none of them.
     """
+    if take.rules and all(map(is_fusion, take.rules)):
+        return take
     needed = _used(function, take, named_rules(function, take))
     for own in tuple(needed or ()):
         if needed is not None and own in needed:

@@ -19,7 +19,6 @@ from parloom.rewrite.alternatives import (
     with_few_rules,
 )
 from parloom.rewrite.forms import Forms
-from parloom.rewrite.horizontal import is_fusion
 from parloom.rewrite.merge import RULES, merges
 from parloom.rewrite.take import Origin, Take, compatible
 from parloom.rewrite.terms import calls_in
@@ -96,8 +95,7 @@ def _kept(
             is_kept &= len(alike) < OF_VALUE and len(others) < MOST
             known.add(key)
         if is_kept or is_wanted:
-            is_one = way.is_merge or all(map(is_fusion, take.rules))
-            named = take if is_one else with_few_rules(function, take)
+            named = with_few_rules(function, take)
             if named and (is_kept or request.pinned.wants_rewrite(named.rules)):
                 kept.append(way)
                 yield named
