@@ -39,6 +39,7 @@ from parloom.report.naming import (
     ways_of,
 )
 from parloom.rewrite.rewrites import before_takes, rewritten, takes_of
+from parloom.rewrite.terms import calls_in
 
 WARNING = "warning: "
 CPU = "cpu"
@@ -107,7 +108,8 @@ def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:
         where = f" in {blocks[0]} and {len(blocks) - 1} more" if len(blocks) > 1 else ""
         if len(blocks) == 1:
             where = f" in {blocks[0]}"
-        yield f"{what}{where}: computed by {take.call.op} ({', '.join(take.rules)})"
+        names = dict.fromkeys(call.op for call in calls_in(take.call))
+        yield f"{what}{where}: computed by {', '.join(names)} ({', '.join(take.rules)})"
 
 
 def _levels(stage: Stage, cluster: Cluster | None) -> tuple[Level, ...]:
