@@ -21,7 +21,7 @@ from parloom.rewrite.bodies import Body
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
-from parloom.rewrite.take import NONE, Take
+from parloom.rewrite.take import NONE, Take, parse_take
 from parloom.search.contexts import Contexts
 from parloom.search.decide import form_of
 from parloom.search.meshes import logical_meshes
@@ -151,7 +151,7 @@ def each_combination(graph: Graph, takes: Sequence[Take]) -> Iterator[tuple[Take
     values = dict.fromkeys(value for take in takes for value in take.values if value != NONE)
     ways = [(None, *(take for take in takes if value in take.values)) for value in values]
     for chosen in product(*ways):
-        some = tuple(take for take in chosen if take is not None)
+        some = tuple(dict.fromkeys(take for take in chosen if take is not None))
         try:
             rewritten(graph, tuple(map(str, some)))
         except InputError:
@@ -177,3 +177,55 @@ def test_the_least_is_found_among_what_rules_give(seed: int) -> None:
         best, form = least(request, mesh, Forms(graph, takes))
         assert best == pytest.approx(min(each.values()), rel=1e-9)
         assert each[frozenset(form.rewrites)] == pytest.approx(best, rel=1e-9)
+
+
+SHARED = """graph "Shared" training=True
+
+input x: float32[256, 64] = batch("x")
+input y: float32[256, 64] = batch("y")
+input z: float32[256, 64] = batch("z")
+input w: float32[64, 64] = parameter("w", trainable=True)
+input v: float32[64] = parameter("v", trainable=True)
+
+main main:
+    a: float32[256, 64] = linear(x, w)  # a
+    b: float32[256, 64] = linear(y, w)  # b
+    d: float32[256, 64] = relu(a)  # d
+    e: float32[256, 64] = relu(b)  # e
+    c: float32[256, 64] = mul(z, v)  # c
+    f: float32[256, 64] = relu(c)  # f
+    g: float32[256, 64] = mul(d, e)  # g
+    h: float32[256, 64] = mul(g, f)  # h
+    loss: float32[] = mean(h)  #
+    return loss
+
+loss loss
+"""
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_ways_may_share_some_of_their_values(order: int) -> None:
+    """Two values have two other ways, a third one has one of these."""
+    graph = parse_graph(SHARED)
+    calls = {
+        "d, e": "split_with_sizes(relu(linear(cat((x, y), 0), w)), (256, 256), 0)",
+        "d, e, f": "split_with_sizes(relu(cat((a, b, c), 0)), (256, 256, 256), 0)",
+    }
+    takes = [parse_take(f"take {own} in main by r: {call}") for own, call in calls.items()][::order]
+    found = [take for take in takes if take is not None]
+    request = Request(graph, DataSheets(load_cluster("1x2xV100")), ADAM, PLENTY)
+    forms = Forms(graph, found)
+    for mesh in list(logical_meshes(request.cluster))[:1]:
+        each = {}
+        for some in each_combination(graph, found):
+            texts = tuple(map(str, some))
+            each[texts], _ = least(replace(request, graph=rewritten(graph, texts)), mesh)
+            for take in some:
+                form = forms.form(dict(forms.positions[take]))
+                assert form.graph == rewritten(graph, (str(take),))
+        assert len(each) == 3
+        best, form = least(request, mesh, forms)
+        assert best == pytest.approx(min(each.values()), rel=1e-9)
+        assert each[form.rewrites] == pytest.approx(best, rel=1e-9)
+    pairs = {(one[1], other[1]) for one, other in forms.together}
+    assert any(at != to for at, to in pairs) == (order == 1)

@@ -101,7 +101,7 @@ loss loss
 
 def test_whole_chains_are_one() -> None:
     graph = parse_graph(TOWERS.replace('float32[4, 6] = batch("z")', 'float32[4, 5] = batch("z")'))
-    takes = list(fusions(graph.main))
+    takes = list(fusions(graph, graph.main))
     chain = "linear(relu(linear(cat((x, y), -2), w, c)), v)"
     assert [str(take.call) for take in takes] == [
         f"split_with_sizes({chain}, (4, 3), -2)", chain,
@@ -140,7 +140,7 @@ def random_towers(rng: Random) -> Graph:
     ]
     return parse_graph("\n".join([
         'graph "Towers" training=True', "",
-        *(f'input {name}: float32[4, 6] = batch("{name}")' for name in names),
+        *(f'input {name}: float32[4, 6] = parameter("{name}", trainable=True)' for name in names),
         *(f'input {name}: float32[6, 6] = parameter("{name}", trainable=True)' for name in weights),
         "", "main main:", *lines, *sums, *total, f"    return t{len(values) - 1}", "",
         f"loss t{len(values) - 1}", "",

@@ -47,7 +47,7 @@ def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
 
 def fused(graph: Graph, function: Function) -> Iterator[Replacement]:
     """Independent calls of a function as one, where values do not come too late by it."""
-    for take in fusions(function):
+    for take in fusions(graph, function):
         if found := replaced(graph, function, take):
             yield found
 

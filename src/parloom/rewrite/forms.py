@@ -36,6 +36,8 @@ Made = tuple[str, Origin]
 """A block kind, and what an item of it was."""
 Condition = tuple[Place, int]
 """An operator that takes one of several values, and the operand that it takes."""
+Needed = Mapping[Place, frozenset[int]]
+"""By operators that take one of several values, which operands they may take."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,16 @@ class Forms:
         self.together = tuple(
             pair for own in self.positions.values() for pair in combinations(own, 2)
         )
+        self._num_operands = {
+            (own.name, item.key): len(item.refs)
+            for own in (*self.graph.functions, self.graph.main)
+            for item in own.body
+            if isinstance(item, Node)
+        }
         self._same = self._true_together()
-        self.conditions = dict(self._conditions())
+        self._needed, self._enough = dict[Place, Needed](), dict[Place, frozenset[Condition]]()
+        for place, needed, enough in self._conditions():
+            self._needed[place], self._enough[place] = needed, enough
         self._known: dict[tuple[Take, ...], Form] = {}
 
     def place_of(self, function: str, origin: Origin) -> Place:
@@ -136,24 +146,18 @@ class Forms:
 
     def meet(self, one: Place, other: Place) -> bool:
         """Whether two operators may be there together."""
-        mine, its = dict(self.conditions.get(one, ())), dict(self.conditions.get(other, ()))
-        return all(mine[either] == its[either] for either in mine.keys() & its.keys())
+        mine, its = self._needed.get(one, {}), self._needed.get(other, {})
+        return not any(mine[either].isdisjoint(its[either]) for either in mine.keys() & its.keys())
 
     def one_is_there(self, places: Collection[Place]) -> bool:
         """Whether every form has one of these operators, as far as one choice says it."""
         if not self.optional.issuperset(places):
             return True
-        alone = set[Condition]()
-        for found in (self.conditions.get(place, frozenset()) for place in places):
-            alone |= found if found and found <= self._same_as(min(found)) else frozenset()
-        sizes = {
-            (own.name, item.key): len(item.refs)
-            for own in (*self.graph.functions, self.graph.main)
-            for item in own.body
-            if isinstance(item, Node)
-        }
-        eithers = {either for either, _ in alone}
-        return any(all((either, at) in alone for at in range(sizes[either])) for either in eithers)
+        enough = set[Condition]().union(*(self._enough.get(place, ()) for place in places))
+        return any(
+            all((either, at) in enough for at in range(self._num_operands[either]))
+            for either in {either for either, _ in enough}
+        )
 
     def _superposed(self, function: Function) -> Body:
         """The function with all takes of its values beside these."""
@@ -214,23 +218,41 @@ class Forms:
     def _same_as(self, one: Condition) -> frozenset[Condition]:
         return self._same.get(one, frozenset({one}))
 
-    def _conditions(self) -> Iterator[tuple[Place, frozenset[Condition]]]:
-        """What is taken in all forms that have an operator, of operators that may be left out."""
+    def _conditions(self) -> Iterator[tuple[Place, Needed, frozenset[Condition]]]:
+        """Of each operator that may be left out, what is taken in all forms that have it, and of
+        what each by itself is enough for it to be there.
+        """
         for own in (*self.graph.functions, self.graph.main):
-            needs: dict[str, frozenset[Condition]] = dict.fromkeys(
-                self._ends[own.name], frozenset()
-            )
+            needs: dict[str, Needed] = {name: {} for name in self._ends[own.name]}
+            enough: dict[str, frozenset[Condition]] = {}
             for item in reversed(own.body):
-                found = [needs[v.name] for v in item.results if v.name in needs]
-                known = frozenset.intersection(*found) if found else frozenset()
+                read = [needs[v.name] for v in item.results if v.name in needs]
+                known = reduce(_either_of, read) if read else {}
+                sure = frozenset[Condition]().union(*(enough.get(v.name, ()) for v in item.results))
                 place = own.name, item.key if isinstance(item, Node) else ""
-                if isinstance(item, Call) or place not in self.optional:
-                    known = frozenset()
-                elif known:
-                    yield place, known
+                is_there = isinstance(item, Call) or place not in self.optional
+                known, sure = ({}, frozenset()) if is_there else (known, sure)
+                if not is_there:
+                    yield place, known, sure
                 for at, name in enumerate(_read(item)):
-                    here = known | self._same_as((place, at)) if _takes(item) else known
-                    needs[name] = needs[name] & here if name in needs else here
+                    here, by = known, sure
+                    if _takes(item):
+                        same = self._same_as((place, at))
+                        here = _both_of(known, {either: frozenset({to}) for either, to in same})
+                        by = frozenset(c for c in same if is_there and c[0] not in self.optional)
+                    needs[name] = _either_of(needs[name], here) if name in needs else here
+                    enough[name] = enough.get(name, frozenset()) | by
+
+
+def _either_of(one: Needed, other: Needed) -> Needed:
+    """What holds where one of two does."""
+    return {either: one[either] | other[either] for either in one.keys() & other.keys()}
+
+
+def _both_of(one: Needed, other: Needed) -> Needed:
+    """What holds where both do."""
+    shared = {either: one[either] & other[either] for either in one.keys() & other.keys()}
+    return {**one, **other, **shared}
 
 
 def _as_is(function: Function) -> Body:

@@ -7,11 +7,11 @@ joined may be results of such calls, so that whole chains become one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from parloom.ir.graph import Arg, Function, Node, Ref, TensorSpec
+from parloom.ir.graph import Arg, Call, Function, Graph, Node, Ref, TensorSpec
 from parloom.ir.ops import OPS
 from parloom.ir.ops.rule import Dims, Site
 from parloom.rewrite.bodies import PLACES, from_last, takes_part
@@ -47,9 +47,9 @@ class Group:
         return tuple(node.results[0].name for node in self.nodes)
 
 
-def fusions(function: Function) -> Iterator[Take]:
+def fusions(graph: Graph, function: Function) -> Iterator[Take]:
     """Calls of a function that may be one, with all of those that make their operands."""
-    found = _Fusions(function)
+    found = _Fusions(function, flowing(graph)[function.name])
     every = (own for group in found.groups() for own in (group, *found.of_one_history(group)))
     groups = [group for group in every if not is_joined(group)]
     chains = [(group, found.call(group, deep=True)) for group in groups]
@@ -68,9 +68,33 @@ def is_joined(group: Group) -> bool:
     return group.nodes[0].op in JOINED and group.along.operands[0] is None
 
 
+def flowing(graph: Graph) -> Mapping[str, Collection[str]]:
+    """The values of each function through which gradients flow to parameters: what is joined is
+    alike in that, so that each form of a value has a gradient or none has.
+    """
+    found = defaultdict[str, set[str]](set)
+
+    def visit(function: Function, given: Collection[str]) -> bool:
+        """Whether gradients flow through some output."""
+        own = found[function.name]
+        own.update(given)
+        for item in function.body:
+            names = item.refs if isinstance(item, Node) else item.args
+            flows = not own.isdisjoint(names)
+            if isinstance(item, Call):
+                inner = graph.by_name[item.function]
+                pairs = zip(inner.inputs, item.args, strict=True)
+                flows = visit(inner, {value.name for value, arg in pairs if arg in own})
+            own.update(value.name for value in item.results if flows)
+        return not own.isdisjoint(function.outputs)
+
+    visit(graph.main, {entry.value.name for entry in graph.inputs if entry.trainable})
+    return found
+
+
 class _Fusions:
-    def __init__(self, function: Function) -> None:
-        self.function, self.specs = function, function.specs()
+    def __init__(self, function: Function, flowing: Collection[str]) -> None:
+        self.function, self.specs, self.flowing = function, function.specs(), flowing
         self.nodes = [item for item in function.body if isinstance(item, Node)]
         self.makers = {v.name: node for node in self.nodes for v in node.results}
         self.alongs = {
@@ -183,7 +207,7 @@ class _Fusions:
                 spec = self.specs[arg.name]
                 shape = list(spec.shape)
                 shape[dim] = -1
-                found.append((tuple(shape), spec.dtype))
+                found.append((tuple(shape), spec.dtype, arg.name in self.flowing))
             else:
                 found.append(arg)
         return tuple(found)

@@ -89,7 +89,7 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
         if function is None:
             is_true = False
         elif all(map(is_fusion, take.rules)):
-            is_true = take in fusions(function)
+            is_true = take in fusions(graph, function)
         else:
             is_true = str(take) in merges and set(take.rules) <= set(merge.RULES)
             is_true = is_true or follows(function, take, named_rules(function, take))
