@@ -21,6 +21,7 @@ from random_modules import start
 from parloom import api
 from parloom.choose import choose
 from parloom.cost.ledger import HOST
+from parloom.cost.stages import transfer_bytes
 from parloom.errors import ParloomError
 from parloom.execute.machine import machine_for
 from parloom.explain import case_of
@@ -28,6 +29,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import parse_graph
+from parloom.report.case import PipelineCase
 from parloom.rewrite.rewrites import derived, takes_of
 from parloom.search.pinned import NONE, resolve
 from parloom.search.pins import NO_REWRITE, parse_pin
@@ -138,12 +140,29 @@ def _described(plan: Plan, name: str) -> Row:
 
 
 def sent_bytes(plan: Plan) -> Mapping[str, int]:
-    """Bytes that a device sends in a step, by kind of transfer; the mean over all devices."""
-    found = Counter[str]()
-    for one in case_of(plan).ledger.sent:
+    """Bytes that a device sends in a step, by kind of transfer; the mean over all devices. Of
+    weights that several stages have, what these send each other is not there.
+    """
+    found, case = Counter[str](), case_of(plan)
+    for one in case.ledger.sent:
         if one.group.level not in HOST:
             found[one.group.transfer] += one.num_bytes
+    if isinstance(case, PipelineCase):
+        found["between stages"] = _between(case) // plan.decisions.num_ranks
     return dict(found)
+
+
+def _between(case: PipelineCase) -> int:
+    """Bytes that all stages send each other in a step."""
+    pcgs, stages, found = case.stages.pcgs, case.decisions.stages, 0.0
+    for transfer in case.stages.transfers:
+        source, target = transfer.source, transfer.target
+        if stages[source].devices != stages[target].devices:
+            count = max(pcgs[source].num_microbatches, pcgs[target].num_microbatches)
+            there, back = transfer_bytes(transfer, pcgs)
+            found += count * there[0] * stages[source].mesh.num_ranks
+            found += count * back[0] * stages[target].mesh.num_ranks if back else 0
+    return round(found)
 
 
 def _unreadable(plan: Plan) -> str:
