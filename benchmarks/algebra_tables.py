@@ -69,7 +69,9 @@ def tables(
         _lines("Planning takes longer than 1.3 times that without rewrites", _slow(of_zoo)),
         _lines("Refused", _refused(of_zoo)),
         _lines("Not run", _left(of_zoo, asked, methods)),
+        _lines("Faults", iter(faults([row for row in rows if not _is_random(row)]))),
         "### Random models\n\n" + "\n".join(_random(of_random)),
+        _lines("Faults of random models", iter(faults([row for row in rows if _is_random(row)]))),
         _lines(f"Random models with a ratio of at least {LARGE}", _large(of_random)),
         _lines("Refused random models", _refused(of_random)),
         "### Rules\n\n" + "\n".join(_rules(by_case(rows))),
@@ -179,9 +181,12 @@ def _slow(by: By) -> Iterator[str]:
 
 def _refused(by: By) -> Iterator[str]:
     for case, own in by.items():
+        why = defaultdict[str, list[str]](list)
         for method, row in own.items():
             if "error" in row:
-                yield f"{' on '.join(case)}, {method}: {row['error']}"
+                why[row["error"]].append(method)
+        for error, methods in why.items():
+            yield f"{' on '.join(case)}, {', '.join(methods)}: {error}"
 
 
 def _left(by: By, asked: Sequence[Case], methods: Sequence[str]) -> Iterator[str]:
