@@ -59,7 +59,10 @@ class Made:
 
 @dataclass
 class Draft:
-    """A module as far as it is drawn: its lines, its values with their shapes, its weights."""
+    """A module as far as it is drawn: its lines, its values with their shapes, its weights.
+
+    Widths and numbers of samples are `scale` times as large.
+    """
 
     rng: Random
     values: dict[str, Shape]
@@ -70,6 +73,11 @@ class Draft:
     matrices: list[tuple[str, int, int]] = field(default_factory=list)
     draws: bool = False
     is_block: bool = False
+    scale: int = 1
+
+    def width(self) -> int:
+        """Some width."""
+        return self.rng.choice(WIDTHS) * self.scale
 
     def add(self, line: str, shape: Shape) -> str:
         """A value more."""
@@ -101,7 +109,7 @@ class Draft:
         known = [(name, n) for name, k, n in self.linears if k == width]
         if known and rng.random() < 0.25:
             return rng.choice(known)
-        out = rng.choice(WIDTHS)
+        out = self.width()
         bias = "" if rng.random() < 0.5 else ", bias=False"
         name = self.part(f"nn.Linear({width}, {out}{bias})")
         if rng.random() < 0.12:
@@ -196,7 +204,7 @@ def low_rank(d: Draft) -> None:
     """A chain of products without functions between, in some order."""
     name = d.one()
     width = d.values[name][-1]
-    rank, out = d.rng.choice((1, 2, 4, 8)), d.rng.choice(WIDTHS)
+    rank, out = d.rng.choice((1, 2, 4, 8)) * d.scale, d.width()
     p, q = d.matrix(width, rank), d.matrix(rank, out)
     text = d.rng.choice((f"{name} @ ({p} @ {q})", f"{name} @ {p} @ {q}",
                          f"F.linear({name}, ({p} @ {q}).t())"))  # fmt: skip
@@ -206,7 +214,7 @@ def low_rank(d: Draft) -> None:
 def combined_weight(d: Draft) -> None:
     """A product with a weight that is a sum, a multiple or two joined."""
     name = d.one()
-    width, out = d.values[name][-1], d.rng.choice(WIDTHS)
+    width, out = d.values[name][-1], d.width()
     p, q = d.matrix(out, width), d.matrix(out, width)
     text, more = d.rng.choice(
         ((f"{p} + {q}", 1), (f"0.5 * {p}", 1), (f"torch.cat([{p}, {q}])", 2), (f"{p} * {q}", 1))
@@ -283,8 +291,8 @@ def images(d: Draft) -> None:
     lead = ", ".join(map(str, ("-1", *shape[1:-1])))
     d.add(f"{whole}.reshape({lead}, {sum(outs) * places})", (*shape[:-1], sum(outs) * places))
     # Widths stay small.
-    narrow = d.part(f"nn.Linear({sum(outs) * places}, 8)")
-    d.add(f"{narrow}({list(d.values)[-1]})", (*shape[:-1], 8))
+    narrow = d.part(f"nn.Linear({sum(outs) * places}, {8 * d.scale})")
+    d.add(f"{narrow}({list(d.values)[-1]})", (*shape[:-1], 8 * d.scale))
 
 
 def norms(d: Draft) -> None:
@@ -306,7 +314,7 @@ def table(d: Draft) -> None:
     shape = next(iter(d.values.values()))
     if d.is_block:
         return
-    width = d.rng.choice(WIDTHS)
+    width = d.width()
     e = d.part(f"nn.Embedding(16, {width})")
     at = "ids" if len(shape) == 3 else "ids[:, 0]"
     text = f"{e}({at})"
@@ -324,11 +332,11 @@ def turned(d: Draft) -> None:
     if len(shape) == 3 and shape[-1] % 4 == 0:
         made = []
         for _ in range(3):
-            layer = d.part(f"nn.Linear({shape[-1]}, 8)")
-            made.append(f"{layer}({name}).unflatten(-1, (2, 4)).transpose(1, 2)")
+            layer = d.part(f"nn.Linear({shape[-1]}, {8 * d.scale})")
+            made.append(f"{layer}({name}).unflatten(-1, (2, {4 * d.scale})).transpose(1, 2)")
         d.add(
             f"F.scaled_dot_product_attention({', '.join(made)}).transpose(1, 2).flatten(-2)",
-            (*shape[:-1], 8),
+            (*shape[:-1], 8 * d.scale),
         )
 
 
@@ -358,7 +366,7 @@ def blocks(d: Draft) -> None:
         return
     name = d.one()
     shape = d.values[name]
-    inner = Draft(d.rng, {"h": shape}, is_block=True)
+    inner = Draft(d.rng, {"h": shape}, is_block=True, scale=d.scale)
     draw(inner, d.rng.randint(2, 4))
     last = list(inner.values)[-1]
     width = inner.values[last][-1]
@@ -393,12 +401,13 @@ def draw(d: Draft, count: int) -> None:
         d.rng.choices(pieces, weights)[0](d)
 
 
-def source(seed: int) -> Made:
-    """The model of `seed`."""
+def source(seed: int, scale: int = 1) -> Made:
+    """The model of `seed`; widths and numbers of samples are `scale` times as large."""
     rng = Random(seed)
-    lead = rng.choice(((8,), (24,), (8, 4)))
-    width = rng.choice(WIDTHS)
-    d = Draft(rng, {"x": (*lead, width), "y": (*lead, width)})
+    samples, *lengths = rng.choice(((8,), (24,), (8, 4)))
+    lead = (scale * samples, *lengths)
+    width = rng.choice(WIDTHS) * scale
+    d = Draft(rng, {"x": (*lead, width), "y": (*lead, width)}, scale=scale)
     draw(d, rng.randint(3, 7))
     dtype = rng.choices(("float64", "float32", "bfloat16", "autocast"), (8, 3, 1, 2))[0]
     used = set(re.findall(r"\w+", " ".join(line.partition("=")[2] for line in d.lines)))

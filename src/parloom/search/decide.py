@@ -10,7 +10,7 @@ from parloom.search.layout_model import LayoutModel
 from parloom.search.model import Floats
 from parloom.search.prices import KEPT
 from parloom.search.program import Block
-from parloom.search.restated import restated
+from parloom.search.restated import Factors, restated
 
 
 def form_of(layouts: LayoutModel, values: Sequence[int]) -> Form:
@@ -30,14 +30,11 @@ def decisions_of(
     """The decisions of `candidate`, with what `base` says of dtypes; `prices` are those under which
     it was composed.
     """
-    program, nodes, form = layouts.program, [], form_of(layouts, candidate.values)
-    for name, index in program.index_of(form).items():
-        choice, _ = layouts.options[index].option(candidate.values[index])
-        factors = layouts.options[index].menu.choices[choice].assignment
-        if program.forms is not None:
-            operator = program.operators[index]
-            factors = restated(factors, operator.rule, form.rules[operator.place], layouts.mesh)
-        nodes.append(NodeDecision(name, factors))
+    program, form = layouts.program, form_of(layouts, candidate.values)
+    index_of = program.index_of(form)
+    # Calls of a block have the same layouts.
+    chosen = {i: _factors(layouts, candidate, i, form) for i in set(index_of.values())}
+    nodes = [NodeDecision(name, chosen[index]) for name, index in index_of.items()]
     parameters = []
     for weight, stored in zip(program.weights, candidate.levels, strict=True):
         levels = [level for level, count in stored for _ in range(count)]
@@ -60,6 +57,16 @@ def decisions_of(
         num_microbatches=num_microbatches,
         rewrites=form.rewrites,
     )
+
+
+def _factors(layouts: LayoutModel, candidate: Candidate, index: int, form: Form) -> Factors:
+    """The split of an operator, as one of this form."""
+    choice, _ = layouts.options[index].option(candidate.values[index])
+    factors = layouts.options[index].menu.choices[choice].assignment
+    if layouts.program.forms is None:
+        return factors
+    operator = layouts.program.operators[index]
+    return restated(factors, operator.rule, form.rules[operator.place], layouts.mesh)
 
 
 def _activations(

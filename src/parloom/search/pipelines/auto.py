@@ -89,7 +89,9 @@ def search_pipelines(
     request: Request, base: Decisions, best: SimulatedPlan | None, say: Say
 ) -> Searched | None:
     """Pipelines that are faster than `best`, and what none takes less than; None where there are
-    none such. They have the form of `best`, or the one with which one device computes least.
+    none such. They have the form of `best`, or the one with which one device computes least; where
+    that changes main, the model's own as well, in which branches that a rewrite joins may be on
+    different devices.
     """
     if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
         return None
@@ -98,15 +100,36 @@ def search_pipelines(
         return Searched((), least_ps, inf, left_out=APART, work_left=request.budget)
     if not any(map(request.pinned.allows_stages, range(2, len(stage_items(request.graph)) + 1))):
         return None
-    searches: list[PipelineSearch] = []
-    status, best_ps, bound_ps = Status.COMPLETE, best.step_ps if best else inf, 0.0
-    form = RewrittenRequest(request, ())
     try:
         forms = Contexts(request, base, forms_for(request))
-        form = RewrittenRequest(request, _form_of(best, forms))
+        rewrites = _form_of(best, forms)
         bound_ps = least_pipeline_ps(forms)
-        contexts = Contexts(form.request, base)
-        for own in _asked(form.request):
+    except OutOfWorkError:
+        return Searched((), 0.0, inf, Status.OUT_OF_BUDGET)
+    except KeyboardInterrupt:
+        return Searched((), 0.0, inf, Status.INTERRUPTED)
+    best_ps, found = best.step_ps if best else inf, list[Searched]()
+    joins = any(take.function == request.graph.main.name for take in takes_of(rewrites))
+    for own in (rewrites, ()) if joins else (rewrites,):
+        budget = found[-1].work_left if found else request.budget
+        form = RewrittenRequest(replace(request, budget=budget), own)
+        found.append(_of_one_form(form, base, best_ps, say))
+        best_ps = min([best_ps, *(plan.step_ps for plan in found[-1].proposals)])
+        if found[-1].status is not Status.COMPLETE:
+            break
+    last = found[-1]
+    bound_ps = 0.0 if last.status is Status.INTERRUPTED else bound_ps
+    every = reduce(Searched.beside, found)
+    return replace(every, bound_ps=bound_ps, status=last.status, work_left=last.work_left)
+
+
+def _of_one_form(form: RewrittenRequest, base: Decisions, best_ps: float, say: Say) -> Searched:
+    """Pipelines of one form that are faster than `best_ps`; they have no bound of their own."""
+    searches: list[PipelineSearch] = []
+    request, status = form.request, Status.COMPLETE
+    try:
+        contexts = Contexts(request, base)
+        for own in _asked(request):
             whole = own.cluster.num_devices == request.cluster.num_devices
             there = contexts if whole else contexts.on_part(own)
             searches.append(PipelineSearch(there, best_ps, say))
@@ -117,7 +140,7 @@ def search_pipelines(
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
     if not searches:
-        return Searched((), 0.0, inf, status)
+        return Searched((), 0.0, inf, status, work_left=request.budget)
     try:
         plans, smallest = _found(searches)
     except KeyboardInterrupt:  # it takes a moment: what was found is kept
@@ -125,7 +148,7 @@ def search_pipelines(
     return Searched(
         plans,
         # Parts of the cluster have fewer devices for the same work.
-        0.0 if status is Status.INTERRUPTED else bound_ps,
+        0.0,
         inf,
         status,
         left_out=searches[0].contexts.refusals.words(),
