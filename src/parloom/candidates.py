@@ -263,6 +263,8 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     found += _of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
+    if searched is not None and searched.bound_words:
+        refused.append(f"{AUTO}: {searched.bound_words}")
     status = searched.status if searched else Status.COMPLETE
     if proposed.stopped:
         status = Status.INTERRUPTED

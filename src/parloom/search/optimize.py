@@ -84,16 +84,28 @@ class Searched:
 
     @property
     def solver_gap(self) -> float | None:
-        """(Best estimate - its bound) / its bound; None where no plan has an estimate, or where the
-        search did not end.
+        """(Best estimate - its bound) / its bound; None where no plan has an estimate, where the
+        search did not end, or where an estimate is below its bound.
         """
-        if self.status is not Status.COMPLETE or self.estimate_bound_ps <= 0:
+        gap = self._gap
+        if self.status is not Status.COMPLETE or gap is None or gap < -ROUNDING:
             return None
+        return max(gap, 0.0)
+
+    @property
+    def bound_words(self) -> str:
+        """Empty, or by how much an estimate is below its bound."""
+        gap = self._gap
+        if self.status is not Status.COMPLETE or gap is None or gap >= -ROUNDING:
+            return ""
+        return f"an estimate is {-gap:.2%} below its bound, which is wrong then: no gap is given"
+
+    @property
+    def _gap(self) -> float | None:
         best = min((found.estimate_ps for found in self.proposals), default=inf)
-        if best == inf:
+        if best == inf or self.estimate_bound_ps <= 0:
             return None
-        gap = best / self.estimate_bound_ps - 1
-        return 0.0 if abs(gap) < ROUNDING else gap
+        return best / self.estimate_bound_ps - 1
 
     def of(self, asked: RewrittenRequest) -> "Searched":
         """This answer about a rewritten graph as one about the graph that was asked about."""
