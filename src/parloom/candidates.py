@@ -42,11 +42,12 @@ from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least import conflict
 from parloom.search.least_compute import least_work_ps
-from parloom.search.optimize import SAME, Searched
+from parloom.search.optimize import SAME
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.rewritten import as_pinned, forms_for, with_takes
+from parloom.search.searched import Searched
 from parloom.search.stripes import with_stripes
 
 RANDOM = "random"

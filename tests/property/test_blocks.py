@@ -16,10 +16,11 @@ from parloom.ir.plan import Status
 from parloom.ir.text import parse_graph
 from parloom.search.blocks import Blocks, search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken
-from parloom.search.optimize import Searched, search
+from parloom.search.optimize import search
 from parloom.search.pinned import resolve
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request, Wanted, base_of
+from parloom.search.searched import Searched
 from parloom.search.smallest import smallest_plan
 from tests.property.searched import ADAM
 

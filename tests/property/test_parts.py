@@ -15,8 +15,9 @@ from parloom.ir.plan import Decisions
 from parloom.report.words import part_words
 from parloom.search.contexts import Contexts
 from parloom.search.least_compute import least_compute_ps, least_work_ps
-from parloom.search.optimize import Driver, Searched, search
+from parloom.search.optimize import Driver, search
 from parloom.search.request import Request
+from parloom.search.searched import Searched
 from tests.property.searched import ADAM, random_graph
 from tests.unit.graphs import perceptron
 from tests.unit.test_simulate import model

@@ -9,8 +9,8 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.ir.plan import Status
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.optimize import Searched
 from parloom.search.request import Request
+from parloom.search.searched import Searched
 from tests.property.searched import ADAM, PLENTY
 from tests.property.test_climb import data_parallel
 from tests.unit.test_simulate import model

@@ -11,9 +11,10 @@ from functools import reduce
 from parloom.ir.plan import Decisions
 from parloom.rewrite.regions import regions
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.optimize import Searched, Space, search
+from parloom.search.optimize import Space, search
 from parloom.search.request import Request, Say
 from parloom.search.rewritten import RewrittenRequest, with_takes
+from parloom.search.searched import Searched
 from parloom.search.smallest import Smallest, smallest_plan
 
 

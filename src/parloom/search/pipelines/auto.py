@@ -24,7 +24,6 @@ from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_on_one_device, least_way_ps, least_work_ps
-from parloom.search.optimize import Searched
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
@@ -34,6 +33,7 @@ from parloom.search.pipelines.split import Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
+from parloom.search.searched import Searched
 from parloom.search.work import OutOfWorkError
 
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
