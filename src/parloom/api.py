@@ -52,6 +52,8 @@ from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING
+from parloom.reporting import report as report  # noqa: PLC0414 - part of the API
+from parloom.reporting import write_page as write_page  # noqa: PLC0414
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request
 

@@ -443,7 +443,6 @@ def test_later_flags_are_not_yet(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["report", "p.json"],
         ["export", "p.json", "--to", "slurm"],
     ],
 )
