@@ -11,7 +11,7 @@ from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
 from parloom.ir.fold import unfold
 from parloom.ir.graph import Function, Graph
-from parloom.ir.mesh import Device, grid
+from parloom.ir.mesh import Device, Mesh, grid
 from parloom.ir.plan import (
     ActivationDecision,
     Constraint,
@@ -36,6 +36,7 @@ from parloom.report.words import (
     uneven_words,
     words,
 )
+from parloom.rewrite.rewrites import rewritten
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 from tests.unit.test_plan_json import example
 
@@ -59,6 +60,22 @@ def test_samples_are_followed_to_the_loss() -> None:
         "weights, gradients and optimizer state of 2 parameters stored in parts over data",
         "optimizer state of 1 parameter stored in parts over data",
     )
+
+
+def test_stages_of_a_padded_vocabulary() -> None:
+    """Stages are of the graph that has the padding already."""
+    padded = stack(2, vocab=63)
+    plan = next(p for p in megatron(padded, CLUSTER) if p.mesh["tensor"].size == 2)
+    assert plan.rewrites
+    items = stage_items(rewritten(padded, plan.rewrites))
+    mesh = Mesh((plan.mesh["tensor"],))
+    stages = (
+        Stage(items[:2], (range(2),), mesh),
+        Stage(items[2:], (range(2, 4),), mesh),
+    )
+    first, *lines = words(padded, replace(plan, stages=stages, nodes=(), parameters=()))
+    assert first.startswith("2 stages")
+    assert [line.partition(":")[0] for line in lines[:2]] == ["stage 0", "stage 1"]
 
 
 def test_features_are_born_at_weights_and_end_at_weights() -> None:
