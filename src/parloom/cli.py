@@ -48,7 +48,6 @@ from parloom.cli_options import (
     Verbose,
 )
 from parloom.cost.clusters import resolve_cluster
-from parloom.cost.units import format_bytes
 from parloom.errors import (
     EqualityError,
     InfeasibleError,
@@ -415,8 +414,8 @@ def report(
     if as_json:
         show_json(document)
         return
-    size = format_bytes(api.write_page(document, out).stat().st_size)
-    _print(f"report {out} ({size}): open it in a browser; it needs no network")
+    api.write_page(document, out)
+    _print(f"report {out}: open it in a browser; it needs no network")
 
 
 @app.command()
