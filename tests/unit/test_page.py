@@ -16,7 +16,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
 from parloom.report.page.document import Document, model_flops
 from parloom.report.page.html import ASSETS, page
-from parloom.report.page.network import _shifted
+from parloom.report.page.network import _neighbors, _shifted
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 from tests.unit.pages import CLUSTER, document_of, side_of
@@ -129,6 +129,14 @@ def test_traffic_is_what_collectives_send(document: Document) -> None:
     assert len(matrix) == 8
     assert sum(map(sum, matrix)) == pytest.approx(8 * sent, rel=1e-3)
     assert all(row[index] == 0 for index, row in enumerate(matrix))
+
+
+@pytest.mark.parametrize(
+    ("total", "levels", "size"),
+    [(8, [8], 1), (64, [8, 8], 1), (72, [8, 9], 2), (1024, [8, 128], 16), (16384, [8, 2048], 256)],
+)
+def test_rows_of_traffic_are_neighbors(total: int, levels: list[int], size: int) -> None:
+    assert _neighbors(total, levels) == size
 
 
 @pytest.mark.parametrize("names", [("data",), ("tensor",), ("data", "tensor")])

@@ -55,6 +55,7 @@ function option(steps: Steps, lines: Line[], wanted: string) {
     series: [
       {
         type: "custom",
+        progressive: 0,
         clip: true,
         encode: { x: [1, 2], y: 0 },
         data,

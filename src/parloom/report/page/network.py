@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -131,13 +130,14 @@ def _traffic(step: Step, found: Sequence[Group]) -> Document:
 
 
 def _neighbors(total: int, levels: Sequence[int]) -> int:
-    """How many devices share a row: whole inner levels as far as they are enough."""
+    """How many devices share a row: whole inner levels, and as little of the next as is enough."""
     size = 1
     for level in levels:
-        if -(-total // size) <= MOST_ROWS:
-            return size
+        for part in range(1, level + 1):
+            if level % part == 0 and size * part * MOST_ROWS >= total:
+                return size * part
         size *= level
-    return gcd(total, size) if total <= size else -(-total // MOST_ROWS)
+    return size
 
 
 def _mesh_of(group: Group, sent: Sent) -> Mesh | None:
