@@ -4,19 +4,23 @@ import base64
 import gzip
 import hashlib
 import json
+import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from parloom.comparators.baselines import fsdp, megatron
+from parloom.cost.timeline import Slice
 from parloom.ir.graph import Graph, Node
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
 from parloom.report.page.document import Document, model_flops
 from parloom.report.page.html import ASSETS, page
 from parloom.report.page.network import _neighbors, _shifted
+from parloom.report.page.steps import _fewer
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 from tests.unit.pages import CLUSTER, document_of, side_of
@@ -129,6 +133,25 @@ def test_traffic_is_what_collectives_send(document: Document) -> None:
     assert len(matrix) == 8
     assert sum(map(sum, matrix)) == pytest.approx(8 * sent, rel=1e-3)
     assert all(row[index] == 0 for index, row in enumerate(matrix))
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 1000])
+def test_of_many_slices_neighbors_are_one(most: int) -> None:
+    rng = random.Random(most)
+    parts, now = list[Slice](), 0
+    for index in range(500):
+        now += rng.choice([0, 0, 5, 1000])
+        parts.append(
+            Slice(0, "compute", f"op{index}", rng.choice("ab"), now, now + rng.randint(1, 99))
+        )
+        now = parts[-1].end_ps
+    fewer = _fewer(parts, most)
+    assert len(fewer) <= max(most, 1)
+    assert len(fewer) >= min(most, 500) // 8
+    assert (fewer[0].start_ps, fewer[-1].end_ps) == (parts[0].start_ps, parts[-1].end_ps)
+    assert all(one.end_ps <= other.start_ps for one, other in pairwise(fewer))
+    if most >= 500:
+        assert list(fewer) == parts
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,6 @@ export interface Steps {
   step_ps: number;
   bound_ps: number;
   processes: Processes[];
-  messages: [number, number, number, number, number][];
   observed: { step: number; step_ps: number; processes: Processes[] } | null;
   words: string[];
 }

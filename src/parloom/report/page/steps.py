@@ -1,6 +1,7 @@
 """A step over time: what each stream of a device does when, and the memory that it holds."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parloom.cost.holdings import holdings
@@ -22,8 +23,9 @@ from parloom.report.trace import ACTIONS
 from parloom.report.words import memory_limit, process_names
 
 Document = dict[str, Any]
-# Slices of all processes together; of more, neighbors of one kind are drawn as one.
+# Slices of all processes together; of more, neighbors are drawn as one, named after the longest.
 MOST_SLICES = 20_000
+MORE = " and its neighbors"
 # Points of a line of memory, and tensors that are listed.
 POINTS, LARGEST = 240, 12
 # Processes whose memory is drawn; of more, those that hold most.
@@ -54,15 +56,10 @@ def steps_view(side: Side) -> Document:
         {"name": name, "tracks": list(_tracks(timeline, index, most, words))}
         for index, name in enumerate(names)
     ]
-    messages = [
-        [m.sender, m.receiver, m.start_ps, m.end_ps, words(m.name)]
-        for m in timeline.messages[:MOST_SLICES]
-    ]
     return {
         "step_ps": timeline.step_ps,
         "bound_ps": timeline.bound_ps,
         "processes": processes,
-        "messages": messages,
         "observed": _observed(side, names, words),
         "words": words.all,
     }
@@ -85,24 +82,28 @@ def _observed(side: Side, names: Iterable[str], words: Words) -> Document | None
 def _tracks(timeline: Timeline, index: int, most: int, words: Words) -> Iterator[Document]:
     process = timeline.processes[index]
     yield _actions(process, words)
-    count = sum(span.played.num_instructions for span in process.spans)
-    parts = list(process.left)
-    if count <= MAX_INSTRUCTIONS:
-        parts += [part for span in process.spans for part in slices(span, index)]
-    tracks: dict[str, list[Slice]] = {}
-    for part in joined(parts):
-        tracks.setdefault(part.track, []).append(part)
-    for track, own in sorted(
-        tracks.items(), key=lambda item: list(timeline.busy(index)).index(item[0])
-    ):
-        own.sort(key=lambda part: part.start_ps)
-        yield {
-            "name": track,
-            "slices": [
-                [part.start_ps, part.end_ps - part.start_ps, words(part.name), words(part.kind)]
-                for part in _fewer(own, most // max(1, len(tracks)), timeline.step_ps)
-            ],
-        }
+    tracks: dict[str, list[Slice]] = {track: [] for track in timeline.busy(index)}
+    for part in (*joined(_parts(process, index)), *_messages(timeline, index)):
+        tracks[part.track].append(part)
+    drawn = {track: own for track, own in tracks.items() if own}
+    for track, own in drawn.items():
+        fewer = _fewer(sorted(own, key=lambda part: part.start_ps), most // len(drawn))
+        slices_ = [[p.start_ps, p.end_ps - p.start_ps, words(p.name), words(p.kind)] for p in fewer]
+        yield {"name": track, "slices": slices_}
+
+
+def _parts(process: Process, index: int) -> Iterator[Slice]:
+    """What runs inside actions, as far as that is not too much to be known."""
+    yield from process.left
+    if sum(span.played.num_instructions for span in process.spans) <= MAX_INSTRUCTIONS:
+        for span in process.spans:
+            yield from slices(span, index)
+
+
+def _messages(timeline: Timeline, index: int) -> Iterator[Slice]:
+    for m in timeline.messages:
+        if m.sender == index:
+            yield Slice(index, m.channel, m.name, "message", m.start_ps, m.end_ps)
 
 
 def _actions(process: Process, words: Words) -> Document:
@@ -112,24 +113,28 @@ def _actions(process: Process, words: Words) -> Document:
     return {"name": ACTIONS, "slices": spans}
 
 
-def _fewer(parts: list[Slice], most: int, step_ps: int) -> list[Slice]:
-    """At most about `most` of them: short neighbors of one kind as one, of more and more length."""
-    length = step_ps // max(1, most)
+def _fewer(parts: Sequence[Slice], most: int) -> Sequence[Slice]:
+    """At most `most` of them, in order of time: neighbors as one, the shortest with the least
+    between them first.
+    """
+    length = max(1, (parts[-1].end_ps - parts[0].start_ps) // (4 * most))
     while len(parts) > most:
-        found = list[Slice]()
+        found, run = list[Slice](), list[Slice]()
         for part in parts:
-            last = found[-1] if found else None
-            if last and last.kind == part.kind and part.end_ps - last.start_ps <= length:
-                name = last.name if last.name.endswith(" ...") else f"{last.name} ..."
-                found[-1] = Slice(
-                    last.process, last.track, name, last.kind, last.start_ps, part.end_ps
-                )
-            else:
-                found.append(part)
-        if len(found) == len(parts) and length > step_ps:
-            return found
-        parts, length = found, 2 * length
+            if run and part.end_ps - run[0].start_ps > length:
+                found.append(_as_one(run))
+                run = []
+            run.append(part)
+        parts, length = [*found, _as_one(run)], 2 * length
     return parts
+
+
+def _as_one(run: Sequence[Slice]) -> Slice:
+    """Neighbors by the name and kind of the longest of them."""
+    longest = max(run, key=lambda part: part.end_ps - part.start_ps)
+    name = longest.name if len(run) == 1 else f"{longest.name.removesuffix(MORE)}{MORE}"
+    end_ps = max(part.end_ps for part in run)
+    return replace(longest, name=name, start_ps=run[0].start_ps, end_ps=end_ps)
 
 
 def memory_view(side: Side) -> Document:
