@@ -98,9 +98,13 @@ export class Chart {
     if (this.click !== null) this.chart.on("click", this.click as (params: unknown) => void);
   }
 
-  /** Draw something else. */
-  change(make: Make): void {
+  /** Draw something else, in another height where one is given. */
+  change(make: Make, height: number | null = null): void {
     this.make = make;
+    if (height !== null) {
+      this.canvas.style.height = `${height}px`;
+      this.resize();
+    }
     this.draw();
   }
 

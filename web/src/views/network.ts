@@ -75,7 +75,7 @@ export function traffic(plan: Plan): HTMLElement[] {
       yAxis: { ...axis, name: "from", inverse: true, nameTextStyle: { color: text } },
       visualMap: { min: 0, max: most, calculable: true, orient: "horizontal", left: "center", bottom: 4, inRange: { color: [surface, strong] }, textStyle: { color: text }, formatter: (value: number) => bytes(value) },
       tooltip: { formatter: (params: { value: [number, number, number] }) => `${names[params.value[1]]} to ${names[params.value[0]]}\n${bytes(params.value[2])} a step` },
-      series: [{ type: "heatmap", data: pairs.map((pair) => [pair.target, pair.source, pair.sent]) }],
+      series: [{ type: "heatmap", progressive: 0, data: pairs.map((pair) => [pair.target, pair.source, pair.sent]) }],
     };
   };
   const chart = new Chart("Traffic between devices", Math.min(620, 180 + 28 * matrix.length), make, data);

@@ -2,39 +2,50 @@ import type { CustomSeriesRenderItemAPI, CustomSeriesRenderItemParams } from "ec
 
 import { Chart, COLORS, ink } from "../chart";
 import type { Plan, SliceRow, Steps, Track } from "../data";
-import { h, table, type Cell } from "../dom";
+import { choice, h, table, type Cell } from "../dom";
 import { percent, picoseconds } from "../format";
 import type { Selection } from "../select";
 
 const ROW = 22;
-const MOST_ROWS = 64;
+const ACTIONS = "actions";
 
 interface Line {
   label: string;
   track: Track;
-  isObserved: boolean;
 }
 
-/** A step over time: streams of each group of devices, measured ones beside. */
+/** A step over time: the actions of all groups of devices, or all streams of one; measured beside. */
 export function step(plan: Plan, selection: Selection): HTMLElement[] {
-  const lines = linesOf(plan.steps).slice(0, MOST_ROWS);
   const steps = plan.steps;
+  const isAlone = steps.processes.length === 1;
+  const all = linesOf(steps, null);
+  let lines = isAlone ? all : linesOf(steps, ACTIONS);
   let wanted = "";
   const make = () => option(steps, lines, wanted);
-  const chart = new Chart("Step over time", 120 + ROW * lines.length, make, dataOf(steps, lines));
+  const height = () => 120 + ROW * lines.length;
+  const chart = new Chart("Step over time", height(), make, dataOf(steps, all));
   selection.follow((id) => {
     wanted = id.slice(id.indexOf("|") + 1);
     chart.change(make);
   });
+  const names = steps.processes.map((process) => process.name);
+  const which = choice("devices", ["all groups: actions", ...names], (index) => {
+    lines = index === 0 ? linesOf(steps, ACTIONS) : linesOf(steps, null, index - 1);
+    chart.change(make, height());
+  });
   const words = `Each row is a stream; the step ends after ${picoseconds(steps.step_ps)}. Drag the slider or turn the wheel to zoom. The operator that is selected is outlined.`;
-  return [h("p", {}, words), chart.element];
+  return [h("p", {}, words), ...(isAlone ? [] : [h("div", { class: "controls" }, which)]), chart.element];
 }
 
-function linesOf(steps: Steps): Line[] {
-  return steps.processes.flatMap((process, index) => {
-    const own = process.tracks.map((track) => ({ label: `${process.name}: ${track.name}`, track, isObserved: false }));
+function linesOf(steps: Steps, only: string | null, process: number | null = null): Line[] {
+  return steps.processes.flatMap((own, index) => {
+    if (process !== null && process !== index) return [];
+    const tracks = own.tracks.filter((track) => only === null || track.name === only);
     const seen = steps.observed?.processes[index]?.tracks ?? [];
-    return [...own, ...seen.map((track) => ({ label: `${process.name}: observed`, track, isObserved: true }))];
+    return [
+      ...tracks.map((track) => ({ label: `${own.name}: ${track.name}`, track })),
+      ...seen.map((track) => ({ label: `${own.name}: observed`, track })),
+    ];
   });
 }
 
