@@ -41,6 +41,7 @@ from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
 from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
+from parloom.exporting import export as export  # noqa: PLC0414 - part of the API
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches

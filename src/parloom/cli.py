@@ -31,9 +31,11 @@ from parloom.cli_options import (
     NO_REWRITES,
     PIN,
     RESUME,
+    SCRIPT,
     SEMANTICS,
     THERE,
     TIMEOUT,
+    TO,
     AsJson,
     Calibrated,
     Dtype,
@@ -421,12 +423,24 @@ def report(
 @app.command()
 def export(
     path: PlanPath,
-    to: Annotated[str | None, typer.Option(metavar="...")] = None,
+    to: Annotated[str, typer.Option(metavar="LAUNCHER", help=TO)],
+    script: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SCRIPT [ARGS]...]", help=SCRIPT)
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("launch"),
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Not yet: write the plan as another tool's settings."""
-    raise _not_yet("`parloom export`")
+    """Write the file by which another launcher starts a training script on the plan's ranks."""
+    _quiet(verbose)
+    from parloom import api
+
+    document = api.export(path, to, script or ["train.py"], out)
+    if as_json:
+        show_json(document)
+        return
+    ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
+    _print(f"{document['file']}: {ranks} of plan {document['plan_hash']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
