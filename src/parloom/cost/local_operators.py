@@ -1,12 +1,13 @@
 """Operators of a lowered program as one rank runs them."""
 
 from parloom.cost.kernels import ATTENTION, Blocks, LocalOperator
+from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import Ref, TensorSpec
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.attention import blocks_met
-from parloom.ir.ops.joined import CONVS, LINEARS
+from parloom.ir.ops.joined import CONVS, LINEARS, WEIGHTS
 from parloom.ir.pcg import Compute, PValue
 from parloom.ir.remake import saved_by
 
@@ -60,7 +61,14 @@ def _one_product(item: Compute, mesh: Mesh) -> LocalOperator:
         backward_ratio=2.0,
         wanted=tuple(i for i, flag in enumerate(flags) if flag),
         kept_operands=(0, 1),
+        in_place=WEIGHTS in item.adjacent,
     )
+
+
+def copied(item: Compute) -> tuple[int, ...]:
+    """The operands that an operator reads as one and that do not lie so: it reads a copy."""
+    positions = (p for p in op_of(item.node).joins if p not in item.adjacent)
+    return tuple(i for p in positions for i in operands_at(item.node, p))
 
 
 def blocks_of(item: Compute, site: Site, mesh: Mesh) -> Blocks:
