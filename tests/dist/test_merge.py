@@ -189,12 +189,14 @@ def test_a_sum_of_products_is_the_product_of_what_is_joined(seed: int) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> None:
+    """And copied where nobody says that they do."""
     torch.manual_seed(0)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     whole = torch.randn(10, 4, dtype=torch.float64)
     parts = [whole[:3], whole[3:4], whole[4:]]
     leaves = [nn.Parameter(part if beside else part.clone()) for part in parts]
-    biases = [nn.Parameter(torch.randn(len(part), dtype=torch.float64)) for part in parts]
+    bias = torch.randn(10, dtype=torch.float64)
+    biases = [nn.Parameter(part.clone()) for part in torch.split(bias, [3, 1, 6])]
     seen: list[int] = []
     product = torch.nn.functional.linear
 
@@ -204,7 +206,8 @@ def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parloom.runtime.operators.F.linear", linear)
-        found = linears(x, tuple(leaves), tuple(biases))
+        in_place = ("weights",) if beside else ()
+        found = linears(x, tuple(leaves), tuple(biases), in_place=in_place)
     assert (seen[0] == whole.data_ptr()) is beside
     alone = [product(x, w, b) for w, b in zip(leaves, biases, strict=True)]
     for one, other in zip(found, alone, strict=True):

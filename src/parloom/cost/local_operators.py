@@ -1,5 +1,7 @@
 """Operators of a lowered program as one rank runs them."""
 
+from collections.abc import Iterator
+
 from parloom.cost.kernels import ATTENTION, Blocks, LocalOperator
 from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import Ref, TensorSpec
@@ -65,10 +67,26 @@ def _one_product(item: Compute, mesh: Mesh) -> LocalOperator:
     )
 
 
-def copied(item: Compute) -> tuple[int, ...]:
-    """The operands that an operator reads as one and that do not lie so: it reads a copy."""
-    positions = (p for p in op_of(item.node).joins if p not in item.adjacent)
-    return tuple(i for p in positions for i in operands_at(item.node, p))
+def kept_copies(item: Compute) -> Iterator[PValue]:
+    """The operands of which an operator keeps a copy: it reads them as one, and they do not lie so.
+
+    They are kept for the gradient of the operand that they multiply.
+    """
+    saved = saved_by(item) if item.operands[0].differentiable else ()
+    for position in op_of(item.node).joins:
+        if position not in item.adjacent:
+            at = operands_at(item.node, position)
+            yield from (item.operands[i] for i in at if ("operand", i) in saved)
+
+
+def made_beside(item: Compute) -> Iterator[PValue]:
+    """The operands whose gradients are made with those of others that are read as one with them,
+    and that nobody asks for.
+    """
+    for position in op_of(item.node).joins:
+        values = [item.operands[i] for i in operands_at(item.node, position)]
+        if any(value.differentiable for value in values):
+            yield from (value for value in values if not value.differentiable)
 
 
 def blocks_of(item: Compute, site: Site, mesh: Mesh) -> Blocks:

@@ -72,9 +72,10 @@ def adjacent_parameters(
             members = [parameters[name] for name in names]
             places = zip(members, operands_at(flat.node, position), strict=True)
             lie_so = all(member.layout == read(flat, i) for member, i in places)
-            gathered = {name in alone for name in names}  # for a call, or for main
+            # What is stored in chunks is gathered for a call, or for main.
+            units = {bool(p.decision.weight.axes) and p.input.value.name in alone for p in members}
             known = {groups.get(name, names) for name in names}
-            if lie_so and len(_kinds(members)) == len(gathered) == 1 and known == {names}:
+            if lie_so and len(_kinds(members)) == len(units) == 1 and known == {names}:
                 groups.update(dict.fromkeys(names, names))
                 place = flat.prefix, flat.node.key
                 arguments[place] = (*arguments.get(place, ()), position)

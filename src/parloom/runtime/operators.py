@@ -356,25 +356,25 @@ def causal_mask(ctx: Context, queries: Digits, num_keys: int) -> Tensor:
     return rows.unsqueeze(1) >= columns
 
 
-class _InPlace(torch.autograd.Function):
-    """Rows of several weights as one, where they lie one after the other in memory."""
+class _Joined(torch.autograd.Function):
+    """Rows of several tensors as one: `in_place` where they lie one after the other in memory."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, in_place: bool, *parts: Tensor) -> Tensor:
         ctx.rows = [len(part) for part in parts]
+        if not in_place:
+            return torch.cat(parts)
         first = parts[0]
         return first.detach().as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(gradients[0], ctx.rows)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *torch.split(gradients[0], ctx.rows)
 
 
 def _joined(parts: tuple[Tensor, ...], in_place: bool) -> Tensor:
     """Rows of several tensors as one; `in_place` where the store has laid them so."""
-    if not in_place:
-        return torch.cat(parts)
-    whole: Tensor = _InPlace.apply(*parts)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Joined.apply(in_place, *parts)  # type: ignore[no-untyped-call]
     return whole
 
 
