@@ -24,13 +24,16 @@ from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.plan import Decisions, ParameterDecision, Storage
 from parloom.ir.plan import Optimizer as Planned
+from parloom.ir.stages import stage_items
 from parloom.ir.verify import verify_pcg
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.split_backward import SplitBackward
+from tests.dist import lowered, staged
 from tests.dist.allocations import Allocations, allocated
 
 torch.set_num_threads(1)
@@ -513,6 +516,21 @@ def test_copies_are_as_predicted() -> None:
     for said, seen in (apart, found, copied):
         assert said == pytest.approx(seen, rel=0.05)
     assert copied[1] - found[1] > 0.9 * 3 * WIDE * WIDE * 8
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_pipelines_train_alike(schedule: str) -> None:
+    """Each stage lays its own weights; gradients of weights may be made apart."""
+    apart = lowered.model("llama")
+    graph = rewritten(apart.graph, tuple(map(str, merges(apart.graph))))
+    items = stage_items(graph)
+    middle = len(items) // 2
+    plan = staged.drawn(
+        graph, [items[:middle], items[middle:]], [2, 2], schedule=schedule, num_microbatches=2
+    )
+    assert any(pcg.adjacent for pcg in lower_stages(graph, plan).pcgs)
+    report = staged.report(replace(apart, graph=graph), plan, staged.reference("llama"))
+    assert report.passed, str(report)
 
 
 def test_the_second_half_makes_the_gradients_of_joined_weights() -> None:
