@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -109,6 +110,20 @@ def test_a_merged_model_equals_the_model(name: str, mesh: str, steps: int, seed:
     assert ops.count(LINEARS) == {"biased": 1, "branches": 0, "llama": 4, "hf_llama": 4}[name]
     assert ops.count(CONVS) == (name == "branches")
     assert error(name, mesh, steps, seed) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["biased", "branches", "llama"])
+def test_plans_differ_in_which_weights_lie_together(name: str) -> None:
+    """Those above have weights that are copied, and weights that are read where they lie."""
+    graph = merged_graph(name)
+    joined = sum(node.op in (LINEARS, CONVS) for _, node in graph.unfolded())
+    found = []
+    for mesh, steps, seed in product(MESHES.values(), (1, 2), range(3)):
+        plan = random_plan(graph, factorize(graph), mesh, seed, steps)
+        groups = lower(graph, plan).adjacent
+        found.append(sum(not group[0].endswith("bias") for group in groups))
+    assert min(found) < joined
+    assert max(found) > 0
 
 
 def test_outputs_in_another_order_would_be_seen() -> None:
