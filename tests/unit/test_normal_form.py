@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 
+from parloom.ir.ops.algebra import Window
 from parloom.rewrite.symbolic import Dim, NormalForms, Symbolic, dim, places, tensor
 
 G = NormalForms()
@@ -57,7 +58,7 @@ def f(a: Symbolic) -> Symbolic:
 
 def conv(x: Symbolic, w: Symbolic) -> Symbolic:
     size = len(w.shape[2])
-    moved = G.windows(x, 2, size, 1, size // 2)
+    moved = G.windows(x, 2, Window(size, 1, size // 2, size // 2))
     return G.product([["b", "c", "w", "r"], ["o", "c", "r"]], ["b", "o", "w"], [moved, w])
 
 
@@ -182,7 +183,7 @@ FALSE: dict[str, Callable[[], Pair]] = {
         conv(X, P), conv(X, G.concat([P, zeros(P), zeros(P)], 2)),
     ),
     "a function inside of a window": lambda: (
-        f(G.windows(X, 2, 3, 1, 1)), G.windows(f(X), 2, 3, 1, 1),
+        f(G.windows(X, 2, Window(3, 1, 1, 1))), G.windows(f(X), 2, Window(3, 1, 1, 1)),
     ),
     "kernels turned around": lambda: (
         conv(X, K), conv(X, G.concat(G.split(K, 2, [places(1)] * 3)[::-1], 2)),
