@@ -176,12 +176,15 @@ MERGED = [
     ("conv2d", (1, 7), ((1, 1), (0, 3), (1, 1)), True),
     ("conv2d", (5, 5), ((2, 2), (2, 2), (1, 1)), False),
     ("conv3d", (2, 2, 2), ((1, 1, 1),), False),
+    ("conv1d", (4,), ((1,), "same", (1,)), True),
+    ("conv2d", (2, 3), ((1, 1), "same", (3, 1)), False),
+    ("conv2d", (2, 2), ((1, 2), "valid"), True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("one", MERGED, ids=str)
 def test_products_of_one_operand_are_one(
-    one: tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], bool],
+    one: tuple[str, tuple[int, ...], tuple[tuple[int, ...] | str, ...], bool],
 ) -> None:
     found = rule_of(*one)
     assert not merge_refusal(*one)
@@ -192,7 +195,7 @@ def test_products_of_one_operand_are_one(
 
 
 def test_products_that_cannot_be_proved_to_be_one_are_none() -> None:
-    assert "dilation" in merge_refusal("conv2d", (3, 3), ((1, 1), (1, 1), (2, 2)), False)
+    assert "reflect" in merge_refusal("conv2d", (3, 3), ((1, 1), "reflect", (2, 2)), False)
 
 
 def test_names_of_rules() -> None:

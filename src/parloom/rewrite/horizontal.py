@@ -147,8 +147,12 @@ class _Fusions:
         self.function, self.specs, self.flowing = function, function.specs(), flowing
         self.nodes = [item for item in function.body if isinstance(item, Node)]
         self.makers = {v.name: node for node in self.nodes for v in node.results}
-        self.alongs = {id(node): tuple(joinable(node, self.specs)) for node in self.nodes}
-        self._rules: dict[Term, str] = {}
+        self.rules = {id(node): sharding(node, self.specs) for node in self.nodes}
+        self.alongs = {
+            id(node): tuple(_joinable(node, rule, self.specs)) if rule else ()
+            for node, rule in zip(self.nodes, self.rules.values(), strict=True)
+        }
+        self._names: dict[Term, str] = {}
         self._known: dict[tuple[tuple[str, ...], int], TermArg] = {}
 
     def groups(self) -> Iterator[Group]:
@@ -188,7 +192,7 @@ class _Fusions:
 
     def rules_of(self, call: Term) -> tuple[str, ...]:
         """The rules by which a call is of what it joins."""
-        return tuple(sorted({self._rules[own] for own in calls_in(call) if own in self._rules}))
+        return tuple(sorted({self._names[own] for own in calls_in(call) if own in self._names}))
 
     def parts_of(self, node: Node) -> tuple[tuple[str, ...], int]:
         """What a call of `cat` joins, and along which dim, counted from the last."""
@@ -212,7 +216,7 @@ class _Fusions:
                 arg = _summed(own, group.kind.args[position], group.along.factor)
                 args.append(from_last(first, position, arg, self.specs))
         found = Term(first.op, tuple(args))
-        self._rules[found] = name_of(first.op, group.along.factor)
+        self._names[found] = name_of(first.op, group.along.factor)
         return found
 
     def joined(self, names: tuple[str, ...], dim: int) -> TermArg:
@@ -248,17 +252,21 @@ class _Fusions:
         return None
 
     def _likeness(self, node: Node, kind: Kind, along: Along) -> object:
-        """What calls have in common that are one."""
-        found, dims = list[object](), iter(along.operands)
+        """What calls have in common that are one: of a dim along which they are joined, what is
+        behind the factor.
+        """
+        rule = self.rules[id(node)]
+        assert rule is not None
+        found, dims, extent = list[object](), iter(along.operands), rule.size(along.factor)
         for arg, told in zip(node.args, kind.args, strict=True):
             dim = next(dims) if isinstance(arg, Ref) else None
             if isinstance(arg, Ref) and dim is not None:
                 spec = self.specs[arg.name]
                 shape = list(spec.shape)
-                shape[dim] = -1
+                shape[dim] = -(shape[dim] // extent)
                 found.append((tuple(shape), spec.dtype, arg.name in self.flowing))
             else:
-                found.append(_fixed(arg, told, along.factor))
+                found.append(_fixed(arg, told, along.factor, extent))
         return tuple(found)
 
     def _levels(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
@@ -280,11 +288,22 @@ def joinable(node: Node, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[Kind
     """The factors along which calls like this one may be one, as far as each operand and the result
     has a factor as a dim, or as the outermost one of it, or not at all.
     """
-    places = tuple(i for i, arg in enumerate(node.args) if isinstance(arg, Ref))
-    if not takes_part(node, specs) or len(node.results) > 1 or len(places) != len(node.refs):
-        return
-    rule = OPS[node.op].rule(Site(node, tuple(specs[name] for name in node.refs)))
-    kind = _kind(node, places, rule, specs)
+    rule = sharding(node, specs)
+    return _joinable(node, rule, specs) if rule else iter(())
+
+
+def sharding(node: Node, specs: Mapping[str, TensorSpec]) -> Sharding | None:
+    """The rule of a call by which it may be joined; None where it takes no part."""
+    direct = sum(isinstance(arg, Ref) for arg in node.args)
+    if not takes_part(node, specs) or len(node.results) > 1 or direct != len(node.refs):
+        return None
+    return OPS[node.op].rule(Site(node, tuple(specs[name] for name in node.refs)))
+
+
+def _joinable(
+    node: Node, rule: Sharding, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[Kind, Along]]:
+    kind = _kind(node, rule, specs)
     if kind is None:
         return
     for factor in rule.shardable:
@@ -294,10 +313,9 @@ def joinable(node: Node, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[Kind
             yield kind, Along(factor, tuple(dims), result)
 
 
-def _kind(
-    node: Node, places: tuple[int, ...], rule: Sharding, specs: Mapping[str, TensorSpec]
-) -> Kind | None:
+def _kind(node: Node, rule: Sharding, specs: Mapping[str, TensorSpec]) -> Kind | None:
     """The kind of a call; None where it is told another shape than that of its result."""
+    places = tuple(i for i, arg in enumerate(node.args) if isinstance(arg, Ref))
     operands = [[_extent(rule, dim) for dim in own] for own in rule.operands]
     result = tuple(_extent(rule, dim) for dim in rule.results[0])
     if (kernel := KERNELS.get(node.op)) is not None:  # windows have numbers of places
@@ -347,11 +365,14 @@ def _summed(args: Sequence[Arg], told: TermArg, factor: str) -> Arg:
     return tuple(_summed(own, one, factor) for *own, one in zip(*rows, told, strict=True))
 
 
-def _fixed(arg: Arg, told: TermArg, factor: str) -> object:
+def _fixed(arg: Arg, told: TermArg, factor: str, extent: int) -> object:
     """What calls have in common of an argument."""
     if isinstance(told, tuple) and isinstance(arg, tuple):
-        return tuple(_fixed(own, one, factor) for own, one in zip(arg, told, strict=True))
-    return None if isinstance(told, Extent) and _has(told, factor) else arg
+        return tuple(_fixed(own, one, factor, extent) for own, one in zip(arg, told, strict=True))
+    if isinstance(told, Extent) and _has(told, factor):
+        assert isinstance(arg, int)
+        return -(arg // extent)
+    return arg
 
 
 def _has(told: Extent, factor: str) -> bool:
