@@ -171,9 +171,10 @@ def test_calls_are_one_along_their_factors_and_no_other_dims(seed: int) -> None:
 def test_convolutions_of_one_operand_are_one(seed: int) -> None:
     name, shapes, rest = convolution(Random(seed))
     kernel, settings = tuple(shapes[1][2:]), tuple(rest[:3])
-    assert not merge_refusal(name, kernel, settings, len(shapes) > 2)
-    found = rule_of(name, kernel, settings, len(shapes) > 2)
     count = int(name[-2])
+    how = (name, kernel, settings, len(shapes) > 2, len(shapes[0]) > count + 1)
+    assert not merge_refusal(*how)
+    found = rule_of(*how)
     sizes = {own: 2 + at for at, own in enumerate(found.extents)}
     sizes |= {f"p{at}": shapes[0][at - count] for at in range(count)}
     assert not difference(found, sizes, 1, seed)

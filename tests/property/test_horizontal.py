@@ -116,6 +116,31 @@ def test_whole_chains_are_one() -> None:
         derived(graph, [wrong])
 
 
+def test_what_only_moves_elements_is_no_reason_to_fuse() -> None:
+    lines = [
+        'graph "Views" training=True', "",
+        'input x: float32[4, 6] = parameter("x", trainable=True)',
+        'input y: float32[3, 6] = parameter("y", trainable=True)', "", "main main:",
+        "    a: float32[4, 2, 3] = view(x, (4, 2, 3))  #",
+        '    b: float32[3, 2, 3] = view(y, (3, 2, 3))  # "" #1',
+        "    c: float32[4, 3, 2] = transpose(a, 1, 2)  #",
+        '    d: float32[3, 3, 2] = transpose(b, 1, 2)  # "" #1',
+        "    e: float32[7, 3, 2] = cat((c, d), 0)  #",
+        "    loss: float32[] = sum(e)  #", "    return loss", "", "loss loss", "",
+    ]  # fmt: skip
+    graph = parse_graph("\n".join(lines))
+    assert not list(fusions(graph, graph.main))
+    lines[8:10] = [line.replace("transpose(", "softmax(").replace(", 1, 2)", ", 2)")
+                   .replace("3, 2]", "2, 3]") for line in lines[8:10]]  # fmt: skip
+    lines[10] = lines[10].replace("3, 2]", "2, 3]")
+    graph = parse_graph("\n".join(lines))
+    _, take = fusions(graph, graph.main)
+    assert str(take.call) == "softmax(view(cat((x, y), -2), (7, 2, 3)), -1)"
+    assert (
+        computed(derived(graph, [str(take)]).main)["loss"] == computed(graph.main)["loss"]
+    ).all()
+
+
 def random_towers(rng: Random) -> Graph:
     """Chains of one to three inputs by weights that some share, in any order."""
     names, lines, weights = [f"x{i}" for i in range(3)], list[str](), dict[str, None]()
