@@ -26,6 +26,7 @@ from tests.dist.lowered import MESHES, Model
 from tests.equality import TOLERANCE, difference, parallel
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 
 class Biased(nn.Module):
@@ -59,6 +60,22 @@ class Branches(nn.Module):
         return loss
 
 
+class Dilated(nn.Module):
+    """Convolutions of one operand with padding by name: two of one geometry, one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Conv2d(6, n, (4, 3), padding="same", dilation=(1, 2)) for n in (12, 6)
+        )
+        self.c = nn.Conv2d(6, 12, (4, 3), padding="same", dilation=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat((self.a(x).tanh(), self.b(x)), 1)
+        loss: Tensor = wide.square().sum() + self.c(x).sigmoid().sum()
+        return loss
+
+
 class Towers(nn.Module):
     """Two products put beside each other, and a product of both."""
 
@@ -79,6 +96,8 @@ def model(name: str) -> Model:
         return lowered.of(Towers(), {"x": torch.randn(12, 12), "y": torch.randn(12, 12)})
     if name == "biased":
         return lowered.of(Biased(), {"x": torch.randn(12, 4, 12)})
+    if name == "dilated":
+        return lowered.of(Dilated(), {"x": torch.randn(12, 6, 12, 12)})
     if name == "branches":
         return lowered.of(Branches(), {"x": torch.randn(12, 6, 12, 12)})
     return lowered.model(name)
@@ -104,11 +123,11 @@ def error(name: str, mesh: str, steps: int, seed: int, graph: Graph | None = Non
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["biased", "branches", "llama", "hf_llama"])
+@pytest.mark.parametrize("name", ["biased", "branches", "dilated", "llama", "hf_llama"])
 def test_a_merged_model_equals_the_model(name: str, mesh: str, steps: int, seed: int) -> None:
     ops = [node.op for _, node in merged_graph(name).unfolded()]
-    assert ops.count(LINEARS) == {"biased": 1, "branches": 0, "llama": 4, "hf_llama": 4}[name]
-    assert ops.count(CONVS) == (name == "branches")
+    assert ops.count(LINEARS) == {"biased": 1, "llama": 4, "hf_llama": 4}.get(name, 0)
+    assert ops.count(CONVS) == (name in ("branches", "dilated"))
     assert error(name, mesh, steps, seed) <= TOLERANCE
 
 

@@ -10,7 +10,7 @@ from parloom.comparators.baselines import data_parallel, fsdp, megatron
 from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
 from parloom.ir.fold import unfold
-from parloom.ir.graph import Function, Graph
+from parloom.ir.graph import Function, Graph, Node
 from parloom.ir.mesh import Device, Mesh, grid
 from parloom.ir.plan import (
     ActivationDecision,
@@ -266,3 +266,15 @@ def test_samples_are_followed_from_stage_to_stage() -> None:
     assert len(lines) == 2
     assert all("axis data over 2 devices splits samples in" in line for line in lines)
     assert not any("dim 0" in line for line in lines)
+
+
+def test_stages_of_a_rewritten_program_are_cut_of_what_rewrites_made() -> None:
+    model = stack(2)
+    head = next(i for i in model.main.body if isinstance(i, Node) and i.path == "head")
+    take = f"take {head.results[0].name} in main by linear_t: linear({', '.join(head.refs)})"
+    items, mesh = stage_items(rewritten(model, [take])), grid({"x": 1})
+    cuts = (items[:2], items[2:])
+    stages = tuple(Stage(own, (range(i, i + 1),), mesh) for i, own in enumerate(cuts))
+    *cut, said = words(model, Decisions(stages, schedule="1f1b", rewrites=(take,)))
+    assert len(cut) == 3
+    assert said == "head: computed by linear (linear_t)"

@@ -10,7 +10,7 @@ from parloom.ir.ops.rule import WHOLE, Rule, Site, products
 from parloom.ir.ops.window import Halo, Slide, halo_of, slides_of, spatial, spread, windowed
 
 _SAVED: SavedTensors = (("operand", 0), ("operand", 1))
-Pads = list[tuple[int, int]]
+Pads = tuple[tuple[int, int], ...]
 
 
 def _groups(site: Site) -> int:
@@ -31,14 +31,9 @@ def _geometry(site: Site) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
 
 
 def _pads(site: Site) -> Pads:
-    """Zeros before and after each spatial dim; the odd one of `same` is after."""
+    """Zeros before and after each spatial dim."""
     kernel, _, dilation = _geometry(site)
-    given = site.arg(4, "padding", 0)
-    if given == "same":
-        both = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        return [(n // 2, n - n // 2) for n in both]
-    padding = (0,) if given == "valid" else site.integers(4, "padding", 0)
-    return [(n, n) for n in spread(padding, len(kernel))]
+    return exact.zeros(site.arg(4, "padding", 0), kernel, dilation)
 
 
 def _slides(site: Site) -> list[Slide]:
