@@ -92,8 +92,7 @@ class _Lowering:
         self.remade: dict[object, Remake | None] = {}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
-        samples = graph.boundary.samples if graph.boundary else sample_dims(self.factored)
-        self.samples = samples if self.steps > 1 else {}
+        self.samples = sample_dims(self.factored) if self.steps > 1 else {}
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
         self.parameters = _parameters(self, homes or {})
