@@ -199,7 +199,6 @@ class StageDecisions:
             num_microbatches=self.decisions.num_microbatches // stage.at_once,
             schedule="one_stage",
             actions=(),
-            rewrites=(),  # a stage is cut of what they made
             nodes=tuple(nodes),
             parameters=tuple(self._parameters(index, named)),
             activations=tuple(named.activations[c] for c in calls if c in named.activations),
