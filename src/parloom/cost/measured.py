@@ -19,6 +19,7 @@ from parloom.cost.bands import COMPARED, COMPARED_SOFTWARE, Unknown
 from parloom.cost.calibration import Calibration, Fingerprint, Timed, key_of, links_of
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
+    JOINED,
     MEASURED,
     SPEC,
     Kernels,
@@ -102,6 +103,8 @@ class Table:
         if timed is not None:
             forward, backward = timed.forward_s * self._slowdown, timed.backward_s * self._slowdown
             return Seconds(forward, backward, _of_weights(operator, backward), MEASURED)
+        if operator.op in JOINED:  # as the product that it is, and what is moved for it
+            return None
         akin = self._as_its_kin(operator, _sizes(key))
         if akin is not None:
             return akin

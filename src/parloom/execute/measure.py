@@ -161,12 +161,15 @@ def _scale(tensors: Sequence[Tensor], out: Tensor) -> None:
 
 
 def operators(
-    pcgs: Sequence[PCG], clock: Clock, say: Callable[[str], None] = lambda text: None
+    pcgs: Sequence[PCG],
+    clock: Clock,
+    say: Callable[[str], None] = lambda text: None,
+    measured: Iterable[str] = (),
 ) -> Iterator[Timed]:
-    """Every operator of lowered programs once per local shape; those that cannot be run alone are
-    left out.
+    """Every operator of lowered programs once per local shape, but for those that are `measured`
+    already (by `key_of`); those that cannot be run alone are left out.
     """
-    known: set[str] = set()
+    known = set(measured)
     for pcg in pcgs:
         mesh = compile_pcg(pcg, "calibration").program.mesh
         ctx = Context(SingleComm(mesh), clock.device)  # operators do not communicate
