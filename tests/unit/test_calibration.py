@@ -134,7 +134,7 @@ def test_a_measured_operator_overrides_the_formula() -> None:
     _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
     found = kernels.seconds(made)
     assert (found.forward_s, found.backward_s, found.source) == (0.25, 0.5, MEASURED)
-    other = kernels.seconds(replace(operator(rows=16), wanted=(1,)))
+    other = kernels.seconds(replace(made, op="mm"))
     assert other.source == CALIBRATED
     assert other.forward_s < 0.01
     assert key_of(made) != key_of(replace(made, wanted=(1,)))
@@ -188,6 +188,18 @@ def test_a_measured_merge_overrides_the_product_that_it_is() -> None:
     # A merge of other shapes says nothing of what is copied here.
     other = replace(merged, operands=(x, replace(weight, shape=(256, 64))))
     assert forward_s(of_product, Timed(key_of(other), 1.0, 1.0)) == 3e-4 + copied_s
+
+
+def test_a_product_with_other_gradients_is_as_slow_as_its_kin() -> None:
+    """A square product of as many multiplications is much faster than one of few rows."""
+    thin, launch = operator(rows=8), MADE.launch_s
+    timed = Timed(key_of(thin), launch + 0.25, launch + 0.6)
+    _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
+    found = kernels.seconds(replace(operator(rows=16), wanted=(1,)))
+    assert found.forward_s == pytest.approx(launch + 2 * 0.25)
+    assert (found.backward_s, found.weights_s) == (pytest.approx(found.forward_s), 0.0)
+    assert kernels.seconds(replace(thin, wanted=())).backward_s == 0.0
+    assert kernels.seconds(replace(thin, op="mm")).forward_s < 0.01  # another operator
 
 
 def test_products_run_at_the_rate_of_products_of_their_size() -> None:
