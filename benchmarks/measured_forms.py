@@ -7,9 +7,9 @@ Of each model (`measured_forms_models.py`): the original program, the forms that
 `tensat` choose, and one with all products of one operand merged, chosen or not. They are chosen
 with costs of this machine: its rates are measured before, and all operators of what is chosen; then
 methods choose again. A mode is training (forward, backward, SGD), or the forward pass in evaluation
-mode, planned as a program of its own. A kind is eager, or with the whole forward pass of the
-generated program under `torch.compile` (the runtime's own option compiles repeated blocks alone,
-which some models have not).
+mode, planned as a program of its own. A kind is eager, or under `torch.compile` with the runtime's
+option, which compiles block functions, and the forward pass around these as well: some models have
+no blocks.
 
 All forms of a model are in one process with one thread. They take turns, in random order, and the
 original is there twice: what the second differs by is noise. Seconds, also those of operators, are
@@ -47,7 +47,7 @@ from parloom.execute.measure import LEAST_S
 from parloom.execute.program import compile_pcg
 from parloom.ir.graph import without_gradients
 from parloom.ir.pcg import PCG
-from parloom.runtime import Program, SingleComm, Trainer
+from parloom.runtime import CompiledBlocks, Program, SingleComm, Trainer
 
 Row = dict[str, Any]
 Step = Callable[[], float]
@@ -80,29 +80,32 @@ class Subject:
 
     def step(self, pcg: PCG, kind: str) -> Step:
         """One step of a form: its loss."""
-        program = compile_pcg(pcg, "form").program
+        program, blocks = compile_pcg(pcg, "form").program, None
         if kind == COMPILED:
             program = replace(program, forward=torch.compile(program.forward))
+            blocks = CompiledBlocks()
         if self.mode == TRAINING:
-            trainer = self._trainer(program, None)
+            trainer = self._trainer(program, None, blocks)
 
             def train() -> float:
                 return trainer.step(self.batch).loss.item()
 
             return train
         # Evaluation has the weights of a program that trains.
-        judge = self._trainer(compile_pcg(alone(self.trained), "trained").program, program)
+        judge = self._trainer(compile_pcg(alone(self.trained), "trained").program, program, blocks)
 
         def forward() -> float:
             return judge.evaluate(self.batch).loss.item()
 
         return forward
 
-    def _trainer(self, program: Program, evaluation: Program | None) -> Trainer:
+    def _trainer(
+        self, program: Program, evaluation: Program | None, blocks: CompiledBlocks | None
+    ) -> Trainer:
         return Trainer(
             program, parameters_of(self.model, self.trained),
             optimizer=lambda named: SGD(named, lr=RATE), comm=SingleComm(program.mesh),
-            evaluation=evaluation,
+            evaluation=evaluation, blocks=blocks,
         )  # fmt: skip
 
 
@@ -219,8 +222,8 @@ def main() -> int:
         print(tables(rows))
         return 0
     failed = 0
-    for name in args.models.split(","):
-        for mode in args.modes.split(","):
+    for mode in args.modes.split(","):
+        for name in args.models.split(","):
             if any((row["model"], row["mode"]) == (name, mode) for row in rows):
                 continue
             try:

@@ -3,28 +3,27 @@
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parloom.candidates import ALGEBRA
 from parloom.choose import choose
 from parloom.comparators.baselines import METHODS as RULES_OF_THUMB
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import load_cluster
-from parloom.errors import InputError
 from parloom.execute.calibrate import fingerprint
 from parloom.execute.machine import Machine, machine_for
 from parloom.execute.measure import Clock, Run, launch_s, operators, products, split_s, streams
-from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Optimizer
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import derived, takes_of
-from parloom.search.pinned import resolve
-from parloom.search.pins import parse_pin
+from parloom.rewrite.take import Take
 from parloom.search.request import AUTO, Request, Say
+from parloom.search.rewritten import made_together
 
 CLUSTER, OPTIMIZER, LIMIT_BYTES = "1xcpu", Optimizer("sgd", 0), 64 << 30
 ORIGINAL, MERGES = "original", "all merges"
@@ -104,7 +103,8 @@ class Forms:
         """The original and what the methods choose, each form once. They choose again where
         operators of what was chosen had not been measured.
         """
-        self._costs.add([self._lowered(())], self._say)
+        merged = rewrites_of(made_together(self._graph, merges(self._graph)))
+        self._costs.add([self._lowered(()), self._lowered(merged)], self._say)
         chosen: dict[Rewrites, tuple[tuple[str, float], ...]] = {}
         for _ in range(1 + AGAIN):
             chosen = {(): ((ORIGINAL, 0.0),)}
@@ -112,11 +112,12 @@ class Forms:
                 self._graph, self._costs.machine, OPTIMIZER, LIMIT_BYTES, num_microbatches=1
             )
             for method in methods:
+                if method == MERGES and not merged:
+                    continue
                 begun = time.process_time()
-                rewrites = self._chosen(request, method)
-                if rewrites is not None:
-                    cpu_s = time.process_time() - begun
-                    chosen[rewrites] = (*chosen.get(rewrites, ()), (method, cpu_s))
+                rewrites = merged if method == MERGES else self._chosen(request, method)
+                known = chosen.get(rewrites, ())
+                chosen[rewrites] = (*known, (method, time.process_time() - begun))
             new = self._costs.add([self._lowered(rewrites) for rewrites in chosen], self._say)
             self._say(f"{new} operators of what was chosen are measured now")
             if not new:
@@ -124,17 +125,16 @@ class Forms:
         machine = self._costs.machine
         return [self._priced(machine, *one) for one in chosen.items()]
 
-    def _chosen(self, request: Request, method: str) -> Rewrites | None:
-        """The rewrites of the form that a method chooses; None where there is none."""
-        try:
-            asked = _all_merged(request) if method == MERGES else replace(request, method=method)
-            best = choose(asked, lambda line: None).best
-        except InputError as error:
-            self._say(f"{method}: {error}")
-            return None
-        self._say(f"{method}: {1e3 * best.prediction.step_s:.2f} ms")
+    def _chosen(self, request: Request, method: str) -> Rewrites:
+        """The rewrites of the form that a method chooses."""
+        if method in ALGEBRA:
+            chosen = ALGEBRA[method](request, self._say)
+        else:
+            best = choose(replace(request, method=method), lambda line: None).best
+            self._say(f"{method}: {1e3 * best.prediction.step_s:.2f} ms")
+            chosen = best.decisions.rewrites
         # Nothing else: one device has no layouts, and memory enough.
-        found = tuple(sorted(map(str, takes_of(best.decisions.rewrites))))
+        found = rewrites_of(takes_of(chosen))
         for text in found:
             self._say(f"  {text}")
         return found
@@ -157,10 +157,6 @@ def alone(graph: Graph) -> PCG:
     return lower(graph, next(RULES_OF_THUMB["data_parallel"](graph, load_cluster(CLUSTER), 1, 0)))
 
 
-def _all_merged(request: Request) -> Request:
-    """The request in which products of one operand are one wherever that is possible."""
-    names = dict.fromkeys(rule for take in merges(request.graph) for rule in take.rules)
-    if not names:
-        raise InputError("no products have an operand in common")
-    pins = [parse_pin(f"rewrite={name}") for name in names]
-    return replace(request, pinned=resolve(pins, request.graph, factorize(request.graph)))
+def rewrites_of(takes: Iterable[Take]) -> Rewrites:
+    """As plans have them, in an order of their own."""
+    return tuple(sorted(map(str, takes)))
