@@ -1,12 +1,15 @@
 """What `benchmarks/measured_forms.py` measures and says."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from parloom.ir.graph import Graph, Node
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,9 +54,34 @@ def test_a_form_that_is_slower_than_predicted_faster_is_told(module: Any) -> Non
 @pytest.mark.parametrize("wrong", [1.01, float("nan")])
 def test_losses_that_differ_are_refused(module: Any, wrong: float) -> None:
     forms = module("measured_forms")
-    forms.compare({"one": lambda: 1.0, "other": lambda: 1.0 + 1e-6})
+    forms.check({"one": 1.0, "other": 1.0 + 1e-6}, forms.CLOSE)
     with pytest.raises(forms.WrongError, match="that of other"):
-        forms.compare({"one": lambda: 1.0, "other": lambda: wrong})
+        forms.check({"one": 1.0, "other": wrong}, forms.CLOSE)
+
+
+def test_a_form_that_computes_something_else_is_refused(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, forms = module("measured_forms_plans"), module("measured_forms")
+    subject = forms.Subject("nasrnn", forms.TRAINING, small=True, double=True)
+    rewrites = plans.rewrites_of(plans.merges(subject.graph))
+    original, merged = (
+        plans.Form(texts, (("it", 0.0),), plans.alone(subject.graph), 1.0, "spec")
+        for texts in ((), rewrites)
+    )
+    forms.prove(subject, {"original": original, "merged": merged})
+
+    def wrong(graph: Graph, texts: Any) -> Graph:
+        (cell,) = graph.functions
+        body = tuple(
+            replace(item, op="sigmoid") if isinstance(item, Node) and item.op == "tanh" else item
+            for item in cell.body
+        )
+        return replace(graph, functions=(replace(cell, body=body),)) if texts else graph
+
+    monkeypatch.setattr(forms, "derived", wrong)
+    with pytest.raises(forms.WrongError, match="that of merged"):
+        forms.prove(subject, {"original": original, "merged": merged})
 
 
 def test_models_have_the_published_sizes(module: Any) -> None:
@@ -83,7 +111,7 @@ def test_a_merged_form_is_measured_and_trains_alike(module: Any) -> None:
     assert all(form.source == "measured" for form in found)
     assert any("parloom.linears" in timed.key for timed in costs.calibration.operators)
     steps = {form.methods[0][0]: subject.step(form.pcg, forms.EAGER) for form in found}
-    forms.compare(steps)
+    forms.compare(steps, forms.CLOSE)
     summary = forms.measured(steps, 3)
     assert summary["original"]["ratio"] == (1.0, 1.0, 1.0)
     assert summary[plans.MERGES]["steps"] == 3
