@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -111,6 +112,20 @@ def test_a_merged_model_equals_the_model(name: str, mesh: str, steps: int, seed:
     assert error(name, mesh, steps, seed) <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["biased", "branches", "llama"])
+def test_plans_differ_in_which_weights_lie_together(name: str) -> None:
+    """Those above have weights that are copied, and weights that are read where they lie."""
+    graph = merged_graph(name)
+    joined = sum(node.op in (LINEARS, CONVS) for _, node in graph.unfolded())
+    found = []
+    for mesh, steps, seed in product(MESHES.values(), (1, 2), range(3)):
+        plan = random_plan(graph, factorize(graph), mesh, seed, steps)
+        groups = lower(graph, plan).adjacent
+        found.append(sum(not group[0].endswith("bias") for group in groups))
+    assert min(found) < joined
+    assert max(found) > 0
+
+
 def test_outputs_in_another_order_would_be_seen() -> None:
     graph = merged_graph("biased")
     wide = [n for n in graph.main.body if isinstance(n, Node) and n.op == LINEARS]
@@ -189,12 +204,14 @@ def test_a_sum_of_products_is_the_product_of_what_is_joined(seed: int) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> None:
+    """And copied where nobody says that they do."""
     torch.manual_seed(0)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     whole = torch.randn(10, 4, dtype=torch.float64)
     parts = [whole[:3], whole[3:4], whole[4:]]
     leaves = [nn.Parameter(part if beside else part.clone()) for part in parts]
-    biases = [nn.Parameter(torch.randn(len(part), dtype=torch.float64)) for part in parts]
+    bias = torch.randn(10, dtype=torch.float64)
+    biases = [nn.Parameter(part.clone()) for part in torch.split(bias, [3, 1, 6])]
     seen: list[int] = []
     product = torch.nn.functional.linear
 
@@ -204,7 +221,8 @@ def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parloom.runtime.operators.F.linear", linear)
-        found = linears(x, tuple(leaves), tuple(biases))
+        in_place = ("weights",) if beside else ()
+        found = linears(x, tuple(leaves), tuple(biases), in_place=in_place)
     assert (seen[0] == whole.data_ptr()) is beside
     alone = [product(x, w, b) for w, b in zip(leaves, biases, strict=True)]
     for one, other in zip(found, alone, strict=True):

@@ -9,7 +9,7 @@ not theirs.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from math import ceil, prod
@@ -200,7 +200,8 @@ class _Trial:
     def __init__(self, pcg: PCG, item: Compute, ctx: Context, clock: Clock) -> None:
         self._clock, self._ctx = clock, ctx
         values = {identifier(v.name): v for v in item.operands}
-        code = f"lambda ctx, prefix, {', '.join(values)}: {expression(pcg, item, None)}"
+        alone = replace(item, adjacent=())  # its operands have memories of their own
+        code = f"lambda ctx, prefix, {', '.join(values)}: {expression(pcg, alone, None)}"
         self._call = eval(code, {"torch": torch, "F": F, "rt": rt, "Tensor": Tensor})
         mesh = pcg.mesh
         size, made = (max(1, sum(_num_bytes(v, mesh) for v in part))
