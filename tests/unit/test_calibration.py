@@ -185,9 +185,10 @@ def test_a_measured_merge_overrides_the_product_that_it_is() -> None:
     copied_s = forward_s(of_product) - 3e-4
     assert copied_s == pytest.approx(2 * weight.num_bytes / ((1 << 24) / 4e-3) + MADE.launch_s)
     assert forward_s(of_product, Timed(key_of(merged), 7e-4, 8e-4)) == 7e-4
-    # A merge of other shapes says nothing of what is copied here.
-    other = replace(merged, operands=(x, replace(weight, shape=(256, 64))))
-    assert forward_s(of_product, Timed(key_of(other), 1.0, 1.0)) == 3e-4 + copied_s
+    # Merges of other shapes, or of weights in one memory, say nothing of what is copied here.
+    wider = replace(merged, operands=(x, replace(weight, shape=(256, 64))))
+    for other in (wider, replace(merged, in_place=True)):
+        assert forward_s(of_product, Timed(key_of(other), 1.0, 1.0)) == 3e-4 + copied_s
 
 
 def test_a_product_with_other_gradients_is_as_slow_as_its_kin() -> None:
