@@ -211,13 +211,13 @@ class Kernels:
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
-        if operator.op in JOINED:
-            return self._joined(operator)
         # Alone on a rank, blocks would be those of the first rank, which has the fewest.
         if self.measured is not None and operator.blocks.count == 1:
             found = self.measured.seconds(operator)
             if found is not None:
                 return found
+        if operator.op in JOINED:
+            return self._joined(operator)
         found = self._seconds(operator)
         pace = self.pace
         return Seconds(found.forward_s * pace, found.backward_s * pace, found.weights_s * pace)
