@@ -48,6 +48,7 @@ MOST_LOST = 0.95
 # with anything yet, so they count as sure as those.
 CPU_ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 2.2, CALIBRATED: 0.21, MEASURED: 0.21})
 Point = tuple[float, float]
+_Kind = tuple[str, str, int]
 SPEC_TEXT = re.compile(rf"({'|'.join(sorted(DTYPE_BYTES))})\[([\d, ]*)\]")
 
 
@@ -74,7 +75,7 @@ class Table:
 
     def __init__(self, calibration: Calibration, slowdown: float = 1.0) -> None:
         self._operators = {timed.key: timed for timed in calibration.operators}
-        self._kin: dict[object, list[tuple[_Sizes, Timed]]] = {}
+        self._kin: dict[_Kind, list[tuple[_Sizes, Timed]]] = {}
         for timed in calibration.operators:
             sizes = _sizes(timed.key)
             self._kin.setdefault(sizes.kind, []).append((sizes, timed))
@@ -183,11 +184,11 @@ class _Sizes:
     grows with them: for a product its multiplications, up to a factor that `kind` has in common.
     """
 
-    kind: tuple[str, str, int]
+    kind: _Kind
     num_bytes: tuple[int, ...]
     work: float
 
-    def has_op_of(self, kind: tuple[str, str, int]) -> bool:
+    def has_op_of(self, kind: _Kind) -> bool:
         """Whether operators of this kind differ in the gradients that they make at most."""
         return (kind[0], kind[2]) == (self.kind[0], self.kind[2])
 

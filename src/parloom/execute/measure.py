@@ -254,7 +254,7 @@ def _operands(item: Compute, mesh: Mesh, device: torch.device) -> list[Tensor]:
         names = [item.operands[i].name for i in operands_at(item.node, position)]
         rows = [len(made[name]) for name in names]
         memory = torch.cat([made[name].detach() for name in names])
-        for name, part in zip(names, memory.split(rows), strict=True):
+        for name, part in zip(names, torch.split(memory, rows), strict=True):
             made[name] = part.detach().requires_grad_(made[name].requires_grad)
     return list(made.values())
 
