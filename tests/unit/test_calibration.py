@@ -198,7 +198,8 @@ def test_a_product_with_other_gradients_is_as_slow_as_its_kin() -> None:
     _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
     found = kernels.seconds(replace(operator(rows=16), wanted=(1,)))
     assert found.forward_s == pytest.approx(launch + 2 * 0.25)
-    assert (found.backward_s, found.weights_s) == (pytest.approx(found.forward_s), 0.0)
+    assert found.backward_s == pytest.approx(found.forward_s)
+    assert found.weights_s == 0.0
     assert kernels.seconds(replace(thin, wanted=())).backward_s == 0.0
     assert kernels.seconds(replace(thin, op="mm")).forward_s < 0.01  # another operator
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.ir.ops.algebra import Names, aligned
+from parloom.ir.ops.algebra import Names, Window, aligned
 from parloom.rewrite.symbolic import NotExpressed
 
 Floats = NDArray[np.float64]
@@ -182,16 +182,17 @@ class Recorded:
     def lookup(self, table: Traced, places: Traced) -> Traced:
         return self._part(table, (places.value.astype(np.int64),))
 
-    def windows(self, part: Traced, dim: int, size: int, stride: int, padding: int) -> Traced:
+    def windows(self, part: Traced, dim: int, window: Window) -> Traced:
         lead = (slice(None),) * dim
         own = part.value.shape
-        whole = (*own[:dim], own[dim] + 2 * padding, *own[dim + 1 :])
-        inner = (*lead, slice(padding, padding + own[dim]))
+        whole = (*own[:dim], own[dim] + window.before + window.after, *own[dim + 1 :])
+        inner = (*lead, slice(window.before, window.before + own[dim]))
         wide = np.zeros(whole)
         wide[inner] = part.value
         padded = self._made(wide, (part, lambda g: g[inner]))
-        first = np.arange(0, whole[dim] - size + 1, stride)
-        return self._part(padded, (*lead, first[:, None] + np.arange(size)))
+        first = np.arange(0, max(own[dim] - window.less + 1, 0), window.stride)
+        places = first[:, None] + np.arange(window.size) * window.dilation
+        return self._part(padded, (*lead, places))
 
     def _part(self, part: Traced, places: tuple[Any, ...]) -> Traced:
         """The elements at some places, of which one may be there several times."""
