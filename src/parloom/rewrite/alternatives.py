@@ -3,8 +3,9 @@ that it names.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
@@ -12,6 +13,7 @@ from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.horizontal import fusions, is_fusion
 from parloom.rewrite.known import cases, holds
+from parloom.rewrite.rounding import may_round
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.take import Take, taken_bodies
@@ -20,7 +22,7 @@ from parloom.rewrite.terms import Term, calls_in, in_pairs, names_in
 # Calls that a function is given at most, rounds of rules, ways to compute a value that are looked
 # at, and those of the fewest calls that are kept.
 MOST_NODES, ROUNDS, LOOKED, WAYS = 1_000, 3, 60, 12
-# The least width of numbers whose arithmetic may be done in another order.
+# The least width of numbers whose arithmetic may be done in any order.
 WIDE = 4
 
 
@@ -77,13 +79,27 @@ def _shapes(function: Function, nodes: Sequence[Node]) -> Counter[object]:
     )
 
 
+def narrow_in(function: Function) -> set[str]:
+    """The floating dtypes of values of a function whose rounding rules have to respect."""
+    found = {spec.dtype for spec in function.specs().values() if spec.is_float}
+    return {dtype for dtype in found if DTYPE_BYTES[dtype] < WIDE}
+
+
 def rules_for(function: Function) -> list[Rule]:
-    """The rules that may be applied to values of a function. Numbers of 16 bits are only moved: in
-    another order they would round otherwise.
+    """The rules that may be applied to values of a function, as far as is known of their errors in
+    its dtypes: `inexact` measures them.
     """
-    specs = function.specs().values()
-    narrow = any(spec.is_float and DTYPE_BYTES[spec.dtype] < WIDE for spec in specs)
-    return [own.rule for own in cases(function) if own.moves or not narrow]
+    narrow = narrow_in(function)
+    return [own.rule for own in cases(function) if narrow <= own.narrow]
+
+
+def inexact(function: Function, rules: Iterable[Rule]) -> str:
+    """Which of these rules makes errors that are too large in a dtype of a function; empty for
+    none.
+    """
+    pairs = product(rules, sorted(narrow_in(function)))
+    found = (f"{rule.id} in {dtype}" for rule, dtype in pairs if not may_round(rule, dtype))
+    return next(found, "")
 
 
 def named_rules(function: Function, take: Take) -> list[Rule]:
@@ -93,7 +109,7 @@ def named_rules(function: Function, take: Take) -> list[Rule]:
 
 def with_few_rules(function: Function, take: Take) -> Take | None:
     """A take by as many of its rules as are needed, by all where calls are fused; None where it
-    does not follow from them in few rounds, or from none of them.
+    does not follow from them in few rounds, or from none of them, or is less exact by one.
     """
     if take.rules and all(map(is_fusion, take.rules)):
         return take
@@ -102,7 +118,7 @@ def with_few_rules(function: Function, take: Take) -> Take | None:
         if needed is not None and own in needed:
             rest = _used(function, take, [other for other in needed if other is not own])
             needed = needed if rest is None else rest
-    if needed is None:
+    if needed is None or inexact(function, needed):
         return None
     ops = {call.op for call in calls_in(take.call)}
     merged = (name for name, op in merge.RULES.items() if name in take.rules and op in ops)

@@ -24,12 +24,12 @@ FILE = "rules.json"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A rule; one that only moves data rounds as what it replaces. One of a function, or of a
+    """A rule, and the dtypes of 16 bits in which it may be applied. One of a function, or of a
     number, has cases.
     """
 
     rule: Rule
-    moves: bool
+    narrow: frozenset[str]
     of_function: bool = False
     of_number: bool = False
 
@@ -75,7 +75,7 @@ def _read(entry: Mapping[str, Any]) -> Known:
         calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
         of_function = any(call.op == FUNCTION.op for call in calls)
         of_number = any(HALF in call.args for call in calls)
-        return Known(found, bool(entry["moves"]), of_function, of_number)
+        return Known(found, frozenset(entry["narrow"]), of_function, of_number)
     except (KeyError, TypeError) as error:
         raise InputError(f"{FILE}: {entry}: {error!r}") from None
 

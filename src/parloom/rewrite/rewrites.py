@@ -16,7 +16,7 @@ from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
 from parloom.ir.ops import OPS
 from parloom.rewrite import merge
-from parloom.rewrite.alternatives import follows, named_rules
+from parloom.rewrite.alternatives import follows, inexact, named_rules
 from parloom.rewrite.horizontal import fusions, is_fusion, name_of
 from parloom.rewrite.known import is_rule, known_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
@@ -93,6 +93,8 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
         else:
             is_true = str(take) in merges and set(take.rules) <= set(merge.RULES)
             is_true = is_true or follows(function, take, named_rules(function, take))
+            if reason := inexact(function, named_rules(function, take)):
+                raise InputError(f"{take}: errors are more than twice as large by {reason}")
         if not is_true:
             raise InputError(f"{take}: this does not follow from {', '.join(take.rules)}")
 

@@ -9,14 +9,14 @@ that are named.
 import ast
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from parloom.errors import InputError
 from parloom.ir.ops.algebra import Algebra
-from parloom.ir.ops.exact import Given
+from parloom.ir.ops.exact import Exact, Given
 from parloom.rewrite.parallel import computes_of, product_of
 
 LEAD, CAT, SPLIT = "*", "cat", "split_with_sizes"
@@ -219,9 +219,11 @@ def evaluate(
     algebra: Algebra[Any],
     inputs: Mapping[str, Any],
     sizes: Mapping[str, Any],
+    as_run: Callable[[Exact], Exact] = lambda computes: computes,
 ) -> list[Any]:
     """What terms are in an algebra, of its tensors for inputs and its sizes for names; each call is
-    made once. Raises `InputError` for an operator that says not what it computes.
+    made once, `as_run` of what its operator computes. Raises `InputError` for an operator that says
+    not what it computes.
     """
     known: dict[Term, tuple[Any, ...]] = {}
 
@@ -239,7 +241,7 @@ def evaluate(
             computes = computes_of(arg.op)
             if computes is None:
                 raise InputError(f"{arg.op} says not what it computes")
-            known[call] = computes(algebra, Given(tuple(map(value, arg.args))))
+            known[call] = as_run(computes)(algebra, Given(tuple(map(value, arg.args))))
         return known[call][arg.result or 0]
 
     return [value(term) for term in terms]
