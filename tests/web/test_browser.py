@@ -23,6 +23,17 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
     pytest.skip("no chromium on this machine", allow_module_level=True)
 
+# No sandbox for root; no requests of its own; containers may have little shared memory and no GPU.
+FLAGS = [
+    "--no-sandbox",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--disable-sync",
+    "--no-first-run",
+]
+
 GRAPH = stack(3)
 REPORTS = ("one", "pipeline", "two")
 VIEWS = ("decided", "model", "devices", "step", "memory", "traffic", "why")
@@ -47,9 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser(folder: Path) -> Iterator[Browser]:
+    """A browser that starts when the reports are written: what plans them may fork."""
     with sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield found
         found.close()
 
