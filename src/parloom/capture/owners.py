@@ -75,8 +75,13 @@ def is_foreign(thing: Any) -> bool:
 
 
 def foreign(namespace: Namespace) -> Iterator[tuple[str, Any]]:
-    """Functions and classes of others in a library's class or file, and in its registries."""
+    """Functions and classes of others in a library's class or file, and in its registries.
+
+    A notebook's shell is among the names of Python itself, which each file has as a dict.
+    """
     for name, value in tuple(namespace.items()):
+        if name == "__builtins__":
+            continue
         if is_foreign(value):
             yield name, value
         registry = registry_of(value)
