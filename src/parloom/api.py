@@ -444,6 +444,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     loss: Loss | None = None,
     weights_path: str | Path | None = None,
     log_path: str | Path | None = None,
+    loggers: Sequence[str] = (),
     compile_backend: str | None = None,
     seed: int = 0,
     exact_random: bool = False,
@@ -467,6 +468,8 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     - `log_path` is a JSON-lines file, appended to: a record with plan, time, seed and ranks for the
       run, then one for each step, with loss, seconds, learning rate and, where it clips, gradient
       norm.
+    - `loggers` name tools that get the numbers of each step, from rank 0: `tensorboard[:FOLDER]`,
+      `wandb[:PROJECT]`, `trackio[:PROJECT]`, `mlflow[:EXPERIMENT]`.
     - `compile_backend` names a backend of torch.compile (`inductor`) for the program's blocks, each
       kind compiled once; what stands between blocks runs as it is written.
     - `seed` keys dropout masks, with the step: the same seed draws the same ones again.
@@ -486,6 +489,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         loss=loss,
         weights_path=None if weights_path is None else Path(weights_path),
         log_path=None if log_path is None else Path(log_path),
+        loggers=loggers,
         compile_backend=compile_backend,
         seed=seed,
         exact_random=exact_random,

@@ -16,6 +16,7 @@ from parloom.cost.kernels import SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import InputError
+from parloom.execute.loggers import Guarded
 from parloom.ir.plan import Prediction
 from parloom.runtime.loss_scale import BACKOFF_FACTOR
 from parloom.runtime.spans import ActionSpan
@@ -57,6 +58,20 @@ class StepRecord:
     grad_norm: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
+
+    def values(self) -> dict[str, float]:
+        """The numbers that it has, by the names that tools group them by."""
+        found = {
+            "train/loss": self.loss,
+            "train/lr": self.lr,
+            "train/grad_norm": self.grad_norm,
+            "train/loss_scale": self.loss_scale,
+            "time/step_s": self.step_s,
+            "time/predicted_s": self.predicted_s,
+            f"time/{self.unit}_per_s": self.items_per_s,
+            "memory/peak_bytes": self.memory_bytes or None,
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
 
     @property
     def items_per_s(self) -> float:
@@ -176,9 +191,11 @@ class StepLog:
         *,
         console: IO[str] | None = None,
         every: int = 1,
+        loggers: Sequence[Guarded] = (),
     ) -> None:
         self._rank = rank
         self._console = console
+        self._loggers = loggers
         self._every = max(1, every)
         self._to_compare = NUM_COMPARED
         self._waiting: Callable[[], StepRecord] | None = None
@@ -239,6 +256,8 @@ class StepLog:
             self._to_compare -= 1
             print(line, file=self._console or sys.stdout, flush=True)
         self._append({**asdict(record), "items_per_s": record.items_per_s})
+        for logger in self._loggers:
+            logger.log(record.step, record.values())
 
     def _append(self, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -248,6 +267,8 @@ class StepLog:
 
     def close(self) -> None:
         self.flush()
+        for logger in self._loggers:
+            logger.close()
         if self._file is not None:
             self._file.close()
             self._file = None

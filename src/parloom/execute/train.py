@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,6 +26,7 @@ from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
 from parloom.execute.log import NUM_COMPARED, RunRecord, StageTimes, StepLog, StepRecord
+from parloom.execute.loggers import Guarded, Settings, begun, check_names
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.same_model import check_again, check_on_ranks, check_tensors
 from parloom.execute.startup import check_world_size
@@ -84,6 +85,7 @@ class Run:
     exact_random: bool = False
     sample_dims: Mapping[str, int] | None = None
     log_path: Path | None = None
+    loggers: Sequence[Guarded] = ()
     watch: Callable[[str], None] = lambda text: None
 
 
@@ -123,10 +125,10 @@ class Trainer(RuntimeTrainer):
         self._steps_here = 0
         self._model: Original | None = None
         self._unchanged: Unchanged | None = None
-        self.log = StepLog(comm.rank, run.log_path)
+        self.log = StepLog(comm.rank, run.log_path, loggers=run.loggers)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        begun = RunRecord(plan_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
-        self.log.begin(begun, run.plan.prediction)
+        record = RunRecord(plan_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
+        self.log.begin(record, run.plan.prediction)
         # The last step's line, where nobody asks for it any more.
         weakref.finalize(self, _close, self.log)
 
@@ -274,6 +276,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     loss: Loss | None = None,
     weights_path: Path | None = None,
     log_path: Path | None = None,
+    loggers: Sequence[str] = (),
     compile_backend: str | None = None,
     seed: int = 0,
     exact_random: bool = False,
@@ -290,6 +293,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         refuse_handed_over(model)
         optimizer = optimizers.checked(plan, optimizer)
         _check_functions(scheduler, loss)
+        check_names(loggers)
         check_tensors(model, plan, graph)
     training = training_program(plan, graph)
     evaluation = evaluation_program(plan, training.lowered)
@@ -300,6 +304,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         source = _values(model, graph, weights_path)
         names = [i.target for i in graph.inputs if i.kind in ("parameter", "buffer")]
         values = [] if weights_path else [(name, source(name)) for name in names]
+        told = begun(loggers, _settings(plan, seed)) if comm.rank == 0 else ()
     check_same_values(together, values, device)
     del values
     say_of_draws(graph, comm, exact_random)
@@ -315,6 +320,7 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
         exact_random=exact_random,
         sample_dims=samples,
         log_path=log_path,
+        loggers=told,
         watch=watch,
     )
     trainer = Trainer(
@@ -451,6 +457,21 @@ def _no_kernel(error: NotImplementedError, device: torch.device) -> str:
         f"an operator of the program cannot run on {device.type} ({str(error).splitlines()[0]});"
         " plan with another --dtype, or for devices that have it"
     )
+
+
+def _settings(plan: Plan, seed: int) -> Settings:
+    """What tells a run from others, for the tools that keep them."""
+    found: dict[str, str | int | float] = {
+        "model": plan.source.name,
+        "cluster": plan.cluster,
+        "method": plan.method,
+        "plan": plan_hash(plan),
+        "ranks": plan.decisions.num_ranks,
+        "microbatches": plan.decisions.num_microbatches,
+        "optimizer": plan.optimizer.name,
+        "seed": seed,
+    }
+    return found | ({"predicted_s": plan.prediction.step_s} if plan.prediction else {})
 
 
 def _close(log: StepLog) -> None:
