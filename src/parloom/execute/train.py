@@ -27,6 +27,7 @@ from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
 from parloom.execute.log import NUM_COMPARED, RunRecord, StageTimes, StepLog, StepRecord
 from parloom.execute.loggers import Guarded, Settings, begun, check_names
+from parloom.execute.out_of_memory import out_of_memory, seen_on, snapshot
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.same_model import check_again, check_on_ranks, check_tensors
 from parloom.execute.startup import check_world_size
@@ -160,6 +161,10 @@ class Trainer(RuntimeTrainer):
             result = super().step(batch, local, observed=observed)
         except NotImplementedError as error:
             raise LaunchError(_no_kernel(error, self.device)) from error
+        except torch.OutOfMemoryError as error:
+            rank, seen = self.comm.rank, seen_on(self.device, error)
+            file = snapshot(rank)
+            raise out_of_memory(self.run.plan, rank, self.steps_done + 1, seen, file) from error
         if reading is not None:
             numbers: dict[str, Tensor | float] = {"loss": result.loss, "lr": rate}
             if result.grad_norm is not None:

@@ -28,8 +28,9 @@ VERSION = "2.0"
 
 # What the source of a model that the caller held begins with, in the place of what builds it.
 LIVE = "live:"
-# The flag that asks for so many devices of a cluster.
+# The flags that ask for so many devices of a cluster, and for so much memory of a device.
 DEVICES = "--devices "
+MEMORY = "--memory "
 # What a model can be cast to, by the name of the flag.
 DTYPES = MappingProxyType(
     {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

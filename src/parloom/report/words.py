@@ -19,6 +19,7 @@ from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import (
+    MEMORY,
     Constraint,
     Decisions,
     ParameterDecision,
@@ -43,7 +44,6 @@ from parloom.rewrite.terms import calls_in
 
 WARNING = "warning: "
 CPU = "cpu"
-MEMORY = "--memory "
 BYTES = re.compile("[0-9]{1,18}")
 MOST = 6
 MOST_WAYS = 3
