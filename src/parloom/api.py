@@ -53,12 +53,13 @@ from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
 from parloom.notebook import show_sharding as show_sharding  # noqa: PLC0414
-from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING
 from parloom.reporting import report as report  # noqa: PLC0414 - part of the API
 from parloom.reporting import write_page as write_page  # noqa: PLC0414
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request
+from parloom.tracing import traced
+from parloom.tracing import write_trace as write_trace  # noqa: PLC0414 - part of the API
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
@@ -390,18 +391,6 @@ def save_calibration(calibration: Calibration, path: str | Path) -> Path:
     return write_atomic(Path(path), calibration_to_json(calibration), "choose another with --out")
 
 
-def write_trace(
-    timeline: Timeline, path: str | Path, *names: str, observed: Timeline | None = None
-) -> Path:
-    """Write a Chrome trace of `timeline`, whose processes are called `names`, and of the same
-    processes as they were observed; whole or not at all.
-
-    Raises `InputError` where the system refuses.
-    """
-    advice = "choose another file with --trace"
-    return write_atomic(Path(path), chrome_trace(timeline, names, observed), advice)
-
-
 def generate(plan: Plan) -> str:
     """The source that every rank of the plan runs."""
     return training_program(plan).source
@@ -421,17 +410,20 @@ def run(
     script: Sequence[str],
     *,
     timeout_s: float | None = None,
+    trace: str | Path | None = None,
     progress: Say = _silent,
     verbose: bool = False,
 ) -> int:
     """Start a training script on every rank of the plan; the exit code. The run ends where a rank
-    waits for another one longer than `timeout_s`, by default ten minutes.
+    waits for another one longer than `timeout_s`, by default ten minutes. Its third step is at
+    `trace`, as it ran and as it is simulated, for Perfetto.
     """
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path
-    return launch.run(
-        load(file), script, plan_path=file, say=progress, verbose=verbose, timeout_s=timeout_s
-    )
+    chosen = load(file)
+    usual: Asked = {"say": progress, "verbose": verbose, "timeout_s": timeout_s}
+    with traced(chosen, trace, progress) as observed:
+        return launch.run(chosen, script, plan_path=file, observed=observed, **usual)
 
 
 def parallelize(  # noqa: PLR0913 - one argument per choice of the run

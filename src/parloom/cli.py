@@ -36,6 +36,7 @@ from parloom.cli_options import (
     THERE,
     TIMEOUT,
     TO,
+    TRACE,
     AsJson,
     Calibrated,
     Dtype,
@@ -205,6 +206,7 @@ def run(
         list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
     ],
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=TIMEOUT)] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="F", help=TRACE)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help=CHECKPOINT)] = None,
     cluster: Annotated[str | None, typer.Option(metavar="C", help=THERE)] = None,
@@ -221,7 +223,7 @@ def run(
     # Below torchrun this process is a rank: the script sees Ctrl-C as in any other program.
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    usual: Asked = {"timeout_s": timeout, "progress": _say, "verbose": verbose}
+    usual: Asked = {"timeout_s": timeout, "trace": trace, "progress": _say, "verbose": verbose}
     if resume:
         raise typer.Exit(go_on(path, script, **of_resume, **usual))
     raise typer.Exit(api.run(path, script, **usual))

@@ -63,6 +63,7 @@ CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: 
 THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
 TO = "slurm, k8s, skypilot, ray or torchrun."
 SCRIPT = "As python would take it; default: train.py."
+TRACE = "Write the third step, as it ran and as it is simulated, for Perfetto."
 TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
 GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
 Calibrated = Annotated[

@@ -20,6 +20,7 @@ from parloom.ir.plan import MICROBATCH, Plan
 from parloom.ir.text import parse_graph
 from parloom.report.words import WARNING
 from parloom.search.request import AUTO
+from parloom.tracing import traced
 
 # Lines of a plan that are about the model, whatever the devices.
 OF_THE_MODEL = ("the captured program", "batch as built", WARNING, NO_EVALUATION)
@@ -41,6 +42,7 @@ def resume(
     cluster: str | None = None,
     devices: int | None = None,
     timeout_s: float | None = None,
+    trace: str | Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
     verbose: bool = False,
 ) -> int:
@@ -66,15 +68,17 @@ def resume(
         file = api.save(plan, file.parent / f"replanned-{short_digest(plan)}")["plan"]
         progress(f"{file}: {plan.method} on {plan.decisions.num_ranks} devices of {there.cluster}")
     progress(f"going on from {last}, after step {read_manifest(last).step}")
-    return launch.run(
-        plan,
-        script,
-        plan_path=file,
-        say=progress,
-        verbose=verbose,
-        timeout_s=timeout_s,
-        checkpoint=last,
-    )
+    with traced(plan, trace, progress) as observed:
+        return launch.run(
+            plan,
+            script,
+            plan_path=file,
+            say=progress,
+            verbose=verbose,
+            timeout_s=timeout_s,
+            checkpoint=last,
+            observed=observed,
+        )
 
 
 def last_checkpoint(folder: Path) -> Path:

@@ -44,7 +44,7 @@ def test_waits_line() -> None:
 def logged(path: Path, plan_hash: str, *steps: int) -> list[StageTimes]:
     """A run of two stages in a log, with steps that were observed; the last of these."""
     found: list[StageTimes] = []
-    with StepLog(0, path, console=io.StringIO()) as log:
+    with StepLog(0, [path], console=io.StringIO()) as log:
         log.begin(RunRecord(plan_hash, "2026-01-02T03:04:05+00:00", 7, 4))
         for step in steps:
             log.write(replace(RECORD, step=step))
@@ -82,11 +82,11 @@ def test_logs_without_an_observed_step_of_the_plan_are_told(tmp_path: Path) -> N
 def test_rank_0_writes_both_and_others_nothing(tmp_path: Path) -> None:
     console = io.StringIO()
     file = tmp_path / "run" / "log.jsonl"
-    with StepLog(0, file, console=console, every=2) as log:
+    with StepLog(0, [file], console=console, every=2) as log:
         log.begin(RunRecord("abc", "2026-01-02T03:04:05+00:00", 7, 4))
         log.write(replace(RECORD, lr=0.1, grad_norm=float("inf")))
         log.write(StepRecord(13, float("nan"), 0.4, 1))
-    with StepLog(1, tmp_path / "other.jsonl", console=console) as log:
+    with StepLog(1, [tmp_path / "other.jsonl"], console=console) as log:
         log.begin(RunRecord("abc", "2026-01-02T03:04:05+00:00", 7, 4))
         log.write(RECORD)
     assert len(console.getvalue().splitlines()) == 1
@@ -105,7 +105,7 @@ def test_rank_0_writes_both_and_others_nothing(tmp_path: Path) -> None:
 
 def test_the_prediction_is_told_three_times(tmp_path: Path) -> None:
     console = io.StringIO()
-    with StepLog(0, tmp_path / "log.jsonl", console=console) as log:
+    with StepLog(0, [tmp_path / "log.jsonl"], console=console) as log:
         for step in range(5):
             log.write(replace(RECORD, step=step))
     told = ["predicted" in line for line in console.getvalue().splitlines()]

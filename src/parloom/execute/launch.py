@@ -32,7 +32,7 @@ from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
 from parloom.execute.startup import check_ranks
-from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, TIMEOUT_S, Seen, seen
+from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, OBSERVED, TIMEOUT_S, Seen, seen
 from parloom.ir.lower_stages import stage_ranks
 from parloom.ir.plan import Plan
 from parloom.runtime.program import rank_name
@@ -73,13 +73,14 @@ def run(
     verbose: bool = False,
     timeout_s: float | None = None,
     checkpoint: Path | None = None,
+    observed: Path | None = None,
 ) -> int:
     """Run `argv` (a script or `-m module`, and its arguments) on every rank; the exit code.
 
     The script finds the plan's path in `PARLOOM_PLAN`; its trainer begins at `checkpoint`. A rank
     that others wait for longer than `timeout_s` ends the run. Raises `LaunchError` where this
     machine or the surrounding torchrun has not the plan's ranks, `InputError` where there is no
-    such script, or the timeout is none.
+    such script, or the timeout is none. `observed` gets a log of the run, one step of it observed.
     """
     _check_script(argv)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
@@ -88,6 +89,7 @@ def run(
     backend = load_cluster(plan.cluster).backend
     given = {} if plan_path is None else {"PARLOOM_PLAN": str(plan_path.resolve())}
     given |= {} if checkpoint is None else {CHECKPOINT: str(checkpoint)}
+    given |= {} if observed is None else {OBSERVED: str(observed)}
     given |= {} if timeout_s is None else {TIMEOUT_S: f"{timeout_s:g}"}
     if inside_a_job():
         check_ranks(plan)

@@ -181,13 +181,13 @@ def skip_line(step: int, scale: float) -> str:
 class StepLog:
     """Writes every record of rank 0 as a line and as JSON; other ranks' logs do nothing.
 
-    A line of the file is written whole and flushed, so a run that dies leaves valid JSON lines.
+    A line of the files is written whole and flushed, so a run that dies leaves valid JSON lines.
     """
 
     def __init__(
         self,
         rank: int,
-        path: Path | None = None,
+        paths: Sequence[Path] = (),
         *,
         console: IO[str] | None = None,
         every: int = 1,
@@ -199,13 +199,7 @@ class StepLog:
         self._every = max(1, every)
         self._to_compare = NUM_COMPARED
         self._waiting: Callable[[], StepRecord] | None = None
-        self._file: IO[str] | None = None
-        if path is not None and rank == 0:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("a", encoding="utf-8")
-            except OSError as error:
-                raise InputError(f"cannot write the log {path}: {error.strerror}") from None
+        self._files = [_opened(path) for path in paths] if rank == 0 else []
 
     @property
     def writes(self) -> bool:
@@ -260,24 +254,32 @@ class StepLog:
             logger.log(record.step, record.values())
 
     def _append(self, fields: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            finite = {name: _finite(value) for name, value in fields.items()}
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
+        finite = {name: _finite(value) for name, value in fields.items()}
+        for file in self._files:
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
+            file.flush()
 
     def close(self) -> None:
         self.flush()
         for logger in self._loggers:
             logger.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in self._files:
+            file.close()
+        self._files = []
 
     def __enter__(self) -> "StepLog":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write the log {path}: {error.strerror}") from None
 
 
 def _number(value: float) -> str:

@@ -64,7 +64,7 @@ def snapshot(rank: int) -> Path | None:
     """The allocator's segments as a file for pytorch.org/memory_viz; None where it writes none."""
     path = Path(tempfile.gettempdir()) / f"parloom-memory-rank{rank}.pickle"
     with suppress(Exception):  # the error that is told matters more
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         return path
     return None
 

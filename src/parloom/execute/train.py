@@ -33,7 +33,7 @@ from parloom.execute.same_model import check_again, check_on_ranks, check_tensor
 from parloom.execute.startup import check_world_size
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.unchanged import Unchanged
-from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher
+from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, OBSERVED, Watch, timeout, watcher
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph, Node
 from parloom.ir.lower_stages import stage_groups, stage_ranks
@@ -126,7 +126,9 @@ class Trainer(RuntimeTrainer):
         self._steps_here = 0
         self._model: Original | None = None
         self._unchanged: Unchanged | None = None
-        self.log = StepLog(comm.rank, run.log_path, loggers=run.loggers)
+        self._observes = OBSERVED in os.environ or len(run.plan.decisions.stages) > 1
+        paths = (run.log_path, os.environ.get(OBSERVED))
+        self.log = StepLog(comm.rank, [Path(p) for p in paths if p], loggers=run.loggers)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         record = RunRecord(plan_hash(run.plan), now, run.seed, comm.mesh.num_ranks)
         self.log.begin(record, run.plan.prediction)
@@ -155,8 +157,7 @@ class Trainer(RuntimeTrainer):
         # Before the scheduler's turn; a tensor would change under it.
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
-        if self._steps_here + 1 == NUM_COMPARED and len(self.run.plan.decisions.stages) > 1:
-            observed = True
+        observed = observed or (self._observes and self._steps_here + 1 == NUM_COMPARED)
         try:
             result = super().step(batch, local, observed=observed)
         except NotImplementedError as error:

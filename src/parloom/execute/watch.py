@@ -21,6 +21,8 @@ NAME = "doing.txt"
 WIDTH, RANKS_WIDTH = 64, 448
 BEAT_S = 0.5
 CHECKPOINT = "PARLOOM_CHECKPOINT"  # set by `parloom run --resume`
+# A file that gets the log of the run, with one observed step: that of `parloom run --trace`.
+OBSERVED = "PARLOOM_OBSERVED"
 TIMEOUT_S = "PARLOOM_TIMEOUT_S"  # set by `parloom run --timeout`
 DEFAULT_TIMEOUT_S = 600.0
 

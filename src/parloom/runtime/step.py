@@ -26,7 +26,7 @@ from parloom.runtime.program import Action, Pipeline
 from parloom.runtime.same import told_by_some
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.shared import SharedParameters
-from parloom.runtime.spans import ActionSpan, Spans, action_of, waiting_of
+from parloom.runtime.spans import ActionSpan, Spans, action_of, named, waiting_of
 from parloom.runtime.transfers import Transfers
 
 
@@ -111,7 +111,7 @@ class Step:
                     part, batches[part.stage], stages.transfers, own, self._loss_scale
                 )
         for action in stages.actions:
-            with self._seen(action), action_of(spans, str(action)):
+            with self._seen(action), named(str(action)), action_of(spans, str(action)):
                 self._run(action, passes)
         losses = {stage: p.losses for stage, p in passes.items() if p.losses is not None}
         with self._seen(stages.actions[-1]):  # whoever waits here has done it, others may not

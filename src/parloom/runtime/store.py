@@ -29,6 +29,7 @@ from parloom.runtime.remake import Again, Made, Parts, Remaking
 from parloom.runtime.replay import Replay
 from parloom.runtime.sharded_parameter import ShardedParameter, hold
 from parloom.runtime.sharding import axes_of, take
+from parloom.runtime.spans import named
 from parloom.runtime.units import Flat, Unit, Units
 from parloom.runtime.work import Work
 
@@ -130,7 +131,8 @@ class Store:
         def run(ctx: Context, *inputs: Tensor) -> Any:
             mine = self._units.weights(unit) if unit is not None else {}
             tensors = [mine[name] if name in mine else self.weight(name) for name in weights]
-            return body(ctx, path, *inputs, *tensors)
+            with named(prefix or function.__name__):
+                return body(ctx, path, *inputs, *tensors)
 
         if again is not None:
             result = self._dropping(ctx, run, inputs, again, prefix, weights)
