@@ -11,6 +11,7 @@ from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
 from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
+from parloom.rewrite.folds import folds
 from parloom.rewrite.horizontal import fusions, is_fusion
 from parloom.rewrite.known import cases, holds
 from parloom.rewrite.rounding import may_round
@@ -90,7 +91,8 @@ def rules_for(function: Function) -> list[Rule]:
     its dtypes: `inexact` measures them.
     """
     narrow = narrow_in(function)
-    return [own.rule for own in cases(function) if narrow <= own.narrow]
+    known = (own.rule for own in cases(function) if narrow <= own.narrow)
+    return [*known, *folds(function)]
 
 
 def inexact(function: Function, rules: Iterable[Rule]) -> str:
